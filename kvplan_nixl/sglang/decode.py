@@ -43,7 +43,7 @@ class DecodeRank(Rank):
         self.timeout_s = timeout_s
         self.metadata = queue.metadata_buffers
         send = partial(send_claims, access=memory.access)
-        self.claims = Claims(logger, send, settings.max_peers)
+        self.claims = Claims(logger, send, max_sources=settings.max_peers)
         self.reads: Reads = make_reads(
             memory.executor,
             self.claims,
