@@ -530,7 +530,7 @@ REAL: dict[str, Callable[[], Pair]] = {
         real_pair, "nemotron-h-8b", {"conv_order": "SD"}, {"tp": 2}
     ),
     "Falcon-Mamba 7B, convolutions reordered": partial(real_pair, "falcon-mamba-7b", {"conv_order": "SD"}, {"tp": 2}),
-    "128 layers of a hybrid, 512 to 400 tokens, convolutions reordered": partial(
+    "64 layers of a hybrid, 512 to 400 tokens, convolutions reordered": partial(
         real_pair,
         Model.from_config(DEEP_HYBRID),
         {"tokens_per_block": 400, "conv_order": "SD"},

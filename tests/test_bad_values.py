@@ -16,7 +16,7 @@ GOLDEN = ROOT / "tests" / "golden" / "bad-values.txt"
 NO_CALLS = ("Executor", "Copier", "Fact", "Request", "Status")
 """Protocols, types of mappings and of pairs, and an enumeration."""
 
-GENERATED = ("store", "display.trace")
+GENERATED = ("store", "display.trace", "connector.system")
 """What :mod:`tests.test_public_values` calls by its signatures, without a list."""
 
 
