@@ -83,7 +83,7 @@ EXCEPTIONS = {
 
 STATE = {
     "budget": {"_CURRENT"},  # the budget of the block that a thread is in, as numpy keeps its error state
-    "connector.names": {"_LOCK", "_LOOKUPS"},  # lookups under way, which all who ask for a host share
+    "connector.addresses": {"_LOCK", "_LOOKUPS"},  # lookups under way, which all who ask for a host share
     "staging.pipeline": {"Pipeline._by_region"},  # the pipelines in use, by staging region, held weakly
     "models.families": {"_TABLE"},  # lists of the data file, of which frozen values are made at once
 }

@@ -23,8 +23,8 @@ import attrs
 from kvplan._checks import integer, name, seconds
 from kvplan._text import shown
 from kvplan.connector.access import Access, Challenges, Proof, is_equal
+from kvplan.connector.addresses import addresses_of
 from kvplan.connector.handoff import PORT_END
-from kvplan.connector.names import addresses_of
 from kvplan.errors import KVPlanError
 
 MAX_HEAD_BYTES: Final = 1 << 12

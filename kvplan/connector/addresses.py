@@ -1,4 +1,4 @@
-"""Names of hosts: their addresses, looked up within a time.
+"""Addresses of hosts, looked up within a time.
 
 The system's function for it waits as long as a name server is silent, and nobody can stop it. So it
 runs on a thread of its own. All who ask for a host at a time share that thread: a name server that
@@ -10,27 +10,16 @@ from __future__ import annotations
 import socket
 import threading
 from concurrent.futures import Future
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-
-class Address(NamedTuple):
-    """A family of addresses, and an address as :meth:`socket.socket.connect` takes it."""
-
-    family: socket.AddressFamily
-    place: Any
-
-
-Place = tuple[str, int]
-"""A host and a port."""
-
-_LOOKUPS: Final[dict[Place, Future[list[Address]]]] = {}
+_LOOKUPS: Final[dict[tuple[str, int], Future[list[tuple[socket.AddressFamily, Any]]]]] = {}
 _LOCK: Final = threading.Lock()
 
 
-def addresses_of(host: str, port: int, timeout_s: float) -> list[Address]:
+def addresses_of(host: str, port: int, timeout_s: float) -> list[tuple[socket.AddressFamily, Any]]:
     """Return the addresses of a host. Raises OSError if it has none, or none within the time.
 
-    >>> [address.place for address in addresses_of("127.0.0.1", 80, 1.0)]
+    >>> [address for _, address in addresses_of("127.0.0.1", 80, 1.0)]
     [('127.0.0.1', 80)]
     """
     place = host, port
@@ -45,18 +34,20 @@ def addresses_of(host: str, port: int, timeout_s: float) -> list[Address]:
         raise TimeoutError(f"no address of {host} in time") from None
 
 
-def _begin(place: Place) -> Future[list[Address]]:
+def _begin(place: tuple[str, int]) -> Future[list[tuple[socket.AddressFamily, Any]]]:
     """Return the lookup of a place that is under way, or begin one."""
     with _LOCK:
         lookup = _LOOKUPS.get(place)
         if lookup is None:
             lookup = _LOOKUPS[place] = Future()
             arguments = (place, lookup)
-            threading.Thread(target=_run, args=arguments, name="kvplan names", daemon=True).start()
+            threading.Thread(
+                target=_run, args=arguments, name="kvplan addresses", daemon=True
+            ).start()
     return lookup
 
 
-def _run(place: Place, lookup: Future[list[Address]]) -> None:
+def _run(place: tuple[str, int], lookup: Future[list[tuple[socket.AddressFamily, Any]]]) -> None:
     """Look up a place, and end the lookup for all who wait for it."""
     try:
         addresses = _look_up(place)
@@ -70,12 +61,12 @@ def _run(place: Place, lookup: Future[list[Address]]) -> None:
         lookup.set_result(addresses)
 
 
-def _end(place: Place) -> None:
+def _end(place: tuple[str, int]) -> None:
     with _LOCK:
         del _LOOKUPS[place]
 
 
-def _look_up(place: Place, flags: int = 0) -> list[Address]:
+def _look_up(place: tuple[str, int], flags: int = 0) -> list[tuple[socket.AddressFamily, Any]]:
     host, port = place
     rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
-    return [Address(family, address) for family, _, _, _, address in rows]
+    return [(family, address) for family, _, _, _, address in rows]
