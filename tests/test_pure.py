@@ -34,16 +34,26 @@ RESOURCES = {
     "clocks": {"datetime", "time"},
     "randomness": {"random", "secrets", "uuid", "np.random"},
     "processes": {"signal", "subprocess"},
-    "environment": {"importlib.metadata", "platform", "input", "print"},
+    "environment": {"argparse", "importlib.metadata", "platform", "input", "print"},
     "logging": {"logging", "warnings"},
-    "interpreter": {"__import__", "eval", "exec", "gc", "globals", "importlib", "importlib.util", "sys"},
+    "interpreter": {
+        "__import__",
+        "eval",
+        "exec",
+        "gc",
+        "globals",
+        "importlib",
+        "importlib.util",
+        "sys",
+        "traceback",
+    },
     "mapped memory": {"ctypes", "mmap", "np.memmap"},
 }
 """Modules, builtins and parts of numpy, by what they touch outside a function's arguments."""
 
 QUIET = """
-    __future__ array ast base64 bisect collections contextlib difflib enum functools hashlib hmac html ipaddress
-    itertools json math operator re reprlib string textwrap types typing weakref xml zlib
+    __future__ array ast base64 bisect collections contextlib difflib enum functools hashlib heapq hmac html
+    ipaddress itertools json math operator re reprlib string textwrap types typing weakref xml zlib
 """
 """The modules of the standard library that touch nothing outside."""
 
@@ -51,7 +61,7 @@ IMPURE = {
     "connector": {"sockets", "threads", "files", "clocks", "randomness", "logging"},
     "store": {"threads", "files", "clocks", "randomness", "mapped memory"},
     "cli": {"files", "environment", "interpreter", "processes"},
-    "testing": {"clocks", "randomness", "interpreter"},
+    "testing": {"clocks", "randomness", "interpreter", "threads", "logging", "environment"},
     "__main__": {"interpreter"},
 }
 """The rooms that serve, print and drive, with all that their modules use."""

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvplan._text import WIDTH, size
-from kvplan.cli.options import EngineOptions, echo_json, json_option, progress_bar
+from kvplan.cli.console import echo_json, progress_bar
+from kvplan.cli.options import EngineOptions, json_option
 from kvplan.cli.trials import PlacedRequest, Trial, lengths_of
 from kvplan.models import Model
 

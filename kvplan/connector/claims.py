@@ -14,11 +14,10 @@ thread, clock or network.
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from logging import Logger
 from typing import Any, Final
 
@@ -27,6 +26,7 @@ import attrs
 from kvplan._checks import at_most, having, instance, members, name, wrong_type
 from kvplan.connector.handoff import Source
 from kvplan.connector.leases import LEASE_S, Leases
+from kvplan.connector.system import SYSTEM, System
 from kvplan.errors import KVPlanError
 
 RENEW_S: Final = LEASE_S / 6
@@ -276,12 +276,18 @@ class Claims:
     answer.
     """
 
-    def __init__(self, logger: Logger, send: Callable[[Source, ClaimMessage], ClaimAnswer]) -> None:
+    def __init__(
+        self,
+        logger: Logger,
+        send: Callable[[Source, ClaimMessage], ClaimAnswer],
+        system: System = SYSTEM,
+    ) -> None:
         self._logger = instance(Logger, logger, "logger")
         self._send = having("__call__", send, "send of claims", "a function")
         # One lock guards the claims on all engines. Nobody holds it while a message is exchanged.
         self._by_source: dict[Source, SourceClaims] = {}
-        self._changed = threading.Condition()
+        self._system = instance(System, system, "system")
+        self._changed = system.condition()
         self._is_closed = False
         self.num_refused: int = 0
         self.num_unanswered: int = 0
@@ -290,7 +296,7 @@ class Claims:
         """Claim a lease until :meth:`end`. Raises ``RANGE`` for claims on too many engines."""
         claim = _checked_claim(lease, reader)
         with self._changed:
-            self._claims_on(source).begin(claim, time.monotonic())
+            self._claims_on(source).begin(claim, self._system.monotonic())
 
     def end(self, source: Source, lease: str, reader: str) -> None:
         """End a claim: the reader is done, or will not read."""
@@ -340,10 +346,7 @@ class Claims:
             source_claims = SourceClaims(source)
             self._by_source[source] = source_claims
             thread_name = f"kvplan claims {source.engine_id}"
-            arguments = (source_claims,)
-            threading.Thread(
-                target=self._run, args=arguments, name=thread_name, daemon=True
-            ).start()
+            self._system.start(thread_name, partial(self._run, source_claims))
         self._changed.notify_all()
         return self._by_source[source]
 
@@ -351,7 +354,7 @@ class Claims:
         """Send messages to one engine, as long as there are any. No lock is held meanwhile."""
         is_silent = False
         while (message := self._next_message(source_claims)) is not None:
-            sent_at = time.monotonic()
+            sent_at = self._system.monotonic()
             try:
                 answer = self._send(source_claims.source, message)
             except KVPlanError as error:
@@ -361,7 +364,7 @@ class Claims:
                 is_silent = True
                 with self._changed:
                     self.num_unanswered += 1
-                    source_claims.take_failure(message, error, time.monotonic())
+                    source_claims.take_failure(message, error, self._system.monotonic())
                 continue
             is_silent = False
             with self._changed:
@@ -374,9 +377,9 @@ class Claims:
     def _next_message(self, source_claims: SourceClaims) -> ClaimMessage | None:
         """Wait until there is something to send. Returns None when the thread has to end."""
         with self._changed:
-            idle_until = time.monotonic() + IDLE_S
+            idle_until = self._system.monotonic() + IDLE_S
             while True:
-                now = time.monotonic()
+                now = self._system.monotonic()
                 due = source_claims.next_due(now)
                 if due is not None and due <= now:
                     return source_claims.take_message(now)

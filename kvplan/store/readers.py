@@ -214,10 +214,9 @@ class StoreReader:
                 if pair.group_pairs
             ]
             return first if chosen == candidates else self._placed(own, chosen)
-        except KVPlanError as error:
-            if error.code in ("TENSOR", "COVER"):
-                return None
-            raise
+        except KVPlanError:
+            # they lack something, or whoever described them has described too much
+            return None
 
     def _placed(self, own: Worker, parts: Sequence[StoredPart]) -> PagePlan:
         if not parts:

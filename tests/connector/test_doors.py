@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -22,7 +22,7 @@ from kvplan.connector.claims import (
     ClaimMessage,
     SourceClaims,
 )
-from kvplan.connector.http import MAX_ANSWER_BYTES, MAX_HEAD_BYTES, exchange
+from kvplan.connector.http import MAX_ANSWER_BYTES, MAX_HEAD_BYTES, Server, exchange
 from tests.connector.test_access import KEY, asked, status
 
 LOGGER = logging.getLogger("test")
@@ -45,6 +45,10 @@ def post(length: int, *lines: str, path: str = "/claims") -> bytes:
     return "\r\n".join((f"POST {path} HTTP/1.1", f"Content-Length: {length}", *lines, "", "")).encode()
 
 
+def server_of(listener: Listener) -> Server:
+    return cast(Server, listener._server)
+
+
 def is_well(listener: Listener, key: bytes) -> bool:
     """Whether the listener answers an engine."""
     return fetch(listener.source, 10, Access(key=key)).workers == (b"offer",)
@@ -52,7 +56,7 @@ def is_well(listener: Listener, key: bytes) -> bool:
 
 @pytest.fixture
 def key(listener: Listener) -> bytes:
-    return listener._server._access.key
+    return server_of(listener)._access.key
 
 
 @pytest.mark.parametrize("length", [MAX_MESSAGE_BYTES + 1, 16 << 20, 10**12 - 1])
@@ -101,7 +105,7 @@ def test_idle_connections_hold_nothing(
             connection.sendall(b"GET / ")
         assert is_well(listener, key)
         assert threading.active_count() == num_threads
-        assert len(listener._server._connections) <= 32
+        assert len(server_of(listener)._connections) <= 32
         assert caplog.text == ""
 
 
@@ -127,7 +131,7 @@ def test_unfinished_bodies_are_few(leases: Leases, monkeypatch: pytest.MonkeyPat
         for _ in range(2):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", listener.source.port), 10))
             connection.sendall(post(1000) + b"x")
-        while listener._server._unread_bytes < 2000:
+        while server_of(listener)._unread_bytes < 2000:
             time.sleep(0.001)
         assert status(asked(listener.source.port, post(1) + b"x")) == 503
         assert is_well(listener, b"")

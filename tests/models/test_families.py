@@ -605,7 +605,7 @@ def test_each_key_of_a_family_is_refused_or_stated_anywhere() -> None:
     """A key that only some families read changes the cache; those of any file are sizes."""
     anywhere = {"num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim", "num_heads"}
     of_families = {key for family in FAMILIES.values() for key in family.defaults}
-    assert of_families == ({*CACHE_KEYS} - {"use_cla"}) | anywhere
+    assert of_families == {*CACHE_KEYS} | anywhere
 
 
 def test_the_families_cannot_be_changed() -> None:
