@@ -221,8 +221,8 @@ def test_other_tokens_per_slot_are_no_proof() -> None:
     (pair,) = plan.pairs
     changed = []
     for ids in pair.group_pairs:
-        groups = [attrs.evolve(group, tokens_per_slot=8) for group in ids.groups]
-        changed.append(attrs.evolve(ids, groups=tuple(groups)))
+        local, remote = (attrs.evolve(group, tokens_per_slot=8) for group in ids.groups)
+        changed.append(attrs.evolve(ids, groups=(local, remote)))
     with pytest.raises(KVPlanError, match=r"^PROOF: .* expected groups in the form"):
         certify(attrs.evolve(plan, pairs=(attrs.evolve(pair, group_pairs=tuple(changed)),)))
     with pytest.raises(KVPlanError, match=r"^SIZE: .* a token axis of 8 slots .* got a token axis of 64 slots"):
