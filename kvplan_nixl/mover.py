@@ -37,6 +37,7 @@ class NixlMover:
         if not settle(self._executor, transfers, TIMEOUT_S):
             self._is_stuck = True
             raise _stuck()
+        # all are settled, so all can be released, also if one has failed
         for transfer in transfers:
             self._executor.release(transfer)
         for transfer in transfers:

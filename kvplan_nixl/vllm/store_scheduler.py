@@ -88,6 +88,7 @@ class StoreScheduler:
         """
         if not self._loads or request.request_id in self._begun:
             return 0
+        # the prompt alone: nothing is known of the answer
         chain = self._chain(request, request.num_prompt_tokens)
         if chain is None:
             return 0
@@ -127,6 +128,7 @@ class StoreScheduler:
         # a step under way writes the positions of tokens that may not be the request's
         num_computed = request.num_computed_tokens - request.num_in_flight_tokens
         chain = self._chain(request, min(num_computed, request.num_tokens))
+        # what is shorter than a page has no key
         if chain is None or not chain.keys:
             return False
         positions = (0, chain.num_tokens)

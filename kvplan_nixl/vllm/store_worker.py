@@ -52,6 +52,7 @@ class StoreWorker:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the worker's caches, and begin to work."""
         worker = self._describe(kv_caches)
+        # memory of the host is copied without NIXL, which would copy it too
         mover: Mover = MemoryMover()
         if any(region.memory != "DRAM" for region in worker.regions):
             self._executor = NixlExecutor(worker, self._settings.backends)
@@ -116,6 +117,7 @@ class StoreWorker:
 
     def _carry_out(self, priority: int, job: StoreJob) -> None:
         client = self._client
+        # a pipeline stage may lack some groups
         groups = {group.name for group in client.groups}
         tables = {group: table for group, table in job.tables.items() if group in groups}
         positions = dict.fromkeys(tables, job.positions)
