@@ -8,6 +8,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
+from typing import Final
+
+INTERRUPTED: Final = 130
+"""The exit status of a command that was interrupted."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = f"kvplan: the command line needs {package}: pip install click rich"
             print(text, file=sys.stderr)
             return 2
-    # the rest of the command line imports click and rich
-    from kvplan.cli.app import run
+    # the rest of the command line imports click and rich, which takes long enough for a ^C
+    try:
+        from kvplan.cli.app import run
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
     return run(sys.argv[1:] if arguments is None else list(arguments))

@@ -13,6 +13,7 @@ from typing import Final
 
 import click
 
+from kvplan.cli import INTERRUPTED
 from kvplan.cli.advise import advise_command
 from kvplan.cli.commands import COMMANDS
 from kvplan.cli.console import echo_json
@@ -26,7 +27,6 @@ from kvplan.errors import KVPlanError
 COMPLETION: Final = "_KVPLAN_COMPLETE"
 """The variable by which a shell asks for completions."""
 
-INTERRUPTED: Final = 130
 PIPE_CLOSED: Final = 141
 
 EPILOG: Final = f"""\
