@@ -73,7 +73,13 @@ class KVPlanError(ValueError):
     def __init__(
         self, code: str, action: str, *, expected: str, got: str, hint: str = "", **details: Any
     ) -> None:
-        assert code in CODES, code
+        if not (isinstance(code, str) and code in CODES):
+            raise KVPlanError(
+                "NAME",
+                "make an error",
+                expected="a code of kvplan.errors.CODES",
+                got=f"a {type(code).__name__} that is none",
+            )
         message = f"{code}: cannot {action}: expected {expected}, got {got}"
         super().__init__(f"{message} ({hint})" if hint else message)
         self.code = code

@@ -14,6 +14,7 @@ from kvplan._checks import instance, integer, members, name, seconds
 from kvplan._text import meant, shown
 from kvplan.budget import BUDGET_BYTES
 from kvplan.connector import Access, tls_contexts
+from kvplan.connector.claims import MAX_SOURCES
 from kvplan.connector.handoff import PORT_END
 from kvplan.connector.leases import LEASE_S
 from kvplan.connector.peer_engines import HANDSHAKE_S
@@ -55,6 +56,10 @@ def switch(value: Any, subject: str) -> bool:
     """Return ``value``, which must be true or false."""
     is_on: bool = instance(bool, value, subject)
     return is_on
+
+
+def _at_least_one(value: Any, subject: str) -> int:
+    return integer(value, subject, low=1)
 
 
 def _port(value: Any, subject: str) -> int:
@@ -100,6 +105,7 @@ class Settings:
     staging_bytes: int = setting(integer, 0)
     handshake_timeout_s: float = setting(seconds, HANDSHAKE_S)
     budget_bytes: int = setting(integer, BUDGET_BYTES)
+    max_peers: int = setting(_at_least_one, MAX_SOURCES)
     model: str = setting(name, "")
     weights: str = setting(name, "")
     key: bytes = setting(_secret, b"")

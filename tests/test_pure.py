@@ -52,7 +52,7 @@ RESOURCES = {
 """Modules, builtins and parts of numpy, by what they touch outside a function's arguments."""
 
 QUIET = """
-    __future__ array ast base64 bisect collections contextlib difflib enum functools hashlib heapq hmac html
+    __future__ array ast base64 bisect collections contextlib contextvars difflib enum functools hashlib heapq hmac html
     ipaddress itertools json math operator re reprlib string textwrap types typing weakref xml zlib
 """
 """The modules of the standard library that touch nothing outside."""
@@ -82,6 +82,8 @@ EXCEPTIONS = {
 """What single modules of pure rooms use."""
 
 STATE = {
+    "budget": {"_CURRENT"},  # the budget of the block that a thread is in, as numpy keeps its error state
+    "connector.addresses": {"_LOCK", "_LOOKUPS"},  # lookups under way, which all who ask for a host share
     "staging.pipeline": {"Pipeline._by_region"},  # the pipelines in use, by staging region, held weakly
     "models.families": {"_TABLE"},  # lists of the data file, of which frozen values are made at once
 }

@@ -220,7 +220,7 @@ def show_command(engines: Engines, rank: str, path: str | None, as_json: bool) -
     """
     sources, destinations = engines.workers()
     local = destinations[read_decimal(rank, "--rank", 0, len(destinations))]
-    plan = plan_reads(local, sources, not_transferred=destination_drafts(destinations, sources))
+    plan = plan_reads(local, sources, not_transferred=destination_drafts([local], sources))
     # a file is written first: if that fails, nothing is printed
     if path is not None:
         picture = show(plan, about=str(engines))

@@ -17,7 +17,6 @@ Connections and prepared plans belong to the executor, so they are made on the c
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,7 +25,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import having
+from kvplan._checks import having, instance
 from kvplan._text import brief_repr
 from kvplan.budget import BUDGET_BYTES, Budget
 from kvplan.connector.digest_requests import DigestRequest, fetch_digests
@@ -151,6 +150,7 @@ class HandshakeResult:
     @classmethod
     def of(cls, peer: PeerEngine, now: float) -> HandshakeResult:
         """Return the result of a handshake that has ended ``now``."""
+        instance(PeerEngine, peer, "engine of a handshake")
         plan_seconds = 0.0 if peer.plan is None else peer.plan.seconds
         return cls(peer.source, peer.error, now - peer.began_at, plan_seconds)
 
@@ -180,7 +180,7 @@ class PeerEngines:
         self.timeout_s = timeout_s
         self._system = system
         self._budget_bytes = budget_bytes
-        self._planning = threading.Lock()
+        self._planning = system.condition()
         self._worker = worker
         self._executor = executor
         self._logger = logger

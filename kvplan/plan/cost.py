@@ -18,7 +18,7 @@ import numpy as np
 
 from kvplan import _notebook
 from kvplan._arrays import Ints
-from kvplan._checks import integer
+from kvplan._checks import instance, integer
 from kvplan._text import brief_repr, count
 from kvplan.budget import limited, spend
 from kvplan.describe.blocks import POSITION_END
@@ -57,6 +57,7 @@ class PairCost:
     @classmethod
     def of(cls, spec: ReadSpec) -> PairCost:
         """Return the cost of one bound request."""
+        instance(ReadSpec, spec, "spec")
         lengths = Counter(spec.descriptors()[0][:, 1].tolist())
         rows = len(spec.local_table.rows), len(spec.remote_table.rows)
         return cls(spec.local, spec.remote, *rows, int(spec.local_ids.size), _ascending(lengths))

@@ -134,9 +134,10 @@ def contacts(
     """
     receivers = checked_workers("destinations", destinations)
     senders = checked_workers("sources", sources, *receivers)
+    skipped = checked_names(not_transferred, *receivers, *senders)
     contacts_of: dict[Key, list[Key]] = {worker.key: [] for worker in (*receivers, *senders)}
     with limited(max(len(receivers), 1) * BUDGET_BYTES):
-        for share in shares(receivers, senders, checked_names(not_transferred)):
+        for share in shares(receivers, senders, skipped):
             contacts_of[share.destination.key].append(share.source.key)
             contacts_of[share.source.key].append(share.destination.key)
     return {key: tuple(keys) for key, keys in contacts_of.items()}

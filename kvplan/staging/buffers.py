@@ -63,6 +63,9 @@ from kvplan.staging.copies import DESTINATION, SOURCE, BothGroups, CopyTemplate,
 MAX_RUNS: Final = 1 << 18
 """The most runs of a frame that rule S3 is applied to; larger frames are packed view by view."""
 
+VIEW_BYTES: Final = 50_000
+"""What a view that is packed takes of a budget."""
+
 RUN_BYTES: Final = 100
 """What a run of a frame takes of a budget."""
 
@@ -437,6 +440,7 @@ def _frames(views: Iterable[PeerView]) -> Iterator[list[PeerView]]:
 
 def _pools(frame: Sequence[PeerView]) -> Iterator[Pool]:
     """Yield the pool of a frame by rule S3, or of each of its views by rule S4."""
+    spend(len(frame), "views to pack", VIEW_BYTES, f"stage {frame[0].view.name!r}")
     if len(frame) > 1 and (pool := _packed_together(frame)):
         yield pool
     else:

@@ -28,12 +28,13 @@ import numpy as np
 
 from kvplan import _notebook
 from kvplan._arrays import Ints
-from kvplan._checks import ID_END, having
+from kvplan._checks import ID_END, having, integer
 from kvplan._text import count
 from kvplan.budget import limited
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens
 from kvplan.describe.views import Group, Region
 from kvplan.describe.worker import Worker
+from kvplan.errors import KVPlanError
 from kvplan.plan.align import in_tokens, position_of, slots
 from kvplan.plan.bind import range_of, wanted
 from kvplan.plan.cells import Cell
@@ -207,7 +208,7 @@ class StagedPlan:
         slot: int | None = None
         for tokens in ranges:
             if slot is None:  # a range in which nothing moves leaves its slot to the next one
-                slot = next(buffer_slots)
+                slot = _next_slot(buffer_slots)
             specs = list[ReadSpec]()
             copies = list[Copy]()
             for peer, peer_wants in zip(self.peers, wants, strict=True):
@@ -268,6 +269,20 @@ class StagedPlan:
         peers = count(len(self.peers), "source" if self.operation == "READ" else "destination")
         positions = count(self.num_positions, "position")
         return f"<StagedPlan {self.direct.local.label}: {peers}, {positions} at a time>"
+
+
+def _next_slot(buffer_slots: Iterator[int]) -> int:
+    """Return the buffer slot of a chunk. Raises ``RANGE`` or ``TYPE`` for what is none."""
+    slot = next(buffer_slots, None)
+    if slot is None:
+        raise KVPlanError(
+            "RANGE",
+            "make a chunk",
+            expected="a buffer slot for each chunk",
+            got="an iterator that has ended",
+            hint="itertools.cycle((0, 1)) never ends",
+        )
+    return integer(slot, "a buffer slot", high=2)
 
 
 def _slot_table(
@@ -383,7 +398,7 @@ class Shares:
         """
         peers = checked_workers("remotes", remotes, local)
         writers = checked_workers("siblings", siblings, local)
-        skipped = checked_names(not_transferred)
+        skipped = checked_names(not_transferred, local, *writers, *peers)
         # a writer plans with its siblings, so that they agree which of them writes what all hold
         destinations, sources = direction.by_role((local, *writers), peers)
         local_shares = []

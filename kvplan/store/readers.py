@@ -237,6 +237,7 @@ def find(
     ``BACKEND``.
     """
     searchers = members(StoreReader, readers, "readers of a store")
+    instance(Chain, chain, "chain")
     first = integer(start, "start of a search", high=POSITION_END)
     size = chain.tokens_per_page if step is None else step
     stride = integer(size, "step of a search", low=1, high=POSITION_END)

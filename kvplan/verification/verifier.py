@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from kvplan import _notebook
 from kvplan._arrays import Ints
+from kvplan._checks import members
 from kvplan._text import MAX_REPR, brief_repr, count
 from kvplan.describe.blocks import Blocks, Tokens
 from kvplan.describe.views import View
@@ -161,7 +162,7 @@ class Report:
         >>> print(Report.of([Report(4, 1, 1, ("VALUE",)), Report(8, 2, 1, ("VALUE", "OWN"))]))
         verified: 12 bytes in 3 descriptors to 2 workers, 0 unused slots; VALUE hold
         """
-        reports = tuple(reports)
+        reports = members(Report, reports, "reports")
         checked_by_all = set(PROMISES).intersection(*(report.checked for report in reports))
         failures: list[tuple[str, str]] = []
         tails: list[Tail] = []

@@ -122,7 +122,7 @@ class Scheduler:
         self._leases = Leases(settings.lease_s, system.monotonic, system.token_hex)
         self._lent: dict[str, _Lent] = {}
         send = partial(send_claims, access=self._access, system=system)
-        self._claims = Claims(logger, send, system)
+        self._claims = Claims(logger, send, system, settings.max_peers)
         self._reader = system.token_hex(TOKEN_BYTES)  # of this start
         self._reading: dict[str, _Reading] = {}
         # by request and group: the first position that was read, if its block was read in part

@@ -51,7 +51,7 @@ class Worker:
         self._executor: NixlExecutor | None = None
         self._access = settings.access()
         send = partial(send_claims, access=self._access, system=system)
-        self._claims = Claims(logger, send, system)
+        self._claims = Claims(logger, send, system, settings.max_peers)
         self._released: set[str] = set()
         self._digests: dict[DigestRequest, list[dict[str, Any]]] = {}
         self.stats = KvplanStats()

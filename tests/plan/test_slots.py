@@ -213,3 +213,17 @@ def test_a_store_has_pages_of_tokens() -> None:
     worker = attrs.evolve(quantized("p", 64, 16), model="m")
     with pytest.raises(KVPlanError, match=r"^LAYOUT: cannot store pages of group 'scales': .* got one for 16 tokens$"):
         parts_of(worker, 64)
+
+
+def test_other_tokens_per_slot_are_no_proof() -> None:
+    """PROOF, or SIZE: ids of a group that the worker does not have, or a worker whose views have other slots."""
+    plan = plan_reads(quantized("d", 64, 16), [quantized("p", 64, 16)])
+    (pair,) = plan.pairs
+    changed = []
+    for ids in pair.group_pairs:
+        local, remote = (attrs.evolve(group, tokens_per_slot=8) for group in ids.groups)
+        changed.append(attrs.evolve(ids, groups=(local, remote)))
+    with pytest.raises(KVPlanError, match=r"^PROOF: .* expected groups in the form"):
+        certify(attrs.evolve(plan, pairs=(attrs.evolve(pair, group_pairs=tuple(changed)),)))
+    with pytest.raises(KVPlanError, match=r"^SIZE: .* a token axis of 8 slots .* got a token axis of 64 slots"):
+        attrs.evolve(plan.local, groups=[attrs.evolve(group, tokens_per_slot=8) for group in plan.local.groups])

@@ -62,7 +62,7 @@ FAULTS = [
     Fault("the first lease ends by a clock that began elsewhere", Leases, "grant", "self._clock() + duration_s", "duration_s", seed=0, rule="CLAIM"),
     Fault("done of one reader ends all claims", Leases, "end", "claims_end_at.pop(reader, None)", "claims_end_at.clear()", seed=0, rule="CLAIM"),
     Fault("done is believed twice", Leases, "end", "self._leases.pop(lease)", "self._leases[lease]", seed=0, rule="REPORT"),
-    Fault("done does not end the first lease", Leases, "end", "ending.ends_at = now", "pass", seed=12, rule="END"),
+    Fault("done does not end the first lease", Leases, "end", "ending.ends_at = now", "pass"),
     Fault("an unclaimed lease never ends", Leases, "take_ended", "not lease.stands_at(now)", "False", seed=0, rule="END"),
     # Claims
     Fault("a claim without an answer is not sent again", claims.SourceClaims, "take_failure", "self._due_at[claim] = now + RETRY_S", "del self._due_at[claim]"),

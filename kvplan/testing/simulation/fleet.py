@@ -5,7 +5,8 @@ These rules hold in every step, or the simulation ends with an error that names 
 - OWN: a request attends to no byte that is not of its own tokens, also where a prefix was cached.
 - GIVEN: a block is not given to a request while a byte of another one may land in it.
 - CLAIM: blocks are not freed while a reader was told that they stay.
-- END: each request ends within :data:`END_S`, right or with an error of kvplan.
+- END: each request ends, right or with an error of kvplan, within :data:`END_S` and a lease for
+  each request of the fleet: so long may blocks stay that others wait for.
 - RIGHT: a request that is read once, soon and to its end does not fail without an excuse: a fault
   that explains its error.
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right.
@@ -29,6 +30,7 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
+from kvplan.connector.leases import LEASE_S
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan
@@ -57,8 +59,8 @@ from kvplan.testing.simulation.scenario import (
 )
 from kvplan.testing.simulation.tasks import TaskLoop, TaskThread
 
-END_S: Final = 200.0
-"""Seconds within which a request ends, beside those for which its engine is frozen."""
+END_S: Final = 150.0
+"""Seconds within which a request ends, beside freezes and a lease for each request."""
 
 SETTLE_S: Final = 40.0
 """Seconds of the slowest clock after the last fault, from which on all requests are right."""
@@ -146,9 +148,11 @@ class Fleet:
         self._members = {member.name: member for member in scenario.members}
         self._num_starts: Counter[str] = Counter()
         self._engines: dict[str, Engine] = {}
-        self._frozen_s = sum(
-            item.ends_at - item.at for item in incidents if isinstance(item, Freeze)
-        )
+        self._slowest = min((member.rate for member in scenario.members), default=1.0)
+        frozen_s = sum(item.ends_at - item.at for item in incidents if isinstance(item, Freeze))
+        # each request that nobody reads keeps its blocks for a lease, and others wait behind it
+        num_requests = sum(isinstance(item, Arrival) for item in incidents)
+        self._end_s = END_S + frozen_s + num_requests * LEASE_S / self._slowest
         # requests that have not ended, by name, and until when they must
         self._open: dict[str, float] = {}
         self._requests: list[EngineRequest] = []
@@ -160,8 +164,7 @@ class Fleet:
                 self._start(member)
             for incident in self.scenario.incidents:
                 self._plan(incident)
-            slowest = min((member.rate for member in self.scenario.members), default=1.0)
-            self._advance(HEALED_S + SETTLE_S / slowest)
+            self._advance(HEALED_S + SETTLE_S / self._slowest)
             # faults are over, and their consequences too
             probes = self._probe()
             while self._open:
@@ -324,7 +327,7 @@ class Fleet:
             self.ends["right" if error is None else error.code] += 1
             tell(answer, error)
 
-        self._open[name] = self.loop.now + END_S + self._frozen_s
+        self._open[name] = self.loop.now + self._end_s
         if engine.host.is_dead:
             error = KVPlanError("PEER", "serve", expected="an engine that lives", got="a dead one")
             ended(None, error)

@@ -49,7 +49,7 @@ def _simplified(simulation: Simulation, outcome: FleetOutcome) -> FleetOutcome:
         members = outcome.scenario.members
         index = members.index(member)
         simpler = (
-            Member(member.name, num_blocks=member.num_blocks),
+            Member(member.name),
             attrs.evolve(member, rate=1.0),
             attrs.evolve(member, takes_newest=False),
         )
