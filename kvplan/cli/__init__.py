@@ -8,10 +8,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
-from typing import Final
 
-INTERRUPTED: Final = 130
-"""The exit status of a command that was interrupted."""
+from kvplan.cli.status import INTERRUPTED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,6 @@ from typing import Final
 
 import click
 
-from kvplan.cli import INTERRUPTED
 from kvplan.cli.advise import advise_command
 from kvplan.cli.commands import COMMANDS
 from kvplan.cli.console import echo_json
@@ -21,13 +20,13 @@ from kvplan.cli.demo import demo_command
 from kvplan.cli.doctor import doctor_command
 from kvplan.cli.matrix import matrix_command
 from kvplan.cli.models import models_command
+from kvplan.cli.status import INTERRUPTED, PIPE_CLOSED
 from kvplan.cli.store import store_command
 from kvplan.errors import KVPlanError
 
 COMPLETION: Final = "_KVPLAN_COMPLETE"
 """The variable by which a shell asks for completions."""
 
-PIPE_CLOSED: Final = 141
 
 EPILOG: Final = f"""\
 \b
