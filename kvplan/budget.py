@@ -21,8 +21,8 @@ from kvplan._checks import integer
 from kvplan._text import size
 from kvplan.errors import KVPlanError
 
-BUDGET_BYTES: Final = 1 << 30
-"""The bytes of a budget: twice what the largest pairs of engines need that are deployed."""
+BUDGET_BYTES: Final = 5 << 28
+"""The bytes of a budget: what a hybrid of 128 layers needs whose convolutions are reordered."""
 
 BYTES_PER_SECOND: Final = 200_000_000
 """How many bytes count as much as a second of one core."""
@@ -66,18 +66,18 @@ class Budget:
 
     def take(self, number: int, unit: str, bytes_each: int, action: str, **details: Any) -> None:
         """Take what ``number`` units need, or raise ``RANGE`` if there is not as much left."""
-        taken = self.num_taken + number * bytes_each
-        if taken > self.num_bytes:
+        total = self.num_taken + number * bytes_each
+        if total > self.num_bytes:
             raise KVPlanError(
                 "RANGE",
                 action,
                 expected=f"work of at most {size(self.num_bytes)}",
-                got=f"{size(taken)} with {number} {unit}",
+                got=f"{size(total)} with {number} {unit}",
                 hint="if you trust the peers that describe it, do this in a larger kvplan.Budget",
                 value=number,
                 **details,
             )
-        self.num_taken = taken
+        self.num_taken = total
 
     def __repr__(self) -> str:
         return f"<Budget of {size(self.num_bytes)}, of which {size(self.num_taken)} are taken>"

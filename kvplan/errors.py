@@ -26,7 +26,7 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
         "STRIDE": "elements of one view share bytes",
         "BOUNDS": "bytes are outside their region, or an address wraps",
         "OVERLAP": "two views of one group share bytes",
-        "GROUP": "a token group is paired with a state group",
+        "GROUP": "a token group is paired with a state group, or with one of other tokens per slot",
         "WORKER": "the given workers do not form one engine, or one of them is given twice",
         "MODEL": "the two sides run different models",
         "TENSOR": "no source has a tensor that the destination needs",
@@ -73,7 +73,13 @@ class KVPlanError(ValueError):
     def __init__(
         self, code: str, action: str, *, expected: str, got: str, hint: str = "", **details: Any
     ) -> None:
-        assert code in CODES, code
+        if not (isinstance(code, str) and code in CODES):
+            raise KVPlanError(
+                "NAME",
+                "make an error",
+                expected="a code of kvplan.errors.CODES",
+                got=f"a {type(code).__name__} that is none",
+            )
         message = f"{code}: cannot {action}: expected {expected}, got {got}"
         super().__init__(f"{message} ({hint})" if hint else message)
         self.code = code

@@ -282,12 +282,13 @@ class Executor(Protocol):
 
 def not_connected(key: Key) -> KVPlanError:
     """Return the error for a worker that the executor does not know."""
-    action = f"find worker {label_of(key)}"
+    action = f"find worker {label_of(key_of(key, 'worker'))}"
     return KVPlanError("PEER", action, expected="a connected worker", got="none of that name")
 
 
 def unprepared(spec: ReadSpec) -> KVPlanError:
     """Return the error of :meth:`Executor.start` for a spec whose tables the executor lacks."""
+    _checks.having("local_table", spec, "spec", "a ReadSpec")
     return KVPlanError(
         "TRANSFER",
         f"start a transfer with {label_of(spec.remote)}",
@@ -316,10 +317,11 @@ def not_planned_for(worker: Worker, present: Worker | None, side: str) -> KVPlan
 
     ``present`` is the worker that the executor knows in its place, if any.
     """
+    _checks.instance(Worker, worker, "worker")
     hint = ""
     if present is None:
         got = "no such worker"
-    elif present.key == worker.key:
+    elif _checks.instance(Worker, present, "present worker").key == worker.key:
         got = "another description of it"
         hint = "plan again with the worker's present offer"
     else:

@@ -145,6 +145,7 @@ class NixlExecutor:
         self._key = instance(bytes, key, "the key of envelopes")
         self._on_event = _function_or_none(on_event, "on_event")
         self._on_peer = _function_or_none(on_peer, "on_peer")
+        instance(bool, progress_thread, "progress_thread")
         agent_name = f"{agent_prefix(worker)}{uuid.uuid4().hex}"
         self._agent = Agent(agent_name, checked_backends(backends), progress_thread)
         try:

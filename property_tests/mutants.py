@@ -54,8 +54,11 @@ WEIGHTS: Final = {
     **dict.fromkeys(("pairs", "group_pairs"), 30),
     **dict.fromkeys(("local_table", "remote_table", "runs", "tokens"), 15),
     **dict.fromkeys(("rows", "first", "base", "slot_terms", "blocks", "remotes"), 3),
+    "tokens_per_slot": 0,
 }
-"""How often fields change; others have 1. Most of a description has nothing to do with the proof."""
+"""How often fields change; others have 1. Most of a description has nothing to do with the proof.
+
+Tokens per slot never change: a worker refuses any number but that of its views' slots."""
 
 TRIES: Final = 6
 """How many requests a changed plan that is proved must move rightly."""

@@ -64,7 +64,8 @@ def test_a_comparison_says_what_planning_does(case: Case, strange: Case, related
         comparison = compare(destination, source, case.not_transferred)
         codes = {difference.code for difference in comparison.differences} - {""}
         try:
-            plan_reads(destination, [source], not_transferred=case.not_transferred)
+            skipped = [name for name in case.not_transferred if name in destination.tensors]
+            plan_reads(destination, [source], not_transferred=skipped)
             raised = ""
         except KVPlanError as error:
             raised = error.code

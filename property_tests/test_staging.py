@@ -74,7 +74,7 @@ def carried(staged: StagedPlan, request: Request) -> dict[Key, list[Copy]]:
 
 def moved(case: Case, worker: Worker, request: Request, whole: bool, more: int) -> list[Copy]:
     """What a staged plan of reads of a case copies for a request."""
-    skipped = case.not_transferred
+    skipped = [name for name in case.not_transferred if name in worker.tensors]
     plan = partial(stage, remotes=case.sources, staging=NAME, whole=whole, not_transferred=skipped)
     return carried(in_least_memory(worker, DEVICE, more, plan), request).get(worker.key, [])
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import numpy as np
 import pytest
 from hypothesis import event, given
+from hypothesis import strategies as st
 
-from kvplan import Region, Worker, plan_mesh, verify
+from kvplan import Group, Region, Worker, certify, plan_mesh, verify
 from kvplan.testing.strategies import Case, cases
+from property_tests import fewer
 from property_tests.mutants import faults, requests
 from property_tests.oracle import contents, copies_of, problems
 from property_tests.worlds import Side, workers
@@ -91,3 +93,58 @@ def test_nothing_joins_across_regions(order: str, apart: tuple[bool, bool]) -> N
         plans = plan_mesh(destinations, sources).plans
         for request, spans in itertools.islice(requests((destinations, sources), "READ", random), NUM_REQUESTS):
             assert faults(plans, request, spans, complete=True) == []
+
+
+def with_slots_of(workers: Iterable[Worker], size: int) -> tuple[Worker, ...]:
+    """The workers with ``size`` tokens in each slot of their token groups, and as many times more in turns."""
+    changed = []
+    for worker in workers:
+        groups = []
+        for group in worker.groups:
+            if group.tokens_per_block is not None:
+                interleave = group.context.interleave_tokens * size
+                context = attrs.evolve(group.context, interleave_tokens=interleave)
+                group = Group(group.name, group.tokens_per_block * size, context, size)
+            groups.append(group)
+        changed.append(attrs.evolve(worker, groups=groups))
+    return tuple(changed)
+
+
+@fewer(3)
+@given(cases(), st.sampled_from([2, 3, 16]), st.integers(0, 15))
+def test_a_slot_of_several_tokens_moves_as_one(case: Case, size: int, short: int) -> None:
+    """As many tokens more, in slots of as many tokens, are the same rows and ids; a last slot may not be full."""
+    scaled = attrs.evolve(
+        case,
+        destinations=with_slots_of(case.destinations, size),
+        sources=with_slots_of(case.sources, size),
+    )
+    paged = {group.name for worker in case.destinations for group in worker.groups if group.tokens_per_block}
+
+    def in_tokens(span: Any, name: str | None = None) -> Any:
+        """The range in tokens, the last slot of which lacks some."""
+        if span is None or (name is not None and name not in paged):
+            return span
+        start, stop = span[0] * size, span[1] * size
+        return start, max(start, stop - short % size) if stop > start else stop
+
+    tokens = case.tokens[0]
+    if isinstance(tokens, Mapping):
+        tokens = {name: in_tokens(span, name) for name, span in tokens.items()}
+    else:
+        tokens = in_tokens(tokens)
+    skipped = case.not_transferred
+    meshes = [plan_mesh(sides.destinations, sides.sources, not_transferred=skipped) for sides in (case, scaled)]
+    for plan, larger in zip(meshes[0].plans, meshes[1].plans, strict=True):
+        request: dict[str, Any] = {**case.request(plan)}
+        names = {group.name for group in plan.local.groups}
+        chosen = {name: tokens[name] for name in names & tokens.keys()} if isinstance(tokens, Mapping) else tokens
+        specs = plan.bind(**request), larger.bind(**{**request, "tokens": chosen})
+        for spec, same in zip(*specs, strict=True):
+            assert np.array_equal(spec.local_ids, same.local_ids)
+            assert np.array_equal(spec.remote_ids, same.remote_ids)
+            assert np.array_equal(spec.local_table.rows, same.local_table.rows)
+            assert np.array_equal(spec.remote_table.rows, same.remote_table.rows)
+    report = verify(meshes[1], local=case.tables[0], remote=case.tables[1], tokens=tokens)
+    assert report.ok, str(report)
+    assert certify(meshes[1]) == certify(meshes[0])

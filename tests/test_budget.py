@@ -119,7 +119,7 @@ def test_slots_of_one_source_are_limited() -> None:
 def test_sources_count_together() -> None:
     """Four of eight workers fit into a budget for which one of eight heads each is small."""
     local = side("d", 16, 0)
-    remotes = [side("p", 1 << 15, 1 + head, [head], head) for head in range(8)]
+    remotes = [side("p", 1 << 16, 1 + head, [head], head) for head in range(8)]
     with pytest.raises(KVPlanError, match=r"^RANGE: cannot number"):
         plan_reads(local, remotes)
     assert plan_reads(side("d", 16, 0, [0]), remotes[:1])

@@ -34,16 +34,26 @@ RESOURCES = {
     "clocks": {"datetime", "time"},
     "randomness": {"random", "secrets", "uuid", "np.random"},
     "processes": {"signal", "subprocess"},
-    "environment": {"importlib.metadata", "platform", "input", "print"},
+    "environment": {"argparse", "importlib.metadata", "platform", "input", "print"},
     "logging": {"logging", "warnings"},
-    "interpreter": {"__import__", "eval", "exec", "gc", "globals", "importlib", "importlib.util", "sys"},
+    "interpreter": {
+        "__import__",
+        "eval",
+        "exec",
+        "gc",
+        "globals",
+        "importlib",
+        "importlib.util",
+        "sys",
+        "traceback",
+    },
     "mapped memory": {"ctypes", "mmap", "np.memmap"},
 }
 """Modules, builtins and parts of numpy, by what they touch outside a function's arguments."""
 
 QUIET = """
-    __future__ array ast base64 bisect collections contextlib difflib enum functools hashlib hmac ipaddress itertools
-    json math operator re reprlib string textwrap types typing weakref xml zlib
+    __future__ array ast base64 bisect collections contextlib contextvars difflib enum functools hashlib heapq hmac html
+    ipaddress itertools json math operator re reprlib string textwrap types typing weakref xml zlib
 """
 """The modules of the standard library that touch nothing outside."""
 
@@ -51,13 +61,14 @@ IMPURE = {
     "connector": {"sockets", "threads", "files", "clocks", "randomness", "logging"},
     "store": {"threads", "files", "clocks", "randomness", "mapped memory"},
     "cli": {"files", "environment", "interpreter", "processes"},
-    "testing": {"clocks", "randomness", "interpreter"},
+    "testing": {"clocks", "randomness", "interpreter", "threads", "logging", "environment"},
     "__main__": {"interpreter"},
 }
 """The rooms that serve, print and drive, with all that their modules use."""
 
 EXCEPTIONS = {
     "__init__": {"interpreter"},  # the door loads a room when one of its names is first asked for
+    "_notebook": {"interpreter"},  # and so does what a notebook asks for
     "executor": {"interpreter"},  # and so do the protocols, which lend their fakes
     "staging": {"interpreter"},
     "plan.bind": {"threads"},  # a workspace knows which thread it serves
@@ -71,6 +82,8 @@ EXCEPTIONS = {
 """What single modules of pure rooms use."""
 
 STATE = {
+    "budget": {"_CURRENT"},  # the budget of the block that a thread is in, as numpy keeps its error state
+    "connector.addresses": {"_LOCK", "_LOOKUPS"},  # lookups under way, which all who ask for a host share
     "staging.pipeline": {"Pipeline._by_region"},  # the pipelines in use, by staging region, held weakly
     "models.families": {"_TABLE"},  # lists of the data file, of which frozen values are made at once
 }

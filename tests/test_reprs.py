@@ -14,7 +14,7 @@ import pytest
 from hypothesis.vendor.pretty import pretty
 
 import kvplan
-from kvplan import Blocks, Model, Status, Transfer, plan_mesh, plan_reads, show, verify
+from kvplan import Blocks, Budget, Model, Status, Transfer, plan_mesh, plan_reads, show, verify
 from kvplan._text import brief_repr
 from kvplan.staging import SHARED_MEMORY, Pipeline, StagedTransfer, choose, stage
 from kvplan.testing import FakeCopier, FakeNetwork
@@ -60,6 +60,7 @@ def large_values() -> Iterator[Any]:
     yield verify(staged.direct, **request, copies={})
     network = FakeNetwork([local, *remotes])
     yield Pipeline(network.executor(local), NAME, FakeCopier(network.memory, local.key))
+    yield Budget(1 << 61)
     yield StagedTransfer("r" * 40)
     yield Transfer(spec, "r" * 40, Status.RUNNING)
 

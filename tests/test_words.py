@@ -19,21 +19,24 @@ MAX_TERMS = 25
 """What a reader can learn in one sitting. A new term takes the place of another."""
 
 PLAIN = """
-    access addresses advice advise align answer app arrays assembly bind blockmap box bridges budget cache caches
-    candidates case certificate chains challenges check checks choice choices chunk claim claims cli cluster
-    column columns command commands comparison completions config connections connector contract copier copies
-    backend backends chain client copy cost decoder defaults demo describe design diagram difference digest
-    digests direction display doctor drawing end ended entry error errors event evicted eviction executor
-    executors explanation facts failure fake families family file files findings fingerprint fit handoff
-    handshake head header held http info integer interval job key kv labels layout layouts lease leases limits
-    list listener llm lmcache local logical long map match matrix memory mesh message messages mismatch model
-    models move mover need network notice occurrence occurrences of option options overlap page pages panel
-    parallel part parts pattern patterns peer pending picture pictures pieces pipeline place placed plan planned
-    planner pool pools problem product prompt proof ranges rank rates reader readers record refused registry
-    report request requests result route rule schema search segments server sglang share shared shares side
-    source sources staged status store stored strategies stretch strided suggestion sum svg table tables tail
-    tails template tensorrt terms testing text token trace traced transfer transmission trial trials
-    verification verifier vllm whole window work workspace
+    access addresses advice advise align answer app arrays arrival assembly backend backends bind blockmap box
+    bridges broken budget cache caches candidates case catalog certificate chain chains challenges check checks
+    choice choices chunk claim claims cli client cluster column columns command commands comparison completion
+    completions condition config connections connector console contract copier copies copy cost death decoder
+    defaults demo describe design diagram difference digest digests direction display disturbance doctor draw
+    drawing end ended entry error errors event evicted eviction exchange executor executors explanation fabric
+    facts failure fake families family file files findings fingerprint fit fleet flight freeze handoff handshake
+    head header held host http info integer interval job key killed kv labelled labels layout layouts lease
+    leases limits link list listener listening llm lmcache local logical long loop map match matrix member
+    memory mesh message messages mismatch model models move mover need network notebook notice numbers
+    occurrence occurrences of option options outcome overlap page pages panel parallel part parts pattern
+    patterns peer pending phase picture pictures pieces pipeline place placed plan planned planner pool pools
+    port problem product promises prompt proof ranges rank rates reader readers record refused registry report
+    request requests result rival route rule scenario schema search segments server sglang shape share shared
+    shares shrink side simulation site source sources staged status step store stored strategies stretch strided
+    suggestion sum svg system table tables tail tails task tasks template tensorrt terms testing text thread
+    token trace traced transfer transmission trial trials trouble verification verifier virtual visit vllm whole
+    window work workspace
 """
 """Words of names beside those of the glossary: plain English, and the field's own."""
 

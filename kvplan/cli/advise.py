@@ -14,21 +14,11 @@ import attrs
 import click
 
 from kvplan._text import size
+from kvplan.cli.console import echo_json, print_lines, progress_bar
 from kvplan.cli.defaults import AUTO
 from kvplan.cli.engines import lines, reasons, reasons_by_side
-from kvplan.cli.options import (
-    MAX_TOKENS,
-    EngineCommand,
-    EngineOptions,
-    Engines,
-    echo_json,
-    engine_options,
-    json_option,
-    model_only,
-    print_lines,
-    progress_bar,
-    read_decimal,
-)
+from kvplan.cli.model_files import MAX_TOKENS, model_only, read_decimal
+from kvplan.cli.options import EngineCommand, EngineOptions, Engines, engine_options, json_option
 from kvplan.cli.trials import destination_drafts
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError

@@ -5,6 +5,7 @@ An error is one line on stderr, and one JSON document if that was asked for.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from importlib import metadata
@@ -14,15 +15,18 @@ import click
 
 from kvplan.cli.advise import advise_command
 from kvplan.cli.commands import COMMANDS
+from kvplan.cli.console import echo_json
 from kvplan.cli.demo import demo_command
 from kvplan.cli.doctor import doctor_command
 from kvplan.cli.matrix import matrix_command
-from kvplan.cli.options import echo_json
+from kvplan.cli.models import models_command
+from kvplan.cli.status import INTERRUPTED, PIPE_CLOSED
+from kvplan.cli.store import store_command
 from kvplan.errors import KVPlanError
-from kvplan.models import Model
 
-INTERRUPTED: Final = 130
-PIPE_CLOSED: Final = 141
+COMPLETION: Final = "_KVPLAN_COMPLETE"
+"""The variable by which a shell asks for completions."""
+
 
 EPILOG: Final = f"""\
 \b
@@ -33,7 +37,7 @@ Exit status:
   {INTERRUPTED}  interrupted
   {PIPE_CLOSED}  output pipe closed (SIGPIPE)
 
-Shipped models: {", ".join(Model.names())}.
+'kvplan models' lists the models that come with kvplan, and what each caches.
 """
 
 
@@ -52,9 +56,9 @@ def run(arguments: Sequence[str]) -> int:
         return _refuse(exhausted, arguments)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
-    except SystemExit:
-        # click and rich exit with 1 when the pipe that they write to is closed
-        return PIPE_CLOSED
+    except SystemExit as ended:
+        # click ends so with what a shell completes, and like rich if its output pipe is closed
+        return int(ended.code or 0) if COMPLETION in os.environ else PIPE_CLOSED
 
 
 def _misread(error: click.ClickException) -> KVPlanError:
@@ -91,7 +95,15 @@ def installed_version() -> str:
 
 
 @click.group(
-    commands=[demo_command, *COMMANDS, matrix_command, advise_command, doctor_command],
+    commands=[
+        demo_command,
+        *COMMANDS,
+        matrix_command,
+        advise_command,
+        models_command,
+        doctor_command,
+        store_command,
+    ],
     context_settings={"help_option_names": ["-h", "--help"]},
     invoke_without_command=True,
     epilog=EPILOG,

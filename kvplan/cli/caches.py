@@ -33,7 +33,8 @@ class Cache:
         axes = ", ".join(f"{axis} {size}" for axis, size in self.tensor.axes)
         layers = count(self.num_layers, "layer")
         # layers that slide have a tensor of the same kind as layers that do not
-        slides = "" if self.tensor.window is None else f" within {self.tensor.window} tokens"
+        within = "chunks of " if self.tensor.chunked else ""
+        slides = f" within {within}{self.tensor.window} tokens" if self.tensor.window else ""
         return f"{self.tensor.kind} [{axes}] {self.dtype}{slides} in {layers}"
 
     def to_json(self) -> dict[str, Any]:
@@ -44,6 +45,7 @@ class Cache:
             "axes": dict(self.tensor.axes),
             "dtype": self.dtype,
             "window": self.tensor.window,
+            "chunked": self.tensor.chunked,
             "layers": self.num_layers,
             "bytes": self.num_bytes,
             "per": "token" if self.tensor.paged else "request",

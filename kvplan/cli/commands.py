@@ -12,21 +12,17 @@ import click
 from rich.text import Text
 
 from kvplan._text import count, fold, intervals, size
-from kvplan.cli.engines import lines, reasons_by_side
-from kvplan.cli.options import (
-    EngineCommand,
-    Engines,
+from kvplan.cli.console import (
     echo_json,
-    engine_options,
-    json_option,
     plain_console,
     print_lines,
     progress_bar,
-    read_decimal,
     terminal_width,
-    token_range,
     wrapped,
 )
+from kvplan.cli.engines import lines, reasons_by_side
+from kvplan.cli.model_files import read_decimal
+from kvplan.cli.options import EngineCommand, Engines, engine_options, json_option, token_range
 from kvplan.cli.trials import PlacedRequest, Trial, described, destination_drafts, sampled
 from kvplan.describe import Worker
 from kvplan.describe.worker import label_of
@@ -224,7 +220,7 @@ def show_command(engines: Engines, rank: str, path: str | None, as_json: bool) -
     """
     sources, destinations = engines.workers()
     local = destinations[read_decimal(rank, "--rank", 0, len(destinations))]
-    plan = plan_reads(local, sources, not_transferred=destination_drafts(destinations, sources))
+    plan = plan_reads(local, sources, not_transferred=destination_drafts([local], sources))
     # a file is written first: if that fails, nothing is printed
     if path is not None:
         picture = show(plan, about=str(engines))
@@ -382,6 +378,15 @@ class _OfferText:
             "tensors": len(worker.tensors),
             "views": len(worker.views),
         }
+
+
+def read_offer(path: str) -> Worker:
+    """Return the worker in a file, or on stdin for ``-``. Raises ``NAME`` or what it lacks."""
+    offer = _OfferText.read(path)
+    if offer.worker is None:
+        problem = offer.problems[0]
+        raise KVPlanError(problem.code, f"read {offer.name}", expected="an offer", got=f"{problem}")
+    return offer.worker
 
 
 COMMANDS: Final = (verify_command, explain_command, show_command, check_offer_command)

@@ -14,6 +14,9 @@ def doctor_command(arguments: tuple[str, ...]) -> int:
     """Check what serving needs on this machine.
 
     Versions, plugins, NIXL's backends, the network, and a transfer between two processes.
+
+    \b
+    kvplan doctor
     """
     program = [sys.executable, "-m", "kvplan_nixl", "doctor", *arguments]
     return subprocess.run(program).returncode

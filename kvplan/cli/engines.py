@@ -21,7 +21,8 @@ from kvplan.cli.defaults import (
     has_kv,
     items_of,
 )
-from kvplan.cli.options import EngineOptions, Engines, EngineViews
+from kvplan.cli.model_files import EngineViews
+from kvplan.cli.options import EngineOptions, Engines
 from kvplan.models import Model
 from kvplan.models.layouts import HEAD
 from kvplan.models.tensors import Tensor

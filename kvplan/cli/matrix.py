@@ -15,17 +15,10 @@ import attrs
 import click
 
 from kvplan.cli.caches import cache_lines
+from kvplan.cli.console import echo_json, progress_bar
 from kvplan.cli.engines import reasons_of, running_engines
-from kvplan.cli.options import (
-    EngineOptions,
-    assumed_lines,
-    echo_json,
-    json_option,
-    load,
-    model_argument,
-    progress_bar,
-    quantize_model,
-)
+from kvplan.cli.model_files import load, quantize_model
+from kvplan.cli.options import EngineOptions, assumed_lines, json_option, model_argument
 from kvplan.cli.trials import PlacedRequest, Trial, described, lengths_of, sampled
 from kvplan.describe.views import TOKEN
 from kvplan.errors import KVPlanError

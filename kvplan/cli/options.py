@@ -1,203 +1,55 @@
-"""Options of an engine, the model that it runs, JSON output and consoles, for all commands.
+"""Options of an engine, and the arguments that commands share.
 
 An engine is written as ``tp=4,block=16,layout=LBNHC`` on the command line.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import attrs
 import click
-from rich.console import Console
-from rich.progress import Progress
-from rich.text import Text
 
 from kvplan._checks import integer
-from kvplan._text import WIDTH, meant
+from kvplan._text import meant
 from kvplan.cli.caches import cache_lines
-from kvplan.cli.defaults import AUTO, ENGINES, engine_of, items_of, with_defaults
+from kvplan.cli.completion import completed_keys, completed_models, completed_types
+from kvplan.cli.console import wrapped
+from kvplan.cli.defaults import AUTO, ENGINES, engine_of, with_defaults
+from kvplan.cli.model_files import (
+    BITS,
+    ENGINE_IDS,
+    MAX_TOKENS,
+    MODEL_FORMS,
+    EngineViews,
+    load_engines,
+    model_only,
+    read_decimal,
+)
 from kvplan.describe import Worker
+from kvplan.describe.views import ITEMSIZE
 from kvplan.errors import KVPlanError
-from kvplan.handshake import decode
 from kvplan.models import Model
-from kvplan.models.layouts import LETTERS, ORDERS
+from kvplan.models.layouts import CONV_ORDERS, KV_FORMS, LETTERS, ORDERS
+from kvplan.models.parallel import SCALES
 
 MAX_WORKERS: Final = 4096
 """An engine has fewer workers than this."""
 
-MAX_TOKENS: Final = 1 << 24
-"""The last position of a request, plus one, is at most this."""
-
 DEFAULT_NUM_BLOCKS: Final = 4096
 """The blocks of a pool for which neither the options nor a request say how many."""
 
-ENGINE_IDS: Final = ("src", "dst")
-
 MODEL_KEYS: Final = ("draft", "dtype", "ssm")
 """Keys of an engine that change the model it runs."""
-
-BITS: Final[Mapping[int, tuple[Any, ...]]] = MappingProxyType(
-    {8: (8,), 4: (4, "float8_e4m3fn", 16)}
-)
-"""Arguments of :meth:`Model.quantized` for each value of ``--bits``: 8 bits, and NVFP4."""
-
-MODEL_FORMS: Final = (
-    "a config.json or its directory, or sizes: layers=40,kv_heads=10,head_dim=128 "
-    "(and window=4096, heads=40)"
-)
-"""The forms of MODEL on the command line, beside a shipped name."""
 
 LAYOUTS: Final = f"{', '.join(ORDERS)}; vLLM's NHD is LBNHC, its HND is LBHNC"
 KV_PLACES: Final = (
     "content (K beside V for each token and head), axis (K, then V, in each block and layer), "
     "split (separate regions)"
 )
-
-
-def quantize_model(model: Model, bits: int) -> Model:
-    """Return the model with K and V quantized to ``bits``, a key of :data:`BITS`."""
-    return model.quantized(*BITS[bits])
-
-
-@attrs.frozen
-class EngineViews:
-    """The workers of two engines, ``src`` and ``dst``, from a file of their offers.
-
-    Such a file, which ``kvplan explain --json`` writes, stands for a model that kvplan cannot read.
-    """
-
-    workers: Mapping[str, tuple[Worker, ...]]
-
-    @classmethod
-    def of(cls, offers: Any) -> EngineViews:
-        """Return the engines that offers describe, which are lists by engine.
-
-        Raises ``CONFIG`` if one engine has no list, and what ``decode`` raises.
-        """
-        by_engine = offers if isinstance(offers, dict) else {}
-        if not all(isinstance(by_engine.get(name), list) for name in ENGINE_IDS):
-            expected = "a list of offers for each of src and dst"
-            got = f"{type(offers).__name__}"
-            raise KVPlanError("CONFIG", "load offers", expected=expected, got=got)
-        workers = {}
-        for name in ENGINE_IDS:
-            workers[name] = tuple(decode(json.dumps(offer).encode()) for offer in by_engine[name])
-        return cls(workers)
-
-
-def load(model: str, bits: str | None = None, like: str | None = None) -> Model:
-    """Return the model of a shipped name, of a config.json or its directory, or of sizes.
-
-    ``bits`` quantizes it. A file of an unknown type is read as one of the type ``like``. Raises
-    ``CONFIG``.
-
-    >>> print(load("layers=40,kv_heads=10,head_dim=128,window=4096"))
-    mistral: 40 layers, bfloat16, groups attn
-    """
-    return model_only(load_engines(model, bits, like), model)
-
-
-def model_only(loaded: Model | EngineViews, name: str) -> Model:
-    """Return what was loaded, which must be a model. Raises ``CONFIG`` for offers."""
-    if isinstance(loaded, EngineViews):
-        expected = "a model, since this command changes its engines"
-        got = f"{name!r}: offers"
-        raise KVPlanError("CONFIG", "load a model", expected=expected, got=got, model=name)
-    return loaded
-
-
-def load_engines(
-    model: str,
-    bits: str | None = None,
-    like: str | None = None,
-) -> Model | EngineViews:
-    """Return the model, or the engines in a file with the key ``offers``, which takes no ``bits``.
-
-    Raises ``CONFIG``.
-    """
-    if bits is not None:
-        return quantize_model(load(model, None, like), int(bits))
-    # a shipped name counts before a file of that name
-    if model in Model.names():
-        return Model.shipped(model)
-    path = Path(model)
-    # a file may have = in its name
-    if "=" in model and not path.exists():
-        return _load_sizes(model)
-    if path.is_dir():
-        path = Path(model, "config.json")
-    try:
-        config = json.loads(path.read_bytes())
-        if isinstance(config, dict) and "offers" in config:
-            return EngineViews.of(config["offers"])
-        return Model.from_config(config, like=like)
-    except KVPlanError as error:
-        raise error.in_file(f"{path}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise _cannot_load(model, error) from None
-
-
-def _cannot_load(model: str, error: Exception) -> KVPlanError:
-    """Return the error for a model that could not be read, perhaps a mistyped name."""
-    missing = isinstance(error, FileNotFoundError)
-    reason = "no such file" if missing else getattr(error, "strerror", None) or str(error)
-    got = f"{model!r}: {reason}"
-    hint = ""
-    # a text that is no path of a file is probably a mistyped name
-    if missing and not model.endswith(".json"):
-        if "/" not in model:
-            got = repr(model)
-        similar = meant(model.rpartition("/")[2], Model.names())
-        hint = f"{similar} 'kvplan --help' lists all".strip()
-    expected = f"the name of a shipped model, {MODEL_FORMS}"
-    return KVPlanError("CONFIG", "load a model", expected=expected, got=got, hint=hint, model=model)
-
-
-def _load_sizes(text: str) -> Model:
-    """Return a model that keeps K and V of each head, of its sizes.
-
-    The number of query ``heads`` only matters to the rules of engines.
-    """
-    # our short names of keys of a config.json
-    required = {
-        "layers": "num_hidden_layers",
-        "kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-    }
-    optional = {"window": "sliding_window", "heads": "num_attention_heads"}
-    values = items_of(text)
-    if not {*required} <= {*values} <= {*required, *optional}:
-        expected = f"each of {', '.join(required)}, and maybe {' and '.join(optional)}"
-        got = ", ".join(values)
-        action = "read the sizes of a model"
-        raise KVPlanError("CONFIG", action, expected=expected, got=got, model=text)
-    # of the two families that keep K and V of each head, one has a window
-    config: dict[str, Any] = {"model_type": "mistral" if "window" in values else "llama"}
-    config_keys = required | optional
-    for key, value in values.items():
-        config[config_keys[key]] = read_decimal(value, f"{key} of the model", 1, MAX_TOKENS)
-    return Model.from_config(config)
-
-
-def read_decimal(text: str, subject: str, low: int, high: int) -> int:
-    """Return the integer in ``[low, high)`` that ``text`` writes in ASCII digits.
-
-    Raises ``TYPE`` or ``RANGE``.
-    """
-    # int() would read underscores, signs, spaces and digits of any script
-    if not (text.isascii() and text.isdigit() and len(text) <= 20):
-        expected = "an integer in decimal digits"
-        got = repr(text)
-        raise KVPlanError("TYPE", f"read {subject}", expected=expected, got=got, value=text)
-    return integer(int(text), subject, low=low, high=high)
 
 
 def token_range(text: str, subject: str) -> tuple[int, int]:
@@ -377,6 +229,22 @@ class EngineOptions:
         return model.with_dtypes(self.dtype, self.ssm)
 
 
+VALUES_OF_KEYS: Final[Mapping[str, Sequence[str]]] = MappingProxyType(
+    {
+        **{field.name: () for field in attrs.fields(EngineOptions)},
+        "layout": ORDERS,
+        "kv": KV_FORMS,
+        "block": (AUTO,),
+        "conv": CONV_ORDERS,
+        "scales": SCALES,
+        "draft": Model.names(),
+        "dtype": tuple(ITEMSIZE),
+        "ssm": tuple(ITEMSIZE),
+    }
+)
+"""The values of each key of an engine that can be listed, for the completion of a shell."""
+
+
 def _own_key(key: str) -> str:
     """Return the key for a name that :meth:`Model.engine`, vLLM or SGLang have for it.
 
@@ -476,8 +344,11 @@ class EngineCommand(click.Command):
             formatter.write_dl(keys)
 
 
-_like = click.option(
-    "--like", metavar="TYPE", help="Read a config.json of an unknown model_type as one of TYPE."
+like_option = click.option(
+    "--like",
+    metavar="TYPE",
+    shell_complete=completed_types,
+    help="Read a config.json of an unknown model_type as one of TYPE.",
 )
 _bits = click.option(
     "--bits",
@@ -492,13 +363,14 @@ _engine = partial(
     default="",
     metavar="[vllm|sglang,]KEY=VALUE,...",
     callback=lambda context, option, text: _Side.parse(text, option.opts[0]),
+    shell_complete=lambda context, option, text: completed_keys(VALUES_OF_KEYS, text),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 def model_argument(command: Command) -> Command:
     """Add the argument MODEL and ``--like``."""
-    return click.argument("model")(_like(command))
+    return click.argument("model", shell_complete=completed_models)(like_option(command))
 
 
 @attrs.frozen
@@ -548,59 +420,3 @@ def engine_options(command: Callable[..., int]) -> Callable[..., int]:
     run = _engine("--dst", help="The decode engine (destination).")(run)
     run = _engine("--src", help="The prefill engine (source).")(run)
     return model_argument(run)
-
-
-def _plain(value: Any) -> Any:
-    return attrs.asdict(value) if attrs.has(type(value)) else str(value)
-
-
-def echo_json(document: Mapping[str, Any]) -> None:
-    """Print one JSON document. A frozen value becomes an object of its fields."""
-    click.echo(json.dumps(document, indent=2, default=_plain))
-
-
-def plain_console() -> Console:
-    """Return a console for stdout that reads no markup.
-
-    It wraps and colours text on a terminal alone.
-    """
-    return Console(markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
-
-
-def terminal_width() -> int:
-    """Return the characters in a line of the terminal, at least 40; 120 where there is none."""
-    return max(shutil.get_terminal_size((WIDTH, 24)).columns, 40)
-
-
-def wrapped(lines: Iterable[str]) -> list[str]:
-    """Return lines of which none is wider than the terminal. What follows is indented more."""
-    wrapped_lines = []
-    for line in lines:
-        indent = line[: len(line) - len(line.lstrip())]
-        text = click.wrap_text(line.strip(), terminal_width(), indent, f"{indent}    ")
-        wrapped_lines += text.splitlines()
-    return wrapped_lines
-
-
-def print_lines(lines: Iterable[str]) -> None:
-    """Print lines; those without indent are headings, which are bold on a terminal."""
-    console = plain_console()
-    for line in lines:
-        console.print(Text(line, style="bold" if line[:1].strip() else ""))
-
-
-def progress_bar(disable: bool = False) -> Progress:
-    """Return a progress bar on stderr, which is erased at the end.
-
-    It is only drawn if stderr is a terminal.
-    """
-    console = Console(stderr=True)
-    # FORCE_COLOR lets rich take a pipe for a terminal
-    hidden = disable or not (sys.stderr.isatty() and console.is_terminal)
-    return Progress(
-        console=console,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-        disable=hidden,
-    )

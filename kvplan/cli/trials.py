@@ -19,7 +19,8 @@ import numpy as np
 from kvplan._arrays import Ints
 from kvplan._checks import integer
 from kvplan._text import sizes
-from kvplan.cli.options import EngineOptions, EngineViews
+from kvplan.cli.model_files import EngineViews
+from kvplan.cli.options import EngineOptions
 from kvplan.describe import Blocks, Worker
 from kvplan.describe.worker import label_of
 from kvplan.errors import KVPlanError

@@ -18,6 +18,7 @@ from kvplan.connector.listener import Listener, Offers, fetch, send_claims
 from kvplan.connector.peer_engines import Connections, HandshakeResult
 from kvplan.connector.prompt import prompt_digest
 from kvplan.connector.reads import Read, ReadResult, Reads
+from kvplan.connector.system import System
 
 __all__ = [
     "Access",
@@ -33,6 +34,7 @@ __all__ = [
     "ReadResult",
     "Reads",
     "Source",
+    "System",
     "WholeBlocks",
     "attended",
     "fetch",

@@ -194,12 +194,21 @@ class BlockPositions:
             if low < high:
                 check_listed(group.name, low // size, -(-high // size), *table.listed, "")
             is_asked = (low <= local) & (local < high)
+        # Where a slot has several tokens, positions count slots, and so do contexts.
+        within = _of_slots(within, group.tokens_per_slot)
+        context = _of_slots(group.context, group.tokens_per_slot)
         # Slots are listed before the other context leaves some of their positions out.
-        positions = Positions(group.context, within, _intervals(local[is_asked]))
+        positions = Positions(context, within, _intervals(local[is_asked]))
         is_asked &= holds(within, position)
         has_any = is_asked.any(axis=1)
         position_keys = np.where(is_asked, keys(TOKEN, position), np.uint64(0))
         return cls(table.ids[has_any], position_keys[has_any], positions)
+
+
+def _of_slots(context: Context, tokens_per_slot: int) -> Context:
+    """Return the context whose positions are slots of several tokens."""
+    interleave = max(context.interleave_tokens // tokens_per_slot, 1)
+    return Context(context.rank, context.size, interleave)
 
 
 def _intervals(numbers: Ints) -> tuple[Range, ...]:

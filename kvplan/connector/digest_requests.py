@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -13,8 +12,9 @@ import attrs
 from kvplan._checks import instance, interval, members, name
 from kvplan.connector.access import Access, access_or_none
 from kvplan.connector.handoff import Source
-from kvplan.connector.http import ANSWER_S, exchange
+from kvplan.connector.http import ANSWER_S
 from kvplan.connector.leases import Leases
+from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import POSITION_END, Range
 from kvplan.errors import KVPlanError
 
@@ -126,18 +126,22 @@ def answer_digests(requests: DigestRequests, start: str, body: Any) -> dict[str,
 
 
 def fetch_digests(
-    source: Source, request: DigestRequest, timeout_s: float, access: Access | None = None
+    source: Source,
+    request: DigestRequest,
+    timeout_s: float,
+    access: Access | None = None,
+    system: System = SYSTEM,
 ) -> list[Mapping[str, Any]]:
     """Fetch the digests of all workers of an engine, when they have computed them.
 
     An engine that is too busy to answer is asked again. Raises ``PEER`` and ``MESSAGE``.
     """
-    stop = time.monotonic() + timeout_s
+    stop = system.monotonic() + timeout_s
     # the reason of the last attempt, if it got no answer
     silence: KVPlanError | None = None
-    while time.monotonic() < stop:
+    while system.monotonic() < stop:
         try:
-            digests = _ask_once(source, request, access_or_none(access))
+            digests = _ask_once(source, request, access_or_none(access), system)
         except KVPlanError as error:
             if error.code != "PEER":
                 raise
@@ -146,7 +150,7 @@ def fetch_digests(
             silence = None
             if digests is not None:
                 return digests
-        time.sleep(ASK_AGAIN_S)
+        system.sleep(ASK_AGAIN_S)
     expected = f"digests within {timeout_s:g} s"
     raise silence or KVPlanError(
         "PEER", f"check {request.lease!r} from {source}", expected=expected, got="none"
@@ -154,11 +158,11 @@ def fetch_digests(
 
 
 def _ask_once(
-    source: Source, request: DigestRequest, access: Access
+    source: Source, request: DigestRequest, access: Access, system: System
 ) -> list[Mapping[str, Any]] | None:
     """Ask an engine for digests once. Returns None if it has not computed them yet."""
     sent = json.dumps(request.fields(source.start)).encode()
-    answer = exchange(str(source), source.address, "/digests", ANSWER_S, access, sent)
+    answer = system.exchange(str(source), source.address, "/digests", ANSWER_S, access, sent)
     try:
         digests = json.loads(answer)["digests"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -23,6 +23,7 @@ import attrs
 from kvplan._checks import integer, name, seconds
 from kvplan._text import shown
 from kvplan.connector.access import Access, Challenges, Proof, is_equal
+from kvplan.connector.addresses import addresses_of
 from kvplan.connector.handoff import PORT_END
 from kvplan.errors import KVPlanError
 
@@ -333,7 +334,8 @@ def exchange(
             answer = _ask(address, method, path, body, access, deadline)
     except (OSError, ValueError) as error:
         expected = f"an answer within {timeout_s:g} s"
-        raise KVPlanError("PEER", action, expected=expected, got=f"{error!r}") from None
+        got = shown(str(error)) if str(error) else type(error).__name__
+        raise KVPlanError("PEER", action, expected=expected, got=got) from None
     if answer.status == 401:
         hint = "all engines need one key"
         expected = "an engine with the same key"
@@ -388,11 +390,29 @@ def _converse(
     host, _, port_text = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     port = integer(int(port_text), "port", high=PORT_END)
-    with socket.create_connection((host, port), _left_s(deadline)) as plain:
+    with _connected(host, port, deadline) as plain:
         if tls is None:
             return _converse_over(plain, question, deadline)
         with tls.wrap_socket(plain, server_hostname=host) as encrypted:
             return _converse_over(encrypted, question, deadline)
+
+
+def _connected(host: str, port: int, deadline: float) -> socket.socket:
+    """Return a connection to the first address of a host that accepts one. Raises OSError."""
+    addresses = addresses_of(host, port, _left_s(deadline))
+    failure = OSError(f"{host} has no address")
+    # what is left is divided among the addresses, of which any may be silent
+    for number, (family, address) in enumerate(addresses):
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(_left_s(deadline) / (len(addresses) - number))
+            connection.connect(address)
+        except OSError as error:
+            connection.close()
+            failure = error
+        else:
+            return connection
+    raise failure
 
 
 def _converse_over(

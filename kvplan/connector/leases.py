@@ -64,8 +64,9 @@ class EndedLeases:
 class Leases:
     """The requests whose blocks an engine keeps for readers. Safe for several threads.
 
-    ``clock`` returns seconds, and never less than before. :attr:`num_refused` counts questions and
-    claims that came too late.
+    ``clock`` returns seconds, and never less than before. ``token`` returns random bytes, as
+    :func:`secrets.token_hex` does. :attr:`num_refused` counts questions and claims that came too
+    late.
 
     >>> leases = Leases()
     >>> lease = leases.grant("request 1")
@@ -80,11 +81,15 @@ class Leases:
     """
 
     def __init__(
-        self, lease_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic
+        self,
+        lease_s: float = LEASE_S,
+        clock: Callable[[], float] = time.monotonic,
+        token: Callable[[int], str] = token_hex,
     ) -> None:
         self.lease_s: float = seconds(lease_s, "lease_s")
         self.num_refused: int = 0
         self._clock: Callable[[], float] = having("__call__", clock, "clock", "a function")
+        self._token: Callable[[int], str] = having("__call__", token, "token", "a function")
         self._lock = threading.Lock()
         self._leases: dict[str, _Lease] = {}
         self._done: list[str] = []
@@ -98,7 +103,7 @@ class Leases:
         duration_s = self.lease_s if first_s is None else seconds(first_s, "first_s")
         with self._lock:
             # a name of its own, also if the request is lent again, by rule L3
-            lease = f"{request} {token_hex(LEASE_TOKEN_BYTES)}"
+            lease = f"{request} {self._token(LEASE_TOKEN_BYTES)}"
             self._leases[lease] = _Lease(request, self._clock() + duration_s)
         return lease
 

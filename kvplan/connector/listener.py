@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from secrets import token_hex
 from typing import Final
 
 import attrs
@@ -22,8 +21,9 @@ from kvplan.connector.access import TOKEN_BYTES, Access, access_or_none
 from kvplan.connector.claims import MAX_MESSAGE_BYTES, ClaimAnswer, ClaimMessage, answer_claims
 from kvplan.connector.digest_requests import MAX_REQUEST_BYTES, DigestRequests, answer_digests
 from kvplan.connector.handoff import Source
-from kvplan.connector.http import ANSWER_S, Route, Server, exchange
+from kvplan.connector.http import ANSWER_S, Route
 from kvplan.connector.leases import Leases
+from kvplan.connector.system import SYSTEM, System
 from kvplan.errors import KVPlanError
 
 MAX_PARTS: Final = 1 << 12
@@ -101,9 +101,11 @@ class Listener:
         port: int = 0,
         bind: str | None = None,
         access: Access | None = None,
+        system: System = SYSTEM,
     ) -> None:
+        instance(System, system, "system")
         # Another start of this engine has other leases, and other memory.
-        start = token_hex(TOKEN_BYTES)
+        start = system.token_hex(TOKEN_BYTES)
         engine_id = name(engine_id, "engine_id")
         offers = members(bytes, workers, "offers of a listener")
         texts = [b64encode(offer).decode() for offer in offers]
@@ -128,7 +130,7 @@ class Listener:
             "POST /digests": Route(give_digests, MAX_REQUEST_BYTES),
         }
         address = name(host, "host") if bind is None else name(bind, "bind")
-        self._server = Server(address, port, routes, access_or_none(access))
+        self._server = system.serve(address, port, routes, access_or_none(access))
         self.digests: DigestRequests = digests
         self.source: Source = Source(engine_id, start, host, self._server.port)
 
@@ -137,14 +139,16 @@ class Listener:
         self._server.close()
 
 
-def fetch(source: Source, timeout_s: float, access: Access | None = None) -> Offers:
+def fetch(
+    source: Source, timeout_s: float, access: Access | None = None, system: System = SYSTEM
+) -> Offers:
     """Fetch the offers of an engine's workers.
 
     Raises ``MESSAGE``, and ``PEER`` if the engine does not answer, has another key or has
     restarted.
     """
     peer = str(instance(Source, source, "source"))
-    answer = exchange(peer, source.address, "/", timeout_s, access_or_none(access))
+    answer = system.exchange(peer, source.address, "/", timeout_s, access_or_none(access))
     offers = Offers.decode(answer)
     # The address may have gone over to another engine, or to another start of it.
     if (offers.engine_id, offers.start) != (source.engine_id, source.start):
@@ -160,12 +164,18 @@ def fetch(source: Source, timeout_s: float, access: Access | None = None) -> Off
     return offers
 
 
-def send_claims(source: Source, message: ClaimMessage, access: Access | None = None) -> ClaimAnswer:
+def send_claims(
+    source: Source,
+    message: ClaimMessage,
+    access: Access | None = None,
+    system: System = SYSTEM,
+) -> ClaimAnswer:
     """Send claims to an engine's listener. Raises ``PEER`` and ``MESSAGE``."""
     fields = instance(ClaimMessage, message, "a message of claims").fields()
     peer = str(instance(Source, source, "source"))
     sent = json.dumps(fields).encode()
-    answer = exchange(peer, source.address, "/claims", ANSWER_S, access_or_none(access), sent)
+    access = access_or_none(access)
+    answer = system.exchange(peer, source.address, "/claims", ANSWER_S, access, sent)
     try:
         fields = json.loads(answer)
     except (ValueError, RecursionError) as error:

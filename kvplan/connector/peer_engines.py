@@ -17,8 +17,6 @@ Connections and prepared plans belong to the executor, so they are made on the c
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -27,18 +25,19 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import having
+from kvplan._checks import having, instance
 from kvplan._text import brief_repr
 from kvplan.budget import BUDGET_BYTES, Budget
 from kvplan.connector.digest_requests import DigestRequest, fetch_digests
 from kvplan.connector.handoff import Source
 from kvplan.connector.http import ANSWER_S
 from kvplan.connector.listener import Offers, fetch
+from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import Request
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor
-from kvplan.plan import TransferPlan
+from kvplan.plan import TransferPlan, plan_reads
 from kvplan.plan.specs import READ
 from kvplan.staging import Pipeline, StagedPlan, StagedTransfer
 from kvplan.staging.choice import STRATEGIES, choice_of
@@ -64,8 +63,9 @@ class Connections:
     ``fetch_offers`` returns the offers of an engine, within seconds. ``open_offer`` returns the
     worker in an offer. ``connect`` makes that worker known to the executor, or changes nothing
     where it is known; ``disconnect`` makes the executor forget it. ``fetch_digests`` returns the
-    digests of what an engine has lent, within seconds. Threads call those that fetch, and
-    ``open_offer``. The others are called where :class:`~kvplan.connector.Reads` is polled.
+    digests of what an engine has lent, within seconds. ``plan`` plans how to read from all workers
+    of an engine. Threads call those that fetch, ``open_offer`` and ``plan``. The others are called
+    where :class:`~kvplan.connector.Reads` is polled.
     """
 
     open_offer: Callable[[bytes], Worker]
@@ -73,6 +73,7 @@ class Connections:
     disconnect: Callable[[Worker], None]
     fetch_offers: Callable[[Source, float], Offers] = fetch
     fetch_digests: Callable[[Source, DigestRequest, float], list[Mapping[str, Any]]] = fetch_digests
+    plan: Callable[[Worker, Sequence[Worker]], TransferPlan] = plan_reads
 
     __repr__ = brief_repr
 
@@ -147,10 +148,11 @@ class HandshakeResult:
     __repr__ = brief_repr
 
     @classmethod
-    def of(cls, peer: PeerEngine) -> HandshakeResult:
-        """Return the result of a handshake that has ended now."""
+    def of(cls, peer: PeerEngine, now: float) -> HandshakeResult:
+        """Return the result of a handshake that has ended ``now``."""
+        instance(PeerEngine, peer, "engine of a handshake")
         plan_seconds = 0.0 if peer.plan is None else peer.plan.seconds
-        return cls(peer.source, peer.error, time.monotonic() - peer.began_at, plan_seconds)
+        return cls(peer.source, peer.error, now - peer.began_at, plan_seconds)
 
 
 @attrs.frozen
@@ -173,10 +175,12 @@ class PeerEngines:
         pipeline: Pipeline | None,
         timeout_s: float,
         budget_bytes: int = BUDGET_BYTES,
+        system: System = SYSTEM,
     ) -> None:
         self.timeout_s = timeout_s
+        self._system = system
         self._budget_bytes = budget_bytes
-        self._planning = threading.Lock()
+        self._planning = system.condition()
         self._worker = worker
         self._executor = executor
         self._logger = logger
@@ -189,7 +193,7 @@ class PeerEngines:
 
     def use(self, source: Source) -> PeerEngine:
         """Return the peer engine of a request. A handshake begins where there is none."""
-        now = time.monotonic()
+        now = self._system.monotonic()
         peer = self._peers.setdefault(source, PeerEngine(source, now))
         peer.used_at = now
         if peer.handshake is None:
@@ -218,7 +222,7 @@ class PeerEngines:
         is_first = all(start.plan is not None or start.handshake is None for start in starts)
         if is_first and len(self._handshakes) < MAX_HANDSHAKES:
             earlier = [start.source for start in starts if start.plan is not None]
-            peer.began_at = time.monotonic()
+            peer.began_at = self._system.monotonic()
             peer.handshake = self._shake_hands(peer.source, earlier)
             self._handshakes.append(peer.handshake)
 
@@ -254,7 +258,7 @@ class PeerEngines:
 
         # a daemon, which does not keep a process that ends while an engine hangs
         thread_name = f"kvplan handshake {source.engine_id}"
-        threading.Thread(target=run, name=thread_name, daemon=True).start()
+        self._system.start(thread_name, run)
         return future
 
     def _plan(self, source: Source, earlier: Sequence[Source]) -> PeerPlan:
@@ -263,7 +267,7 @@ class PeerEngines:
         ``earlier`` are other starts of the engine, which must not answer any more.
         """
         offers = self._connections.fetch_offers(source, self.timeout_s).workers
-        fetched_at = time.monotonic()
+        fetched_at = self._system.monotonic()
         # rule P4: nobody waits for the network with the lock
         budget = Budget(self._budget_bytes)
         with self._planning, budget:
@@ -283,7 +287,8 @@ class PeerEngines:
         keys = [worker.key for worker in workers]
         by_key = dict(zip(keys, offers, strict=True))
         offers_of_moving = {key: by_key[key] for key in keys if key in moving}
-        return PeerPlan(offers_of_moving, direct, staged, time.monotonic() - fetched_at)
+        seconds = self._system.monotonic() - fetched_at
+        return PeerPlan(offers_of_moving, direct, staged, seconds)
 
     def _refuse_beside(self, source: Source, earlier: Source) -> None:
         """Refuse an engine whose name another one has that still answers, by rule P2."""
@@ -301,15 +306,16 @@ class PeerEngines:
 
     def _fastest_plan(self, workers: list[Worker]) -> TransferPlan | StagedPlan:
         """Return the plan that takes the least time, the direct one if nobody can count that."""
+        if self._pipeline is None:
+            return self._connections.plan(self._worker, workers)
         shared = Shares.of(READ, self._worker, workers, (), ())
-        if self._pipeline is not None:
-            staging = self._pipeline.staging
-            try:
-                return choice_of(shared, STRATEGIES["READ"], staging, USUAL_TOKENS).best.plan
-            except KVPlanError as error:
-                # There are more descriptors than can be counted.
-                if error.code != "RANGE":
-                    raise
+        staging = self._pipeline.staging
+        try:
+            return choice_of(shared, STRATEGIES["READ"], staging, USUAL_TOKENS).best.plan
+        except KVPlanError as error:
+            # There are more descriptors than can be counted.
+            if error.code != "RANGE":
+                raise
         return shared.direct
 
     def _advance(self, peer: PeerEngine) -> bool:
@@ -319,7 +325,7 @@ class PeerEngines:
             return False
         if not peer.handshake.done():
             # A thread that hangs is left to itself: nobody takes its result.
-            if time.monotonic() - peer.began_at <= self.timeout_s:
+            if self._system.monotonic() - peer.began_at <= self.timeout_s:
                 return False
             action = f"shake hands with {peer.source}"
             expected = f"an answer within {self.timeout_s:g} s"
@@ -372,7 +378,7 @@ class PeerEngines:
         """Forget earlier starts of an engine, and engines that were not read from for long."""
         earlier = self._other_starts(newest)
         for peer in [*self._peers.values()]:
-            is_old = peer in earlier or time.monotonic() - peer.used_at > MAX_AGE_S
+            is_old = peer in earlier or self._system.monotonic() - peer.used_at > MAX_AGE_S
             if is_old and peer.plan is not None:
                 self._forget(peer, peer.plan)
 

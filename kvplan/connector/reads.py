@@ -25,7 +25,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from logging import Logger
@@ -48,6 +47,7 @@ from kvplan.connector.peer_engines import (
     PeerEngines,
     PeerPlan,
 )
+from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import Blocks, Range, Request
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
@@ -131,6 +131,7 @@ class _LeaseCheck:
     read: Read
     claims: Claims
     logger: Logger
+    system: System
     asked_at: float
     confirmed_at: float
     answer: Future[None] | None = None
@@ -146,7 +147,7 @@ class _LeaseCheck:
 
     def poll(self) -> None:
         """Take the answer that has come, and ask again when it is time."""
-        now = time.monotonic()
+        now = self.system.monotonic()
         if self.answer is not None and self.answer.done():
             error = self.answer.exception()
             self.answer = None
@@ -235,6 +236,7 @@ class Reads:
         pipeline: Pipeline | None = None,
         digest: Digest | None = None,
         on_handshake: Callable[[HandshakeResult], object] | None = None,
+        system: System = SYSTEM,
         budget_bytes: int = BUDGET_BYTES,
     ) -> None:
         self.worker: Worker = instance(Worker, worker, "worker")
@@ -249,6 +251,7 @@ class Reads:
         if on_handshake is not None:
             having("__call__", on_handshake, "on_handshake", "a function")
         self._on_handshake = on_handshake
+        self._system = instance(System, system, "system")
         self._peers = PeerEngines(
             worker,
             executor,
@@ -257,6 +260,7 @@ class Reads:
             self._pipeline,
             seconds(timeout_s, "timeout_s"),
             Budget(budget_bytes).num_bytes,
+            system,
         )
         self._fetches = ThreadPoolExecutor(MAX_FETCHES, "kvplan digests")
         # the chunks of the pipeline that have begun, and when that number was seen to change
@@ -285,7 +289,7 @@ class Reads:
         # handshakes first, since a request that waited begins to move in this step
         for peer in self._peers.poll():
             if self._on_handshake is not None:
-                self._on_handshake(HandshakeResult.of(peer))
+                self._on_handshake(HandshakeResult.of(peer, self._system.monotonic()))
             for read in self._waiting.pop(peer.source, []):
                 if peer.plan is None:
                     assert peer.error is not None
@@ -319,8 +323,10 @@ class Reads:
 
     def _start(self, read: Read, peer: PeerEngine, plan: PeerPlan) -> None:
         """Start the transfers of a read. From now on it has a job, whatever fails."""
-        now = time.monotonic()
-        lease_check = _LeaseCheck(read, self._claims, self._logger, asked_at=now, confirmed_at=now)
+        now = self._system.monotonic()
+        lease_check = _LeaseCheck(
+            read, self._claims, self._logger, self._system, asked_at=now, confirmed_at=now
+        )
         job = _Job(read, peer, plan.direct, lease_check, began_at=now)
         self._jobs.append(job)
         try:
@@ -342,7 +348,7 @@ class Reads:
         except KVPlanError as error:
             job.error = error
             self._discard_lost(peer, error)
-        job.post_seconds = time.monotonic() - now
+        job.post_seconds = self._system.monotonic() - now
 
     def _start_directly(self, job: _Job) -> None:
         """Start a transfer with each worker that has some of the bytes."""
@@ -356,7 +362,7 @@ class Reads:
     def _poll_pipeline(self, pipeline: Pipeline) -> None:
         """Continue staged transfers; read directly what waits for a region that stalls, rule R5."""
         pipeline.poll()
-        now = time.monotonic()
+        now = self._system.monotonic()
         if pipeline.num_chunks != self._num_chunks:
             self._num_chunks = pipeline.num_chunks
             self._last_chunk_at = now
@@ -404,7 +410,7 @@ class Reads:
         # Before it is settled, a read that has failed keeps its blocks, by rule R2.
         if job.is_settled and (job.error is not None or is_right):
             self._jobs.remove(job)
-            self._report(job.result(time.monotonic()))
+            self._report(job.result(self._system.monotonic()))
 
     def _mismatch(self, job: _Job, check: _DigestCheck) -> KVPlanError | None:
         """Return the difference between what has arrived and what the source has, if any.
@@ -425,7 +431,7 @@ class Reads:
     def _settle_transfers(self, job: _Job) -> None:
         """Take the errors of transfers that have all ended, and release them."""
         job.is_settled = True
-        job.transfer_seconds = time.monotonic() - job.began_at
+        job.transfer_seconds = self._system.monotonic() - job.began_at
         job.lease_check.begin_last()
         for transfer in job.transfers:
             job.error = job.error or transfer.error

@@ -25,7 +25,7 @@ from kvplan.describe.axes import Axis, Segments, global_sizes, segments
 from kvplan.errors import KVPlanError
 
 TOKEN: Final = "token"
-"""The axis over the slots of a block; its global size is the group's ``tokens_per_block``."""
+"""The axis over the slots of a block; its global size is the group's ``num_slots``."""
 
 ADDRESS_END: Final = 1 << 64
 
@@ -140,13 +140,21 @@ class Context:
 class Group:
     """A KV cache group: its layers share a block table.
 
-    A token group has ``tokens_per_block`` slots in a block. A state group has ``None``: each block
-    holds one state.
+    A block of a token group holds the values of ``tokens_per_block`` tokens. Each of its slots has
+    the value of one token, or one value of ``tokens_per_slot`` tokens: a compressed row of 4, or
+    the scale of a whole block. Such a value cannot be divided or merged, so both sides must have
+    one for equally many tokens. A state group has ``None``: each block holds one state, which is
+    of all tokens before it.
+
+    >>> scales = Group("scales", 64, tokens_per_slot=16)
+    >>> scales.num_slots
+    4
     """
 
     name: str
     tokens_per_block: int | None = None
     context: Context = Context()
+    tokens_per_slot: int = 1
 
     __repr__ = brief_repr
 
@@ -164,6 +172,35 @@ class Group:
                 got=f"size {self.context.size}",
                 size=self.context.size,
             )
+        check_fields(self, "a group", integer, "tokens_per_slot", low=1, high=1 << 31)
+        if self.tokens_per_slot > 1:
+            self._check_slots_are_whole()
+
+    def _check_slots_are_whole(self) -> None:
+        """Check that no block and no turn of the context ends inside a slot."""
+        counts = {"tokens_per_block": self.tokens_per_block or 1}
+        if self.context.size > 1:
+            counts["interleave_tokens"] = self.context.interleave_tokens
+        for field, number in counts.items():
+            if number % self.tokens_per_slot:
+                raise KVPlanError(
+                    "GROUP",
+                    f"describe group {self.name!r}",
+                    expected=f"{field} to be a multiple of tokens_per_slot {self.tokens_per_slot}",
+                    got=f"{number}" if self.tokens_per_block else "a state group",
+                    hint="one value of several tokens is in one block, on one rank",
+                    tokens_per_slot=self.tokens_per_slot,
+                )
+
+    @cached_property
+    def num_slots(self) -> int:
+        """Slots in a block; a state is one."""
+        return (self.tokens_per_block or 1) // self.tokens_per_slot
+
+    @cached_property
+    def interleave_slots(self) -> int:
+        """Consecutive slots that a rank of the context takes in turn."""
+        return max(self.context.interleave_tokens // self.tokens_per_slot, 1)
 
 
 def _group_name(group: Group | str) -> str:

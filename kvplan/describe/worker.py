@@ -5,8 +5,8 @@ Every worker satisfies the rules of validation (V) from its construction on:
 - V1: Names of regions and names of groups are unique. Each view names a region and a group of its
   worker.
 - V2: The bytes of each view, in all its blocks, lie inside its region.
-- V3: In a token group the ``token`` axis has exactly ``tokens_per_block`` slots. In a state group
-  there is none.
+- V3: In a token group the ``token`` axis has exactly the slots of a block; it may be left out where
+  that is one slot of several tokens. In a state group there is none.
 - V4: Views of one group share no byte, neither in one region nor in regions that overlap.
 - V5: A group has at most one view of each part of a tensor. Two layers under one name break this
   rule.
@@ -25,9 +25,10 @@ from typing import Any, Final, NamedTuple
 import attrs
 import numpy as np
 
+from kvplan import _notebook
 from kvplan._arrays import Ints
 from kvplan._checks import at_most, check_fields, integer, members, name, wrong_type
-from kvplan._text import count
+from kvplan._text import count, fold, meant
 from kvplan.budget import spend
 from kvplan.describe._overlap import describe_overlap, overlaps
 from kvplan.describe.axes import MAX_SEGMENTS, most_segments
@@ -135,6 +136,8 @@ class Worker:
     model: str = ""
     extensions: str = attrs.field(default="{}", converter=_extensions, eq=False)
 
+    _repr_svg_ = _notebook.svg
+
     def __attrs_post_init__(self) -> None:
         check_fields(self, "a worker", name, "engine_id")
         if not isinstance(self.model, str) or self.model:
@@ -162,12 +165,13 @@ class Worker:
                     size_bytes=region.size_bytes,
                     end_bytes=view.end_bytes,
                 )
-            num_slots = view.sizes.get(TOKEN)
-            if num_slots != group.tokens_per_block:
+            needed_slots = None if group.tokens_per_block is None else group.num_slots
+            num_slots = view.sizes.get(TOKEN, 1 if group.tokens_per_slot > 1 else None)
+            if num_slots != needed_slots:
                 raise KVPlanError(
                     "SIZE",
                     f"page view {view.name!r} of worker {self.label}",
-                    expected=f"{_token_axis(group.tokens_per_block)} for group {group.name!r}",
+                    expected=f"{_token_axis(needed_slots)} for group {group.name!r}",
                     got=_token_axis(num_slots),
                     tokens_per_block=group.tokens_per_block,
                     token_axis=num_slots,
@@ -190,12 +194,13 @@ class Worker:
     def _named(self, view: View, kind: str, key: str, values: dict[str, Any]) -> Any:
         """Return the region or group that a view names."""
         if key not in values:
-            names = ", ".join(map(repr, values))
+            names = fold(values)
             raise KVPlanError(
                 "NAME",
                 f"place view {view.name!r} of worker {self.label}",
                 expected=f"one of the {kind}s {names}" if values else f"a {kind} of its worker",
                 got=f"{key!r}",
+                hint=meant(key, values),
                 name=key,
             )
         return values[key]

@@ -26,7 +26,7 @@ from kvplan.describe.blocks import Blocks, Range
 from kvplan.describe.views import TOKEN, Group, View
 from kvplan.describe.worker import Worker
 from kvplan.display.blockmap import BlockMap, Box, Interval, Path, block_maps, folded
-from kvplan.plan.align import before, period, position_of, reach, slots
+from kvplan.plan.align import before, in_slots, in_tokens, period, position_of, reach, slots
 from kvplan.plan.bind import range_of
 from kvplan.plan.transfer import TransferPlan
 
@@ -286,7 +286,7 @@ def excerpt(
     turn = math.ceil(period(group, *remote_groups) / slots(group) / group.context.size)
     if request is None:
         request = _example(plan, group, remote_groups, maps, turn)
-        asked = request["tokens"]
+        asked = in_slots(group, request["tokens"])
         start, stop = asked
     else:
         covered = _asked(plan, group, remote_groups, request)
@@ -305,8 +305,8 @@ def excerpt(
         return None
     # An empty range for all other groups: they copy nothing.
     tokens = {local_group.name: (0, 0) for local_group in plan.local.groups}
-    tokens[group.name] = (start, stop)
-    return {**request, "tokens": tokens}, asked
+    tokens[group.name] = in_tokens(group, (start, stop))
+    return {**request, "tokens": tokens}, in_tokens(group, asked)
 
 
 def _remote_groups(
@@ -349,9 +349,9 @@ def _asked(
     return max(low for low, _ in ranges), min(high for _, high in ranges)
 
 
-def _num_blocks(group: Group, positions: Range) -> int:
-    """Return how many blocks hold some of the positions."""
-    start, stop = positions
+def _num_blocks(group: Group, tokens: Range) -> int:
+    """Return how many blocks hold some of the tokens, or of the states."""
+    start, stop = in_slots(group, tokens)
     return -(-before(group, stop) // slots(group)) - before(group, start) // slots(group)
 
 
@@ -382,7 +382,7 @@ def _example(
         num_blocks = -(-before(remote_group, stop) // slots(remote_group))
         num_blocks = max(num_blocks, remote[remote_group.name].ids.size)
         remote[remote_group.name] = Blocks(range(num_blocks)[::-1])
-    return {"local": local, "remote": remote, "tokens": (0, stop)}
+    return {"local": local, "remote": remote, "tokens": in_tokens(group, (0, stop))}
 
 
 def _pool(sides: Sequence[Sequence[BlockMap]], group: Group) -> int:

@@ -158,6 +158,8 @@ def _regions(regions: Sequence[Region], rows: bool) -> str:
 def _group(group: Group, rows: bool) -> Iterator[str]:
     tokens = group.tokens_per_block
     content = "one state" if tokens is None else count(tokens, "token")
+    if group.tokens_per_slot > 1:
+        content = f"{count(group.num_slots, 'value')} of {group.tokens_per_slot} tokens each"
     context = ""
     if group.context.size > 1:
         interleave = count(group.context.interleave_tokens, "position")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -34,9 +35,16 @@ ROW: Final = 20
 BYTES_HEIGHT: Final = 22
 RIBBONS: Final = 110
 LETTER: Final = 7.2
-DIGIT: Final = 6.5
+PANEL_LETTER: Final = 8.8
+TITLE_LETTER: Final = 11.5
 """Pixels: the width of the picture, where columns begin, the margin, the heights of a row of
-headers, of bytes and of ribbons, and the approximate widths of a letter and of a small digit."""
+headers, of bytes and of ribbons, and the approximate widths of a letter, and of one of titles."""
+
+BYTE_SIZES: Final = (11, 10, 9)
+"""Pixels: sizes of the numbers of bytes, of which the first one counts that lets all fit."""
+
+DIGIT: Final = 0.64
+"""The width of a digit, as a part of its size."""
 
 LEGEND: Final = f"{NOTE}; ⋯ more of the same; widths are not to scale"
 
@@ -132,17 +140,21 @@ def draw_svg(
     _add(root, "style", _style())
     _add_hatching(root)
     _add(root, "rect", width="100%", height="100%", rx=8, class_="ground")
-    _add(root, "text", title, x=EDGE, y=34, class_="title")
+    y = _draw_lines(root, 34.0, title, TITLE_LETTER, "title")
     if about:
-        _add(root, "text", about, x=EDGE, y=54, class_="faint")
+        y = _draw_lines(root, y + ROW, about, LETTER, "faint")
     # The hatching is explained only if there is some.
     legend = dict(colours)
     if any(column.fill == "rest" for column in columns):
         legend[rest] = "rest"
-    y = _draw_legend(root, 62.0 if about else 42.0, legend)
+    y = _draw_legend(root, y + 8, legend)
     for drawing, diagrams in parts:
-        y += 34
-        _add(root, "text", drawing.title, x=EDGE, y=y, class_="panel")
+        y = _draw_lines(root, y + 34, drawing.title, PANEL_LETTER, "panel")
+        # Facts stand beside the last line of the title, or below it.
+        last_line = _lines(drawing.title, PANEL_LETTER)[-1]
+        width = len(last_line) * PANEL_LETTER + len(drawing.facts) * LETTER
+        if width > SVG_WIDTH - 3 * EDGE:
+            y += ROW
         _add(root, "text", drawing.facts, x=SVG_WIDTH - EDGE, y=y, class_="faint end")
         y = _draw_part(root, y + 12, diagrams, colours)
     height = math.ceil(y + EDGE)
@@ -151,6 +163,20 @@ def draw_svg(
     root.set("height", str(height))
     ElementTree.indent(root, " ")
     return ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _lines(text: str, letter: float) -> list[str]:
+    """Return a text in lines that fit into the picture, which end after a comma or a space."""
+    most = int((SVG_WIDTH - 2 * EDGE) / letter)
+    return re.findall(rf".{{1,{most}}}(?:(?<=[, ])|$)|.{{1,{most}}}", text)
+
+
+def _draw_lines(root: Element, y: float, text: str, letter: float, style: str) -> float:
+    """Draw a text, in as many lines as it takes; return where the last one stands."""
+    lines = _lines(text, letter)
+    for number, line in enumerate(lines):
+        _add(root, "text", line, x=EDGE, y=y + number * ROW, class_=style)
+    return y + (len(lines) - 1) * ROW
 
 
 def _add_hatching(root: Element) -> None:
@@ -331,9 +357,14 @@ def _draw_bytes(
         if column.colour:
             coloured.append((column, right - left))
     # First and last byte in all columns, or the first byte in all: never a mixture.
+    size = BYTE_SIZES[0]
     texts = {column: f"{column.start}-{column.stop - 1}" for column, _ in coloured}
-    if not all(_fits(texts[column], width, DIGIT) for column, width in coloured):
+    if not all(_fits(texts[column], width, DIGIT * size) for column, width in coloured):
         texts = {column: str(column.start) for column, _ in coloured}
+        for size in BYTE_SIZES:
+            if all(_fits(texts[column], width, DIGIT * size) for column, width in coloured):
+                break
+    style = "" if size == BYTE_SIZES[0] else f"font-size: {size}px"
     for column, (left, right) in zip(diagram.columns, spans, strict=True):
         if column.fill == "fold":
             continue
@@ -342,8 +373,9 @@ def _draw_bytes(
         _add(group, "title", column.hover)
         colour = colours.get(column.colour, "rest")
         _add(group, "rect", x=left, y=y, width=width, height=BYTES_HEIGHT - 1, class_=colour)
-        if column in texts and _fits(texts[column], width, DIGIT):
-            _add(group, "text", texts[column], x=(left + right) / 2, y=y + 15, class_="byte")
+        if column in texts and _fits(texts[column], width, DIGIT * size):
+            middle = {"x": (left + right) / 2, "y": y + 15}
+            _add(group, "text", texts[column], **middle, class_="byte", style=style)
 
 
 def _fits(text: str, width: float, letter: float) -> bool:

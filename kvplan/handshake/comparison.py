@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 import attrs
 
+from kvplan import _notebook
 from kvplan._checks import members, wrong_type
 from kvplan._text import brief_repr, count, fold
 from kvplan.describe.axes import Axis, global_sizes
@@ -75,6 +76,7 @@ class Comparison:
     not_moved: tuple[str, ...] = ()
 
     __repr__ = brief_repr
+    _repr_html_ = _notebook.html
 
     @property
     def ok(self) -> bool:
@@ -212,7 +214,8 @@ def _facts_of(geometry: Geometry) -> Iterator[tuple[str, str]]:
     """Yield the fields of a geometry and their values in words."""
     group = geometry.group
     sizes = {axis: size for axis, size in global_sizes(geometry.axes).items() if axis != TOKEN}
-    yield "group kind", "states" if group.tokens_per_block is None else "tokens"
+    values = "tokens" if group.tokens_per_slot == 1 else f"{group.tokens_per_slot} tokens a slot"
+    yield "group kind", "states" if group.tokens_per_block is None else values
     yield "dtype", geometry.dtype
     yield "axes", " ".join(sorted(geometry.sizes.keys() - {TOKEN})) or "none"
     for axis_name, size in sizes.items():

@@ -26,7 +26,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import attrs
 
-from kvplan._checks import wrong_type
+from kvplan._checks import instance, members, wrong_type
 from kvplan._text import brief_repr, count, shown
 from kvplan.errors import KVPlanError
 
@@ -103,6 +103,10 @@ class PeerError(KVPlanError):
     problems: tuple[Problem, ...]
 
     def __init__(self, problems: Sequence[Problem], first: KVPlanError) -> None:
+        problems = members(Problem, problems, "problems of a message")
+        if not problems:
+            raise wrong_type("problems of a message", "at least one", problems)
+        instance(KVPlanError, first, "first problem of a message")
         path = problems[0].path
         num_unnamed = len(problems) - 1
         unnamed = f"and {count(num_unnamed, 'more problem')}" if num_unnamed else ""

@@ -46,7 +46,17 @@ from kvplan.describe.views import Context, Geometry, Group, Region, View
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.handshake.messages import BAD, MAX_BYTES, MODEL_KEY, VERSION, Findings, Problem, parse
-from kvplan.handshake.schema import MEMORY, OFFER, REGIONS, STEM, VIEWS, Columns, Text, validate
+from kvplan.handshake.schema import (
+    GROUP,
+    MEMORY,
+    OFFER,
+    REGIONS,
+    STEM,
+    VIEWS,
+    Columns,
+    Text,
+    validate,
+)
 
 Value = TypeVar("Value", bound=Hashable)
 
@@ -151,7 +161,7 @@ def _fields(worker: Worker) -> dict[str, Any]:
     return {
         "engine_id": worker.engine_id,
         "rank": worker.rank,
-        "groups": [attrs.asdict(group) for group in worker.groups],
+        "groups": [_group_fields(group) for group in worker.groups],
         "layouts": [
             _layout_fields(layout, group_indices[layout.group.name]) for layout in worker.geometries
         ],
@@ -165,6 +175,15 @@ def _fields(worker: Worker) -> dict[str, Any]:
 def _index_of(value: Value, indices: dict[Value, int]) -> int:
     """Return the index of a value, which gets the next one if it has none yet."""
     return indices.setdefault(value, len(indices))
+
+
+def _group_fields(group: Group) -> dict[str, Any]:
+    """Return the fields of a group, without those of its default value."""
+    fields = attrs.asdict(group)
+    for key, default in GROUP.defaults.items():
+        if fields[key] == default:
+            del fields[key]
+    return fields
 
 
 def _layout_fields(layout: Geometry, group_index: int) -> dict[str, Any]:
@@ -304,7 +323,7 @@ class _PeerOffer:
             return BAD
         path = f"groups[{index}]"
         context = self.findings.attempt(f"{path}.context", Context, *group["context"].values())
-        parts = (group["name"], group["tokens_per_block"], context)
+        parts = (group["name"], group["tokens_per_block"], context, group["tokens_per_slot"])
         return self.findings.attempt(path, Group, *parts)
 
     def memory(self, index: int, memory: Any) -> Any:

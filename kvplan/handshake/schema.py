@@ -76,9 +76,10 @@ def _frozen(fields: Mapping[str, Node]) -> Mapping[str, Node]:
 
 @attrs.frozen
 class Record:
-    """A mapping with exactly these keys."""
+    """A mapping with exactly these keys, of which those with ``defaults`` may be left out."""
 
     fields: Mapping[str, Node] = attrs.field(converter=_frozen)
+    defaults: Mapping[str, int] = MappingProxyType({})
 
 
 @attrs.frozen
@@ -100,7 +101,10 @@ AXIS: Final = Record(
     {"name": Text(), "start": INDEX, "stop": INDEX, "size": INDEX, "stride_bytes": INDEX}
 )
 CONTEXT: Final = Record({"rank": INDEX, "size": INDEX, "interleave_tokens": INDEX})
-GROUP: Final = Record({"name": Text(), "tokens_per_block": NUMBER, "context": CONTEXT})
+GROUP: Final = Record(
+    {"name": Text(), "tokens_per_block": NUMBER, "context": CONTEXT, "tokens_per_slot": INDEX},
+    defaults=MappingProxyType({"tokens_per_slot": 1}),
+)
 LAYOUT: Final = Record(
     {
         "group": INDEX,
@@ -150,7 +154,7 @@ def validate(node: Node, value: Any, path: str, findings: Findings) -> Any:
         case ListOf():
             return _items(node, value, path, findings)
         case Record():
-            return _record(node.fields, value, path, findings)
+            return _record(node, value, path, findings)
         case _:
             return _rows(node, value, path, findings)
 
@@ -191,11 +195,14 @@ def _are_integers(values: list[Any], high: int) -> bool:
     return all(type(value) is int and 0 <= value < high for value in values)
 
 
-def _record(fields: Mapping[str, Node], value: Any, path: str, findings: Findings) -> Any:
+def _record(node: Record, value: Any, path: str, findings: Findings) -> Any:
     """Return the values of a mapping, with BAD in place of each that it lacks."""
+    fields = node.fields
     if not isinstance(value, dict):
         findings.add(path, wrong_type(_last_key(path) or "an offer", "a mapping", value))
         return BAD
+    # what most offers do not say, and older ones cannot
+    value = {**node.defaults, **value}
     prefix = f"{path}." if path else ""
     # unknown keys first, then missing ones, then what is wrong with the values
     for key in value:
@@ -210,9 +217,9 @@ def _record(fields: Mapping[str, Node], value: Any, path: str, findings: Finding
             error = KVPlanError("KEY", "read a mapping", expected=expected, got="none")
             findings.add(prefix + key, error)
     record = {}
-    for key, node in fields.items():
+    for key, field in fields.items():
         is_present = key in value
-        record[key] = validate(node, value[key], prefix + key, findings) if is_present else BAD
+        record[key] = validate(field, value[key], prefix + key, findings) if is_present else BAD
     return record
 
 
@@ -220,7 +227,7 @@ def _rows(node: Columns, value: Any, path: str, findings: Findings) -> Any:
     """Return the rows of a mapping of columns."""
     # each key has a list of its own; the n-th items of all lists are the n-th row
     lists = {key: ListOf(item, node.max_length) for key, item in node.fields.items()}
-    columns = _record(lists, value, path, findings)
+    columns = _record(Record(lists), value, path, findings)
     if columns is BAD or BAD in columns.values():
         return BAD
     lengths = {key: len(column) for key, column in columns.items()}

@@ -22,6 +22,8 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any, Final
 
+import attrs
+
 from kvplan._checks import is_one_of
 from kvplan.models.config import (
     BOTH,
@@ -119,6 +121,12 @@ def block_indexed(config: Config, group: str = FULL, window: int | None = None) 
     return with_index_keys(tensors, integer_of(config, "index_head_dim"))
 
 
+def chunked_heads(config: Config, group: str = FULL, window: int | None = None) -> Layer:
+    """Return K and V of each head; a layer with a window attends inside of chunks of that size."""
+    (heads,) = kv_heads(config, group, window)
+    return (attrs.evolve(heads, chunked=window is not None),)
+
+
 def stated_window(config: Config, group: str = FULL, window: int | None = None) -> Layer:
     """Return K and V of each head, in a window if the file states one (nemotron_h.py of vLLM)."""
     return kv_heads(config, group, optional_integer_of(config, "sliding_window"))
@@ -205,6 +213,25 @@ def lightning_state(config: Config) -> Layer:
     return lightning(sizes["head"], sizes["dim"], ssm_dtype)
 
 
+def ring_state(config: Config) -> Layer:
+    """Return the state of Ring-linear: its linear heads are as wide as the width divides.
+
+    (modeling_bailing_moe_linear_v2.py of Ring-mini-linear-2.0; no ``head_dim`` counts)
+    """
+    return lightning_state({**config, "head_dim": None})
+
+
+def plamo_state(config: Config) -> Layer:
+    """Return the state of PLaMo-2: Mamba-2 that convolves x alone, and neither B nor C.
+
+    (plamo2.py of vLLM 0.25, with no groups)
+    """
+    # B and C, of one group, are not convolved, so their last inputs are not kept.
+    keys = {"mamba_d_head": integer_of(config, "hidden_size_per_head"), "mamba_n_groups": 1}
+    x, _, _, ssm = mamba2_state({**config, **keys})
+    return x, ssm
+
+
 def short_conv(config: Config) -> Layer:
     """Return the last inputs of a short convolution over the model's width."""
     channels = integer_of(config, HIDDEN)
@@ -242,6 +269,11 @@ def query_width(config: Config) -> Config:
     """
     dim = 2 * integer_of(config, HIDDEN) // integer_of(config, NUM_HEADS)
     return {} if config.get("attention_head_dim") is not None else {"attention_head_dim": dim}
+
+
+def plamo_heads(config: Config) -> Config:
+    """Return the size of each head, which PLaMo-2 states under a name of its own."""
+    return {"head_dim": integer_of(config, "hidden_size_per_head")}
 
 
 def falcon_heads(config: Config) -> Config:
@@ -488,6 +520,56 @@ def all_but_each(
         return kinds if last is None else [*kinds[:-1], last]
 
     return rule
+
+
+def full_behind_groups(config: Config) -> list[str]:
+    """All layers have a state but the last of each group, and those behind the last whole group.
+
+    >>> full_behind_groups({"num_hidden_layers": 5, "layer_group_size": 2})
+    ['state', 'attn', 'state', 'attn', 'attn']
+    """
+    kinds = all_but_each(STATE, "layer_group_size")(config)
+    # Layers behind the last whole group
+    num_behind = len(kinds) % integer_of(config, "layer_group_size")
+    return kinds[: len(kinds) - num_behind] + [FULL] * num_behind
+
+
+def by_step(config: Config) -> list[str]:
+    """One layer in the middle of each ``mamba_step`` attends, or the last of fewer layers.
+
+    >>> by_step({"num_hidden_layers": 4, "mamba_step": 2})
+    ['state', 'attn', 'state', 'attn']
+    """
+    step = integer_of(config, "mamba_step", low=2)
+    # A model that ends before the middle of the first step
+    if _num_layers(config) <= step // 2:
+        return [*all_of(STATE)(config)[:-1], FULL]
+    return all_but_each(STATE, step, step // 2)(config)
+
+
+def lower_half_caches(config: Config) -> list[str]:
+    """The lower half and the next two layers cache; those above attend to the last cache of these.
+
+    One layer of each ``mb_per_layer`` has a state. Of the others, those of the lower half slide
+    (phi4flash.py of vLLM 0.10).
+
+    >>> keys = {"num_hidden_layers": 8, "mb_per_layer": 2, "sliding_window": 512}
+    >>> lower_half_caches(keys)
+    ['state', 'swa', 'state', 'swa', 'state', 'attn', 'none', 'none']
+    """
+    period = integer_of(config, "mb_per_layer")
+    slides = all_slide(config)
+    half = len(slides) // 2
+    kinds = []
+    for layer, kind in enumerate(slides):
+        # Above, attention reads the last cache below, and Mamba the last output.
+        if layer >= half + 2:
+            kinds.append(NONE)
+        elif layer % period == 0:
+            kinds.append(STATE)
+        else:
+            kinds.append(kind if layer < half else FULL)
+    return kinds
 
 
 def with_full(layers: LayerRule) -> LayerRule:
@@ -761,6 +843,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 {0: FULL, 1: SLIDING},
                 otherwise=all_but_each(SLIDING, "no_rope_layer_interval"),
             ),
+            attention=chunked_heads,
             # A layer sees one chunk at most (Llama4TextConfig).
             keys=window_from("attention_chunk_size"),
         ),
@@ -882,6 +965,14 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             state=bailing_state,
             layers=all_but_each(STATE, "layer_group_size"),
             keys=KeyRule(bailing_keys, dict(zip(_LINEAR_KEYS, _BAILING_KEYS, strict=True))),
+        ),
+        **_families("bailing_moe_linear", state=ring_state, layers=full_behind_groups),
+        **_families("phi4flash", state=mamba1_state, layers=lower_half_caches),
+        **_families(
+            "plamo2",
+            state=plamo_state,
+            layers=by_step,
+            keys=KeyRule(plamo_heads, {"head_dim": "hidden_size_per_head"}),
         ),
         **_families("minimax", state=lightning_state, layers=all_but_each(STATE, 2, 0)),
         **_families(

@@ -28,6 +28,7 @@ from typing import Any
 
 import attrs
 
+from kvplan import _notebook
 from kvplan._checks import check_fields, instance, integer, is_one_of, members, name
 from kvplan._text import brief_repr, meant, plain, shown
 from kvplan.describe.views import TOKEN, Group
@@ -69,6 +70,7 @@ class Model:
     query_heads: int | None = attrs.field(default=None, repr=False)
 
     __repr__ = brief_repr
+    _repr_html_ = _notebook.html
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "a model", name, "name", "dtype")
@@ -227,7 +229,8 @@ expected a value for key 'hidden_size', got no such key
         (``SlidingWindowManager.get_num_skipped_tokens`` of
         vllm/v1/core/single_type_kv_cache_manager.py, 0.33). So a group of such layers moves at most
         the last ``w`` positions, for the largest ``w``: all that the token at ``stop - 1`` attends
-        to. That suits engines that compute the prompt's last token again on decode, as vLLM does.
+        to. In a layer that attends inside of chunks, as Llama 4 has, it attends to its own chunk.
+        That suits engines that compute the prompt's last token again on decode, as vLLM does.
 
         >>> model = Model.shipped("gpt-oss-20b")
         >>> model.tokens(0, 1000, model.engine("decode")[0])
@@ -240,29 +243,30 @@ expected a value for key 'hidden_size', got no such key
         stop = integer(stop, "stop of a token range", low=start)
         groups = instance(Worker, worker, "worker").groups
         token_groups = {group.name for group in groups if group.tokens_per_block is not None}
-        views = (view for view in worker.views if view.group in token_groups)
-        windows = _widest((view.group, self._window(view.name)) for view in views)
-        ranges = {}
-        for group, window in windows.items():
-            # A window reaches back from the last position.
-            ranges[group] = start if window is None else max(start, stop - window), stop
+        ranges: dict[str, tuple[int, int]] = {}
+        for view in worker.views:
+            if view.group in token_groups:
+                # What one of the group's tensors needs, all move.
+                first = max(start, self._tensor_named(view.name).first_attended(stop - 1))
+                before, _ = ranges.get(view.group, (first, stop))
+                ranges[view.group] = min(before, first), stop
         return ranges
 
-    def _window(self, tensor: str) -> int | None:
-        if tensor not in self._windows:
-            action = f"find the window of {tensor!r}"
+    def _tensor_named(self, tensor_name: str) -> Tensor:
+        if tensor_name not in self._paged_tensors:
+            action = f"find the window of {tensor_name!r}"
             raise KVPlanError("NAME", action, expected=f"a tensor of {self.name}", got="none")
-        return self._windows[tensor]
+        return self._paged_tensors[tensor_name]
 
     @cached_property
-    def _windows(self) -> Mapping[str, int | None]:
-        """The window of each tensor with tokens, by its name on workers."""
-        windows = {}
+    def _paged_tensors(self) -> Mapping[str, Tensor]:
+        """Each tensor with tokens, by its name on workers."""
+        tensors = {}
         for prefix, layer in self._named_layers:
             for tensor in layer:
                 if tensor.paged:
-                    windows[prefix + tensor.kind] = tensor.window
-        return windows
+                    tensors[prefix + tensor.kind] = tensor
+        return tensors
 
     @cached_property
     def _named_layers(self) -> tuple[tuple[str, Layer], ...]:

@@ -63,8 +63,8 @@ class Tensor:
     Tensors of one layer with the same ``pool`` share a page, and those with the same ``section``
     are interleaved in it (:mod:`kvplan.models.layouts`); both default to ``kind``. ``scale_of``
     names the section whose values the tensor scales. ``window`` is how many tokens back the layer
-    attends. ``plain_axes`` are the axes of a tensor of packed bytes when the cache has another
-    dtype.
+    attends, or if it is ``chunked`` the size of the chunks inside which it does. ``plain_axes`` are
+    the axes of a tensor of packed bytes when the cache has another dtype.
 
     >>> sizes = (("kv", 2), ("head", 12), ("dim", 64))
     >>> tensor = Tensor("attn", "attn", sizes, sharded="head", shards=12)
@@ -85,6 +85,7 @@ class Tensor:
     scale_of: str | None = None
     window: int | None = None
     plain_axes: tuple[tuple[str, int], ...] | None = None
+    chunked: bool = False
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "a tensor", name, "kind", "group")
@@ -103,6 +104,17 @@ class Tensor:
     def in_group(self, group: str) -> Tensor:
         """Return the tensor in blocks of another group."""
         return attrs.evolve(self, group=group)
+
+    def first_attended(self, position: int) -> int:
+        """Return the first position to which the token at ``position`` attends.
+
+        (``get_num_skipped_tokens`` of vllm/v1/core/single_type_kv_cache_manager.py, 0.33)
+        """
+        if self.window is None:
+            return 0
+        if self.chunked:
+            return position // self.window * self.window
+        return max(position + 1 - self.window, 0)
 
     def shards_of(self, rank: int, ranks: int) -> range:
         """Return the shards that tensor-parallel rank ``rank`` of ``ranks`` holds."""

@@ -2,7 +2,7 @@
 
 - A1: A worker counts the positions that its context gives it: the n-th of them has local index n.
 - A2: Local index ``n`` is in slot ``n % slots`` of the request's block ``n // slots``. A state is a
-  block of one slot.
+  block of one slot. Where a slot has one value of several tokens, positions count these values.
 - A3: Blocks and slots of both sides repeat after a *period* of positions: the least common multiple
   of both sides' own periods. Any two block sizes have one; neither has to divide the other.
 
@@ -27,13 +27,44 @@ import numpy as np
 from kvplan._arrays import Ints
 from kvplan.describe.blocks import Range
 from kvplan.describe.views import Group
+from kvplan.errors import KVPlanError
 
 Position = TypeVar("Position", int, Ints)
 
 
 def slots(group: Group) -> int:
     """Return the slots in a block; a block of a state group counts as one slot."""
-    return group.tokens_per_block or 1
+    return group.num_slots
+
+
+def in_slots(group: Group, tokens: Range) -> Range:
+    """Return the positions whose values a range of tokens needs, where a slot has several tokens.
+
+    The last value may be of more tokens than the range has. Raises ``TOKENS`` for a range that
+    begins inside a slot: its value would replace that of the tokens before.
+
+    >>> in_slots(Group("scales", 64, tokens_per_slot=16), (32, 100))
+    (2, 7)
+    """
+    size = group.tokens_per_slot
+    start, stop = tokens
+    if start % size and start < stop:
+        raise KVPlanError(
+            "TOKENS",
+            f"bind tokens of group {group.name!r}",
+            expected=f"a start that is a multiple of {size}, as a slot has one value of so many",
+            got=f"[{start}, {stop})",
+            hint="move the tokens from there on too: their values go together",
+            tokens=tokens,
+            tokens_per_slot=size,
+        )
+    return -(-start // size), -(-stop // size)
+
+
+def in_tokens(group: Group, positions: Range) -> Range:
+    """Return the range of tokens of some positions; the inverse of :func:`in_slots`."""
+    start, stop = positions
+    return start * group.tokens_per_slot, stop * group.tokens_per_slot
 
 
 def of_rank(group: Group, rank: int) -> Group:
@@ -45,16 +76,14 @@ def of_rank(group: Group, rank: int) -> Group:
 
 def cycle(*groups: Group) -> int:
     """Return the positions after which the same ranks of all groups hold positions again."""
-    return math.lcm(*(group.context.size * group.context.interleave_tokens for group in groups))
+    return math.lcm(*(group.context.size * group.interleave_slots for group in groups))
 
 
 def period(*groups: Group) -> int:
     """Return the positions after which ranks, block boundaries and slots repeat, rule A3."""
-    periods = []
-    for group in groups:
-        context = group.context
-        periods.append(context.size * math.lcm(slots(group), context.interleave_tokens))
-    return math.lcm(*periods)
+    slots_of_turns = (math.lcm(slots(group), group.interleave_slots) for group in groups)
+    sizes = (group.context.size for group in groups)
+    return math.lcm(*(size * turn for size, turn in zip(sizes, slots_of_turns, strict=True)))
 
 
 def held_positions(group: Group, num_positions: int) -> tuple[Range, ...]:
@@ -70,7 +99,7 @@ def held_positions(group: Group, num_positions: int) -> tuple[Range, ...]:
     """
     if group.context.size == 1:
         return ((0, num_positions),)
-    interleave = group.context.interleave_tokens
+    interleave = group.interleave_slots
     starts = range(group.context.rank * interleave, num_positions, cycle(group))
     return tuple([(start, start + interleave) for start in starts])
 
@@ -84,14 +113,14 @@ def local_index(group: Group, position: Position) -> Position:
     """Return the local index, rule A1, of one position or more that the worker holds."""
     if group.context.size == 1:
         return position
-    interleave = group.context.interleave_tokens
+    interleave = group.interleave_slots
     return position // cycle(group) * interleave + position % interleave
 
 
 def position_of(group: Group, local: Position) -> Position:
     """Return the position that has local index ``local``; the inverse of :func:`local_index`."""
     context = group.context
-    interleave = context.interleave_tokens
+    interleave = group.interleave_slots
     turn = local // interleave * context.size + context.rank
     return turn * interleave + local % interleave
 
@@ -103,7 +132,7 @@ def before(group: Group, position: int) -> int:
     >>> [before(Group("attn", 16, Context(1, 2, 4)), position) for position in (4, 5, 8, 13)]
     [0, 1, 4, 5]
     """
-    interleave = group.context.interleave_tokens
+    interleave = group.interleave_slots
     # Whole cycles count their share; of the last one, what is before `position` and the worker's.
     num_cycles, offset = divmod(position, cycle(group))
     num_in_cycle = min(max(offset - group.context.rank * interleave, 0), interleave)

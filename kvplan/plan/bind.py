@@ -24,7 +24,7 @@ from kvplan._text import shown
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens, check_listed
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import before, of_rank, reach, slots
+from kvplan.plan.align import before, in_slots, of_rank, position_of, reach, slots
 from kvplan.plan.series import BothBlocks, GroupPair, Ids, Series, SideTable, TablePair
 
 MAX_IDS: Final = 1 << 28
@@ -131,7 +131,10 @@ def check_names(group_names: Collection[str], names: Iterable[str], subject: str
 
 
 def range_of(tokens: Tokens, group: Group) -> Range | None:
-    """Return the checked range of a local group; ``None`` if the request gives it none."""
+    """Return the checked range of a local group; ``None`` if the request gives it none.
+
+    It counts tokens or states, or the values of slots that have several tokens.
+    """
     if not isinstance(tokens, tuple) and isinstance(tokens, Mapping):
         token_range = tokens.get(group.name)
     else:
@@ -144,7 +147,7 @@ def range_of(tokens: Tokens, group: Group) -> Range | None:
         raise KVPlanError(
             "TOKENS", "bind tokens", expected="start <= stop", got=got, tokens=(start, stop)
         )
-    return start, stop
+    return (start, stop) if group.tokens_per_slot == 1 else in_slots(group, (start, stop))
 
 
 def wanted(group: Group, table: Blocks, token_range: Range | None, side: str) -> Range:
@@ -194,7 +197,7 @@ def check_same_request(destination: SideTable, source: SideTable) -> None:
         return
     # Of all workers in a context, the last holds the last positions and the first the most blocks.
     last = of_rank(destination.group, destination.group.context.size - 1)
-    _, end = reach(last, blocks.first, blocks.stop - blocks.first)
+    end = position_of(last, blocks.stop * slots(last) - 1) + 1
     first = of_rank(source.group, 0)
     end_block = -(-before(first, end) // slots(first))
     if source.blocks.stop > max(end_block, source.blocks.first):

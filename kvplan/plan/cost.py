@@ -16,12 +16,14 @@ from typing import Final, NamedTuple
 import attrs
 import numpy as np
 
+from kvplan import _notebook
 from kvplan._arrays import Ints
-from kvplan._checks import integer
+from kvplan._checks import instance, integer
 from kvplan._text import brief_repr, count
 from kvplan.budget import limited, spend
 from kvplan.describe.blocks import POSITION_END
 from kvplan.describe.worker import Key, label_of
+from kvplan.plan.align import in_slots, in_tokens
 from kvplan.plan.runs import find_chains
 from kvplan.plan.series import GroupPair, Occurrences, Series
 from kvplan.plan.specs import DIRECTIONS, Direction, Pair, ReadSpec
@@ -55,6 +57,7 @@ class PairCost:
     @classmethod
     def of(cls, spec: ReadSpec) -> PairCost:
         """Return the cost of one bound request."""
+        instance(ReadSpec, spec, "spec")
         lengths = Counter(spec.descriptors()[0][:, 1].tolist())
         rows = len(spec.local_table.rows), len(spec.remote_table.rows)
         return cls(spec.local, spec.remote, *rows, int(spec.local_ids.size), _ascending(lengths))
@@ -95,6 +98,8 @@ class Cost:
     operation: str
     tokens: int
     pairs: tuple[PairCost, ...]
+
+    _repr_html_ = _notebook.html
 
     @property
     def lengths(self) -> Mapping[int, int]:
@@ -151,7 +156,9 @@ def cost(
     if tokens is None:
         tokens = 1
         for _, pair in keys_and_pairs:
-            tokens = math.lcm(tokens, *(groups.period for groups in pair.group_pairs))
+            for groups in pair.group_pairs:
+                _, period_tokens = in_tokens(groups.groups[0], (0, groups.period))
+                tokens = math.lcm(tokens, period_tokens)
     else:
         tokens = integer(tokens, "tokens of a request", high=POSITION_END)
     with limited():
@@ -166,7 +173,8 @@ def _pair_cost(direction: Direction, local: Key, pair: Pair, tokens: int) -> Pai
     num_ids = 0
     lengths = Counter[int]()
     for group_pair in pair.group_pairs:
-        group_cost = of_groups(tables, group_pair, tokens)
+        _, num_positions = in_slots(group_pair.groups[0], (0, tokens))
+        group_cost = of_groups(tables, group_pair, num_positions)
         num_ids += group_cost.num_ids
         lengths.update(group_cost.lengths)
     num_rows = len(pair.local_table.rows), len(pair.remote_table.rows)
@@ -180,12 +188,12 @@ class GroupCost(NamedTuple):
     lengths: Mapping[int, int]
 
 
-def of_groups(tables: tuple[Table, Table], pair: GroupPair, tokens: int) -> GroupCost:
-    """Return the cost of the first ``tokens`` positions, or of one state."""
+def of_groups(tables: tuple[Table, Table], pair: GroupPair, num_positions: int) -> GroupCost:
+    """Return the cost of the first ``num_positions``, or of one state."""
     num_ids = 0
     lengths = Counter[int]()
     # Every period costs the same, so one is counted for all of them.
-    for times, stop in _periods(pair, tokens):
+    for times, stop in _periods(pair, num_positions):
         part = _count_listed(tables, pair, stop)
         num_ids += times * part.num_ids
         for length, number in part.lengths.items():
@@ -193,13 +201,13 @@ def of_groups(tables: tuple[Table, Table], pair: GroupPair, tokens: int) -> Grou
     return GroupCost(num_ids, lengths)
 
 
-def _periods(pair: GroupPair, tokens: int) -> list[tuple[int, int]]:
-    """Return ``tokens`` positions, or one state, as whole periods and a part of one.
+def _periods(pair: GroupPair, num_positions: int) -> list[tuple[int, int]]:
+    """Return ``num_positions``, or one state, as whole periods and a part of one.
 
     Each is how often it is counted, and how many positions it has.
     """
     is_state = pair.groups[0].tokens_per_block is None
-    num_periods, rest = divmod(1 if is_state else tokens, pair.period)
+    num_periods, rest = divmod(1 if is_state else num_positions, pair.period)
     parts = [(num_periods, pair.period), (1, rest)]
     return [(times, stop) for times, stop in parts if times and stop]
 
@@ -208,7 +216,8 @@ def _take_listed(pair: Pair, tokens: int) -> None:
     """Take what the descriptors need that are listed. Raises ``RANGE``."""
     num_listed = 0
     for group_pair in pair.group_pairs:
-        for _, stop in _periods(group_pair, tokens):
+        _, num_positions = in_slots(group_pair.groups[0], (0, tokens))
+        for _, stop in _periods(group_pair, num_positions):
             for series, (low, high) in group_pair.moves(0, stop):
                 num_listed += series.base.shape[1] * series.num_starts(low, high)
     subject = f"count the descriptors with {label_of(pair.remote)}"

@@ -33,6 +33,8 @@ from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import held_positions, num_turns
 
+UNEQUAL_SLOTS: Final = "a value of several tokens cannot be divided or merged"
+
 INTERVAL_BYTES: Final = 400
 """What an interval of coordinates that a view holds takes of a budget."""
 
@@ -128,8 +130,7 @@ class SourceViews:
         # Views of equal key pass or fail the check alike.
         samples: dict[Hashable, tuple[int, Geometry]] = {}
         for worker_index, geometry in self.views:
-            is_state = geometry.group.tokens_per_block is None
-            key = (geometry.dtype, is_state, *geometry.sizes.items())
+            key = (geometry.dtype, _kind(geometry.group), *geometry.sizes.items())
             samples.setdefault(key, (worker_index, geometry))
         return tuple(samples.values())
 
@@ -398,7 +399,9 @@ def _check_tensor(
     needed_kind = _kind(destination_view.group)
     sent_kind = _kind(source_view.group)
     if needed_kind != sent_kind:
-        raise differ("GROUP", "the group", f"a {needed_kind} group", f"a {sent_kind} group")
+        error = differ("GROUP", "the group", f"a {needed_kind}", f"a {sent_kind}")
+        tokens_per_slot = {view.group.tokens_per_slot for view in (destination_view, source_view)}
+        raise error if tokens_per_slot == {1} else error.with_hint(UNEQUAL_SLOTS)
     if destination_view.dtype != source_view.dtype:
         error = differ("DTYPE", "the dtype", destination_view.dtype, source_view.dtype)
         has_bytes = {destination_view.dtype, source_view.dtype} & {"int8", "uint8"}
@@ -417,7 +420,12 @@ def _check_tensor(
 
 
 def _kind(group: Group) -> str:
-    return "state" if group.tokens_per_block is None else "token"
+    """Return what a slot of the group has, in words: equal for groups whose tensors may pair."""
+    if group.tokens_per_block is None:
+        return "state group"
+    if group.tokens_per_slot == 1:
+        return "token group"
+    return f"group of one value for {group.tokens_per_slot} tokens"
 
 
 def _sizes_but_tokens(geometry: Geometry) -> dict[str, int]:

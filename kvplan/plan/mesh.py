@@ -13,6 +13,7 @@ from typing import Literal
 
 import attrs
 
+from kvplan import _notebook
 from kvplan._checks import members
 from kvplan._text import brief_repr
 from kvplan.budget import BUDGET_BYTES, limited
@@ -62,6 +63,8 @@ class MeshPlan:
     """The plans of all workers of one engine with all workers of another. Threads may share it."""
 
     plans: tuple[TransferPlan, ...]
+
+    _repr_html_ = _notebook.html
 
     @property
     def completions(self) -> Mapping[Key, Completions]:
@@ -131,9 +134,10 @@ def contacts(
     """
     receivers = checked_workers("destinations", destinations)
     senders = checked_workers("sources", sources, *receivers)
+    skipped = checked_names(not_transferred, *receivers, *senders)
     contacts_of: dict[Key, list[Key]] = {worker.key: [] for worker in (*receivers, *senders)}
     with limited(max(len(receivers), 1) * BUDGET_BYTES):
-        for share in shares(receivers, senders, checked_names(not_transferred)):
+        for share in shares(receivers, senders, skipped):
             contacts_of[share.destination.key].append(share.source.key)
             contacts_of[share.source.key].append(share.destination.key)
     return {key: tuple(keys) for key, keys in contacts_of.items()}

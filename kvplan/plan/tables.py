@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan._arrays import Ints, read_only
+from kvplan._checks import INT64_END, instance, integer, wrong_type
 from kvplan.describe.views import Region
 from kvplan.describe.worker import Worker
 
@@ -33,6 +34,10 @@ class Table:
     @classmethod
     def at(cls, worker: Worker, rows: Ints, shift: int) -> Table:
         """Return the table of rows with offsets, (n, 5), moved by ``shift`` bytes."""
+        instance(Worker, worker, "worker of a table")
+        if instance(np.ndarray, rows, "rows of a table").shape[1:] != (5,):
+            raise wrong_type("rows of a table", "rows of 5 numbers", rows)
+        integer(shift, "shift of a table", low=-INT64_END)
         region, offset, length, stride, count = rows.T
         address, device = bases(worker.regions)
         placed = np.empty(rows.shape, np.uint64)

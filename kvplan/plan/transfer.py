@@ -16,6 +16,7 @@ from typing import Final
 import attrs
 import numpy as np
 
+from kvplan import _notebook
 from kvplan._arrays import read_only
 from kvplan._checks import instance, members, wrong_type
 from kvplan._text import shown
@@ -56,6 +57,8 @@ class TransferPlan:
     siblings: tuple[Worker, ...]
     not_transferred: tuple[str, ...]
     pairs: tuple[Pair, ...]
+
+    _repr_svg_ = _notebook.svg
 
     @cached_property
     def direction(self) -> Direction:
@@ -291,16 +294,18 @@ def checked_workers(
 def checked_names(values: Iterable[str], *workers: Worker) -> tuple[str, ...]:
     """Return the names of tensors that are not transferred.
 
-    Each must be the name of a tensor of some of ``workers``, if any are given.
+    Each must be the name of a tensor of some of ``workers``: others would be left out by mistake,
+    or are misspelled. Raises ``NAME``.
     """
     names = members(str, values, "not_transferred")
-    for name in names if workers else ():
+    for name in names:
         if not any(name in worker.tensors for worker in workers):
             raise KVPlanError(
                 "NAME",
                 "leave out a tensor",
                 expected="the name of a tensor of some worker in not_transferred",
                 got=shown(name),
+                hint="a rank without the tensor, as of another stage, need not leave it out",
                 name=name,
             )
     return names
@@ -330,7 +335,7 @@ def plan_reads(
     ``RANGE`` for what is too large to list.
     """
     sources = checked_workers("remotes", remotes, local)
-    return _plan(READ, local, sources, (), checked_names(not_transferred))
+    return _plan(READ, local, sources, (), checked_names(not_transferred, local, *sources))
 
 
 def plan_writes(
@@ -347,7 +352,8 @@ def plan_writes(
     """
     destinations = checked_workers("remotes", remotes, local)
     writers = checked_workers("siblings", siblings, local)
-    return _plan(WRITE, local, destinations, writers, checked_names(not_transferred))
+    skipped = checked_names(not_transferred, local, *writers, *destinations)
+    return _plan(WRITE, local, destinations, writers, skipped)
 
 
 def _plan(

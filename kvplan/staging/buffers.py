@@ -47,6 +47,7 @@ import numpy as np
 
 from kvplan._arrays import Ints, distinct
 from kvplan._checks import INT64_END, instance, name
+from kvplan._text import fold, meant
 from kvplan.budget import spend
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import TOKEN, Group, Region, View
@@ -61,6 +62,9 @@ from kvplan.staging.copies import DESTINATION, SOURCE, BothGroups, CopyTemplate,
 
 MAX_RUNS: Final = 1 << 18
 """The most runs of a frame that rule S3 is applied to; larger frames are packed view by view."""
+
+VIEW_BYTES: Final = 50_000
+"""What a view that is packed takes of a budget."""
 
 RUN_BYTES: Final = 100
 """What a run of a frame takes of a budget."""
@@ -316,7 +320,7 @@ def blocks_touched(group: Group, window: int, grain: int) -> int:
     if group.tokens_per_block is None:
         return 1
     num_slots = slots(group)
-    interleave = group.context.interleave_tokens
+    interleave = group.interleave_slots
     num_turns, rest = divmod(window, cycle(group))
     if grain % cycle(group):
         # a window begins anywhere in a cycle of the context, so anywhere in a block
@@ -436,6 +440,7 @@ def _frames(views: Iterable[PeerView]) -> Iterator[list[PeerView]]:
 
 def _pools(frame: Sequence[PeerView]) -> Iterator[Pool]:
     """Yield the pool of a frame by rule S3, or of each of its views by rule S4."""
+    spend(len(frame), "views to pack", VIEW_BYTES, f"stage {frame[0].view.name!r}")
     if len(frame) > 1 and (pool := _packed_together(frame)):
         yield pool
     else:
@@ -543,8 +548,9 @@ def checked_staging(local: Worker, value: str) -> Region:
         raise KVPlanError(
             "NAME",
             f"stage in a region of {local.label}",
-            expected=f"one of {', '.join(map(repr, regions)) or 'none'}",
+            expected=f"one of the regions {fold(regions) or 'of none'}",
             got=f"{region_name!r}",
+            hint=meant(region_name, regions),
             name=region_name,
         )
     region = regions[region_name]

@@ -17,7 +17,17 @@ from typing import Final
 
 import attrs
 
-from kvplan._checks import check_fields, instance, integer, is_one_of, members, name, seconds
+from kvplan import _notebook
+from kvplan._checks import (
+    check_fields,
+    having,
+    instance,
+    integer,
+    is_one_of,
+    members,
+    name,
+    seconds,
+)
 from kvplan._text import brief_repr, count, shown, size
 from kvplan.budget import limited
 from kvplan.describe.worker import Worker
@@ -83,17 +93,22 @@ class Rates:
 
     def save(self, path: Path | str) -> None:
         """Write the rates to a JSON file."""
-        Path(path).write_text(json.dumps(attrs.asdict(self), indent=2) + "\n")
+        _path(path).write_text(json.dumps(attrs.asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path | str) -> Rates:
         """Read what :meth:`save` wrote.
 
-        Raises ``MESSAGE`` for a file that is not JSON, ``KEY`` for another object.
+        Raises ``MESSAGE`` for a file that is not JSON, or that nobody can read, ``KEY`` for another
+        object, ``TYPE`` for what is no path.
         """
-        action = f"read rates from {path}"
+        file = _path(path)
+        action = f"read rates from {file}"
         try:
-            rates = json.loads(Path(path).read_text())
+            rates = json.loads(file.read_text())
+        except OSError as error:
+            got = f"{error.strerror}"
+            raise KVPlanError("MESSAGE", action, expected="a file", got=got) from None
         except ValueError as error:
             raise KVPlanError("MESSAGE", action, expected="JSON", got=str(error)) from None
         names = [field.name for field in attrs.fields(cls)]
@@ -101,6 +116,10 @@ class Rates:
             expected = f"the keys {', '.join(names)}"
             raise KVPlanError("KEY", action, expected=expected, got=shown(rates))
         return cls(**rates)
+
+
+def _path(path: Path | str) -> Path:
+    return path if isinstance(path, Path) else Path(name(path, "path of rates"))
 
 
 SHARED_MEMORY: Final = Rates(
@@ -146,6 +165,10 @@ class Option:
         rates: Rates,
     ) -> Option:
         """Return the option of a plan, for the requests that cost ``direct`` in one step."""
+        name(strategy, "strategy")
+        having("bind", plan, "plan", "a plan")
+        instance(Cost, direct, "cost of a direct plan")
+        instance(Rates, rates, "rates")
         if isinstance(plan, StagedPlan):
             cost = staged_cost(direct, plan.peers, plan.num_positions)
             copied_bytes = direct.num_bytes
@@ -189,6 +212,8 @@ class Choice:
     rates: Rates
     options: tuple[Option, ...]
     refused: Mapping[str, KVPlanError]
+
+    _repr_html_ = _notebook.html
 
     @property
     def best(self) -> Option:

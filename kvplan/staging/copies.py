@@ -267,7 +267,7 @@ def _run_tokens(cell: Cell) -> int:
     for side in cell.sides:
         multiples.append(int(side.segments[TOKEN].length[0]))
         if side.group.context.size > 1:
-            multiples.append(side.group.context.interleave_tokens)
+            multiples.append(side.group.interleave_slots)
     token_part = cell.parts[TOKEN]
     if token_part.size < cell.cycle:
         # only some positions move: runs begin and end where these do

@@ -11,7 +11,7 @@ import attrs
 
 from kvplan._text import count
 from kvplan.describe.views import Group
-from kvplan.plan.align import before, period, position_of, positions_between, slots
+from kvplan.plan.align import before, in_slots, period, position_of, positions_between, slots
 from kvplan.plan.cost import Cost, PairCost, cost, of_groups
 from kvplan.plan.specs import DIRECTIONS, WRITE, Direction
 from kvplan.staging.buffers import StagedPeer
@@ -95,8 +95,10 @@ def _num_copies(template: CopyTemplate, tokens: int, window: int) -> int:
     """Return the most copies of one chunk: of runs and, where runs are cut, of single tokens."""
     run_tokens = template.run_tokens
     num_copies = num_boxes(template.boxes[run_tokens])
-    is_state = template.groups[DESTINATION].tokens_per_block is None
-    if is_state or not (window % run_tokens or tokens % run_tokens):
+    group = template.groups[DESTINATION]
+    _, num_positions = in_slots(group, (0, tokens))
+    is_state = group.tokens_per_block is None
+    if is_state or not (window % run_tokens or num_positions % run_tokens):
         return num_copies
     # chunks, or the end of the request, cut runs
     return num_copies + num_boxes(template.boxes[1])
@@ -150,7 +152,8 @@ def _needed_blocks(
         return
     carried = [(template.carried, template.period) for template in templates]
     common_period = math.lcm(period(group), *(template_period for _, template_period in carried))
-    num_periods, rest = divmod(tokens, common_period)
+    _, num_positions = in_slots(group, (0, tokens))
+    num_periods, rest = divmod(num_positions, common_period)
     num_full = 0
     last_slots = 0
     # whole periods repeat; the rest of the request is counted once

@@ -26,14 +26,16 @@ from functools import cached_property
 import attrs
 import numpy as np
 
+from kvplan import _notebook
 from kvplan._arrays import Ints
-from kvplan._checks import ID_END, having
+from kvplan._checks import ID_END, having, integer
 from kvplan._text import count
 from kvplan.budget import limited
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens
 from kvplan.describe.views import Group, Region
 from kvplan.describe.worker import Worker
-from kvplan.plan.align import position_of, slots
+from kvplan.errors import KVPlanError
+from kvplan.plan.align import in_tokens, position_of, slots
 from kvplan.plan.bind import range_of, wanted
 from kvplan.plan.cells import Cell
 from kvplan.plan.pairs import PairPlanner, Share, plan_pairs, shares
@@ -106,6 +108,8 @@ class StagedPlan:
     peers: tuple[StagedPeer, ...]
     num_positions: int
     staging: str
+
+    _repr_html_ = _notebook.html
 
     @property
     def operation(self) -> str:
@@ -204,7 +208,7 @@ class StagedPlan:
         slot: int | None = None
         for tokens in ranges:
             if slot is None:  # a range in which nothing moves leaves its slot to the next one
-                slot = next(buffer_slots)
+                slot = _next_slot(buffer_slots)
             specs = list[ReadSpec]()
             copies = list[Copy]()
             for peer, peer_wants in zip(self.peers, wants, strict=True):
@@ -212,8 +216,13 @@ class StagedPlan:
                 specs.append(spec)
                 copies += peer_copies
             if copies:
-                yield Chunk(tokens, tuple(specs), tuple(copies), slot)
+                yield Chunk(self._in_tokens(tokens), tuple(specs), tuple(copies), slot)
                 slot = None
+
+    def _in_tokens(self, ranges: GroupRanges) -> GroupRanges:
+        """Return the ranges of tokens of some positions by local group."""
+        groups = {group.name: group for group in self.direct.local.groups}
+        return {name: in_tokens(groups[name], positions) for name, positions in ranges.items()}
 
     def _steps(
         self,
@@ -244,7 +253,8 @@ class StagedPlan:
             positions = [template.positions(destination_table, low, high) for template in templates]
             slot_table = _slot_table(peer.buffer, groups, slot, positions)
             staged_tables[buffer_group.name] = slot_table
-            staged_ranges[buffer_group.name] = (low, high) if slot_table.ids.size else (0, 0)
+            positions_in_slot = (low, high) if slot_table.ids.size else (0, 0)
+            staged_ranges[buffer_group.name] = in_tokens(buffer_group, positions_in_slot)
             copied_tables = self.direction.by_role(local_table, slot_table)
             for template, copied_positions in zip(templates, positions, strict=True):
                 copies += template.copies(copied_positions, low, high, copied_tables)
@@ -259,6 +269,20 @@ class StagedPlan:
         peers = count(len(self.peers), "source" if self.operation == "READ" else "destination")
         positions = count(self.num_positions, "position")
         return f"<StagedPlan {self.direct.local.label}: {peers}, {positions} at a time>"
+
+
+def _next_slot(buffer_slots: Iterator[int]) -> int:
+    """Return the buffer slot of a chunk. Raises ``RANGE`` or ``TYPE`` for what is none."""
+    slot = next(buffer_slots, None)
+    if slot is None:
+        raise KVPlanError(
+            "RANGE",
+            "make a chunk",
+            expected="a buffer slot for each chunk",
+            got="an iterator that has ended",
+            hint="itertools.cycle((0, 1)) never ends",
+        )
+    return integer(slot, "a buffer slot", high=2)
 
 
 def _slot_table(
@@ -374,7 +398,7 @@ class Shares:
         """
         peers = checked_workers("remotes", remotes, local)
         writers = checked_workers("siblings", siblings, local)
-        skipped = checked_names(not_transferred)
+        skipped = checked_names(not_transferred, local, *writers, *peers)
         # a writer plans with its siblings, so that they agree which of them writes what all hold
         destinations, sources = direction.by_role((local, *writers), peers)
         local_shares = []

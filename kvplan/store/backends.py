@@ -25,7 +25,7 @@ from typing import Final, Protocol
 
 import attrs
 
-from kvplan._checks import instance
+from kvplan._checks import instance, name
 from kvplan._text import brief_repr, shown
 from kvplan.errors import KVPlanError
 
@@ -169,8 +169,9 @@ class FileBackend:
     """
 
     def __init__(self, folder: Path | str, *, synchronize: bool = True) -> None:
-        self.folder: Path = Path(folder)
-        self._synchronize = synchronize
+        path = folder if isinstance(folder, Path) else name(folder, "folder of a store")
+        self.folder: Path = Path(path)
+        self._synchronize = instance(bool, synchronize, "synchronize")
         # from here on, a folder that is not there is a disk that is gone
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,8 @@ from typing import Final, Protocol
 import attrs
 import numpy as np
 
+from kvplan._checks import having, integer
+from kvplan._checks import name as checked_name
 from kvplan.describe.blocks import Blocks, Range
 from kvplan.describe.views import Group
 from kvplan.describe.worker import Worker
@@ -110,7 +112,7 @@ class StoreClient(StoreReader):
         attended: Mapping[str, Attended] = NO_WINDOWS,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        self._buffer = np.empty(buffer_bytes, np.uint8)
+        self._buffer = np.empty(integer(buffer_bytes, "buffer_bytes", high=1 << 48), np.uint8)
         super().__init__(
             backend,
             worker,
@@ -296,7 +298,8 @@ def read_file(
 
     Raises ``PAGE``, ``VERSION`` or ``BACKEND``, or what an unreadable description raises.
     """
-    content = backend.get(name)
+    having("get", backend, "backend of a store", "a Backend")
+    content = backend.get(checked_name(name, "name of a page"))
     if content is None:
         action = f"read page {name}"
         raise KVPlanError("PAGE", action, expected="a file", got="none, or an evicted one")

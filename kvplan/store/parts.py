@@ -236,6 +236,14 @@ def _page_group(group: Group, num_tokens: int) -> Group:
     """Return the group of a page: as many slots as a context-parallel rank has of its positions."""
     if group.tokens_per_block is None:
         return Group(STATES)
+    if group.tokens_per_slot > 1:
+        raise KVPlanError(
+            "LAYOUT",
+            f"store pages of group {group.name!r}",
+            expected="a value of each token",
+            got=f"one for {group.tokens_per_slot} tokens",
+            tokens_per_slot=group.tokens_per_slot,
+        )
     # each rank has the same number of turns in every page
     context = group.context
     if num_tokens % (context.size * context.interleave_tokens):

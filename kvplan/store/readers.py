@@ -214,10 +214,9 @@ class StoreReader:
                 if pair.group_pairs
             ]
             return first if chosen == candidates else self._placed(own, chosen)
-        except KVPlanError as error:
-            if error.code in ("TENSOR", "COVER"):
-                return None
-            raise
+        except KVPlanError:
+            # they lack something, or whoever described them has described too much
+            return None
 
     def _placed(self, own: Worker, parts: Sequence[StoredPart]) -> PagePlan:
         if not parts:
@@ -238,6 +237,7 @@ def find(
     ``BACKEND``.
     """
     searchers = members(StoreReader, readers, "readers of a store")
+    instance(Chain, chain, "chain")
     first = integer(start, "start of a search", high=POSITION_END)
     size = chain.tokens_per_page if step is None else step
     stride = integer(size, "step of a search", low=1, high=POSITION_END)

@@ -97,7 +97,7 @@ def on_ranks(group: Group) -> list[Group]:
     """Return a group on each context-parallel rank."""
     size = group.context.size
     contexts = [Context(rank, size, group.context.interleave_tokens) for rank in range(size)]
-    return [Group(group.name, group.tokens_per_block, context) for context in contexts]
+    return [attrs.evolve(group, context=context) for context in contexts]
 
 
 def ordinals_of(ranks: Sequence[Group], start: int, stop: int) -> range:

@@ -41,6 +41,7 @@ from kvplan.verification.labels import (
     numbering,
     pieces_of_slot,
     positions_of,
+    slots_of,
     slots_of_block,
 )
 from kvplan.verification.requests import plans_of
@@ -50,7 +51,6 @@ from kvplan.verification.tables import (
     period_of,
     refusal,
     region_starts,
-    slots_of,
 )
 
 if TYPE_CHECKING:

@@ -14,6 +14,8 @@ checked by code that does not know how plans are made:
 - Q2: a context (rank ``r``, size ``n``, interleave ``i``) holds position ``p`` if
   ``p // i % n == r``, in local slot ``p // (n * i) * i + p % i``. Divided by tokens_per_block, that
   is block ordinal and slot in the block.
+- Q3: where a slot has one value of ``s`` tokens, positions count these values: those of tokens
+  ``[a, b)`` are ``a / s`` to ``b / s``, rounded up, and an interleave of ``i`` tokens is ``i / s``.
 """
 
 from __future__ import annotations
@@ -200,23 +202,41 @@ def _element_at(view: View, offset: int) -> str:
     return " ".join(words)
 
 
+def slots_of(group: Group) -> int:
+    """Return the number of slots in a block; a state is one."""
+    return (group.tokens_per_block or 1) // group.tokens_per_slot
+
+
+def interleave_of(group: Group) -> int:
+    """Return the number of consecutive positions that one rank of the context has (Q3)."""
+    if group.context.size == 1:
+        return 1
+    return group.context.interleave_tokens // group.tokens_per_slot
+
+
+def positions_in(group: Group, tokens: Range) -> Range:
+    """Return the positions of a range of tokens (Q3)."""
+    start, stop = tokens
+    return -(-start // group.tokens_per_slot), -(-stop // group.tokens_per_slot)
+
+
 def listed_slots(group: Group, blocks: Blocks | None) -> Ints:
     """Return the local slots that a block table has blocks for, ascending."""
-    slots = group.tokens_per_block or 1
+    slots = slots_of(group)
     ordinals = np.empty(0, np.int64) if blocks is None else blocks.ordinals
     return np.add.outer(ordinals * slots, np.arange(slots)).reshape(-1)
 
 
 def local_slots(group: Group, positions: Ints) -> Ints:
     """Return the local slots of positions that the group's context holds (rule Q2)."""
-    interleave = group.context.interleave_tokens
+    interleave = interleave_of(group)
     cycle = group.context.size * interleave
     return positions // cycle * interleave + positions % interleave
 
 
 def positions_of(group: Group, slots: Ints) -> Ints:
     """Return the positions in local slots: rule Q2, inverted."""
-    interleave = group.context.interleave_tokens
+    interleave = interleave_of(group)
     cycle = group.context.size * interleave
     first = group.context.rank * interleave
     return slots // interleave * cycle + first + slots % interleave
@@ -239,7 +259,7 @@ def needed(group: Group, blocks: Blocks | None, tokens: Range | None) -> Ints:
     if tokens is None:
         return positions_of(group, listed_slots(group, blocks))
     positions = np.arange(*tokens, dtype=np.int64)
-    turns = positions // group.context.interleave_tokens
+    turns = positions // interleave_of(group)
     held = turns % group.context.size == group.context.rank
     if blocks is not None and blocks.has_gaps:
         held &= np.isin(local_slots(group, positions), listed_slots(group, blocks))
@@ -399,7 +419,7 @@ def window(
     in_blocks = needed(group, blocks, None)
     positions = positions[np.isin(positions, in_blocks, assume_unique=True)]
     # The offset of each position in the region.
-    ordinal, slot = np.divmod(local_slots(group, positions), group.tokens_per_block or 1)
+    ordinal, slot = np.divmod(local_slots(group, positions), slots_of(group))
     start = view.offset_bytes + slots_of_block(view)[slot]
     if blocks is not None:
         # Ordinals ascend, and each position's is among them: so this is the place of its block in

@@ -22,7 +22,7 @@ from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens
 from kvplan.describe.views import Group, View
 from kvplan.describe.worker import Key, Worker, label_of
 from kvplan.errors import KVPlanError
-from kvplan.verification.labels import needed
+from kvplan.verification.labels import needed, positions_in
 from kvplan.verification.memory import ByteRanges, byte_ranges, expand
 
 if TYPE_CHECKING:
@@ -120,12 +120,14 @@ class Need:
 
 
 def range_of_group(tokens: Tokens, group: Group, name: str) -> Range | None:
-    """Return the range of a group: that under ``name``, or that of all token groups."""
+    """Return the positions of a group: those under ``name``, or those of all token groups."""
     if isinstance(tokens, Mapping):
         tokens = tokens.get(name)
     elif group.tokens_per_block is None:
         return None
-    return None if tokens is None else interval(tokens, "a range of tokens", POSITION_END)
+    if tokens is None:
+        return None
+    return positions_in(group, interval(tokens, "a range of tokens", POSITION_END))
 
 
 @attrs.define(eq=False)

@@ -20,6 +20,7 @@ from kvplan._checks import ID_END
 from kvplan.describe.views import Group, Region
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
+from kvplan.verification.labels import interleave_of, slots_of
 
 if TYPE_CHECKING:
     from kvplan.plan.series import GroupPair
@@ -238,14 +239,9 @@ def _is_ints(value: object, *shape: int) -> bool:
     return not value.size or bool(-BYTES_END < value.min() <= value.max() < BYTES_END)
 
 
-def slots_of(group: Group) -> int:
-    """Return the number of slots in a block; a state is one."""
-    return group.tokens_per_block or 1
-
-
 def period_of(group: Group) -> int:
     """Return the number of positions after which the blocks and slots of a group repeat."""
-    return group.context.size * math.lcm(slots_of(group), group.context.interleave_tokens)
+    return group.context.size * math.lcm(slots_of(group), interleave_of(group))
 
 
 def region_starts(worker: Worker) -> Ints:

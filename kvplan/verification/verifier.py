@@ -21,7 +21,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvplan import _notebook
 from kvplan._arrays import Ints
+from kvplan._checks import members
 from kvplan._text import MAX_REPR, brief_repr, count
 from kvplan.describe.blocks import Blocks, Tokens
 from kvplan.describe.views import View
@@ -70,7 +72,7 @@ PROMISES: Final[Mapping[str, str]] = MappingProxyType(
 class Tail:
     """Unused slots: local slots ``[start, stop)`` of a request's blocks that were not written.
 
-    Local slot ``s`` is slot ``s % tokens_per_block`` of block ordinal ``s // tokens_per_block``. In
+    Local slot ``s`` is slot ``s % num_slots`` of block ordinal ``s // num_slots`` of the group. In
     a state group, a slot is a block ordinal.
 
     >>> print(Tail("decode/0", "attn", 1000, 1008))
@@ -149,6 +151,8 @@ class Report:
     failures: tuple[tuple[str, str], ...] = attrs.field(default=())
     tails: tuple[Tail, ...] = attrs.field(default=(), repr=False)
 
+    _repr_html_ = _notebook.html
+
     @classmethod
     def of(cls, reports: Iterable[Report]) -> Report:
         """Return the reports of several destination workers in one.
@@ -158,7 +162,7 @@ class Report:
         >>> print(Report.of([Report(4, 1, 1, ("VALUE",)), Report(8, 2, 1, ("VALUE", "OWN"))]))
         verified: 12 bytes in 3 descriptors to 2 workers, 0 unused slots; VALUE hold
         """
-        reports = tuple(reports)
+        reports = members(Report, reports, "reports")
         checked_by_all = set(PROMISES).intersection(*(report.checked for report in reports))
         failures: list[tuple[str, str]] = []
         tails: list[Tail] = []

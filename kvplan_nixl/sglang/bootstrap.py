@@ -33,6 +33,7 @@ from kvplan import Blocks, KVPlanError
 from kvplan._checks import at_most, integer, members
 from kvplan.connector import Access, Handoff
 from kvplan.connector.access import TOKEN_BYTES
+from kvplan.connector.claims import MAX_SOURCES
 from kvplan.connector.http import MAX_ANSWER_BYTES, Route, Server, exchange
 from kvplan.connector.leases import LEASE_S
 
@@ -61,8 +62,8 @@ MAX_QUESTION_BYTES: Final = 24 * MAX_ASKED
 
 ROOM_END: Final = 1 << 64
 
-MAX_SERVERS: Final = 64
-"""Bootstrap servers that decode asks at a time, each on a thread."""
+MAX_SERVERS: Final = MAX_SOURCES
+"""Bootstrap servers that decode asks at a time, unless it says otherwise, each on a thread."""
 
 TIMEOUT_S: Final = 3.0
 """Seconds within which a bootstrap server must answer."""
@@ -340,10 +341,13 @@ def _checked(entry: Any) -> Mapping[str, Any]:
 
 
 class Rooms:
-    """Asks bootstrap servers about rooms, on a thread for each server."""
+    """Asks bootstrap servers about rooms, on a thread for each of at most ``max_servers``."""
 
-    def __init__(self, logger: Logger, access: Access | None = None) -> None:
+    def __init__(
+        self, logger: Logger, access: Access | None = None, max_servers: int = MAX_SERVERS
+    ) -> None:
         self._logger = logger
+        self._max_servers = max_servers
         self._access = access
         self._lock = threading.Lock()
         # rooms by the server that is asked, each with what takes its entry
@@ -358,7 +362,8 @@ class Rooms:
         with self._lock:
             if address not in self._wanted:
                 action = f"ask {address}"
-                at_most(MAX_SERVERS, len(self._wanted) + 1, "bootstrap servers at a time", action)
+                number = len(self._wanted) + 1
+                at_most(self._max_servers, number, "bootstrap servers at a time", action)
                 self._wanted[address] = {}
                 threading.Thread(
                     target=self._run, args=(address,), name="kvplan rooms", daemon=True

@@ -42,7 +42,8 @@ class DecodeRank(Rank):
         super().__init__(memory)
         self.timeout_s = timeout_s
         self.metadata = queue.metadata_buffers
-        self.claims = Claims(logger, partial(send_claims, access=memory.access))
+        send = partial(send_claims, access=memory.access)
+        self.claims = Claims(logger, send, max_sources=settings.max_peers)
         self.reads: Reads = make_reads(
             memory.executor,
             self.claims,
@@ -52,7 +53,7 @@ class DecodeRank(Rank):
             timeout_s=settings.handshake_timeout_s,
             budget_bytes=settings.budget_bytes,
         )
-        self.rooms = Rooms(logger, memory.access)
+        self.rooms = Rooms(logger, memory.access, settings.max_peers)
         self.under_way: dict[str, int] = {}  # the rooms of requests whose bytes may move
         # Pages of an aborted request stay until its read has ended, however late.
         queue.transfer_queue.enable_deferred_kv_release = True

@@ -5,7 +5,6 @@ It decides which requests are read, and whose blocks stay for a reader.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
@@ -31,7 +30,9 @@ from kvplan.connector import (
     send_claims,
     whole_blocks,
 )
+from kvplan.connector.access import TOKEN_BYTES
 from kvplan.connector.digest import joined
+from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import POSITION_END, Range
 from kvplan_nixl.vllm.description import (
     check_kinds,
@@ -91,12 +92,17 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: VllmConfig, cache: KVCacheConfig, settings: ConnectorSettings
+        self,
+        config: VllmConfig,
+        cache: KVCacheConfig,
+        settings: ConnectorSettings,
+        system: System = SYSTEM,
     ) -> None:
         assert config.kv_transfer_config is not None
         check_kinds(cache)
         self._transfer = config.kv_transfer_config
         self._settings = settings
+        self._system = system
         self._access = settings.access()
         self._caches_prefixes = bool(config.cache_config.enable_prefix_caching)
         self._groups = groups_of(cache)
@@ -113,10 +119,11 @@ class Scheduler:
         self._managers: Sequence[SingleTypeKVCacheManager] = ()
         self._siblings: set[str] = set()
         self._listener: Listener | None = None
-        self._leases = Leases(settings.lease_s)
+        self._leases = Leases(settings.lease_s, system.monotonic, system.token_hex)
         self._lent: dict[str, _Lent] = {}
-        self._claims = Claims(logger, partial(send_claims, access=self._access))
-        self._reader = uuid.uuid4().hex  # of this start
+        send = partial(send_claims, access=self._access, system=system)
+        self._claims = Claims(logger, send, system, settings.max_peers)
+        self._reader = system.token_hex(TOKEN_BYTES)  # of this start
         self._reading: dict[str, _Reading] = {}
         # by request and group: the first position that was read, if its block was read in part
         self._read_from: dict[str, dict[str, int]] = {}
@@ -161,6 +168,7 @@ class Scheduler:
             port=settings.port,
             bind=settings.bind or settings.host,
             access=self._access,
+            system=self._system,
         )
         logger.info("%s serves the offers of %d workers", self._listener.source, len(envelopes))
 

@@ -21,6 +21,7 @@ from kvplan import Blocks, Context, KVPlanError, tails
 from kvplan.bridges import RankInfo
 from kvplan.connector import Claims, Read, send_claims
 from kvplan.connector.digest_requests import DigestRequest
+from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import Request as Binding
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.digest import cache_digests
@@ -38,14 +39,19 @@ class Worker:
     """Reads what the scheduler tells it to read, and reports the requests that have ended."""
 
     def __init__(
-        self, config: VllmConfig, cache: KVCacheConfig, settings: ConnectorSettings
+        self,
+        config: VllmConfig,
+        cache: KVCacheConfig,
+        settings: ConnectorSettings,
+        system: System = SYSTEM,
     ) -> None:
         self._config = config
         self._cache = cache
         self._settings = settings
         self._executor: NixlExecutor | None = None
         self._access = settings.access()
-        self._claims = Claims(logger, partial(send_claims, access=self._access))
+        send = partial(send_claims, access=self._access, system=system)
+        self._claims = Claims(logger, send, system, settings.max_peers)
         self._released: set[str] = set()
         self._digests: dict[DigestRequest, list[dict[str, Any]]] = {}
         self.stats = KvplanStats()

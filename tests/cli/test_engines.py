@@ -10,7 +10,8 @@ import pytest
 from kvplan import Model
 from kvplan.cli.defaults import ENGINES, default_keys
 from kvplan.cli.engines import RULES, lines, reasons, reasons_of, running_engines
-from kvplan.cli.options import EngineOptions, load, quantize_model
+from kvplan.cli.model_files import load, quantize_model
+from kvplan.cli.options import EngineOptions
 from tests.conftest import Cli
 
 VLLM, SGLANG = ENGINES.values()

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Model
-from kvplan.cli.options import MAX_TOKENS, EngineOptions, load, quantize_model, token_range
+from kvplan.cli.model_files import MAX_TOKENS, load, quantize_model
+from kvplan.cli.options import EngineOptions, token_range
 
 ALL_KEYS = (
     "tp=4,pp=2,dcp=3,pcp=5,interleave=6,block=7,layout=BLHNC,kv=axis,pad=8,blocks=9,conv=SD,stages=10+22,kernel=11,"

@@ -62,7 +62,7 @@ def test_a_busy_engine_is_asked_again(listener: Listener, leases: Leases, monkey
             raise KVPlanError("PEER", "reach prefill", expected="an answer", got="TimeoutError('timed out')")
         return exchange(*arguments)
 
-    monkeypatch.setattr("kvplan.connector.digest_requests.exchange", exchange_at_last)
+    monkeypatch.setattr("kvplan.connector.system.exchange", exchange_at_last)
     listener.digests.ask(request)
     listener.digests.put(request, [{"of worker": 0}])
     assert fetch_digests(listener.source, request, 10) == [{"of worker": 0}]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -22,7 +22,7 @@ from kvplan.connector.claims import (
     ClaimMessage,
     SourceClaims,
 )
-from kvplan.connector.http import MAX_ANSWER_BYTES, MAX_HEAD_BYTES, exchange
+from kvplan.connector.http import MAX_ANSWER_BYTES, MAX_HEAD_BYTES, Server, exchange
 from tests.connector.test_access import KEY, asked, status
 
 LOGGER = logging.getLogger("test")
@@ -45,6 +45,10 @@ def post(length: int, *lines: str, path: str = "/claims") -> bytes:
     return "\r\n".join((f"POST {path} HTTP/1.1", f"Content-Length: {length}", *lines, "", "")).encode()
 
 
+def server_of(listener: Listener) -> Server:
+    return cast(Server, listener._server)
+
+
 def is_well(listener: Listener, key: bytes) -> bool:
     """Whether the listener answers an engine."""
     return fetch(listener.source, 10, Access(key=key)).workers == (b"offer",)
@@ -52,7 +56,7 @@ def is_well(listener: Listener, key: bytes) -> bool:
 
 @pytest.fixture
 def key(listener: Listener) -> bytes:
-    return listener._server._access.key
+    return server_of(listener)._access.key
 
 
 @pytest.mark.parametrize("length", [MAX_MESSAGE_BYTES + 1, 16 << 20, 10**12 - 1])
@@ -101,7 +105,7 @@ def test_idle_connections_hold_nothing(
             connection.sendall(b"GET / ")
         assert is_well(listener, key)
         assert threading.active_count() == num_threads
-        assert len(listener._server._connections) <= 32
+        assert len(server_of(listener)._connections) <= 32
         assert caplog.text == ""
 
 
@@ -127,7 +131,7 @@ def test_unfinished_bodies_are_few(leases: Leases, monkeypatch: pytest.MonkeyPat
         for _ in range(2):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", listener.source.port), 10))
             connection.sendall(post(1000) + b"x")
-        while listener._server._unread_bytes < 2000:
+        while server_of(listener)._unread_bytes < 2000:
             time.sleep(0.001)
         assert status(asked(listener.source.port, post(1) + b"x")) == 503
         assert is_well(listener, b"")
@@ -264,16 +268,15 @@ def test_many_claims_are_sent_in_parts() -> None:
     }
 
 
-def test_forged_handoffs_have_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forged_handoffs_have_few_threads() -> None:
     """Each source had a thread: there are not more than some, and claims on others are refused."""
-    monkeypatch.setattr("kvplan.connector.claims.MAX_SOURCES", 3)
     held = threading.Event()
 
     def send(source: Source, message: ClaimMessage) -> ClaimAnswer:
         held.wait(10)
         raise KVPlanError("PEER", "reach", expected="an answer", got="none")
 
-    claims = Claims(LOGGER, send)
+    claims = Claims(LOGGER, send, max_sources=3)
     sources = [Source(f"prefill-{number}", "a", "127.0.0.1", 1) for number in range(4)]
     for source in sources[:3]:
         claims.begin(source, "lease", "d")
@@ -284,6 +287,42 @@ def test_forged_handoffs_have_few_threads(monkeypatch: pytest.MonkeyPatch) -> No
     claims.end(sources[3], "lease", "d")
     held.set()
     claims.close()
+
+
+def test_a_large_fleet_is_not_refused() -> None:
+    """A decode engine may claim leases of 512 prefill engines at once, and of as many again."""
+    answered = threading.Semaphore(0)
+
+    def send(source: Source, message: ClaimMessage) -> ClaimAnswer:
+        answered.release()
+        return ClaimAnswer((True,) * len(message.claims), (), (True,) * len(message.asks))
+
+    claims = Claims(LOGGER, send)
+    for number in range(1024):
+        claims.begin(Source(f"prefill-{number}", "a", "127.0.0.1", 1), "lease", "d")
+    assert all(answered.acquire(timeout=30) for _ in range(1024))
+    claims.close()
+
+
+def test_a_name_server_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system waits for a name server as long as that likes: a question has its time, and one thread for a host."""
+    held = threading.Event()
+    asked: list[str] = []
+    getaddrinfo = socket.getaddrinfo
+
+    def silent(host: str, port: int, **options: Any) -> Any:
+        if options.get("flags"):  # an address is none of a name server's business
+            return getaddrinfo(host, port, **options)
+        asked.append(host)
+        held.wait(60)
+        return getaddrinfo("127.0.0.1", port, **options)
+
+    monkeypatch.setattr("socket.getaddrinfo", silent)
+    for _ in range(3):
+        with pytest.raises(KVPlanError, match=r"PEER: .*within 0.05 s, got 'no address of prefill.example in time'"):
+            exchange("prefill", "prefill.example:9", "/", 0.05, Access())
+    assert asked == ["prefill.example"]
+    held.set()
 
 
 def test_an_address_that_is_none() -> None:

@@ -137,7 +137,7 @@ def test_other_paths_are_refused(listener: Listener) -> None:
 def test_an_answer_to_something_else_is_refused(monkeypatch: pytest.MonkeyPatch, listener: Listener) -> None:
     """An answer that lacks one to each claim is an error with a code."""
     for answer in (b"[", b"[]", b"{}", b'{"claims": [], "done": [], "asks": []}', b'{"claims": [1], "done": []}'):
-        monkeypatch.setattr("kvplan.connector.listener.exchange", lambda *_, answer=answer: answer)
+        monkeypatch.setattr("kvplan.connector.system.exchange", lambda *_, answer=answer: answer)
         with pytest.raises(KVPlanError, match="MESSAGE: cannot read answers"):
             send_claims(listener.source, ClaimMessage("a", claims=(("lease", "x"),)))
 

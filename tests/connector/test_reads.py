@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any, cast
 
 import attrs
@@ -29,6 +29,7 @@ from kvplan.connector import (
     attended,
 )
 from kvplan.connector.digest_requests import DigestRequest
+from kvplan.connector.system import System
 from kvplan.staging import Pipeline
 from kvplan.testing import FakeCopier, FakeExecutor, FakeNetwork
 from tests.small import engine
@@ -100,6 +101,16 @@ class Sources:
         return answer
 
 
+@attrs.frozen
+class Watch(System):
+    """The clock of a world: the last one of ``clocks``."""
+
+    clocks: list[Callable[[], float]] = attrs.field(factory=lambda: [time.monotonic])
+
+    def monotonic(self) -> float:
+        return self.clocks[-1]()
+
+
 class World:
     """One decode worker that reads from prefill engines in fake memory, staged if it has a staging region."""
 
@@ -113,6 +124,7 @@ class World:
         self.fetched: list[Source] = []
         self.computed = threading.Event()  # digests
         self.digested: list[DigestRequest] = []
+        self.watch = Watch()
         self.handshakes: list[HandshakeResult] = []
         self.connected: list[str] = []
         self.answer: Callable[[Source], object] = lambda source: None
@@ -135,6 +147,7 @@ class World:
             pipeline=self.pipeline,
             digest=digest,
             on_handshake=self.handshakes.append,
+            system=self.watch,
         )
 
     def connect(self, offer: bytes) -> None:
@@ -229,28 +242,17 @@ def test_a_request_is_read_from_every_worker_that_has_a_part(one: Callable[..., 
     assert not any(world.network.inbox.values())  # the listener is told, once, by the engine
 
 
-class Clock:
-    """Stands in for the module ``time``: each look at it takes a second."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def monotonic(self) -> float:
-        self.now += 1
-        return float(self.now)
-
-
-def test_a_result_has_the_figures_of_a_read(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_has_the_figures_of_a_read(one: Callable[..., World]) -> None:
     """What has moved, how, and when: posted first, then transferred, then known to be right."""
     world = one()
     world.reads.begin(world.read("first"))
     world.until(1)
-    clock = Clock()
-    monkeypatch.setattr("kvplan.connector.reads.time", clock)
+    seconds = itertools.count(1.0)  # each look at the clock takes one
+    world.watch.clocks.append(seconds.__next__)
     world.reads.begin(world.read())
-    began = clock.now
+    began = next(seconds)
     result = world.until(1)["r"]
-    assert 0 < result.post_seconds < result.transfer_seconds < result.seconds <= clock.now
+    assert 0 < result.post_seconds < result.transfer_seconds < result.seconds <= next(seconds)
     assert result.post_seconds <= began
     assert result.is_staged == (world.pipeline is not None)
     started = world.executor.started[len(world.executor.started) // 2 :]
@@ -681,7 +683,7 @@ def test_a_source_that_stays_silent_is_gone(
     world.reads.begin(world.read())
     world.reads.poll()
     later = time.monotonic() + 100
-    monkeypatch.setattr("kvplan.connector.reads.time", SimpleNamespace(monotonic=lambda: later))
+    world.watch.clocks.append(lambda: later)
     if held:
         for _ in range(3):
             assert world.reads.poll() == []

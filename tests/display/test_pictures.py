@@ -19,7 +19,7 @@ from kvplan.display import diagram as module
 from kvplan.display.blockmap import Interval, block_maps
 from kvplan.display.copies import CopyEnd, Panel, excerpt, panels
 from kvplan.display.diagram import Column, Diagram, map_diagrams, panel_diagrams
-from kvplan.display.svg import LETTER
+from kvplan.display.svg import DIGIT, LETTER, PANEL_LETTER
 from kvplan.plan import Table
 from kvplan.plan.series import Ids
 from tests.pages import failed_examples
@@ -231,6 +231,39 @@ def test_a_long_legend_has_several_lines() -> None:
     assert len({(text.get("x"), text.get("y")) for text in legend}) == len(names)
     ends = [float(text.get("x", "0")) + len(text.text or "") * LETTER for text in legend]
     assert max(ends) <= float(root.get("width", "0"))
+
+
+@pytest.mark.parametrize("name", [*PLANS, "nemotron"])
+def test_texts_fit_where_they_stand(name: str) -> None:
+    """Numbers of bytes are within their cell, titles within the picture, and facts beside or below their title."""
+    model = Model.shipped("nemotron-3-nano-30b-a3b")
+    sides = model.engine("decode", num_blocks=9)[0], model.engine("prefill", tp=2, num_blocks=9)
+    root = ElementTree.fromstring(show(plan_reads(*sides) if name == "nemotron" else PLANS[name]).svg)
+    for group in root.iterfind(f"{SVG}g"):
+        box, number = group.find(f"{SVG}rect"), group.find(f"{SVG}text[@class='byte']")
+        if box is not None and number is not None:
+            pixels = int(re.sub("[^0-9]", "", number.get("style", "11")))
+            assert len(number.text or "") * pixels * DIGIT <= float(box.get("width", "0"))
+    titles = {title.get("y"): title for title in root.iterfind(f"{SVG}text[@class='panel']")}
+    assert titles
+    for facts in root.iterfind(f"{SVG}text[@class='faint end']"):
+        title = titles.get(facts.get("y"))
+        left = float(facts.get("x", "0")) - len(facts.text or "") * LETTER
+        assert left > (0 if title is None else len(title.text or "") * PANEL_LETTER)
+
+
+def test_long_titles_have_several_lines() -> None:
+    """They end after a comma or a space, and lose nothing."""
+    sources = engine("a-prefill-engine-of-a-long-name", tp=16, heads=16)
+    about = "between engines, " * 20
+    root = ElementTree.fromstring(show(plan_reads(engine("decode", heads=16)[0], sources), about=about).svg)
+    lines = [text.text or "" for text in root.iterfind(f"{SVG}text[@class='faint']")]
+    words = [line for line in lines if line.startswith("between")]
+    assert len(words) > 1
+    assert "".join(words) == about
+    assert max(map(len, words)) * LETTER < float(root.get("width", "0"))
+    places = [float(text.get("y", "0")) for text in root.iterfind(f"{SVG}text[@class='faint']")]
+    assert places == sorted(places)
 
 
 def test_a_page_of_many_tensors_shows_them_all() -> None:

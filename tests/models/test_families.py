@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -605,7 +606,7 @@ def test_each_key_of_a_family_is_refused_or_stated_anywhere() -> None:
     """A key that only some families read changes the cache; those of any file are sizes."""
     anywhere = {"num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim", "num_heads"}
     of_families = {key for family in FAMILIES.values() for key in family.defaults}
-    assert of_families == ({*CACHE_KEYS} - {"use_cla"}) | anywhere
+    assert of_families == {*CACHE_KEYS} | anywhere
 
 
 def test_the_families_cannot_be_changed() -> None:
@@ -634,3 +635,19 @@ def test_layers_of_lfm3_begin_with_one_that_attends_to_all_positions() -> None:
     """Of four layers, the third is full; the first slides, but layer 0 is a convolution (Lfm3Config)."""
     found = [layer[0].group for layer in layers_of(config("lfm3", num_hidden_layers=9))]
     assert found == ["state", "state", "attn", "state", "swa", "state", "attn", "state", "swa"]
+
+
+def immutable(value: Any) -> bool:
+    """Whether nothing of a value can be changed, at any depth."""
+    if isinstance(value, MappingProxyType):
+        return all(map(immutable, value.values()))
+    return isinstance(value, int | float | str | None)
+
+
+def test_the_defaults_of_a_family_are_nobodys_to_change() -> None:
+    """Families share what a data file says of them: whoever changes one of them would change others."""
+    assert all(immutable(family.defaults) for family in FAMILIES.values())
+    with pytest.raises(TypeError):
+        FAMILIES["llama"].defaults["head_dim"] = 7  # type: ignore[index]
+    with pytest.raises(TypeError):
+        FAMILIES["llama"] = FAMILIES["mistral"]  # type: ignore[index]

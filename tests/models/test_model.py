@@ -422,3 +422,23 @@ def test_a_range_that_is_none_is_refused(start: int, stop: int, code: str) -> No
     """Ranges are of integers, from start to stop."""
     with pytest.raises(KVPlanError, match=f"^{code}: .*of a token range"):
         GQA.tokens(start, stop, *GQA.engine("e", num_blocks=2))
+
+
+@pytest.mark.parametrize(
+    "stop, first",
+    [(10_000, 8192), (8193, 8192), (8192, 0), (1, 0), (0, 0), (16_385, 16_384)],
+)
+def test_a_layer_of_chunks_moves_the_chunk_of_the_last_token(stop: int, first: int) -> None:
+    """Llama 4: the token at 9999 attends to 8192 and behind; a sliding window would reach back to 1808."""
+    model = Model.from_config(
+        {
+            "model_type": "llama4_text",
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "attention_chunk_size": 8192,
+        }
+    )
+    (worker,) = model.engine("decode", num_blocks=4)
+    assert model.tokens(0, stop, worker) == {"swa": (first, stop), "attn": (0, stop)}

@@ -160,10 +160,9 @@ def test_long_entries_come_one_after_the_other(server: BootstrapServer) -> None:
         assert entries.get(timeout=10)
 
 
-def test_few_servers_are_asked(server: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_servers_are_asked(server: BootstrapServer) -> None:
     """A request names its bootstrap server, and each has a thread: there are not more than some."""
-    monkeypatch.setattr(bootstrap, "MAX_SERVERS", 1)
-    rooms = Rooms(LOGGER)
+    rooms = Rooms(LOGGER, max_servers=1)
     wanted(rooms, 7, server.address)
     with pytest.raises(KVPlanError, match=r"RANGE: cannot ask 127.0.0.1:1: expected at most 1 bootstrap servers"):
         wanted(rooms, 8, DEAD)

@@ -5,7 +5,16 @@ import pytest
 
 from kvplan import Context, Group
 from kvplan._arrays import integers_in
-from kvplan.plan.align import blocks_and_slots, cycle, first_and_last, held_positions, period, positions_between, reach
+from kvplan.plan.align import (
+    before,
+    blocks_and_slots,
+    cycle,
+    first_and_last,
+    held_positions,
+    period,
+    positions_between,
+    reach,
+)
 
 GROUPS = [
     Group("g", tokens, Context(rank, size, interleave))
@@ -31,6 +40,12 @@ def test_a1_a2_positions_stand_where_counting_puts_them(group):
     block, slot = blocks_and_slots([group], position)
     found = {p: (b, s) for p, b, s in zip(position.tolist(), block[0].tolist(), slot[0].tolist(), strict=True)}
     assert found == expected
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_a1_positions_before_one_are_those_that_counting_finds(group):
+    """A1: how many positions a worker holds below each, counted one by one."""
+    assert [before(group, p) for p in range(60)] == [len(by_hand(group, p)) for p in range(60)]
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=str)

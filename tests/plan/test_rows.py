@@ -85,7 +85,7 @@ def test_t2_more_slots_than_can_be_listed_are_refused():
     """T2: four heads in two layers of blocks of four million tokens are more slots than are listed."""
     (ours,), (theirs,) = (engine(name, tokens=1 << 22, blocks=1) for name in "dp")
     with pytest.raises(
-        KVPlanError, match=r"^RANGE: cannot number .*: expected work of at most 1 GiB, got 8.* with 67108868 slots"
+        KVPlanError, match=r"^RANGE: cannot number .*: expected work of at most 1.25 GiB, got 8.* with 67108868 slots"
     ):
         plan_reads(ours, [theirs])
 

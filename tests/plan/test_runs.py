@@ -68,7 +68,7 @@ def test_r1_more_runs_than_can_be_listed_are_refused() -> None:
     assert plan_reads(square("d", "ab"), [square("p", "ab")]).cost().num_descriptors == 1
     with pytest.raises(
         KVPlanError,
-        match=r"RANGE: cannot plan 'layers.0': expected work of at most 1 GiB, got .* with 4198401 runs of one token",
+        match=r"RANGE: cannot number .*: expected work of at most 1.25 GiB, got .* with 8396802 slots of runs",
     ):
         plan_reads(square("d", "ab"), [square("p", "ba")])
 

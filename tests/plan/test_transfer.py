@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvplan.plan
-from kvplan import Blocks, KVPlanError, plan_reads, plan_writes
+from kvplan import Blocks, KVPlanError, contacts, plan_reads, plan_writes
 from kvplan.plan import bind, block_pairs
 from tests.small import engine
 
@@ -133,3 +133,18 @@ def test_the_limits_are_those_that_are_listed() -> None:
     _, _, bounds = str(kvplan.plan.__doc__).partition("Bounds\n")
     limits = [block_pairs.MAX_JOINED, bind.MAX_IDS]
     assert [1 << int(n) for n in re.findall(r" 2\*\*(\d+)\b", bounds)] == limits
+
+
+@pytest.mark.parametrize("names", [["layers.7"], ["layers.0", "layer.1"]])
+def test_a_name_that_nobody_has_is_refused(names: list[str]) -> None:
+    """A misspelt name in not_transferred would leave out nothing, without a word."""
+    (local,), (remote,) = engine("d"), engine("p")
+    plans = (
+        lambda: plan_reads(local, [remote], not_transferred=names),
+        lambda: plan_writes(remote, [local], not_transferred=names),
+        lambda: contacts([local], [remote], not_transferred=names),
+    )
+    for plan in plans:
+        with pytest.raises(KVPlanError, match=rf"^NAME: .* in not_transferred, got '{names[-1]}'"):
+            plan()
+    assert plan_reads(local, [remote], not_transferred=["layers.1"])

@@ -339,3 +339,21 @@ def test_long_runs_are_why(way: str, theirs: dict[str, Any], ours: dict[str, Any
     specs = direct.bind(**given)
     assert sum(lengths) == (2 if way == "whole" else 1) * sum(spec.num_bytes for spec in specs)
     assert sum(spec.num_descriptors for spec in specs) > (3.9 if way == "exact" else 4) * expected
+
+
+@pytest.mark.parametrize(
+    "slots, message",
+    [
+        ([0], "RANGE: cannot make a chunk: expected a buffer slot for each chunk, got an iterator that has ended"),
+        ([0, 2], "RANGE: cannot read a buffer slot"),
+        ([0, "1"], "TYPE: cannot read a buffer slot"),
+    ],
+)
+@both_ways
+def test_slots_that_end_or_are_none_are_refused(operation: str, slots: list[Any], message: str) -> None:
+    """The second chunk has no slot: an error of kvplan, not the StopIteration of the iterator."""
+    plan = simple(operation, 1 << 10)
+    chunks = plan.bind(**request(operation), buffer_slots=iter(slots))
+    next(chunks)
+    with pytest.raises(KVPlanError, match=message):
+        next(chunks)

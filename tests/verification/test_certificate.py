@@ -589,7 +589,9 @@ def test_a_period_of_many_positions_is_refused_before_it_is_listed():
         )
         for name, each in zip("dp", axes, strict=True)
     )
-    with pytest.raises(KVPlanError, match=r"RANGE: cannot certify descriptors of .*: expected work of at most 1 GiB"):
+    with pytest.raises(
+        KVPlanError, match=r"RANGE: cannot certify descriptors of .*: expected work of at most 1.25 GiB"
+    ):
         certify(plan_reads(mine, [other]))
 
 

@@ -1,0 +1,189 @@
+"""What a store costs: ``python -m benchmarks.store forms|rates|index``.
+
+``forms``: pieces to copy and bytes to read of a page, for several ways to lay out its files. ``rates``: pages per
+second written and read, beside ``cp`` of the same files. ``index``: memory and time of searches among many pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import numpy as np
+
+from kvplan import Blocks, Model, Region, Worker, plan_reads, plan_writes
+from kvplan.store import Chain, FileBackend, StoreClient, StoreReader, parts_of
+from kvplan.store.pages import pack
+from kvplan.store.readers import place
+
+PAGE: Final = 64
+PAIRS: Final = (
+    ("llama-3.1-8b", {"tp": 1}, {"tp": 8}),
+    ("llama-3.1-8b", {"tp": 2}, {"tp": 4}),
+    ("llama-3.1-8b", {"tp": 8}, {"tp": 1}),
+    ("llama-3.1-8b", {"tp": 2, "pp": 2}, {"tp": 1, "layout": "LBNHC", "kv": "split"}),
+    ("llama-3.1-8b", {"tp": 1, "layout": "LBNHC", "kv": "split"}, {"tp": 1, "layout": "LBNHC", "kv": "split"}),
+    ("deepseek-v3", {"tp": 8, "tokens_per_block": 64}, {"tp": 4, "tokens_per_block": 16}),
+    ("qwen3-0.6b", {"tp": 1}, {"tp": 1, "tokens_per_block": 64}),
+)
+"""A model, the engine that saves, and the one that loads."""
+
+Files = list[Worker]
+"""The worker of each file of a page."""
+
+
+def of_parts(workers: Sequence[Worker], shares: int) -> Files:
+    """The parts that the store writes, equal ones once."""
+    parts = {part.name: part for worker in workers for part in parts_of(worker, PAGE, shares=shares)}
+    placed, _, _ = place([*parts.values()], "store", 1 << 40, sum(part.num_bytes for part in parts.values()))
+    return placed
+
+
+def of_engine(model: Model, layout: str, sizes: dict[str, Any]) -> Files:
+    """A file for each rank of an engine whose blocks are pages."""
+    kept = {key: sizes[key] for key in ("tp", "pp") if key in sizes}
+    kv = sizes.get("kv", "content")
+    return [*model.engine("store", layout=layout, kv=kv, tokens_per_block=PAGE, num_blocks=1, **kept)]
+
+
+FORMS: Final[dict[str, Callable[[Model, Sequence[Worker], dict[str, Any]], Files]]] = {
+    "8 shares of heads, head outside": lambda model, workers, sizes: of_parts(workers, 8),
+    "a file for each rank, head outside": lambda model, workers, sizes: of_parts(workers, 1),
+    "a file for each rank, token outside": lambda model, workers, sizes: of_engine(model, "BLNHC", sizes),
+    "one file, layer, head, token": lambda model, workers, sizes: of_engine(model, "BLHNC", {}),
+    "one file, layer, token, head": lambda model, workers, sizes: of_engine(model, "BLNHC", {}),
+}
+
+
+def print_forms() -> None:
+    """Print for each pair of engines and each form the pieces of a page, and how much is read of it."""
+    print("| model, saves, loads | form | files | pieces saved | pieces loaded | bytes read / needed |")
+    print("|---|---|---:|---:|---:|---:|")
+    for name, saves, loads in PAIRS:
+        model = Model.shipped(name)
+        writers = model.engine("w", num_blocks=99, **saves)
+        readers = model.engine("r", num_blocks=99, **loads)
+        for form, make in FORMS.items():
+            files = make(model, writers, saves)
+            saved = sum(plan.cost(PAGE).num_descriptors for plan in _writes(writers, files))
+            plans = [plan_reads(reader, files) for reader in readers]
+            needed, num_read = 0, 0
+            for plan in plans:
+                needed += plan.cost(PAGE).num_bytes
+                sizes = {file.key: sum(region.size_bytes for region in file.regions) for file in files}
+                num_read += sum(sizes[pair.remote] for pair in plan.pairs if pair.group_pairs)
+            loaded = sum(plan.cost(PAGE).num_descriptors for plan in plans)
+            pair = f"{name}, {_text(saves)}, {_text(loads)}"
+            print(f"| {pair} | {form} | {len(files)} | {saved:,} | {loaded:,} | {num_read / needed:.2f} |")
+
+
+def _writes(writers: Sequence[Worker], files: Files) -> Iterator[Any]:
+    for index, writer in enumerate(writers):
+        yield plan_writes(writer, files, [*writers[:index], *writers[index + 1 :]])
+
+
+def _text(sizes: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in sizes.items())
+
+
+def in_memory(worker: Worker) -> tuple[Worker, list[np.ndarray[Any, Any]]]:
+    """A worker in memory of this process, which is random."""
+    arrays = [np.random.default_rng(1).integers(0, 256, r.size_bytes, np.uint8) for r in worker.regions]
+    regions = [Region(r.name, a.ctypes.data, a.size) for r, a in zip(worker.regions, arrays, strict=True)]
+    return attrs.evolve(worker, regions=regions), arrays
+
+
+def timed(action: Callable[..., Any], *arguments: Any) -> float:
+    """The seconds that an action takes."""
+    began = time.perf_counter()
+    action(*arguments)
+    return time.perf_counter() - began
+
+
+def shell(command: str) -> None:
+    """Run a command."""
+    subprocess.run(command, shell=True, check=True)
+
+
+def print_rates(folder: Path, num_tokens: int) -> None:
+    """Print the rates of saving and loading a prompt, and of copying its files."""
+    print("| tokens per page | synchronized | files | on disk / cache | saved | loaded | `cp` | `cp`, synchronized |")
+    print("|---:|---|---:|---:|---:|---:|---:|---:|")
+    (plain,) = Model.shipped("qwen3-0.6b").engine("e", num_blocks=num_tokens // 16 + 1)
+    worker, _arrays = in_memory(plain)
+    tables = {"attn": Blocks(range(num_tokens // 16))}
+    span = {"attn": (0, num_tokens)}
+    cache_bytes = sum(view.block_bytes for view in worker.views) * (num_tokens // 16)
+    store, copied = folder / "kv", folder / "copy"
+    for size in (16, 64, 256):
+        for synchronize in (False, True):
+            client = StoreClient(FileBackend(store, synchronize=synchronize), worker, tokens_per_page=size)
+            chain = client.chain(range(num_tokens))
+            times = [timed(client.save, chain, tables, span), timed(client.load, chain, tables, span)]
+            entries = [*client.backend.entries()]
+            total = sum(entry.num_bytes for entry in entries)
+            for synchronized in ("", f" && find {copied} -type f -exec sync -d {{}} +"):
+                times.append(timed(shell, f"cp -r {store} {copied}{synchronized}"))
+                shutil.rmtree(copied)
+            shutil.rmtree(store)
+            rates = [f"{num_tokens / size / s:,.0f} pages/s, {total / s / 1e6:,.0f} MB/s" for s in times]
+            print(f"| {size} | {synchronize} | {len(entries)} | {total / cache_bytes:.4f} | {' | '.join(rates)} |")
+
+
+def print_index(folder: Path, num_pages: int) -> None:
+    """Print the memory and the time of searches among many pages: prompts of 100 pages, 10 tokens each."""
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
+    (worker,) = Model.from_config(config, "m").engine("e", num_blocks=9)
+    (part,) = parts_of(worker, PAGE)
+    backend = FileBackend(folder / "kv", synchronize=False)
+    data = memoryview(bytes(part.num_bytes))
+    chains = []
+    for prompt in range(num_pages // 100):
+        chain = Chain.of("m", [prompt] * (100 * PAGE), tokens_per_page=PAGE)
+        chains.append(chain)
+        for page, key in enumerate(chain.keys):
+            backend.put(f"{chain.space}/{key}/{part.name}", pack(key, PAGE * (page + 1), part, data))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    reader = StoreReader(FileBackend(folder / "kv"), worker)
+    hits = [timed(reader.find, chain) for chain in chains[:200]]
+    others = [Chain.of("m", [n] * (100 * PAGE), tokens_per_page=PAGE) for n in range(10**6, 10**6 + 200)]
+    misses = [timed(reader.find, chain) for chain in others]
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert reader.find(chains[0]) == 100 * PAGE
+    keys = timed(lambda: Chain.of("m", range(100 * PAGE), tokens_per_page=PAGE))
+    listed = timed(lambda: sum(1 for _ in backend.entries()))
+    found, none = 1e3 * np.median(hits), 1e6 * np.median(misses)
+    print(
+        f"{num_pages:,} pages: a search that finds 100 pages takes {found:.2f} ms, one that finds none {none:.0f} µs,"
+    )
+    print(f"keys of 100 pages {1e3 * keys:.2f} ms, a list of all files {listed:.1f} s; {after - before} KiB of memory")
+
+
+def main() -> None:
+    """Print what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", choices=["forms", "rates", "index"])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--pages", type=int, default=100_000)
+    parser.add_argument("--folder", help="where to write, by default a temporary folder")
+    arguments = parser.parse_args()
+    if arguments.table == "forms":
+        print_forms()
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        if arguments.table == "rates":
+            print_rates(Path(folder), arguments.tokens)
+        else:
+            print_index(Path(folder), arguments.pages)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The command models: which models come with kvplan, which types it reads, what each caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from kvplan.cli.caches import cache_lines, caches_of
+from kvplan.cli.completion import completed_models
+from kvplan.cli.console import echo_json, print_lines, wrapped
+from kvplan.cli.model_files import load
+from kvplan.cli.options import assumed_lines, json_option, like_option
+from kvplan.models import FAMILIES, Model
+
+
+@click.command("models")
+@click.argument("model", required=False, shell_complete=completed_models)
+@like_option
+@json_option
+def models_command(model: str | None, like: str | None, as_json: bool) -> int:
+    """List shipped models and known types, or what MODEL caches.
+
+    \b
+    kvplan models
+    kvplan models qwen3-next-80b
+
+    Bytes are those of a whole engine that holds everything once, at the model's own dtypes.
+
+    Exit status: 0 done, 2 refused.
+    """
+    # without MODEL all shipped ones, and all types
+    models = {name: Model.shipped(name) for name in Model.names()} if model is None else {}
+    if model is not None:
+        models[model] = load(model, None, like)
+    types = sorted(FAMILIES) if model is None else []
+    if as_json:
+        documents = {}
+        for name, listed in models.items():
+            documents[name] = [cache.to_json() for cache in caches_of(listed)]
+        echo_json({"models": documents, "types": types})
+        return 0
+    # the name of the model comes first, then as what its file was read
+    lines = list(_lines_of(models))
+    if types:
+        lines += ["", f"{len(types)} types of config.json", f"  {', '.join(types)}"]
+    print_lines(wrapped(lines[:1] + assumed_lines(like) + lines[1:]))
+    return 0
+
+
+def _lines_of(models: dict[str, Model]) -> Iterator[str]:
+    """Yield the name of each model, and what it caches."""
+    for name, model in models.items():
+        yield name
+        yield from cache_lines(model)

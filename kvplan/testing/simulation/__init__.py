@@ -1,0 +1,45 @@
+"""A deterministic simulation of a fleet: engines, their connectors, and all that can go wrong.
+
+Many prefill and decode engines of unequal shapes run in one process, with the real code of
+:mod:`kvplan.connector`, over a virtual clock, a virtual network, and memory whose bytes carry
+labels. A seed decides everything: the engines, the requests, what fails, and the order of all that
+happens. :mod:`kvplan.testing.simulation.fleet` has the rules that must hold.
+
+>>> import logging
+>>> logging.disable(logging.CRITICAL)
+>>> simulation = Simulation(LeaseConnector)
+>>> print(simulation.run(Scenario.of(1)))
+seed 1: all rules hold (563 steps; requests: 4 LEASE, 1 PROMPT, 25 right)
+>>> simulation.close()
+>>> logging.disable(logging.NOTSET)
+
+``python -m kvplan.testing.simulation --seed 1`` prints what happens in that fleet.
+"""
+
+from kvplan.testing.simulation.catalog import Shape
+from kvplan.testing.simulation.engine import (
+    BrokenRuleError,
+    Connector,
+    EngineRequest,
+    Site,
+    StepReport,
+)
+from kvplan.testing.simulation.fleet import FleetOutcome, Simulation
+from kvplan.testing.simulation.leases import LeaseConnector, Promises
+from kvplan.testing.simulation.scenario import Scenario
+from kvplan.testing.simulation.shrink import shrink
+
+__all__ = [
+    "BrokenRuleError",
+    "Connector",
+    "EngineRequest",
+    "FleetOutcome",
+    "LeaseConnector",
+    "Promises",
+    "Scenario",
+    "Shape",
+    "Simulation",
+    "Site",
+    "StepReport",
+    "shrink",
+]

@@ -1,0 +1,104 @@
+"""Engines' shapes, and what follows from them: workers, offers and plans, which are made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import attrs
+
+from kvplan.describe import Worker
+from kvplan.handshake import encode
+from kvplan.models import Model
+from kvplan.plan import TransferPlan, plan_reads
+
+MODEL: Final = Model.from_config(
+    {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 2,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 50_000,
+    }
+)
+"""The model of all engines: small, since bytes differ by their labels and not by their number."""
+
+MAX_TOKENS: Final = 248
+"""Positions for which an engine has memory. It may use fewer blocks than there are."""
+
+
+@attrs.frozen
+class Shape:
+    """How an engine divides and stores the cache of a model."""
+
+    tp: int = 1
+    tokens_per_block: int = 4
+    layout: str = "LBHNC"
+    model: Model = attrs.field(default=MODEL, repr=False)
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks in memory; block 0 is vLLM's null block."""
+        return 1 + MAX_TOKENS // self.tokens_per_block
+
+    def workers(self, name: str) -> tuple[Worker, ...]:
+        """Return the workers of an engine of this shape."""
+        return self.model.engine(
+            name,
+            tp=self.tp,
+            tokens_per_block=self.tokens_per_block,
+            layout=self.layout,
+            num_blocks=self.num_blocks,
+        )
+
+
+SHAPES: Final = (
+    Shape(),
+    Shape(tp=2, tokens_per_block=3, layout="LBNHC"),
+    Shape(tokens_per_block=6, layout="BLHNC"),
+    Shape(tp=4),
+    Shape(tp=2, tokens_per_block=8, layout="LBNHC"),
+    Shape(tokens_per_block=2),
+    Shape(tp=4, tokens_per_block=3, layout="BLHNC"),
+    Shape(tokens_per_block=8),
+)
+"""Unequal shapes: parallel sizes, block sizes and layouts."""
+
+
+class Catalog:
+    """The workers, offers and plans of engines that have been seen, of which most come again."""
+
+    def __init__(self) -> None:
+        self._workers: dict[tuple[str, Shape], tuple[Worker, ...]] = {}
+        self._offers: dict[int, bytes] = {}
+        self._by_offer: dict[bytes, Worker] = {}
+        self._plans: dict[tuple[int, ...], TransferPlan] = {}
+
+    def workers(self, name: str, shape: Shape) -> tuple[Worker, ...]:
+        """Return the workers of an engine: the same objects for the same name and shape."""
+        if (name, shape) not in self._workers:
+            self._workers[name, shape] = shape.workers(name)
+        return self._workers[name, shape]
+
+    def offer(self, worker: Worker) -> bytes:
+        """Return the offer of a worker that is in the catalog."""
+        # a worker of the catalog stays, so its identity is a key
+        if id(worker) not in self._offers:
+            offer = encode(worker)
+            self._offers[id(worker)] = offer
+            self._by_offer[offer] = worker
+        return self._offers[id(worker)]
+
+    def open(self, offer: bytes) -> Worker:
+        """Return the worker in an offer that the catalog has made."""
+        return self._by_offer[offer]
+
+    def plan(self, local: Worker, remotes: Sequence[Worker]) -> TransferPlan:
+        """Return the plan by which a worker of the catalog reads from others."""
+        key = (id(local), *map(id, remotes))
+        if key not in self._plans:
+            self._plans[key] = plan_reads(local, remotes)
+        return self._plans[key]

@@ -1,0 +1,439 @@
+"""A serving engine: a pool of blocks, a prefix cache by hash, a scheduler, and a connector.
+
+It does what vLLM's scheduler does with a connector, and nothing more. Its tokens mean nothing: a
+request is right if each byte that it attends to has the label of its own tokens.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import attrs
+
+from kvplan.describe import Worker
+from kvplan.errors import KVPlanError
+from kvplan.testing.simulation.fabric import Fabric, Port, VirtualExecutor
+from kvplan.testing.simulation.memory import CellLabels, LabelledMemory, Numbers, prefix_labels
+from kvplan.testing.simulation.network import Host
+
+MAX_TOKENS_PER_STEP: Final = 16
+"""Positions of one request that an engine computes in a step."""
+
+
+class BrokenRuleError(AssertionError):
+    """A rule of the simulation does not hold: ``rule`` names it."""
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(f"{rule}: {message}")
+        self.rule = rule
+
+
+class Phase(enum.Enum):
+    """What a request does in its engine."""
+
+    WAITING = "waits"
+    READING = "is read"
+    RUNNING = "runs"
+    ENDED = "has ended"
+
+
+@attrs.define(eq=False)
+class EngineRequest:
+    """A request in one engine: its tokens, and how far it is.
+
+    The first ``num_prompt`` of the ``tokens`` are the prompt. With ``is_for_another``, another
+    engine goes on with it. ``params`` are those of a request that was computed elsewhere. ``tell``
+    is called with the parameters for the next engine, if there are any, and the error.
+    """
+
+    name: str
+    tokens: list[int]
+    num_answer: int
+    is_for_another: bool
+    params: Mapping[str, Any] | None
+    tell: Callable[[Mapping[str, Any] | None, KVPlanError | None], None]
+    num_prompt: int = attrs.field(init=False)
+    labels: CellLabels = attrs.field(init=False)
+    phase: Phase = Phase.WAITING
+    blocks: list[int] = attrs.field(factory=list)
+    num_computed: int = 0
+    is_aborted: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+        # the answer is known from the beginning: labels are made once
+        answer = [(7 * self.tokens[-1] + number) % 50_000 for number in range(self.num_answer)]
+        self.labels = prefix_labels([*self.tokens, *answer])
+        self._answer = answer
+
+    _answer: list[int] = attrs.field(init=False)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all tokens of the answer are there."""
+        return len(self.tokens) == self.num_prompt + self.num_answer
+
+    def add_token(self) -> None:
+        """Generate the next token."""
+        self.tokens.append(self._answer[len(self.tokens) - self.num_prompt])
+
+
+@attrs.frozen
+class StepReport:
+    """What a connector says of a step.
+
+    Of ``received`` requests no byte can move any more, ``failed`` have errors, and nobody reads the
+    blocks of those that are ``released``.
+    """
+
+    received: Sequence[str] = ()
+    failed: Mapping[str, KVPlanError] = attrs.field(factory=dict)
+    released: Sequence[str] = ()
+
+
+class Connector(Protocol):
+    """A connector, as an engine sees it. A simulation makes one for each start of an engine."""
+
+    def add(self, request: EngineRequest) -> None:
+        """Take a request that has arrived."""
+
+    def count_readable(self, request: EngineRequest, num_cached: int) -> int:
+        """Return how many positions to read after those that are cached."""
+
+    def begin_read(self, request: EngineRequest, num_tokens: int) -> None:
+        """Take the blocks of a request, of which so many positions are to be read."""
+
+    def step(self) -> StepReport:
+        """Continue, without waiting."""
+
+    def finish(self, request: EngineRequest) -> Mapping[str, Any] | None:
+        """Return the parameters for the engine that reads a request, whose blocks then stay."""
+
+    def is_promised(self, request: str) -> bool:
+        """Return whether a reader was told that the blocks of a request stay."""
+
+
+@attrs.frozen(eq=False)
+class Site:
+    """What a connector gets of its engine: the host, its workers, their executors and offers."""
+
+    host: Host
+    workers: Sequence[Worker]
+    executors: Sequence[VirtualExecutor]
+    offers: Sequence[bytes]
+    fabric: Fabric
+
+
+class BlockPool:
+    """The blocks of an engine, of which the free ones stay in the prefix cache until they are used.
+
+    ``check`` is called before a block is given away. With ``takes_newest``, blocks that were freed
+    last are used first, instead of those that were free the longest.
+    """
+
+    def __init__(
+        self, num_blocks: int, check: Callable[[int], None], *, takes_newest: bool
+    ) -> None:
+        self._check = check
+        self._takes_newest = takes_newest
+        # block 0 is vLLM's null block
+        self._free: dict[int, None] = dict.fromkeys(range(1, num_blocks))
+        self._num_users = [0] * num_blocks
+        self._hash_of: dict[int, int] = {}
+        self._by_hash: dict[int, int] = {}
+        self.num_blocks = num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Return the number of blocks that nobody uses."""
+        return len(self._free)
+
+    def take(self, number: int) -> list[int] | None:
+        """Return free blocks, None if there are not as many."""
+        if number > len(self._free):
+            return None
+        blocks = []
+        # as vLLM does, or the other way round
+        for _ in range(number):
+            block = next(reversed(self._free) if self._takes_newest else iter(self._free))
+            self._check(block)
+            del self._free[block]
+            # who has the block's hash finds it no more
+            old_hash = self._hash_of.pop(block, None)
+            if old_hash is not None and self._by_hash.get(old_hash) == block:
+                del self._by_hash[old_hash]
+            self._num_users[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def cached(self, hashes: Sequence[int]) -> list[int]:
+        """Return the blocks of the longest prefix that is cached."""
+        blocks = list[int]()
+        for block_hash in hashes:
+            if block_hash not in self._by_hash:
+                break
+            blocks.append(self._by_hash[block_hash])
+        return blocks
+
+    def use(self, blocks: Sequence[int]) -> None:
+        """Use cached blocks once more."""
+        for block in blocks:
+            self._free.pop(block, None)
+            self._num_users[block] += 1
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Use blocks no more, the last ones first, so that prefixes stay longest."""
+        # a block is free when nobody uses it any more
+        for block in reversed(blocks):
+            self._num_users[block] -= 1
+            if self._num_users[block] == 0:
+                self._free[block] = None
+
+    def register(self, block: int, block_hash: int) -> None:
+        """Let others find a block by the hash of the prefix that it ends."""
+        # two requests may have computed the same prefix: the first one's block is found
+        if block_hash not in self._by_hash:
+            self._by_hash[block_hash] = block
+            self._hash_of[block] = block_hash
+
+
+class Engine:
+    """One start of an engine, which steps while its host lives."""
+
+    def __init__(
+        self,
+        host: Host,
+        workers: Sequence[Worker],
+        pool: Callable[[Callable[[int], None]], BlockPool],
+        fabric: Fabric,
+        numbers: Numbers,
+        make_connector: Callable[[Site], Connector],
+        trace: Callable[[str, str], None],
+        name_of: Callable[[int], str],
+    ) -> None:
+        self._name_of = name_of
+        self.host = host
+        self.requests: dict[str, EngineRequest] = {}
+        self._trace = trace
+        self._memories = [LabelledMemory(worker, numbers) for worker in workers]
+        ports = [
+            Port(host, worker, memory)
+            for worker, memory in zip(workers, self._memories, strict=True)
+        ]
+        self._tokens_per_block = self._memories[0].tokens_per_block
+        self.pool: BlockPool = pool(self._check_block)
+        self._lent: dict[str, list[int]] = {}
+        # requests that have ended while bytes may still land
+        self._landing: dict[str, list[int]] = {}
+        executors = [VirtualExecutor(fabric, port) for port in ports]
+        offers = [fabric.register(port) for port in ports]
+        self.connector = make_connector(Site(host, workers, executors, offers, fabric))
+        self._interval_s = 0.0
+        self._is_stepping = False
+        self._arrived: list[EngineRequest] = []
+        self._aborted: list[str] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the engine has no request and keeps no block."""
+        return not (self.requests or self._lent or self._landing)
+
+    def add(self, request: EngineRequest) -> None:
+        """Take a request."""
+        self.requests[request.name] = request
+        self._arrived.append(request)
+        self._wake()
+
+    def abort(self, name: str) -> None:
+        """End a request that its client does not want any more."""
+        if name in self.requests:
+            self._aborted.append(name)
+            self._wake()
+
+    def _wake(self) -> None:
+        self._interval_s = 0.0
+        if not self._is_stepping:
+            self._is_stepping = True
+            self.host.loop.at(self.host.loop.now + 0.001, self._step)
+
+    def _step(self) -> None:
+        """Schedule, let the connector continue, compute; then plan the next step."""
+        self._is_stepping = False
+        if self.host.is_dead:
+            return
+        # a frozen engine goes on later
+        if self.host.thaws_at > self.host.loop.now:
+            self._is_stepping = True
+            self.host.loop.at(self.host.thaws_at, self._step)
+            return
+        self._take_messages()
+        has_admitted = self._admit()
+        report = self.connector.step()
+        has_news = self._take(report)
+        has_computed = self._compute()
+        # an engine that waits looks less and less often
+        is_busy = has_admitted or has_news or has_computed
+        draw = self.host.random.random()
+        self._interval_s = 0.004 if is_busy else min(1.0, 1.7 * self._interval_s + 0.004)
+        if not self.is_idle:
+            self._is_stepping = True
+            self.host.loop.at(self.host.loop.now + self._interval_s * (0.5 + draw), self._step)
+
+    def _take_messages(self) -> None:
+        """Take the requests that have arrived, and end those that nobody wants any more."""
+        for request in self._arrived:
+            self.connector.add(request)
+        for name in self._aborted:
+            if name in self.requests:
+                self._end(self.requests[name], None, is_wanted=False)
+        self._arrived.clear()
+        self._aborted.clear()
+
+    def _admit(self) -> bool:
+        """Give blocks to the requests that wait, in their order, as far as there are any."""
+        has_admitted = False
+        for request in [*self.requests.values()]:
+            if request.phase is Phase.WAITING:
+                # others wait behind it, as in vLLM
+                if not self._give_blocks(request):
+                    break
+                has_admitted = True
+        return has_admitted
+
+    def _give_blocks(self, request: EngineRequest) -> bool:
+        size = self._tokens_per_block
+        # the last token is computed here, whatever is cached
+        num_full = (len(request.tokens) - 1) // size
+        hashes = [int(request.labels[(i + 1) * size - 1]) for i in range(num_full)]
+        # of the cached prefix, and then of what is read, or computed here
+        cached = self.pool.cached(hashes)
+        num_cached = len(cached) * size
+        num_read = self.connector.count_readable(request, num_cached)
+        num_needed = -(-(num_cached + num_read if num_read else len(request.tokens)) // size)
+        # cached blocks first, so that they are not given away for the others
+        self.pool.use(cached)
+        blocks = self.pool.take(num_needed - len(cached))
+        if blocks is None:
+            self.pool.free(cached)
+            return False
+        request.blocks = [*cached, *blocks]
+        request.num_computed = num_cached
+        if num_read:
+            request.phase = Phase.READING
+            # as vLLM does, they count as computed when they are received
+            request.num_computed += num_read
+        else:
+            request.phase = Phase.RUNNING
+        message = f"{request.name} {request.phase.value}: {num_cached} cached, {num_read} to read"
+        self._trace(self.host.name, f"{message}, blocks {request.blocks}")
+        self.connector.begin_read(request, num_read)
+        return True
+
+    def _take(self, report: StepReport) -> bool:
+        """Take what the connector says of the step."""
+        for name, error in report.failed.items():
+            request = self.requests.get(name)
+            if request is not None and request.phase is Phase.READING:
+                self._end(request, error, is_wanted=False)
+        for name in report.received:
+            # its request has ended before
+            if name in self._landing:
+                self.pool.free(self._landing.pop(name))
+                continue
+            request = self.requests.get(name)
+            if request is None or request.phase is not Phase.READING:
+                raise BrokenRuleError("REPORT", f"{name} is received, which is not read")
+            request.phase = Phase.RUNNING
+            self._trace(self.host.name, f"{name} is received")
+            self._register(request, 0)
+        for name in report.released:
+            if name not in self._lent:
+                raise BrokenRuleError("REPORT", f"{name} is released, which is not lent")
+            if self.connector.is_promised(name):
+                raise BrokenRuleError("CLAIM", f"{name} is released, which a reader claims")
+            self._trace(self.host.name, f"{name} is released: blocks {self._lent[name]}")
+            self.pool.free(self._lent.pop(name))
+        return bool(report.failed or report.received or report.released)
+
+    def _compute(self) -> bool:
+        """Compute the next positions of all requests that run."""
+        has_computed = False
+        for request in [*self.requests.values()]:
+            # one may have been preempted for another
+            if request.phase is Phase.RUNNING:
+                self._compute_one(request)
+                has_computed = True
+        return has_computed
+
+    def _compute_one(self, request: EngineRequest) -> None:
+        start = request.num_computed
+        stop = min(len(request.tokens), start + MAX_TOKENS_PER_STEP)
+        # the answer needs further blocks
+        num_missing = -(-stop // self._tokens_per_block) - len(request.blocks)
+        if num_missing > 0:
+            while (blocks := self.pool.take(num_missing)) is None:
+                if self._preempt() is request:
+                    return
+            request.blocks += blocks
+        # all positions so far are attended to, in each worker
+        for memory in self._memories:
+            found = memory.wrong_position(request.blocks, request.labels, 0, start)
+            if found is not None:
+                position, label = found
+                block = request.blocks[position // self._tokens_per_block]
+                raise BrokenRuleError(
+                    "OWN",
+                    f"{request.name} attends to position {position} in block {block} of "
+                    f"{self.host.name}, which has {self._name_of(label)}",
+                )
+            memory.write(request.blocks, request.labels, start, stop)
+        request.num_computed = stop
+        self._register(request, start)
+        if stop == len(request.tokens):
+            request.add_token()
+            if request.is_complete:
+                self._end(request, None, is_wanted=True)
+
+    def _register(self, request: EngineRequest, start: int) -> None:
+        """Let others find the full blocks of a request."""
+        size = self._tokens_per_block
+        for ordinal in range(start // size, request.num_computed // size):
+            block_hash = int(request.labels[(ordinal + 1) * size - 1])
+            self.pool.register(request.blocks[ordinal], block_hash)
+
+    def _preempt(self) -> EngineRequest:
+        """Take the blocks of the request that runs and came last, which begins again."""
+        running = [request for request in self.requests.values() if request.phase is Phase.RUNNING]
+        request = running[-1]
+        self._trace(self.host.name, f"{request.name} is preempted")
+        self.pool.free(request.blocks)
+        request.blocks = []
+        request.num_computed = 0
+        request.phase = Phase.WAITING
+        return request
+
+    def _end(self, request: EngineRequest, error: KVPlanError | None, *, is_wanted: bool) -> None:
+        """End a request: its blocks stay while somebody reads them, or bytes may land in them."""
+        is_landing = request.phase is Phase.READING
+        request.is_aborted = not is_wanted
+        request.phase = Phase.ENDED
+        params = self.connector.finish(request)
+        ending = "is right" if is_wanted else f"fails: {error.code}" if error else "is aborted"
+        self._trace(self.host.name, f"{request.name} {ending}")
+        del self.requests[request.name]
+        # the connector says when no byte can land any more
+        if is_landing:
+            self._landing[request.name] = request.blocks
+        elif params is not None:
+            self._lent[request.name] = request.blocks
+        else:
+            self.pool.free(request.blocks)
+        request.tell(params, error)
+
+    def _check_block(self, block: int) -> None:
+        """Refuse to give a block away while a byte may land in it."""
+        if any(memory.is_landing(block) for memory in self._memories):
+            message = f"block {block} of {self.host.name} is given away while bytes may land in it"
+            raise BrokenRuleError("GIVEN", message)

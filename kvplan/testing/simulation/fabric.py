@@ -1,0 +1,287 @@
+"""The fabric that moves bytes between workers, and each worker's executor over it.
+
+A transfer moves in parts. Each part is read at one time and lands at a later one. Meanwhile the
+source may give its blocks to another request, or die: what has been read still lands. A transfer
+that fails has the status RUNNING until no byte of it can land, as rule E2 of
+:mod:`kvplan.executor` says.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Final
+
+import attrs
+import numpy as np
+
+from kvplan._arrays import Ints
+from kvplan.describe import Worker
+from kvplan.describe.worker import Key
+from kvplan.errors import KVPlanError
+from kvplan.executor import (
+    Notice,
+    Status,
+    Transfer,
+    not_connected,
+    not_planned_for,
+    still_running,
+    unprepared,
+)
+from kvplan.plan import ReadSpec, Table, TransferPlan
+from kvplan.testing.simulation.catalog import Catalog
+from kvplan.testing.simulation.memory import LabelledMemory
+from kvplan.testing.simulation.network import Host
+
+TOKEN_CHARACTERS: Final = 16
+"""The length of the token that an offer begins with: of one start of an engine."""
+
+GONE_S: Final = 4.0
+"""Seconds after which a transfer notices that its source is gone, or cannot be reached."""
+
+
+@attrs.frozen
+class Trouble:
+    """What transfers between two times suffer, with the probability ``chance``.
+
+    Their parts take up to ``delay_s`` longer; with ``breaks`` they fail when some have landed.
+    """
+
+    begins_at: float
+    ends_at: float
+    source: str
+    chance: float
+    delay_s: float = 0.0
+    breaks: bool = False
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return the names of the engines, or ``*``."""
+        return (self.source,)
+
+    def concerns(self, source: str, now: float) -> bool:
+        """Return whether a transfer from a host that starts now may suffer from this."""
+        return self.begins_at <= now < self.ends_at and self.source in ("*", source)
+
+
+@attrs.frozen(eq=False)
+class Port:
+    """A worker's memory on the fabric, at one start of its engine."""
+
+    host: Host
+    worker: Worker
+    memory: LabelledMemory
+
+
+@attrs.define(eq=False)
+class _Link:
+    """A connection to a worker's memory, and why it was lost, if it was."""
+
+    port: Port
+    lost: KVPlanError | None = None
+
+
+@attrs.define(eq=False)
+class _Flight:
+    """A transfer under way: cells that are read, cells where they land, and the parts to come."""
+
+    transfer: Transfer
+    link: _Link
+    reads: Ints
+    writes: Ints
+    num_parts: int = 0
+    landing_s: float = 0.01
+    error: KVPlanError | None = None
+    is_cancelled: bool = False
+
+
+class Fabric:
+    """All memory that can be reached, by the token of an offer. One for a simulation."""
+
+    def __init__(self, seed: int, troubles: tuple[Trouble, ...], catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.random = random.Random(f"{seed} fabric")
+        self.troubles = troubles
+        self.ports: dict[str, Port] = {}
+
+    def open_offer(self, offer: bytes) -> Worker:
+        """Return the worker in an offer."""
+        return self.catalog.open(offer[TOKEN_CHARACTERS:])
+
+    def register(self, port: Port) -> bytes:
+        """Return the offer of a worker's memory: a token of this start, and its description."""
+        token = port.host.token_hex(TOKEN_CHARACTERS // 2)
+        self.ports[token] = port
+        return token.encode() + self.catalog.offer(port.worker)
+
+
+class VirtualExecutor:
+    """The :class:`~kvplan.Executor` of a worker on the fabric.
+
+    It treats connections as :class:`kvplan_nixl.NixlExecutor` does: a transfer whose source cannot
+    be reached takes the connection with it, also for all later transfers, until somebody connects
+    again.
+    """
+
+    def __init__(self, fabric: Fabric, port: Port) -> None:
+        self.fabric = fabric
+        self.port = port
+        self._links: dict[Key, _Link] = {}
+        self._prepared: dict[tuple[Key, Table], _Link] = {}
+        self._flights: dict[Transfer, _Flight] = {}
+
+    def connect(self, offer: bytes) -> None:
+        """Make the worker of an offer known, or change nothing where it is connected."""
+        remote = self.fabric.ports.get(offer[:TOKEN_CHARACTERS].decode())
+        if remote is None or remote.host.is_dead:
+            raise KVPlanError("PEER", "connect", expected="memory that is there", got="none")
+        link = self._links.get(remote.worker.key)
+        if link is None or link.lost is not None:
+            self._links[remote.worker.key] = _Link(remote)
+        elif link.port is not remote:
+            action = f"connect {remote.worker.label}"
+            expected = "a worker that is not connected"
+            got = "another start of it that is"
+            raise KVPlanError("PEER", action, expected=expected, got=got)
+
+    def disconnect(self, worker: Worker) -> None:
+        """Forget a worker, and cancel the transfers with it."""
+        link = self._links.pop(worker.key, None)
+        if link is None:
+            raise not_connected(worker.key)
+        for flight in self._flights.values():
+            flight.is_cancelled |= flight.link is link
+
+    def prepare(self, plan: TransferPlan) -> None:
+        """Check that the plan's workers are those that are connected."""
+        for pair, remote in zip(plan.pairs, plan.remotes, strict=True):
+            if not pair.group_pairs:
+                continue
+            link = self._links.get(remote.key)
+            if link is None or link.port.worker != remote:
+                present = None if link is None else link.port.worker
+                raise not_planned_for(remote, present, "remote")
+            self._prepared[remote.key, pair.local_table] = link
+
+    def start(
+        self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True
+    ) -> Transfer:
+        """Start to move the bytes of a spec, part by part."""
+        transfer = Transfer(spec, request, notifies=notify, attempt=attempt)
+        # workers that exchange nothing need no connection
+        if not len(spec.local_table.rows):
+            transfer.status = Status.DONE
+            return transfer
+        link = self._links.get(spec.remote)
+        if link is None:
+            raise not_connected(spec.remote)
+        if self._prepared.get((spec.remote, spec.local_table)) is not link:
+            raise unprepared(spec)
+        if link.lost is not None:
+            transfer.status = Status.FAILED
+            transfer.error = link.lost.with_details()
+            return transfer
+        # cell by cell, both sides in the same order
+        local, remote = spec.descriptors()
+        writes = self.port.memory.cells_of(local)
+        flight = _Flight(transfer, link, link.port.memory.cells_of(remote), writes)
+        self._flights[transfer] = flight
+        self.port.memory.landing[writes] += 1
+        self._send(flight)
+        return transfer
+
+    def poll(self, transfer: Transfer) -> Status:
+        """Update the status of a transfer: it is settled when no part can land any more."""
+        flight = self._flights.get(transfer)
+        if flight is not None and flight.num_parts == 0:
+            if flight.error is not None:
+                transfer.status = Status.FAILED
+                transfer.error = flight.error
+            elif flight.is_cancelled:
+                transfer.status = Status.CANCELLED
+            else:
+                transfer.status = Status.DONE
+            del self._flights[transfer]
+        return transfer.status
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Read no further part of a transfer."""
+        if transfer in self._flights:
+            self._flights[transfer].is_cancelled = True
+
+    def release(self, transfer: Transfer) -> None:
+        """Check that a transfer is settled."""
+        if not transfer.status.is_settled:
+            raise still_running(transfer.request, "release a transfer")
+
+    def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
+        """Notify nobody: leases need no notices."""
+
+    def notices(self) -> tuple[Notice, ...]:
+        """Return no notice."""
+        return ()
+
+    def _send(self, flight: _Flight) -> None:
+        """Plan when each part of a transfer is read, and when it lands."""
+        loop = self.port.host.loop
+        draw = self.fabric.random.random
+        # a transfer suffers from some of what happens when it begins
+        present = [
+            trouble
+            for trouble in self.fabric.troubles
+            if trouble.concerns(flight.link.port.host.name, loop.now) and draw() < trouble.chance
+        ]
+        delay_s = max((trouble.delay_s for trouble in present), default=0.0)
+        # parts are slow to be read, or to land
+        if draw() < 0.5:
+            flight.landing_s += delay_s
+        parts = np.array_split(np.arange(flight.writes.size), 1 + int(3 * draw()))
+        flight.num_parts = len(parts)
+        # the parts before the first one that fails
+        num_right = len(parts)
+        if any(trouble.breaks for trouble in present):
+            num_right = int(draw() * len(parts))
+        code = "PEER" if draw() < 0.5 else "TRANSFER"
+        for number, part in enumerate(parts):
+            read_at = loop.now + 0.001 + (0.02 + delay_s) * draw() ** 2
+            read = partial(self._read, gives_up_at=loop.now + GONE_S + delay_s)
+            if number >= num_right:
+                read = partial(self._break, code=code)
+            loop.at(read_at, partial(read, flight, part))
+
+    def _read(self, flight: _Flight, part: Ints, gives_up_at: float) -> None:
+        """Read a part from its source, or wait for a source that cannot be reached."""
+        loop = self.port.host.loop
+        source = flight.link.port.host
+        if flight.is_cancelled or flight.error is not None:
+            self._drop(flight, part)
+        elif source.is_dead or source.network.is_cut(source.name, self.port.host.name):
+            if loop.now >= gives_up_at:
+                self._break(flight, part, "PEER")
+            else:
+                loop.at(loop.now + 0.5, partial(self._read, flight, part, gives_up_at))
+        else:
+            # what the source has now, whoever owns the blocks
+            labels = flight.link.port.memory.cells[flight.reads[part]]
+            lands_at = loop.now + 0.001 + flight.landing_s * self.fabric.random.random()
+            loop.at(lands_at, partial(self._land, flight, part, labels))
+
+    def _land(self, flight: _Flight, part: Ints, labels: np.ndarray) -> None:
+        """Let a part land that was read, whatever has happened meanwhile."""
+        self.port.memory.cells[flight.writes[part]] = labels
+        self._drop(flight, part)
+
+    def _break(self, flight: _Flight, part: Ints, code: str) -> None:
+        """Let a transfer fail. Parts that are read already still land."""
+        action = f"read from {flight.link.port.worker.label}"
+        error = KVPlanError(code, action, expected="its bytes", got="an error of the network")
+        flight.error = error
+        # all later transfers of the connection fail too
+        if code == "PEER":
+            flight.link.lost = error
+        self._drop(flight, part)
+
+    def _drop(self, flight: _Flight, part: Ints) -> None:
+        """Let nothing more of a part land."""
+        self.port.memory.landing[flight.writes[part]] -= 1
+        flight.num_parts -= 1

@@ -1,0 +1,412 @@
+"""A fleet: it gets the requests of a scenario, suffers what goes wrong, and must be right.
+
+These rules hold in every step, or the simulation ends with an error that names the rule:
+
+- OWN: a request attends to no byte that is not of its own tokens, also where a prefix was cached.
+- GIVEN: a block is not given to a request while a byte of another one may land in it.
+- CLAIM: blocks are not freed while a reader was told that they stay.
+- END: each request ends, right or with an error of kvplan, within :data:`END_S` and a lease for
+  each request of the fleet: so long may blocks stay that others wait for.
+- RIGHT: a request that is read once, soon and to its end does not fail without an excuse: a fault
+  that explains its error.
+- AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right.
+- FREE: when all requests have ended and all leases are over, all blocks are free.
+- GROW: then no connector remembers a request, and no thread runs.
+- REPORT: a connector reports nothing of a request that is neither read nor lent.
+- CRASH: no thread and no step of an engine ends with an error, and no step waits.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from logging import Logger
+from types import FunctionType, MethodType
+from typing import Any, Final
+
+import attrs
+import numpy as np
+
+from kvplan.connector.leases import LEASE_S
+from kvplan.describe import Worker
+from kvplan.errors import KVPlanError
+from kvplan.plan import TransferPlan
+from kvplan.testing.simulation.catalog import Catalog
+from kvplan.testing.simulation.engine import (
+    BlockPool,
+    BrokenRuleError,
+    Connector,
+    Engine,
+    EngineRequest,
+    Site,
+)
+from kvplan.testing.simulation.fabric import Fabric, Trouble, VirtualExecutor
+from kvplan.testing.simulation.memory import NUMBER_BITS, Numbers
+from kvplan.testing.simulation.network import Disturbance, Host, Network
+from kvplan.testing.simulation.scenario import (
+    HEALED_S,
+    Arrival,
+    Death,
+    Freeze,
+    Incident,
+    Member,
+    Rival,
+    Scenario,
+    Visit,
+)
+from kvplan.testing.simulation.tasks import TaskLoop, TaskThread
+
+END_S: Final = 150.0
+"""Seconds within which a request ends, beside freezes and a lease for each request."""
+
+SETTLE_S: Final = 40.0
+"""Seconds of the slowest clock after the last fault, from which on all requests are right."""
+
+QUIET_S: Final = 200.0
+"""Seconds after the last requests, within which all blocks are free and all threads have ended."""
+
+ELSEWHERE: Final = "-elsewhere"
+"""Ends the name of a host that has an engine of another host's name."""
+
+MakeConnector = Callable[[Site], Connector]
+
+
+@attrs.frozen
+class FleetOutcome:
+    """The end of a run: the rule that was broken, if any, what happened, and how requests ended."""
+
+    scenario: Scenario
+    error: BrokenRuleError | None
+    trace: tuple[str, ...]
+    num_steps: int
+    ends: Mapping[str, int]
+
+    @property
+    def rule(self) -> str:
+        """Return the rule that was broken, nothing if all held."""
+        return "" if self.error is None else self.error.rule
+
+    def __str__(self) -> str:
+        ending = "all rules hold" if self.error is None else str(self.error)
+        ends = ", ".join(f"{number} {end}" for end, number in sorted(self.ends.items()))
+        return f"seed {self.scenario.seed}: {ending} ({self.num_steps} steps; requests: {ends})"
+
+
+class Simulation:
+    """Runs scenarios with the connectors that ``make_connector`` makes, one for each start."""
+
+    def __init__(self, make_connector: MakeConnector) -> None:
+        self._make_connector = make_connector
+        self._catalog = Catalog()
+        self._threads: list[TaskThread] = []
+
+    def run(self, scenario: Scenario) -> FleetOutcome:
+        """Run a scenario to its end, or until a rule is broken."""
+        fleet = Fleet(scenario, self._make_connector, self._catalog, TaskLoop(self._threads))
+        try:
+            error = fleet.run()
+        finally:
+            fleet.loop.close()
+        ends = dict(sorted(fleet.ends.items()))
+        return FleetOutcome(scenario, error, tuple(fleet.lines), fleet.loop.num_events, ends)
+
+    def close(self) -> None:
+        """End the threads."""
+        while self._threads:
+            self._threads.pop().close()
+
+
+class Fleet:
+    """The engines of a scenario, and their clients."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        make_connector: MakeConnector,
+        catalog: Catalog,
+        loop: TaskLoop,
+    ) -> None:
+        self.scenario = scenario
+        self.loop = loop
+        self.lines: list[str] = []
+        self._random = random.Random(f"{scenario.seed} fleet")
+        self.ends: Counter[str] = Counter()
+        self._make_connector = make_connector
+        incidents = scenario.incidents
+        disturbances = tuple(item for item in incidents if isinstance(item, Disturbance))
+        troubles = tuple(item for item in incidents if isinstance(item, Trouble))
+        self._network = Network(self.loop, scenario.seed, disturbances)
+        self._fabric = Fabric(scenario.seed, troubles, catalog)
+        self._workers = {
+            member.name: catalog.workers(member.name, member.shape) for member in scenario.members
+        }
+        all_workers = [worker for workers in self._workers.values() for worker in workers]
+        self._numbers = Numbers.of(all_workers)
+        self._members = {member.name: member for member in scenario.members}
+        self._num_starts: Counter[str] = Counter()
+        self._engines: dict[str, Engine] = {}
+        self._slowest = min((member.rate for member in scenario.members), default=1.0)
+        frozen_s = sum(item.ends_at - item.at for item in incidents if isinstance(item, Freeze))
+        # each request that nobody reads keeps its blocks for a lease, and others wait behind it
+        num_requests = sum(isinstance(item, Arrival) for item in incidents)
+        self._end_s = END_S + frozen_s + num_requests * LEASE_S / self._slowest
+        # requests that have not ended, by name, and until when they must
+        self._open: dict[str, float] = {}
+        self._requests: list[EngineRequest] = []
+
+    def run(self) -> BrokenRuleError | None:
+        """Let everything happen. Return the rule that was broken, if any."""
+        try:
+            for member in self.scenario.members:
+                self._start(member)
+            for incident in self.scenario.incidents:
+                self._plan(incident)
+            self._advance(HEALED_S + SETTLE_S / self._slowest)
+            # faults are over, and their consequences too
+            probes = self._probe()
+            while self._open:
+                self._advance(self.loop.now + 1.0)
+            for name, error in probes.items():
+                if error is not None:
+                    raise BrokenRuleError("AGAIN", f"{name} fails after all faults: {error}")
+            self._advance(self.loop.now + QUIET_S)
+            self._check_end()
+        except BrokenRuleError as error:
+            self._trace("", str(error))
+            return error
+        return None
+
+    def _name_of(self, label: int) -> str:
+        """Return the request and the position that a label is of."""
+        # the label of the position's first byte
+        prefix = label >> NUMBER_BITS << NUMBER_BITS
+        for request in self._requests:
+            (positions,) = np.nonzero(request.labels == prefix)
+            if positions.size:
+                return f"that of position {positions[0]} of {request.name}"
+        return "bytes that nobody wrote"
+
+    def _trace(self, who: str, what: str) -> None:
+        self.lines.append(f"{self.loop.now:10.4f} {who:10} {what}")
+
+    def _advance(self, until_s: float) -> None:
+        """Let all events happen up to a time."""
+        try:
+            while self.loop.advance(until_s):
+                for error in self.loop.errors:
+                    raise error
+        except BrokenRuleError:
+            raise
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{where.filename.rpartition('/')[2]}, {where.name}"
+            raise BrokenRuleError("CRASH", f"{error!r} in {place}") from error
+        self.loop.now = until_s
+        for name, ends_at in self._open.items():
+            if ends_at < self.loop.now:
+                raise BrokenRuleError("END", f"{name} has not ended in time")
+
+    def _start(self, member: Member, place: str = "") -> None:
+        """Start an engine, at the host of its name or elsewhere."""
+        self._num_starts[member.name] += 1
+        number = self._num_starts[member.name]
+        draw = random.Random(f"{self.scenario.seed} {member.name} {number}")
+        host = Host(member.name + place, self._network, draw, member.rate, 1000 * draw.random())
+        self._engines[host.name] = Engine(
+            host,
+            self._workers[member.name],
+            partial(BlockPool, member.num_blocks, takes_newest=member.takes_newest),
+            self._fabric,
+            self._numbers,
+            self._make_connector,
+            self._trace,
+            self._name_of,
+        )
+        self._trace(host.name, f"start {number}")
+
+    def _plan(self, incident: Incident) -> None:
+        if isinstance(incident, Arrival):
+            self.loop.at(incident.at, partial(self._arrive, incident, self._finish_of(incident)))
+        elif isinstance(incident, Death):
+            self.loop.at(incident.at, partial(self._die, incident.engine, incident.restarts_at))
+        elif isinstance(incident, Freeze):
+            self.loop.at(incident.at, partial(self._freeze, incident))
+        elif isinstance(incident, Rival):
+            self.loop.at(incident.at, partial(self._rival, incident))
+
+    def _finish_of(self, arrival: Arrival) -> Callable[[KVPlanError | None], None]:
+        """Return what checks the end of a request."""
+
+        def finish(error: KVPlanError | None) -> None:
+            if error is not None and arrival.is_sure and not self.scenario.may_fail(error.code):
+                raise BrokenRuleError("RIGHT", f"{arrival.name} fails: {error}")
+
+        return finish
+
+    def _rival(self, rival: Rival) -> None:
+        """Start an engine again elsewhere. In the end the first one lives, or a new start of it."""
+        self._start(self._members[rival.engine], ELSEWHERE)
+        self.loop.at(rival.ends_at, partial(self._die, rival.engine + ELSEWHERE))
+
+    def _die(self, name: str, restarts_at: float | None = None) -> None:
+        engine = self._engines[name]
+        if engine.host.is_dead:
+            return
+        self._trace(name, "dies")
+        engine.host.die()
+        error = KVPlanError("PEER", "serve", expected="an engine that lives", got="a dead one")
+        for request in [*engine.requests.values()]:
+            request.tell(None, error)
+        if restarts_at is not None:
+            self.loop.at(restarts_at, partial(self._start, self._members[name]))
+
+    def _freeze(self, freeze: Freeze) -> None:
+        self._trace(freeze.engine, f"freezes until {freeze.ends_at:.4f}")
+        self._engines[freeze.engine].host.freeze(freeze.ends_at)
+
+    def _arrive(self, arrival: Arrival, finish: Callable[[KVPlanError | None], None]) -> None:
+        """Let prefill compute a request, and others read it. ``finish`` gets each end."""
+
+        def computed(params: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
+            for number, visit in enumerate(arrival.visits):
+                if params is None:
+                    break
+                name = f"{arrival.name}/{number}"
+                read = partial(self._visit, arrival, visit, name, params, finish)
+                self.loop.at(self.loop.now + visit.delay_s, read)
+            if error is not None:
+                finish(error)
+
+        self._submit(
+            arrival.prefill, arrival.name, arrival.tokens, 1, None, computed, arrival.patience_s
+        )
+
+    def _visit(
+        self,
+        arrival: Arrival,
+        visit: Visit,
+        name: str,
+        params: Mapping[str, Any],
+        finish: Callable[[KVPlanError | None], None],
+    ) -> None:
+        def ended(_: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
+            finish(error)
+
+        self._submit(
+            visit.engine,
+            name,
+            visit.tokens or arrival.tokens,
+            arrival.num_answer,
+            params,
+            ended,
+            visit.patience_s,
+        )
+
+    def _submit(
+        self,
+        engine_name: str,
+        name: str,
+        tokens: tuple[int, ...],
+        num_answer: int,
+        params: Mapping[str, Any] | None,
+        tell: Callable[[Mapping[str, Any] | None, KVPlanError | None], None],
+        patience_s: float | None,
+    ) -> None:
+        """Send a request to an engine."""
+        engine = self._engines[engine_name]
+        # half of the requests come to a rival, while it lives
+        rival = self._engines.get(engine_name + ELSEWHERE, engine)
+        if not rival.host.is_dead and self._random.random() < 0.5:
+            engine = rival
+
+        def ended(answer: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
+            del self._open[name]
+            self.ends["right" if error is None else error.code] += 1
+            tell(answer, error)
+
+        self._open[name] = self.loop.now + self._end_s
+        if engine.host.is_dead:
+            error = KVPlanError("PEER", "serve", expected="an engine that lives", got="a dead one")
+            ended(None, error)
+            return
+        request = EngineRequest(name, [*tokens], num_answer, params is None, params, ended)
+        self._requests.append(request)
+        engine.add(request)
+        if patience_s is not None:
+            self.loop.at(self.loop.now + patience_s, partial(engine.abort, name))
+
+    def _probe(self) -> dict[str, KVPlanError | None]:
+        """Send a request between any two engines. Return the errors, when they have ended."""
+        errors = dict[str, KVPlanError | None]()
+        living = [name for name, engine in self._engines.items() if not engine.host.is_dead]
+        for prefill in living:
+            for decode in living:
+                if prefill.startswith("prefill") and decode.startswith("decode"):
+                    name = f"request-{prefill}-{decode}"
+                    number = 100 * (len(errors) + 1)
+                    tokens = tuple(range(number, number + 11))
+                    visits = (Visit(decode),)
+                    arrival = Arrival(self.loop.now, name, tokens, 2, prefill, visits)
+                    self._arrive(arrival, partial(errors.__setitem__, name))
+        return errors
+
+    def _check_end(self) -> None:
+        """Check what must hold when nothing is left to do."""
+        for name, engine in self._engines.items():
+            # its memory is gone
+            if engine.host.is_dead:
+                continue
+            if engine.pool.num_free < engine.pool.num_blocks:
+                message = f"{name} has {engine.pool.num_free} of {engine.pool.num_blocks} blocks"
+                raise BrokenRuleError("FREE", message)
+            for place in places_of("request-", engine.connector):
+                raise BrokenRuleError("GROW", f"{name} remembers {place}")
+        if self.loop.num_tasks:
+            raise BrokenRuleError("GROW", f"{self.loop.num_tasks} threads still run")
+
+
+_NOT_OF_A_CONNECTOR: Final = (
+    Fabric,
+    FunctionType,
+    Host,
+    Logger,
+    MethodType,
+    TransferPlan,
+    VirtualExecutor,
+    Worker,
+    type,
+)
+"""What connectors refer to and do not own, or what has no parts."""
+
+
+def places_of(text: str, root: object) -> Iterator[str]:
+    """Yield what holds a string with some text, in all that can be reached from a connector."""
+    seen = set[int]()
+    ahead = [(type(root).__name__, root)]
+    while ahead:
+        place, value = ahead.pop()
+        if isinstance(value, str):
+            if text in value:
+                yield f"{place}: {value}"
+            continue
+        # values may refer to each other in circles
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                ahead += [(place, key), (place, item)]
+        elif isinstance(value, list | tuple | set | frozenset):
+            ahead += [(place, item) for item in value]
+        elif isinstance(value, partial):
+            ahead += [(place, item) for item in value.args]
+        elif not isinstance(value, _NOT_OF_A_CONNECTOR):
+            names = [*getattr(value, "__dict__", ())]
+            for part in type(value).__mro__:
+                names += getattr(part, "__slots__", ())
+            ahead += [
+                (f"{place}.{name}", getattr(value, name)) for name in names if hasattr(value, name)
+            ]

@@ -1,0 +1,128 @@
+"""Memory whose cells carry labels: of which tokens each byte is, and which part of the cache.
+
+What a token caches depends on all tokens before it. So the label of a byte at position ``p`` is of
+the first ``p + 1`` tokens and of the byte's number in the logical tensors, which is the same in all
+engines. A request attends to its own bytes if each cell has the label of its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvplan._arrays import Ints
+from kvplan.describe import Worker
+from kvplan.verification.labels import Weights, numbering, pieces_of_slot, slots_of_block
+from kvplan.verification.memory import ByteRanges
+
+CellLabels = npt.NDArray[np.uint64]
+
+NUMBER_BITS: Final = 20
+"""The bits of a label that number the bytes of one position; the others are of its tokens."""
+
+TENSOR_BITS: Final = 14
+"""The bits of a number that are of one tensor."""
+
+
+def prefix_labels(tokens: Sequence[int], salt: int = 0) -> CellLabels:
+    """Return for each position the label of its first byte, of all tokens up to it."""
+    labels = []
+    state = 0x9E3779B97F4A7C15 + salt
+    # a hash of all tokens so far, of which the high bits are the label
+    for token in tokens:
+        state = (state ^ token + 1) * 0xD6E8FEB86659FD93 & (1 << 64) - 1
+        state ^= state >> 32
+        labels.append(state >> NUMBER_BITS << NUMBER_BITS)
+    return np.array(labels, np.uint64)
+
+
+@attrs.frozen(eq=False)
+class Numbers:
+    """How all engines number the bytes of a position: the weights and the place of each tensor."""
+
+    weights: Mapping[str, Weights]
+
+    @classmethod
+    def of(cls, workers: Sequence[Worker]) -> Numbers:
+        """Number the tensors of some workers. Any of them will do for all."""
+        views = {view.name: view for worker in workers for view in worker.views}
+        return cls({name: numbering(views[name]) for name in sorted(views)})
+
+
+class LabelledMemory:
+    """The memory of one worker, with a cell for each byte.
+
+    ``cells`` has the labels. ``landing`` counts the writes under way into each cell.
+    """
+
+    def __init__(self, worker: Worker, numbers: Numbers) -> None:
+        # regions lie one behind another in the cells, in the order of their addresses
+        regions = sorted(worker.regions, key=lambda region: region.address)
+        self._starts = np.array([region.address for region in regions], np.uint64)
+        sizes = [region.size_bytes for region in regions]
+        self._firsts = np.cumsum([0, *sizes])
+        # the first cell of each region
+        first_of = dict(zip((region.name for region in regions), self._firsts, strict=False))
+        self.cells: CellLabels = np.zeros(sum(sizes), np.uint64)
+        self.landing = np.zeros(sum(sizes), np.int16)
+        slots = list[Ints]()
+        strides = list[Ints]()
+        labels = list[Ints]()
+        tensors = [*numbers.weights]
+        for view in worker.views:
+            # each byte of a slot: where it is, and its number
+            offset, number, length = pieces_of_slot(view, numbers.weights[view.name])
+            steps = np.arange(length)
+            offsets = np.add.outer(offset, steps).reshape(-1) + view.offset_bytes
+            offsets = offsets + first_of[view.region]
+            slots.append(np.add.outer(slots_of_block(view), offsets))
+            strides.append(np.full(offsets.size, view.block_stride_bytes))
+            first_number = tensors.index(view.name) << TENSOR_BITS
+            labels.append(np.add.outer(number, steps).reshape(-1) + first_number)
+        # (slots of a block, bytes of a position)
+        self._slots = np.concatenate(slots, axis=1)
+        self._strides = np.concatenate(strides)
+        self._numbers = np.concatenate(labels).astype(np.uint64)
+        self.tokens_per_block = len(self._slots)
+
+    def cells_of(self, ranges: ByteRanges) -> Ints:
+        """Return the cells of ranges of bytes, in order."""
+        region = np.searchsorted(self._starts, ranges[:, 0], side="right") - 1
+        first = (ranges[:, 0] - self._starts[region]).astype(np.int64) + self._firsts[region]
+        lengths = ranges[:, 1].astype(np.int64)
+        # for each byte: the first cell of its range, and how far it is from there
+        offsets = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        cells: Ints = np.repeat(first, lengths) + offsets
+        return cells
+
+    def _at(self, blocks: Sequence[int], start: int, stop: int) -> Ints:
+        """Return the cells of positions, (positions, bytes)."""
+        # each position is in a slot of a block of the table
+        positions = np.arange(start, stop)
+        ordinals, slots = np.divmod(positions, self.tokens_per_block)
+        table = np.asarray(blocks, np.int64)
+        return self._slots[slots] + table[ordinals, None] * self._strides
+
+    def write(self, blocks: Sequence[int], prefixes: CellLabels, start: int, stop: int) -> None:
+        """Compute positions of a request into its blocks."""
+        self.cells[self._at(blocks, start, stop)] = prefixes[start:stop, None] + self._numbers
+
+    def wrong_position(
+        self, blocks: Sequence[int], prefixes: CellLabels, start: int, stop: int
+    ) -> tuple[int, int] | None:
+        """Return the first position whose bytes are not the request's, and a label found there."""
+        labels = self.cells[self._at(blocks, start, stop)]
+        # (positions, bytes): where the label is not that of the request's tokens
+        wrong = labels != prefixes[start:stop, None] + self._numbers
+        if not wrong.any():
+            return None
+        position, byte = np.unravel_index(int(wrong.argmax()), wrong.shape)
+        return start + int(position), int(labels[position, byte])
+
+    def is_landing(self, block: int) -> bool:
+        """Return whether a byte may still land in a block."""
+        return bool(self.landing[self._slots + block * self._strides].any())

@@ -1,0 +1,289 @@
+"""Hosts, each a :class:`~kvplan.connector.System` of one start of an engine, and their network."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final
+
+import attrs
+
+from kvplan.connector import Access, System
+from kvplan.connector.http import Route
+from kvplan.connector.system import Condition, Listening
+from kvplan.errors import KVPlanError
+from kvplan.testing.simulation.tasks import FOREVER, Task, TaskLoop
+
+HEAL: Final = "heal"
+
+
+@attrs.frozen
+class Disturbance:
+    """What the links from one host to another suffer between two times.
+
+    A message is lost with the probability ``loss``, comes twice with ``duplication``, is answered
+    by a reset with ``reset``, and is late by up to ``delay_s``. Names of hosts may be ``*``.
+    """
+
+    begins_at: float
+    ends_at: float
+    source: str
+    target: str
+    loss: float = 0.0
+    duplication: float = 0.0
+    reset: float = 0.0
+    delay_s: float = 0.0
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return the names of the engines, or ``*``."""
+        return (self.source, self.target)
+
+    def concerns(self, source: str, target: str, now: float) -> bool:
+        """Return whether a message that is sent now suffers from this."""
+        return (
+            self.begins_at <= now < self.ends_at
+            and self.source in ("*", source)
+            and self.target in ("*", target)
+        )
+
+
+class Network:
+    """The links between all hosts, and the servers that listen."""
+
+    def __init__(self, loop: TaskLoop, seed: int, disturbances: tuple[Disturbance, ...]) -> None:
+        self.loop = loop
+        self.disturbances = disturbances
+        self._random = random.Random(f"{seed} network")
+        self.servers: dict[str, VirtualServer] = {}
+
+    def send(self, source: str, target: str, deliver: Callable[[], None]) -> None:
+        """Deliver a message, or not, once or twice."""
+        now = self.loop.now
+        present = [item for item in self.disturbances if item.concerns(source, target, now)]
+        # the second time is that of a message that comes twice
+        for _ in range(2):
+            delay_s = 0.0002 + 0.002 * self._random.random()
+            # most delays are short: the square of a random number is small
+            for item in present:
+                delay_s += item.delay_s * self._random.random() ** 2
+            if not any(self._random.random() < item.loss for item in present):
+                self.loop.at(now + delay_s, deliver)
+            if not any(self._random.random() < item.duplication for item in present):
+                break
+
+    def is_reset(self, source: str, target: str) -> bool:
+        """Return whether a connection that is made now breaks."""
+        now = self.loop.now
+        present = [item for item in self.disturbances if item.concerns(source, target, now)]
+        return any(self._random.random() < item.reset for item in present)
+
+    def is_cut(self, source: str, target: str) -> bool:
+        """Return whether nothing comes from one host to another now."""
+        now = self.loop.now
+        return any(
+            item.loss >= 1 and item.concerns(source, target, now) for item in self.disturbances
+        )
+
+
+@attrs.define(eq=False)
+class VirtualServer:
+    """The server of a host: it answers at an address while the host lives."""
+
+    host: Host
+    address: str
+    port: int
+    routes: Mapping[str, Route]
+
+    def close(self) -> None:
+        """Stop listening."""
+        # another start may listen at the address
+        if self.host.network.servers.get(self.address) is self:
+            del self.host.network.servers[self.address]
+
+    def answer(self, path: str, sent: bytes | None) -> tuple[int, bytes]:
+        """Return the status and the body of the answer to a question."""
+        route = self.routes.get(f"{'GET' if sent is None else 'POST'} {path}")
+        # as the real server, which has no such page
+        if route is None:
+            return 404, b""
+        try:
+            answer = route.answer(sent or b"")
+        except (ValueError, TypeError, RecursionError) as error:
+            return 400, str(error).encode()
+        # what was answered is a promise, also if the answer is lost
+        for witness in self.host.witnesses:
+            witness(path, sent or b"", answer)
+        return 200, answer
+
+
+@attrs.define(eq=False)
+class _Exchange:
+    """A question under way: the task that waits, and the answer that has come."""
+
+    task: Task
+    answer: tuple[int, bytes] | None = None
+    reason: str = ""
+
+
+class VirtualCondition:
+    """A condition of a virtual host. One task runs at a time, so its lock is always free."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._waiting: dict[Task, None] = {}
+
+    def __enter__(self) -> None:
+        self._host.pause()
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until somebody notifies, at most for a time of the host's clock."""
+        task = self._host.loop.running()
+        self._waiting[task] = None
+        try:
+            return self._host.wait(FOREVER if timeout is None else timeout)
+        finally:
+            self._waiting.pop(task, None)
+
+    def notify_all(self) -> None:
+        """Wake all tasks that wait."""
+        for task in self._waiting:
+            self._host.loop.wake(task)
+        self._waiting.clear()
+
+
+@attrs.frozen(eq=False)
+class Host(System):
+    """The machine of one start of an engine, with a clock of its own.
+
+    The clock runs at ``rate`` and began at ``offset_s``. A frozen host does nothing, and hears
+    later what was sent to it; a dead one never again.
+    """
+
+    name: str
+    network: Network
+    random: random.Random
+    rate: float = 1.0
+    offset_s: float = 0.0
+    witnesses: list[Callable[[str, bytes, bytes], None]] = attrs.field(factory=list)
+    _state: dict[str, float] = attrs.field(factory=lambda: {"dead": 0.0, "frozen_until": 0.0})
+
+    @property
+    def loop(self) -> TaskLoop:
+        """The loop that all hosts share."""
+        return self.network.loop
+
+    @property
+    def is_dead(self) -> bool:
+        """Return whether the host has died."""
+        return bool(self._state["dead"])
+
+    @property
+    def thaws_at(self) -> float:
+        """Return when the host goes on, which has passed for one that is not frozen."""
+        return self._state["frozen_until"]
+
+    def freeze(self, until_s: float) -> None:
+        """Do nothing until a time."""
+        self._state["frozen_until"] = max(until_s, self.thaws_at)
+
+    def die(self) -> None:
+        """Do nothing any more."""
+        # connections to the host are reset from now on
+        self._state["dead"] = 1.0
+        for server in [*self.network.servers.values()]:
+            if server.host is self:
+                server.close()
+        self.loop.kill(self)
+
+    def monotonic(self) -> float:
+        return self.offset_s + self.rate * self.loop.now
+
+    def wait(self, duration_s: float) -> bool:
+        """Wait in a task, for a time of this host's clock. Return whether the task was woken."""
+        is_woken = self.loop.wait(max(duration_s, 0.0) / self.rate)
+        # What happens while the host is frozen is noticed later.
+        while self.thaws_at > self.loop.now:
+            self.loop.wait(self.thaws_at - self.loop.now)
+        return is_woken
+
+    def pause(self) -> None:
+        """Let others have the turn for a moment, as where a lock is taken, but not often."""
+        if self.loop.is_in_task and self.random.random() < 0.1:
+            self.wait(0.001 * self.random.random())
+
+    def sleep(self, duration_s: float) -> None:
+        self.wait(duration_s)
+
+    def token_hex(self, num_bytes: int) -> str:
+        return f"{self.random.getrandbits(8 * num_bytes):0{2 * num_bytes}x}"
+
+    def start(self, name: str, run: Callable[[], None]) -> None:
+        self.loop.start(self, name, run, 0.0005 * self.random.random())
+
+    def condition(self) -> Condition:
+        return VirtualCondition(self)
+
+    def serve(
+        self, address: str, port: int, routes: Mapping[str, Route], access: Access
+    ) -> Listening:
+        server = VirtualServer(self, f"{address}:{port}", port, routes)
+        self.network.servers[server.address] = server
+        return server
+
+    def exchange(
+        self,
+        peer: str,
+        address: str,
+        path: str,
+        timeout_s: float,
+        access: Access,
+        sent: bytes | None = None,
+    ) -> bytes:
+        exchange = _Exchange(self.loop.running())
+        target = address.rpartition(":")[0]
+        self.network.send(
+            self.name, target, partial(self._arrive, exchange, target, address, path, sent)
+        )
+        # the time of this host's clock
+        deadline = self.loop.now + timeout_s / self.rate
+        # a task may be woken before its answer has come
+        while exchange.answer is None and not exchange.reason:
+            left_s = deadline - self.loop.now
+            if left_s <= 0:
+                exchange.reason = "nothing in time"
+                break
+            self.wait(left_s * self.rate)
+        if exchange.answer is None or exchange.answer[0] != 200:
+            got = exchange.reason or f"status {exchange.answer and exchange.answer[0]}"
+            expected = f"an answer within {timeout_s:g} s"
+            raise KVPlanError("PEER", f"reach {peer}", expected=expected, got=got)
+        return exchange.answer[1]
+
+    def _arrive(
+        self, exchange: _Exchange, target: str, address: str, path: str, sent: bytes | None
+    ) -> None:
+        """Answer a question that has arrived at its target."""
+        server = self.network.servers.get(address)
+        # nobody listens, or the connection breaks
+        if server is None or self.network.is_reset(self.name, target):
+            self.network.send(target, self.name, partial(self._take, exchange, None))
+        # the host hears it when it goes on
+        elif server.host.thaws_at > self.loop.now:
+            again = partial(self._arrive, exchange, target, address, path, sent)
+            self.loop.at(server.host.thaws_at, again)
+        else:
+            answer = server.answer(path, sent)
+            self.network.send(target, self.name, partial(self._take, exchange, answer))
+
+    def _take(self, exchange: _Exchange, answer: tuple[int, bytes] | None) -> None:
+        """Take the first answer that comes, or the news that nobody answers."""
+        # a second answer, or one that comes too late, changes nothing
+        if exchange.answer is None and not exchange.reason:
+            exchange.answer = answer
+            exchange.reason = "" if answer is not None else "a reset"
+            self.loop.wake(exchange.task)

@@ -1,0 +1,340 @@
+"""Scenarios, drawn from seeds: the engines of a fleet, the requests, and what goes wrong."""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+import attrs
+
+from kvplan.testing.simulation.catalog import SHAPES, Shape
+from kvplan.testing.simulation.fabric import Trouble
+from kvplan.testing.simulation.network import Disturbance
+
+HEALED_S: Final = 60.0
+"""Seconds after which nothing goes wrong any more."""
+
+MAX_TOKENS: Final = 40
+"""Tokens of a prompt."""
+
+MAX_ANSWER: Final = 8
+"""Tokens of an answer."""
+
+VOCABULARY: Final = 1000
+"""Tokens to choose from."""
+
+BRIEF_S: Final = 4.0
+"""Seconds for which the network may be disturbed without the end of a lease that is claimed."""
+
+
+@attrs.frozen
+class Member:
+    """An engine of a fleet: its shape, the blocks that it uses, and how fast its clock runs.
+
+    With ``takes_newest`` it gives away first what was freed last.
+    """
+
+    name: str
+    shape: Shape = SHAPES[0]
+    num_blocks: int = 40
+    rate: float = 1.0
+    takes_newest: bool = False
+
+
+@attrs.frozen
+class Visit:
+    """A computed request at an engine that reads it, ``delay_s`` after prefill has answered.
+
+    Its client aborts it ``patience_s`` after that. A proxy may take it for a request of other
+    ``tokens``.
+    """
+
+    engine: str
+    delay_s: float = 0.01
+    patience_s: float | None = None
+    tokens: tuple[int, ...] | None = None
+
+
+@attrs.frozen
+class Arrival:
+    """A request that comes to a prefill engine, and then to those that read it.
+
+    Its client aborts prefill after ``patience_s``.
+    """
+
+    at: float
+    name: str
+    tokens: tuple[int, ...]
+    num_answer: int
+    prefill: str
+    visits: tuple[Visit, ...]
+    patience_s: float | None = None
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return the engines that the request comes to."""
+        return (self.prefill, *(visit.engine for visit in self.visits))
+
+    @property
+    def is_sure(self) -> bool:
+        """Return whether the request is right where nothing goes wrong.
+
+        It is read once, soon, as what it is, and to its end.
+        """
+        if len(self.visits) != 1 or self.patience_s is not None:
+            return False
+        (visit,) = self.visits
+        return visit.delay_s <= 1 and visit.patience_s is None and visit.tokens is None
+
+
+@attrs.frozen
+class Death:
+    """An engine dies with its memory; another start of it begins, if at all, after a while."""
+
+    at: float
+    engine: str
+    restarts_at: float | None
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return the engine that dies."""
+        return (self.engine,)
+
+
+@attrs.frozen
+class Freeze:
+    """A host does nothing between two times. Its memory can be read."""
+
+    at: float
+    engine: str
+    ends_at: float
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return the engine that freezes."""
+        return (self.engine,)
+
+
+@attrs.frozen
+class Rival:
+    """Somebody starts an engine again under its name, elsewhere, while it lives; later one ends.
+
+    Meanwhile requests to the engine come to either of them.
+    """
+
+    at: float
+    engine: str
+    ends_at: float
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return the engine that has a rival."""
+        return (self.engine,)
+
+
+Incident = Arrival | Death | Freeze | Rival | Disturbance | Trouble
+"""Something that a scenario may do without: a failure is shrunk by leaving incidents out."""
+
+
+@attrs.frozen
+class Scenario:
+    """The engines of a fleet and all that happens to them, in an order that the seed decides."""
+
+    seed: int
+    members: tuple[Member, ...]
+    incidents: tuple[Incident, ...]
+
+    def may_fail(self, code: str) -> bool:
+        """Return whether what goes wrong excuses that a request fails with the code of an error.
+
+        Slow transfers excuse nothing, and a network that is disturbed for a moment no lease that
+        ends.
+        """
+        for incident in self.incidents:
+            if isinstance(incident, Disturbance):
+                is_excuse = code != "LEASE" or incident.ends_at - incident.begins_at > BRIEF_S
+            elif isinstance(incident, Trouble):
+                is_excuse = incident.breaks
+            else:
+                is_excuse = not isinstance(incident, Arrival)
+            if is_excuse:
+                return True
+        return False
+
+    def mentions(self, engine: str) -> bool:
+        """Return whether an incident is of an engine."""
+        return any(engine in incident.engines for incident in self.incidents)
+
+    @classmethod
+    def of(cls, seed: int) -> Scenario:
+        """Draw a scenario."""
+        return _Draw(seed).scenario()
+
+    def __str__(self) -> str:
+        lines = [f"seed {self.seed}", *map(str, self.members)]
+        lines += map(str, sorted(self.incidents, key=_begin_of))
+        return "\n".join(lines)
+
+
+def _begin_of(incident: Incident) -> float:
+    if isinstance(incident, Disturbance | Trouble):
+        return incident.begins_at
+    return incident.at
+
+
+class _Draw:
+    """Draws the parts of a scenario."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._random = random.Random(f"{seed} scenario")
+
+    def scenario(self) -> Scenario:
+        """Draw engines, requests and incidents."""
+        draw = self._random
+        prefills = [self._member(f"prefill-{number}") for number in range(draw.choice((1, 1, 2)))]
+        decodes = [self._member(f"decode-{number}") for number in range(draw.choice((1, 1, 2, 3)))]
+        members = (*prefills, *decodes)
+        incidents = list[Incident]()
+        # prompts that begin alike share blocks of prefix caches
+        families = [self._tokens(MAX_TOKENS) for _ in range(3)]
+        for number in range(draw.randint(3, 12)):
+            incidents.append(self._arrival(number, families, prefills, decodes))
+        names = [member.name for member in members]
+        # some fleets are only slow, or disturbed for a moment: there, requests must not fail
+        kinds = draw.choice(
+            (
+                (self._slowness,),
+                (self._slowness, self._moment, self._moment),
+                (self._siege,),
+                (self._death, self._freeze, self._disturbance, self._trouble, self._rival),
+                (self._death, self._freeze, self._disturbance, self._trouble, self._rival),
+                (self._death, self._freeze, self._disturbance, self._trouble, self._rival),
+            )
+        )
+        for _ in range(draw.choice((0, 1, 2, 3, 4, 6))):
+            incidents.append(draw.choice(kinds)(names))
+        # in a siege, what is read slowly outlives its lease
+        if kinds == (self._siege,):
+            incidents.append(Trouble(0.0, HEALED_S, "*", chance=1.0, delay_s=60.0))
+        return Scenario(self._seed, members, tuple(incidents))
+
+    def _member(self, name: str) -> Member:
+        draw = self._random
+        shape = draw.choice(SHAPES)
+        # at least one request has room, and seldom many
+        num_tokens = (
+            MAX_TOKENS + MAX_ANSWER + shape.tokens_per_block + draw.choice((0, 0, 20, 60, 190))
+        )
+        return Member(
+            name,
+            shape,
+            num_blocks=min(1 + -(-num_tokens // shape.tokens_per_block), shape.num_blocks),
+            rate=draw.choice((1.0, 1.0, 0.97, 1.03, 0.5, 2.0)),
+            takes_newest=draw.random() < 0.5,
+        )
+
+    def _tokens(self, number: int) -> tuple[int, ...]:
+        return tuple(self._random.randrange(VOCABULARY) for _ in range(number))
+
+    def _time(self) -> float:
+        """Draw a time at which something happens, often soon."""
+        return (HEALED_S - 1) * self._random.random() ** 2
+
+    def _arrival(
+        self,
+        number: int,
+        families: list[tuple[int, ...]],
+        prefills: list[Member],
+        decodes: list[Member],
+    ) -> Arrival:
+        draw = self._random
+        family = draw.choice(families)
+        shared = family[: draw.randint(0, len(family))]
+        # at least two tokens: the last one is computed by the engine that answers
+        num_own = draw.randint(2 if len(shared) < 2 else 0, MAX_TOKENS - len(shared))
+        visits = []
+        for _ in range(draw.choice((0, 1, 1, 1, 1, 1, 2, 3))):
+            delay_s = draw.choice((0.01, 0.01, 0.01, 0.5, 29.9, 40.0)) * draw.random()
+            patience_s = draw.choice((None, None, None, 0.05, 2.0, 20.0))
+            patience_s = patience_s and patience_s * draw.random()
+            tokens = self._tokens(MAX_TOKENS) if draw.random() < 0.05 else None
+            visits.append(Visit(draw.choice(decodes).name, delay_s, patience_s, tokens))
+        return Arrival(
+            self._time(),
+            f"request-{number}",
+            (*shared, *self._tokens(num_own)),
+            draw.randint(1, MAX_ANSWER),
+            draw.choice(prefills).name,
+            tuple(visits),
+            draw.choice((None, None, None, None, 0.01)),
+        )
+
+    def _death(self, names: list[str]) -> Death:
+        draw = self._random
+        at = self._time()
+        restarts_at = draw.choice((None, at + 0.1, at + 20 * draw.random()))
+        # a start is an incident too
+        if restarts_at is not None and restarts_at >= HEALED_S:
+            restarts_at = None
+        return Death(at, draw.choice(names), restarts_at)
+
+    def _freeze(self, names: list[str]) -> Freeze:
+        at = self._time()
+        return Freeze(at, self._random.choice(names), self._end_after(at))
+
+    def _end_after(self, begins_at: float) -> float:
+        """Draw an end: after a moment, a while, or long."""
+        scale_s = self._random.choice((1.0, 10.0, 60.0))
+        return min(begins_at + scale_s * self._random.random(), HEALED_S)
+
+    def _disturbance(self, names: list[str]) -> Disturbance:
+        draw = self._random
+        begins_at = self._time()
+        ends_at = self._end_after(begins_at)
+        source = draw.choice((*names, "*", "*"))
+        target = draw.choice((*names, "*", "*"))
+        kinds = ("loss", "cut", "cut", "duplication", "reset", "delay")
+        kind = draw.choice(kinds)
+        return Disturbance(
+            begins_at,
+            ends_at,
+            source,
+            target,
+            loss=1.0 if kind == "cut" else 0.3 * (kind == "loss"),
+            duplication=0.5 * (kind == "duplication"),
+            reset=0.3 * (kind == "reset"),
+            delay_s=draw.choice((0.1, 2.0, 40.0)) if kind in ("delay", "duplication") else 0.0,
+        )
+
+    def _rival(self, names: list[str]) -> Rival:
+        at = self._time()
+        return Rival(at, self._random.choice(names), self._end_after(at))
+
+    def _siege(self, names: list[str]) -> Disturbance:
+        """Draw a long silence: nobody hears an engine, but its memory can be read."""
+        begins_at = 12 * self._random.random()
+        return Disturbance(begins_at, HEALED_S, "*", names[0], loss=1.0)
+
+    def _moment(self, names: list[str]) -> Disturbance:
+        disturbance = self._disturbance(names)
+        ends_at = min(disturbance.ends_at, disturbance.begins_at + BRIEF_S)
+        return attrs.evolve(disturbance, ends_at=ends_at)
+
+    def _slowness(self, names: list[str]) -> Trouble:
+        delay_s = self._random.choice((1.0, 60.0, 60.0))
+        return attrs.evolve(
+            self._trouble(names), ends_at=HEALED_S, chance=0.7, delay_s=delay_s, breaks=False
+        )
+
+    def _trouble(self, names: list[str]) -> Trouble:
+        draw = self._random
+        begins_at = self._time()
+        return Trouble(
+            begins_at,
+            self._end_after(begins_at),
+            draw.choice((*names, "*")),
+            chance=draw.choice((0.4, 1.0)),
+            delay_s=draw.choice((0.0, 2.0, 20.0, 60.0, 60.0)),
+            breaks=draw.random() < 0.4,
+        )

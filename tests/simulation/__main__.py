@@ -1,0 +1,36 @@
+"""Find the seed that shows each planted fault: ``python -m tests.simulation [seeds] [part of a name]``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+from kvplan.testing.simulation.fleet import Simulation
+from kvplan.testing.simulation.leases import LeaseConnector
+from kvplan.testing.simulation.scenario import Scenario
+from tests.simulation.faults import FAULTS, VLLM_FAULTS
+from tests.simulation.vllm_connector import VllmConnector
+
+
+def main(num_seeds: int = 100, part: str = "") -> None:
+    logging.disable(logging.CRITICAL)
+    simulations = Simulation(LeaseConnector), Simulation(VllmConnector)
+    for fault in (*FAULTS, *VLLM_FAULTS):
+        simulation = simulations[fault in VLLM_FAULTS]
+        if part not in fault.name:
+            continue
+        began = time.perf_counter()
+        outcome = None
+        with fault.planted():
+            for seed in range(num_seeds):
+                outcome = simulation.run(Scenario.of(seed))
+                if outcome.error is not None:
+                    break
+        assert outcome is not None
+        found = f"seed {outcome.scenario.seed} {outcome.error}" if outcome.error else "NOT FOUND"
+        print(f"{fault.name}: {found} ({time.perf_counter() - began:.1f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main(int((sys.argv[1:2] or ["100"])[0]), *sys.argv[2:3])

@@ -1,0 +1,106 @@
+"""Faults that are planted in the connector, in an executor or in an engine, for a simulation to find.
+
+Each is a change of a few characters in a function. ``rule`` is the one that it breaks, and ``seed`` that of the
+first scenario that shows it: ``python -m tests.simulation`` finds them anew.
+"""
+
+from __future__ import annotations
+import __future__
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+
+from kvplan.connector import Handoff, Leases, claims, handoff, leases, peer_engines, reads
+from kvplan.testing.simulation import engine, fabric
+from kvplan.testing.simulation.leases import LeaseConnector
+from tests.simulation.vllm_connector import SCHEDULER, WORKER
+
+
+@attrs.frozen
+class Fault:
+    """A change of a function: ``old`` text becomes ``new``."""
+
+    name: str
+    owner: Any
+    function: str
+    old: str
+    new: str
+    seed: int = -1
+    rule: str = ""
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """Plant the fault for a while."""
+        original = inspect.getattr_static(self.owner, self.function)
+        function = getattr(self.owner, self.function)
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.old) == 1, f"{self.name}: {source}"
+        text = source.replace(self.old, self.new)
+        code = compile(text, f"<{self.name}>", "exec", __future__.annotations.compiler_flag)
+        namespace: dict[str, Any] = {}
+        exec(code, function.__globals__, namespace)
+        setattr(self.owner, self.function, namespace[self.function])
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.function, original)
+
+
+LeaseCheck = reads._LeaseCheck
+Lease = leases._Lease
+FAULTS = [
+    # Leases
+    Fault("a reaper frees what a claim holds", Lease, "stands_at", "now < self.ends_at or any", "now < self.ends_at or False and any", seed=0, rule="CLAIM"),
+    Fault("a claim brings a lease back", Leases, "claim", "return False", "self._leases[lease] = _Lease(lease.split()[0], 0.0)", seed=0, rule="OWN"),
+    Fault("a lease that is over stands", Leases, "stands", "not self._is_refused(lease)", "True", seed=0, rule="OWN"),
+    Fault("a lease ends by a clock that is twice as fast", Leases, "claim", "self._clock() + self.lease_s", "self._clock() + self.lease_s / 2", seed=14, rule="CLAIM"),
+    Fault("the first lease ends by a clock that began elsewhere", Leases, "grant", "self._clock() + duration_s", "duration_s", seed=0, rule="CLAIM"),
+    Fault("done of one reader ends all claims", Leases, "end", "claims_end_at.pop(reader, None)", "claims_end_at.clear()", seed=0, rule="CLAIM"),
+    Fault("done is believed twice", Leases, "end", "self._leases.pop(lease)", "self._leases[lease]", seed=0, rule="REPORT"),
+    Fault("done does not end the first lease", Leases, "end", "ending.ends_at = now", "pass"),
+    Fault("an unclaimed lease never ends", Leases, "take_ended", "not lease.stands_at(now)", "False", seed=0, rule="END"),
+    # Claims
+    Fault("a claim without an answer is not sent again", claims.SourceClaims, "take_failure", "self._due_at[claim] = now + RETRY_S", "del self._due_at[claim]"),
+    Fault("claims are not renewed", claims.SourceClaims, "take_answer", "self._due_at[claim] = now + RENEW_S", "del self._due_at[claim]", seed=0, rule="AGAIN"),
+    Fault("answers are taken for others' claims", claims.SourceClaims, "take_answer", "answer.asks, strict=True", "answer.asks[::-1], strict=True"),
+    Fault("questions without an answer are forgotten", claims.SourceClaims, "take_failure", "self._resolve(lease, error)", "self._sent.pop(lease)", seed=0, rule="END"),
+    Fault("silence ends the thread of an engine", claims.Claims, "_run", "continue", "return", seed=0, rule="END"),
+    Fault("ended claims are sent for ever", claims.SourceClaims, "take_message", "del self._done[claim]", "pass", seed=0, rule="GROW"),
+    # Reads
+    Fault("no last question is asked", LeaseCheck, "begin_last", "self.has_last_byte = True", "self.has_last_byte = self.is_confirmed = True", seed=0, rule="OWN"),
+    Fault("the last question is asked before the last byte", LeaseCheck, "_take", "self.is_confirmed = self.has_last_byte", "self.is_confirmed = True", seed=48, rule="OWN"),
+    Fault("an answer to an earlier question counts", LeaseCheck, "begin_last", "self.answer = None", "pass"),
+    Fault("silence counts as yes", LeaseCheck, "_take", "elif error.code == ", "elif error.code == 'PEER':\n        self.is_confirmed = self.has_last_byte\n    elif error.code == ", seed=14, rule="OWN"),
+    Fault("a silent source never counts as gone", LeaseCheck, "_take", "> SILENCE_S", "> 1e9"),
+    Fault("a failed read ends while bytes may land", reads.Reads, "_poll_job", "if job.is_settled and (job.error is not None or is_right)", "if job.error is not None or (job.is_settled and is_right)", seed=0, rule="GIVEN"),
+    Fault("the error of a transfer is not seen", reads.Reads, "_settle_transfers", "job.error = job.error or transfer.error\n        # A transfer without an error may lack bytes too.\n        if job.error is None and", "if False and", seed=85, rule="OWN"),
+    Fault("an engine that is gone is not forgotten", reads.Reads, "_discard_lost", '("PEER", "TRANSFER")', "()", seed=88, rule="AGAIN"),
+    Fault("one of two transfers is awaited", reads.Reads, "_poll_job", "if all(transfer", "if any(transfer", seed=1, rule="CRASH"),
+    # Handshakes
+    Fault("a failed handshake is kept", peer_engines.PeerEngines, "_fail", "del self._peers[peer.source]\n    ", "", seed=7, rule="AGAIN"),
+    Fault("a restarted engine is read by its old connection", peer_engines.PeerEngines, "_connect", "if connected is not None and connected.offer != offer:", "if connected is not None:\n            continue\n        if False:", seed=82, rule="AGAIN"),
+    # Handoffs
+    Fault("a handoff serves any prompt", Handoff, "check_prompt", 'name(digest, "digest of a prompt") != self.prompt', "False", seed=6, rule="OWN"),
+    Fault("a table of blocks loses its first one", handoff, "_read_table", "Blocks(ids, first)", "Blocks(ids[1:], first) if len(ids) > 3 else Blocks(ids, first)", seed=1, rule="RIGHT"),
+    # the engine's side
+    Fault("positions are off by one", LeaseConnector, "_read", "(request.num_computed - num_tokens, request.num_computed)", "(request.num_computed - num_tokens + 1, request.num_computed)", seed=0, rule="OWN"),
+    Fault("a block is cached that was read in part", LeaseConnector, "_read", "request.num_computed)},\n        to_block_end=True", "request.num_computed - 1)},\n        to_block_end=False", seed=0, rule="OWN"),
+    Fault("a request is received when one worker has read it", LeaseConnector, "step", "if not self._unreported[result.request]:\n                del self._unreported[result.request]", "if self._unreported[result.request] == len(self._reads) - 1:\n                pass", seed=0, rule="GIVEN"),
+    Fault("a request that failed is freed at once", engine.Engine, "_end", "is_landing = request.phase is Phase.READING", "is_landing = False", seed=0, rule="REPORT"),
+    Fault("a block is cached before it is received", engine.Engine, "_give_blocks", "request.phase = Phase.READING", "request.phase = Phase.READING; request.num_computed += num_read; self._register(request, 0); request.num_computed -= num_read", seed=0, rule="OWN"),
+    # Executors
+    Fault("bytes land after an error was reported", fabric.VirtualExecutor, "poll", "flight.num_parts == 0", "(flight.num_parts == 0 or flight.error is not None)", seed=88, rule="GIVEN"),
+]  # fmt: skip
+
+Scheduler = SCHEDULER.Scheduler
+VLLM_FAULTS = [
+    Fault("claims of requests that are read never end", Scheduler, "end_reads", "requests & self._reading.keys()", "()", seed=0, rule="END"),
+    Fault("a prompt is not compared", Scheduler, "_claim", "handoff.count_shared(partial(prompt_of, request))", "handoff.num_tokens", seed=1, rule="OWN"),
+    Fault("the claim of a request that waits is not ended", Scheduler, "hand_over", "if reading is not None and not reading.is_begun:", "if False:", seed=0, rule="FREE"),
+    Fault("requests that failed are reported while bytes may land", WORKER.Worker, "results", "finished_recving={result.request for result in results}", "finished_recving={result.request for result in results} | self._reads.late().keys()", seed=0, rule="GIVEN"),
+]  # fmt: skip

@@ -1,0 +1,217 @@
+"""The parts of a simulation alone: tasks that take turns, hosts and their network, and the fabric."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvplan import Blocks, KVPlanError, Status
+from kvplan.connector import Access
+from kvplan.connector.http import Route
+from kvplan.testing.simulation.catalog import Catalog, Shape
+from kvplan.testing.simulation.fabric import Fabric, Port, Trouble, VirtualExecutor
+from kvplan.testing.simulation.memory import LabelledMemory, Numbers
+from kvplan.testing.simulation.network import Disturbance, Host, Network
+from kvplan.testing.simulation.scenario import Death, Freeze, Rival, Scenario
+from kvplan.testing.simulation.tasks import TaskLoop, TaskThread
+
+
+class World:
+    """A prefill and a decode host on a network, with a worker each."""
+
+    def __init__(self, *disturbances: Disturbance, troubles: tuple[Trouble, ...] = ()) -> None:
+        self.threads: list[TaskThread] = []
+        self.loop = TaskLoop(self.threads)
+        self.network = Network(self.loop, 1, disturbances)
+        self.fabric = Fabric(1, troubles, Catalog())
+        self.prefill = self.port("prefill")
+        self.decode = self.port("decode")
+        self.offer = self.fabric.register(self.prefill)
+        self.executor = VirtualExecutor(self.fabric, self.decode)
+        self.plan = self.fabric.catalog.plan(self.decode.worker, [self.prefill.worker])
+        tables = {"attn": Blocks([1, 2])}
+        (self.spec,) = self.plan.bind(local=tables, remote=tables, tokens=(0, 8))
+
+    def port(self, name: str) -> Port:
+        """A host's memory, at another start if it is asked for again."""
+        (worker,) = self.fabric.catalog.workers(name, Shape())
+        host = Host(name, self.network, random.Random(f"{name} {len(self.fabric.ports)}"))
+        return Port(host, worker, LabelledMemory(worker, Numbers.of([worker])))
+
+    def run(self, seconds: float = 100.0) -> None:
+        """Let all events of some time happen."""
+        until = self.loop.now + seconds
+        while self.loop.advance(until):
+            continue
+
+    def close(self) -> None:
+        self.loop.close()
+        while self.threads:
+            self.threads.pop().close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def code(call: Any, *arguments: Any) -> str:
+    """The code of the error that a call raises."""
+    with pytest.raises(KVPlanError) as caught:
+        call(*arguments)
+    return caught.value.code
+
+
+def test_a_transfer_moves_the_labels_of_its_source(world: World) -> None:
+    """It runs until its last part has landed; meanwhile its blocks are known to be in use."""
+    world.executor.connect(world.offer)
+    world.executor.connect(world.offer)  # changes nothing
+    world.executor.prepare(world.plan)
+    world.prefill.memory.cells[:] = 7
+    transfer = world.executor.start(world.spec, "r")
+    assert world.executor.poll(transfer) is Status.RUNNING
+    assert code(world.executor.release, transfer) == "TRANSFER"
+    assert world.decode.memory.is_landing(1)
+    assert not world.decode.memory.is_landing(3)
+    world.run()
+    assert world.executor.poll(transfer) is Status.DONE
+    world.executor.release(transfer)
+    assert not world.decode.memory.is_landing(1)
+    assert world.decode.memory.cells.sum() == 7 * world.spec.num_bytes
+    world.executor.notify(("prefill", 0), "r", Status.FAILED)
+    assert world.executor.notices() == ()
+
+
+def test_connections_are_those_of_one_start(world: World) -> None:
+    """Nothing starts without a connection and a plan that was prepared for it, and a dead worker is not connected."""
+    assert code(world.executor.disconnect, world.prefill.worker) == "PEER"
+    assert code(world.executor.prepare, world.plan) == "PEER"
+    assert code(world.executor.start, world.spec, "r") == "PEER"
+    world.executor.connect(world.offer)
+    assert code(world.executor.start, world.spec, "r") == "TRANSFER"
+    again = world.fabric.register(world.port("prefill"))
+    assert code(world.executor.connect, again) == "PEER"
+    world.executor.prepare(world.plan)
+    transfer = world.executor.start(world.spec, "r")
+    world.executor.disconnect(world.prefill.worker)
+    world.run()
+    assert world.executor.poll(transfer) is Status.CANCELLED
+    world.prefill.host.die()
+    assert code(world.executor.connect, world.offer) == "PEER"
+    world.executor.connect(again)
+
+
+def test_a_lost_connection_fails_later_transfers_too(world: World) -> None:
+    """Until somebody connects again; a transfer that is cancelled reads no further part."""
+    world.executor.connect(world.offer)
+    world.executor.prepare(world.plan)
+    cancelled = world.executor.start(world.spec, "cancelled")
+    world.executor.cancel(cancelled)
+    world.run()
+    assert world.executor.poll(cancelled) is Status.CANCELLED
+    world.executor.cancel(cancelled)  # changes nothing
+    lost = world.executor.start(world.spec, "lost")
+    world.prefill.host.die()
+    world.run()
+    assert world.executor.poll(lost) is Status.FAILED
+    assert world.executor.start(world.spec, "later").status is Status.FAILED
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_transfers_are_slow_or_break(breaks: bool) -> None:
+    """As the troubles of their time say."""
+    world = World(troubles=(Trouble(0.0, 1.0, "prefill", 1.0, 50.0, breaks),))
+    world.executor.connect(world.offer)
+    world.executor.prepare(world.plan)
+    transfer = world.executor.start(world.spec, "r")
+    world.run(0.5)
+    assert world.executor.poll(transfer) is Status.RUNNING
+    world.run(200.0)
+    assert world.executor.poll(transfer) is (Status.FAILED if breaks else Status.DONE)
+    world.close()
+
+
+def exchanges(world: World, path: str, *, sent: bytes | None = None) -> list[str]:
+    """Ask the prefill host from decode, and return what comes."""
+    got: list[str] = []
+
+    def ask() -> None:
+        try:
+            answer = world.decode.host.exchange("prefill", "prefill:1", path, 3.0, Access(), sent)
+            got.append(answer.decode())
+        except KVPlanError as error:
+            got.append(error.got)
+
+    world.decode.host.start("ask", ask)
+    world.run()
+    return got
+
+
+def test_hosts_answer_as_servers_do(world: World) -> None:
+    """Nobody listens, no such page, nonsense, an answer; and a server that is closed answers no more."""
+    assert exchanges(world, "/") == ["a reset"]
+
+    def answer(body: bytes) -> bytes:
+        return b"%d" % (2 * int(body))
+
+    server = world.prefill.host.serve("prefill", 1, {"POST /twice": Route(answer)}, Access())
+    assert exchanges(world, "/") == ["status 404"]
+    assert exchanges(world, "/twice", sent=b"x") == ["status 400"]
+    assert exchanges(world, "/twice", sent=b"21") == ["42"]
+    world.prefill.host.freeze(world.loop.now + 2.0)
+    assert exchanges(world, "/twice", sent=b"3") == ["6"]
+    server.close()
+    server.close()
+    assert exchanges(world, "/twice", sent=b"21") == ["a reset"]
+
+
+def test_links_lose_repeat_and_reset() -> None:
+    """A message that is lost gets no answer in time, one that comes twice gets one, and a reset is told at once."""
+    for options, expected in (
+        ({"loss": 1.0}, "nothing in time"),
+        ({"duplication": 1.0}, "ok"),
+        ({"reset": 1.0}, "a reset"),
+    ):
+        world = World(Disturbance(0.0, 1.0, "decode", "*", **options))
+        world.prefill.host.serve("prefill", 1, {"GET /": Route(lambda _: b"ok")}, Access())
+        assert exchanges(world, "/") == [expected]
+        world.close()
+
+
+def test_tasks_wait_and_steps_do_not(world: World) -> None:
+    """A task sleeps by its host's clock; what is no task must not wait; an error of a task is kept."""
+    woken: list[float] = []
+
+    def run() -> None:
+        world.decode.host.sleep(5.0)
+        woken.append(world.loop.now)
+        raise ZeroDivisionError
+
+    world.decode.host.start("sleeper", run)
+    world.decode.host.start("too late", lambda: world.decode.host.sleep(500.0))
+    world.run()
+    assert woken == [pytest.approx(5.0, abs=0.01)]
+    assert [type(error) for error in world.loop.errors] == [ZeroDivisionError]
+    with pytest.raises(AssertionError, match="waits"):
+        world.decode.host.sleep(1.0)
+    assert world.loop.num_tasks == 1
+    world.decode.host.die()
+    assert world.loop.num_tasks == 0
+    world.decode.host.start("of a dead host", woken.clear)
+    world.loop.close()
+    assert woken
+
+
+def test_incidents_know_their_engines() -> None:
+    """A scenario says what it has, and which engines it needs."""
+    scenario = Scenario(1, (), (Death(1.0, "a", None), Freeze(2.0, "b", 3.0), Rival(1.5, "c", 2.0)))
+    assert [name for name in "abcd" if scenario.mentions(name)] == ["a", "b", "c"]
+    assert str(scenario).index("Rival") < str(scenario).index("Freeze")
+    assert scenario.may_fail("PEER")
+    assert Disturbance(0.0, 1.0, "a", "b").engines == ("a", "b")
+    assert Trouble(0.0, 1.0, "a", 1.0).engines == ("a",)

@@ -1,0 +1,115 @@
+"""Fleets of a fixed set of seeds keep all rules, runs repeat to the byte, and planted faults are found and shrunk."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import attrs
+import pytest
+
+from kvplan.testing.simulation import Connector, LeaseConnector, Scenario, Simulation, Site, shrink
+from kvplan.testing.simulation.__main__ import main
+from tests.simulation.faults import FAULTS, VLLM_FAULTS, Fault
+from tests.simulation.vllm_connector import VllmConnector
+
+NUM_SEEDS = 50
+FOUND = [fault for fault in FAULTS if fault.rule]
+STALE = next(fault for fault in FAULTS if fault.name == "a lease that is over stands")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet() -> Iterator[None]:
+    """Connectors log each fault that they suffer."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def simulation() -> Iterator[Simulation]:
+    simulation = Simulation(LeaseConnector)
+    yield simulation
+    simulation.close()
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[Simulation]:
+    simulation = Simulation(VllmConnector)
+    yield simulation
+    simulation.close()
+
+
+@pytest.mark.parametrize("connector", [LeaseConnector, VllmConnector])
+def test_all_rules_hold(connector: Callable[[Site], Connector]) -> None:
+    """In each fleet; most requests are right, and others fail with the errors that their faults explain."""
+    ends = Counter[str]()
+    simulation = Simulation(connector)
+    for seed in range(NUM_SEEDS):
+        outcome = simulation.run(Scenario.of(seed))
+        assert outcome.rule == "", str(outcome)
+        ends.update(outcome.ends)
+    simulation.close()
+    assert {"right", "LEASE", "PEER", "PROMPT"} <= ends.keys() <= {"right", "LEASE", "PEER", "PROMPT", "TRANSFER"}
+    assert ends["right"] > ends.total() / 2
+
+
+@pytest.mark.parametrize("fault", FOUND, ids=[fault.name for fault in FOUND])
+def test_a_planted_fault_is_found(simulation: Simulation, fault: Fault) -> None:
+    """The seed that shows it breaks the rule, and breaks none without the fault."""
+    scenario = Scenario.of(fault.seed)
+    with fault.planted():
+        assert simulation.run(scenario).rule == fault.rule
+    assert simulation.run(scenario).rule == ""
+
+
+@pytest.mark.parametrize("fault", VLLM_FAULTS, ids=[fault.name for fault in VLLM_FAULTS])
+def test_a_fault_in_vllm_s_connector_is_found(vllm: Simulation, fault: Fault) -> None:
+    """As one in what it is made of."""
+    test_a_planted_fault_is_found(vllm, fault)
+
+
+def test_a_seed_is_one_run(simulation: Simulation) -> None:
+    """Again in the same process, and in others, where strings have other hashes."""
+    trace = "\n".join(simulation.run(Scenario.of(3)).trace)
+    assert "\n".join(simulation.run(Scenario.of(3)).trace) == trace
+    command = [sys.executable, "-m", "kvplan.testing.simulation", "--seed", "3"]
+    for hash_seed in "12":
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        assert trace in run.stdout
+
+
+def test_a_failure_is_shrunk(simulation: Simulation) -> None:
+    """To a scenario that breaks the same rule, of which no incident can be left out."""
+    with STALE.planted():
+        outcome = simulation.run(Scenario.of(STALE.seed))
+        shrunk = shrink(simulation, outcome)
+        assert shrunk.rule == outcome.rule == "OWN"
+        incidents = shrunk.scenario.incidents
+        assert len(incidents) < len(outcome.scenario.incidents) / 2
+        for incident in incidents:
+            rest = tuple(other for other in incidents if other is not incident)
+            assert simulation.run(attrs.evolve(shrunk.scenario, incidents=rest)).rule != "OWN"
+        assert simulation.run(shrunk.scenario).trace == shrunk.trace
+    right = simulation.run(shrunk.scenario)
+    assert right.rule == ""
+    assert shrink(simulation, right) is right
+
+
+def test_the_command_runs_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    """One with its trace, or several; one that breaks a rule is shrunk, and the status is 1."""
+    assert main(["--seed", "1"]) == 0
+    assert "seed 1: all rules hold" in capsys.readouterr().out
+    assert main(["--seeds", "2"]) == 0
+    assert capsys.readouterr().out == "2 seeds: all rules hold\n"
+    with STALE.planted():
+        assert main(["--seed", f"{STALE.seed}", "--seeds", "5"]) == 1
+    printed = capsys.readouterr().out
+    assert "shrunk:" in printed
+    assert printed.count("OWN: request-") == 3
+    assert "Arrival(" in printed

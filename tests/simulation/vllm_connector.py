@@ -1,0 +1,241 @@
+"""vLLM's connector in a simulation: its scheduler's and its workers' parts, with stand-ins for vLLM's objects.
+
+vLLM itself is not imported: :func:`stand_in` gives the modules that ``kvplan_nixl.vllm`` imports from it, with the few
+values that its logic reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import importlib.abc
+import importlib.machinery
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import attrs
+
+from kvplan.connector import Connections, Read, ReadResult, Reads, fetch
+from kvplan.errors import KVPlanError
+from kvplan.testing.simulation import EngineRequest, Promises, Site, StepReport
+
+LOGGER = logging.getLogger(__name__)
+GROUP = "group0"
+"""The name of the one cache group, by ``groups_of``."""
+
+
+class RequestStatus(enum.Enum):
+    """The statuses of vLLM's requests that the connector knows, and one more."""
+
+    RUNNING = 0
+    FINISHED_STOPPED = 1
+    FINISHED_LENGTH_CAPPED = 2
+    FINISHED_ABORTED = 3
+
+
+@attrs.frozen
+class TransferResults:
+    """The fields of vLLM's ``KVConnectorTransferResults``."""
+
+    finished_sending: set[str]
+    finished_recving: set[str]
+    failed_recving: set[str]
+
+
+@dataclasses.dataclass
+class Stats:
+    """The field of vLLM's ``KVConnectorStats``."""
+
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+VALUES = {
+    "RequestStatus": RequestStatus,
+    "KVConnectorTransferResults": TransferResults,
+    "KVConnectorStats": Stats,
+    "init_logger": logging.getLogger,
+}
+
+
+class _StandIn(ModuleType):
+    """A module of vLLM: it has each name that is asked for, by default an empty class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = VALUES.get(name) or type(name, (), {})
+        setattr(self, name, value)
+        return value
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds stand-ins for vLLM's modules."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] != "vllm":
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = _StandIn(spec.name)
+        module.__path__ = []
+        return module
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+def stand_in() -> tuple[ModuleType, ModuleType]:
+    """Return the modules of vLLM's connector for its scheduler and its workers, which see stand-ins."""
+    finder = _Finder()
+    before = set(sys.modules)
+    sys.meta_path.insert(0, finder)
+    try:
+        scheduler, worker = (importlib.import_module(f"kvplan_nixl.vllm.{name}") for name in ("scheduler", "worker"))
+    finally:
+        sys.meta_path.remove(finder)
+        # nobody else shall see them
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] == "vllm" or name.startswith("kvplan_nixl.vllm"):
+                del sys.modules[name]
+    return scheduler, worker
+
+
+SCHEDULER, WORKER = stand_in()
+
+
+class NamedReads(Reads):
+    """Reads of workers whose one group has the name of a model's, which keep the errors of requests."""
+
+    errors: dict[str, KVPlanError]
+
+    def begin(self, read: Read) -> None:
+        (group,) = self.worker.groups
+        name = group.name
+        local, remote, tokens = {name: read.local[GROUP]}, {name: read.remote[GROUP]}, {name: read.tokens[GROUP]}
+        super().begin(attrs.evolve(read, local=local, remote=remote, tokens=tokens))
+
+    def poll(self) -> list[ReadResult]:
+        results = super().poll()
+        self.errors = {result.request: result.error for result in results if result.error is not None}
+        return results
+
+    def late(self) -> dict[str, KVPlanError]:
+        late = super().late()
+        self.errors |= late
+        return late
+
+
+class VllmConnector:
+    """``kvplan_nixl.vllm``'s Scheduler and Workers as a connector of the simulation."""
+
+    def __init__(self, site: Site) -> None:
+        host = site.host
+        self._block_size = site.workers[0].groups[0].tokens_per_block or 1
+        spec = SCHEDULER.check_kinds.__globals__["FullAttentionSpec"]()
+        spec.block_size = self._block_size
+        spec.dcp_sharded = False
+        spec.tokens_per_state = 1
+        group = SimpleNamespace(kv_cache_spec=spec, layer_names=[])
+        cache = SimpleNamespace(
+            kv_cache_groups=[group], transfer_group_ids=(0,), transfer_groups=[group], needs_kv_cache_zeroing=False
+        )
+        config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(is_kv_producer=True, engine_id=site.workers[0].engine_id),
+            cache_config=SimpleNamespace(enable_prefix_caching=True),
+            num_prefill_lookahead_tokens=0,
+            model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        )
+        settings = SCHEDULER.ConnectorSettings(host=host.name, port=5600, key=b"the key of all engines")
+        self._scheduler = SCHEDULER.Scheduler(config, cache, settings, host)
+        self._scheduler.set_managers([SimpleNamespace(block_size=self._block_size, num_cached_block={})])
+        self._scheduler.serve_offers(site.offers)
+        self._workers = [WORKER.Worker(config, cache, settings, host) for _ in site.workers]
+        for worker, described, executor in zip(self._workers, site.workers, site.executors, strict=True):
+            worker._reads = NamedReads(
+                described,
+                executor,
+                LOGGER,
+                connections=Connections(
+                    open_offer=site.fabric.open_offer,
+                    connect=executor.connect,
+                    disconnect=executor.disconnect,
+                    fetch_offers=partial(fetch, system=host),
+                    plan=site.fabric.catalog.plan,
+                ),
+                claims=worker._claims,
+                system=host,
+            )
+        self._promises = Promises(host)
+        self._num_reports: dict[str, int] = {}
+
+    def _seen(self, request: EngineRequest) -> Any:
+        """Return a request as vLLM shows it."""
+        is_done = request.is_complete and not request.is_aborted
+        params = {"do_remote_decode": True} if request.is_for_another else request.params
+        return SimpleNamespace(
+            request_id=request.name,
+            kv_transfer_params=params,
+            num_prompt_tokens=request.num_prompt,
+            num_tokens=len(request.tokens),
+            _all_token_ids=request.tokens,
+            num_computed_tokens=request.num_computed,
+            num_in_flight_tokens=0,
+            status=RequestStatus.FINISHED_STOPPED if is_done else RequestStatus.FINISHED_ABORTED,
+            cache_salt=None,
+            lora_request=None,
+            mm_features=(),
+            prompt_embeds=None,
+        )
+
+    def add(self, request: EngineRequest) -> None:
+        self._scheduler.add(self._seen(request))
+
+    def count_readable(self, request: EngineRequest, num_cached: int) -> int:
+        number: int = self._scheduler.count_tokens_to_read(self._seen(request), num_cached)
+        return number
+
+    def begin_read(self, request: EngineRequest, num_tokens: int) -> None:
+        num_cached = (request.num_computed - num_tokens) // self._block_size
+        blocks = [
+            SimpleNamespace(is_null=False, block_hash=ordinal if ordinal < num_cached else None)
+            for ordinal in range(len(request.blocks))
+        ]
+        table = SimpleNamespace(blocks=[blocks], get_block_ids=lambda: ([*request.blocks],))
+        self._scheduler.begin_read(self._seen(request), table, num_tokens)
+
+    def step(self) -> StepReport:
+        metadata = self._scheduler.take_step()
+        received, failed = list[str](), dict[str, KVPlanError]()
+        for worker in self._workers:
+            worker.begin(metadata)
+            results = worker.results()
+            assert results.finished_sending == metadata.released
+            for name in sorted(results.failed_recving):
+                failed.setdefault(name, worker._reads.errors[name])
+            # vLLM waits for the reports of all workers
+            for name in sorted(results.finished_recving):
+                self._num_reports[name] = self._num_reports.get(name, 0) + 1
+                if self._num_reports[name] == len(self._workers):
+                    del self._num_reports[name]
+                    received.append(name)
+            worker._reads.errors.clear()
+        self._scheduler.end_reads({*received})
+        return StepReport(received, failed, sorted(metadata.released))
+
+    def finish(self, request: EngineRequest) -> Mapping[str, Any] | None:
+        params = self._scheduler.hand_over(self._seen(request), ([*request.blocks],))
+        if params is None:
+            return None
+        self._promises.grant(params["remote_lease"], request.name)
+        read: Mapping[str, Any] = json.loads(json.dumps(params))
+        return read
+
+    def is_promised(self, request: str) -> bool:
+        return self._promises.take(request)
