@@ -74,7 +74,7 @@ def _secret(value: Any, subject: str) -> bytes:
     return value.encode()
 
 
-def _backends(value: Any, subject: str) -> Backends:
+def backends_of(value: Any, subject: str) -> Backends:
     """Return the options of backends: those that kvplan sets, unless ``value`` has others."""
     if not isinstance(value, Mapping):
         value = {backend: {} for backend in members(str, value, subject)}
@@ -89,32 +89,8 @@ TEXTS: Final = (name, _secret)
 
 
 @attrs.frozen(kw_only=True)
-class Settings:
-    """The settings that connectors have in common, with their defaults.
-
-    An engine announces ``host`` and listens on ``bind``, or on ``host`` if that is empty, at
-    ``port``, or at a free one if that is 0. ``model`` and ``weights`` take the place of the
-    engine's name for its model, and of a fingerprint of its files, unless they are empty. The other
-    settings of the network are those of :meth:`access`.
-    """
-
-    host: str = setting(name, "")
-    bind: str = setting(name, "")
-    port: int = setting(_port, 0)
-    lease_s: float = setting(seconds, LEASE_S)
-    staging_bytes: int = setting(integer, 0)
-    handshake_timeout_s: float = setting(seconds, HANDSHAKE_S)
-    budget_bytes: int = setting(integer, BUDGET_BYTES)
-    max_peers: int = setting(_at_least_one, MAX_SOURCES)
-    model: str = setting(name, "")
-    weights: str = setting(name, "")
-    key: bytes = setting(_secret, b"")
-    key_file: str = setting(name, "")
-    trust_network: bool = setting(switch, False)
-    tls_certificate: str = setting(name, "")
-    tls_private_key: str = setting(name, "")
-    tls_authority: str = setting(name, "")
-    backends: Backends = setting(_backends, UCX)  # noqa: RUF009
+class NamedSettings:
+    """Settings that operators give by name: fields made by :func:`setting`."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any], place: str) -> Self:
@@ -159,6 +135,35 @@ class Settings:
                     # the check says what was expected
                     continue
         return cls.read(values, place)
+
+
+@attrs.frozen(kw_only=True)
+class Settings(NamedSettings):
+    """The settings that connectors have in common, with their defaults.
+
+    An engine announces ``host`` and listens on ``bind``, or on ``host`` if that is empty, at
+    ``port``, or at a free one if that is 0. ``model`` and ``weights`` take the place of the
+    engine's name for its model, and of a fingerprint of its files, unless they are empty. The other
+    settings of the network are those of :meth:`access`.
+    """
+
+    host: str = setting(name, "")
+    bind: str = setting(name, "")
+    port: int = setting(_port, 0)
+    lease_s: float = setting(seconds, LEASE_S)
+    staging_bytes: int = setting(integer, 0)
+    handshake_timeout_s: float = setting(seconds, HANDSHAKE_S)
+    budget_bytes: int = setting(integer, BUDGET_BYTES)
+    max_peers: int = setting(_at_least_one, MAX_SOURCES)
+    model: str = setting(name, "")
+    weights: str = setting(name, "")
+    key: bytes = setting(_secret, b"")
+    key_file: str = setting(name, "")
+    trust_network: bool = setting(switch, False)
+    tls_certificate: str = setting(name, "")
+    tls_private_key: str = setting(name, "")
+    tls_authority: str = setting(name, "")
+    backends: Backends = setting(backends_of, UCX)  # noqa: RUF009
 
     def access(self) -> Access:
         """Return the engine's access to the network. Its key is ``key``, or what ``key_file`` has.

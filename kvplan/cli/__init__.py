@@ -9,6 +9,8 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
+from kvplan.cli.status import INTERRUPTED
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; ``--help`` lists them.
@@ -20,7 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = f"kvplan: the command line needs {package}: pip install click rich"
             print(text, file=sys.stderr)
             return 2
-    # the rest of the command line imports click and rich
-    from kvplan.cli.app import run
+    # the rest of the command line imports click and rich, which takes long enough for a ^C
+    try:
+        from kvplan.cli.app import run
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
     return run(sys.argv[1:] if arguments is None else list(arguments))

@@ -20,14 +20,13 @@ from kvplan.cli.demo import demo_command
 from kvplan.cli.doctor import doctor_command
 from kvplan.cli.matrix import matrix_command
 from kvplan.cli.models import models_command
+from kvplan.cli.status import INTERRUPTED, PIPE_CLOSED
 from kvplan.cli.store import store_command
 from kvplan.errors import KVPlanError
 
 COMPLETION: Final = "_KVPLAN_COMPLETE"
 """The variable by which a shell asks for completions."""
 
-INTERRUPTED: Final = 130
-PIPE_CLOSED: Final = 141
 
 EPILOG: Final = f"""\
 \b

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Literal
 
 import click
@@ -52,6 +53,14 @@ The last line is for two real vLLM engines, too slow for this demo. To run it:
 
 TEXT_COLUMNS: Final = ("model", "prefill (source)", "decode (destination)")
 NUMBER_COLUMNS: Final = ("workers", "descriptors", "of bytes", "moved", "verified")
+
+LEAST_WIDTHS: Final = MappingProxyType(
+    {"workers": WIDTH, "moved": WIDTH, "of bytes": 100, "descriptors": 70}
+)
+"""The width of a terminal from which on it shows a column."""
+
+MAX_TEXT_WIDTH: Final = 81
+"""The width of text, which reads better in lines that are not too long."""
 
 NUM_TOKENS: Final = DEMO_TOKENS[1] - DEMO_TOKENS[0]
 
@@ -119,10 +128,15 @@ def demo_command(as_json: bool) -> int:
     """
     is_terminal = Console().is_terminal
     console = Console(quiet=as_json, width=None if is_terminal else WIDTH)
-    console.print(INTRODUCTION, soft_wrap=True)
+    text_width = min(console.width, MAX_TEXT_WIDTH)
+    introduction = click.wrap_text(INTRODUCTION, text_width, preserve_paragraphs=True)
+    console.print(f"{introduction}\n", soft_wrap=True)
     # a narrow terminal has no room for all columns
-    omitted = () if console.width >= WIDTH else ("workers", "moved")
-    columns = [name for name in (*TEXT_COLUMNS, *NUMBER_COLUMNS) if name not in omitted]
+    columns = [
+        name
+        for name in (*TEXT_COLUMNS, *NUMBER_COLUMNS)
+        if console.width >= LEAST_WIDTHS.get(name, 0)
+    ]
     table = _table(columns)
     trials = []
     with (
@@ -158,5 +172,6 @@ def _table(columns: Sequence[str]) -> Table:
     table = Table(box=SIMPLE_HEAD, header_style="bold", show_edge=False, pad_edge=False)
     for name in columns:
         justify: Literal["left", "right"] = "left" if name in TEXT_COLUMNS else "right"
-        table.add_column(name, justify=justify, no_wrap=name not in TEXT_COLUMNS[1:])
+        no_wrap = name not in TEXT_COLUMNS[1:]
+        table.add_column(name, justify=justify, no_wrap=no_wrap, overflow="fold")
     return table

@@ -190,10 +190,13 @@ def verify_files_command(folder: str, delete: bool, as_json: bool) -> int:
                 continue
             num_files += 1
             num_bytes += entry.num_bytes
-            # an evictor may delete a file between the list and here: that is damage too
             try:
                 read_file(backend, entry.name)
             except KVPlanError as error:
+                # an evictor may have deleted the file since it was listed
+                if backend.get(entry.name, 0, 1) is None:
+                    num_files -= 1
+                    continue
                 faults.append(f"{error}")
                 if delete:
                     backend.delete(entry.name)

@@ -28,7 +28,7 @@ import numpy as np
 from kvplan import _notebook
 from kvplan._arrays import Ints
 from kvplan._checks import at_most, check_fields, integer, members, name, wrong_type
-from kvplan._text import count
+from kvplan._text import count, fold, meant
 from kvplan.budget import spend
 from kvplan.describe._overlap import describe_overlap, overlaps
 from kvplan.describe.axes import MAX_SEGMENTS, most_segments
@@ -194,12 +194,13 @@ class Worker:
     def _named(self, view: View, kind: str, key: str, values: dict[str, Any]) -> Any:
         """Return the region or group that a view names."""
         if key not in values:
-            names = ", ".join(map(repr, values))
+            names = fold(values)
             raise KVPlanError(
                 "NAME",
                 f"place view {view.name!r} of worker {self.label}",
                 expected=f"one of the {kind}s {names}" if values else f"a {kind} of its worker",
                 got=f"{key!r}",
+                hint=meant(key, values),
                 name=key,
             )
         return values[key]

@@ -47,6 +47,7 @@ import numpy as np
 
 from kvplan._arrays import Ints, distinct
 from kvplan._checks import INT64_END, instance, name
+from kvplan._text import fold, meant
 from kvplan.budget import spend
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import TOKEN, Group, Region, View
@@ -547,8 +548,9 @@ def checked_staging(local: Worker, value: str) -> Region:
         raise KVPlanError(
             "NAME",
             f"stage in a region of {local.label}",
-            expected=f"one of {', '.join(map(repr, regions)) or 'none'}",
+            expected=f"one of the regions {fold(regions) or 'of none'}",
             got=f"{region_name!r}",
+            hint=meant(region_name, regions),
             name=region_name,
         )
     region = regions[region_name]

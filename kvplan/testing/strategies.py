@@ -109,12 +109,15 @@ def requests(
     operation: Literal["READ", "WRITE"] = "READ",
     max_tokens: int = 100,
     min_tokens: int = 1,
+    first: bool = True,
 ) -> Request:
     """Draw a request that both engines have blocks for.
 
     It has the arguments of ``bind``, ``verify`` and ``assert_copies``: a range of ``min_tokens`` to
     ``max_tokens`` positions, or fewer where a pool has too few blocks, and up to three states in
-    each state group. With ``min_tokens=0`` some ranges are empty. Local tables are those of the
+    each state group. With ``min_tokens=0`` some ranges are empty. Requests may begin behind blocks
+    that both engines have already, so that ``Blocks.first`` is not 0: with ``first=False`` all
+    begin at position 0, for connectors that move whole prompts. Local tables are those of the
     destinations, and for a ``WRITE`` those of the sources.
 
     >>> from hypothesis import given, settings
@@ -131,15 +134,15 @@ def requests(
     """
     destination_pools = _group_pools(destinations)
     source_pools = _group_pools(sources)
-    start = draw(st.integers(0, max_tokens))
+    start = draw(st.integers(0, max_tokens if first else 0))
     length = draw(st.integers(min_tokens, max_tokens))
-    first = draw(st.integers(0, 2))
+    first_state = draw(st.integers(0, 2 if first else 0))
     num_states = draw(st.integers(0, 3))
     destination_seed, source_seed = draw(st.tuples(*2 * [st.integers(0, 255)]))
     # halve the request until both pools have room for it
     while True:
         span = (start, start + length)
-        states = (first, first + num_states)
+        states = (first_state, first_state + num_states)
         destination_ordinals = _ordinals(destination_pools, span, states)
         source_ordinals = _ordinals(source_pools, span, states)
         fits = _has_room(destination_pools, destination_ordinals)

@@ -27,7 +27,7 @@ from kvplan.bridges.vllm import shared_attention
 from kvplan.connector import prompt_digest
 from kvplan.describe.blocks import POSITION_END
 from kvplan_nixl.vllm.drafts import with_drafts
-from kvplan_nixl.vllm.settings import ConnectorSettings
+from kvplan_nixl.vllm.settings import ModelSettings
 from kvplan_nixl.weights import adapter_of, weights_of
 
 FP8_DTYPES: Final = MappingProxyType(
@@ -120,7 +120,7 @@ def groups_of(config: KVCacheConfig) -> dict[str, int]:
     return {f"group{index}": index for index in config.transfer_group_ids}
 
 
-def model_of(config: VllmConfig, cache: KVCacheConfig, settings: ConnectorSettings) -> Model:
+def model_of(config: VllmConfig, cache: KVCacheConfig, settings: ModelSettings) -> Model:
     """Return the model as both engines must name it: with its weights, and the cache's dtypes."""
     name = settings.model or config.model_config.model
     weights = settings.weights or weights_of(
@@ -154,22 +154,8 @@ def _only(dtypes: set[str]) -> str | None:
 
 
 def prompt_of(request: Request, num_tokens: int) -> str:
-    """Digest the first positions of a request, and all facts that decide their cache or its owner.
-
-    The facts are those of vLLM's own prefix cache: ``generate_block_hash_extra_keys`` in
-    vllm/v1/core/kv_cache_utils.py. An adapter has its name and, if its files are on this machine,
-    their fingerprint.
-    """
-    facts = []
-    if request.cache_salt is not None:
-        facts.append(f"salt {request.cache_salt}")
-    if request.lora_request is not None:
-        adapter = request.lora_request
-        facts.append(f"adapter {adapter.lora_name} {adapter_of(adapter.lora_path)}")
-    for feature in request.mm_features:
-        place = feature.mm_position
-        if place.offset < num_tokens:
-            facts.append(f"input {feature.identifier} at {place.offset}, {place.length} positions")
+    """Digest the first positions of a request, and the facts that decide their cache too."""
+    facts = [text for position, text in facts_of(request) if position < num_tokens or not position]
     if request.prompt_embeds is not None:
         embeddings = request.prompt_embeds[:num_tokens].contiguous().view(torch.uint8).cpu().numpy()
         digest = hashlib.blake2b(embeddings, digest_size=16).hexdigest()
@@ -177,12 +163,32 @@ def prompt_of(request: Request, num_tokens: int) -> str:
     return prompt_digest(request._all_token_ids[:num_tokens], facts)
 
 
+def facts_of(request: Request) -> list[tuple[int, str]]:
+    """Return what decides a request's cache beside tokens and embeddings, each from a position on.
+
+    They are those of vLLM's own prefix cache: ``generate_block_hash_extra_keys`` in
+    vllm/v1/core/kv_cache_utils.py. An adapter has its name and, if its files are on this machine,
+    their fingerprint.
+    """
+    facts = []
+    if request.cache_salt is not None:
+        facts.append((0, f"salt {request.cache_salt}"))
+    if request.lora_request is not None:
+        adapter = request.lora_request
+        facts.append((0, f"adapter {adapter.lora_name} {adapter_of(adapter.lora_path)}"))
+    for feature in request.mm_features:
+        place = feature.mm_position
+        text = f"input {feature.identifier} at {place.offset}, {place.length} positions"
+        facts.append((int(place.offset), text))
+    return facts
+
+
 def worker_of(
     config: VllmConfig,
     cache: KVCacheConfig,
     info: RankInfo,
     kv_caches: Mapping[str, torch.Tensor],
-    settings: ConnectorSettings,
+    settings: ModelSettings,
 ) -> Worker:
     """Return the worker of a rank. Its groups have the names of :func:`groups_of`."""
     layers = config.compilation_config.static_forward_context

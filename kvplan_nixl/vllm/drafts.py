@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import KVPlanError, Model
-from kvplan_nixl.vllm.settings import ConnectorSettings
+from kvplan_nixl.vllm.settings import ModelSettings
 from kvplan_nixl.weights import weights_of
 
 WITHOUT_CACHE: Final = (
@@ -74,7 +74,7 @@ def _refusal(expected: str, got: str) -> KVPlanError:
     return KVPlanError("LAYOUT", action, expected=expected, got=got)
 
 
-def with_drafts(model: Model, config: VllmConfig, settings: ConnectorSettings) -> Model:
+def with_drafts(model: Model, config: VllmConfig, settings: ModelSettings) -> Model:
     """Return a model with the draft layers that an engine caches beside its own, if any.
 
     Its name says which draft that is.

@@ -11,7 +11,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import attrs
 from vllm import envs
@@ -72,6 +72,22 @@ UNSUPPORTED: Final = MappingProxyType(
 """NixlConnector's settings in vLLM 0.32 and 0.33 that kvplan lacks, by name."""
 
 
+class ModelSettings(Protocol):
+    """The settings of all connectors that say which model an engine runs, empty where vLLM says."""
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+
+    @property
+    def weights(self) -> str:
+        """The fingerprint of its weights."""
+
+    @property
+    def draft(self) -> str:
+        """The name of the model that drafts tokens."""
+
+
 @attrs.frozen(kw_only=True)
 class ConnectorSettings(Settings):
     """The settings of vLLM's connector. With ``verify`` decode compares digests.
@@ -97,7 +113,7 @@ def settings_of(config: VllmConfig) -> ConnectorSettings:
     """
     transfer = config.kv_transfer_config
     assert transfer is not None
-    _check_transfer(transfer)
+    check_transfer(transfer)
     values = {
         **secrets_beside(transfer.kv_connector_extra_config, os.environ),
         "host": envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
@@ -109,7 +125,7 @@ def settings_of(config: VllmConfig) -> ConnectorSettings:
     return attrs.evolve(settings, port=port)
 
 
-def _check_transfer(transfer: Any) -> None:
+def check_transfer(transfer: Any) -> None:
     """Refuse fields of vLLM's configuration that change nothing here, unless they are default."""
     for field in dataclasses.fields(transfer):
         if field.name not in HONOURED:

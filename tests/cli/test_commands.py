@@ -550,3 +550,19 @@ def test_some_layers_move(cli: Cli) -> None:
     assert document["layers"] == {"moved": 2, "of": 40}
     for layers in ("1", "41", "x"):
         assert cli("verify", "granite-4.0-h-tiny", "--layers", layers).status == 2
+
+
+def test_an_interrupt_of_the_imports_is_a_status(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half second of a command imports, and a ^C there prints no traceback."""
+
+    class Interrupted:
+        """A finder of modules that is interrupted at the command line's."""
+
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "kvplan.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "kvplan.cli.app")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    run = cli("demo")
+    assert (run.status, run.out, run.err) == (130, "", "")

@@ -259,3 +259,13 @@ def test_a_model_is_a_name_or_empty() -> None:
         Worker("e", 0, (), (), (), "a\nb")
     with pytest.raises(KVPlanError, match=r"^TYPE: cannot read model of a worker"):
         Worker("e", 0, (), (), (), None)  # type: ignore[arg-type]
+
+
+def test_a_mistyped_region_lists_names_in_brief() -> None:
+    """Of 80 layers the message has their numbers, and the name that is close."""
+    (worker,) = engine("decode", layers=80)
+    views = [attrs.evolve(worker.views[0], region="kv.O"), *worker.views[1:]]
+    with pytest.raises(KVPlanError) as caught:
+        attrs.evolve(worker, views=views)
+    assert "expected one of the regions kv.0-79, got 'kv.O' (did you mean 'kv." in str(caught.value)
+    assert len(str(caught.value)) < 200

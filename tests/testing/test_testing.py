@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.vendor.pretty import pretty
 
@@ -296,3 +296,16 @@ def test_strategies_without_hypothesis_name_the_extra(monkeypatch: pytest.Monkey
     with pytest.raises(ImportError) as refused:
         importlib.import_module("kvplan.testing.strategies")
     assert str(refused.value) == "kvplan.testing.strategies needs hypothesis: pip install hypothesis"
+
+
+def test_requests_may_all_begin_at_their_first_block() -> None:
+    """With ``first=False`` no block table begins later, nor does a range."""
+    destinations = engine("decode", order="NH")
+
+    @settings(max_examples=20, deadline=None, database=None)
+    @given(requests(destinations, engine("prefill"), first=False))
+    def check(request: Any) -> None:
+        assert request["tokens"][0] == 0
+        assert {request[side]["attn"].first for side in ("local", "remote")} == {0}
+
+    check()

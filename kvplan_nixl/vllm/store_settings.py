@@ -1,0 +1,82 @@
+"""The settings of vLLM's connector to a store, read once, from vLLM's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from kvplan._checks import integer, name
+from kvplan.errors import KVPlanError
+from kvplan.store import PAGE_TOKENS
+from kvplan_nixl.executor import UCX, Backends
+from kvplan_nixl.settings import NamedSettings, backends_of, setting
+from kvplan_nixl.vllm.description import specs_of
+from kvplan_nixl.vllm.drafts import WITH_CACHE
+from kvplan_nixl.vllm.settings import PLACE, check_engine, check_transfer
+
+
+@attrs.frozen(kw_only=True)
+class StoreSettings(NamedSettings):
+    """The settings of the connector to a store.
+
+    ``folder`` has the pages, of ``tokens_per_page``. Each worker copies through ``buffer_bytes`` of
+    host memory. ``model``, ``weights`` and ``backends`` are those of other connectors; ``draft`` is
+    always empty here.
+    """
+
+    folder: str = setting(name, "")
+    tokens_per_page: int = setting(integer, PAGE_TOKENS)
+    buffer_bytes: int = setting(integer, 64 << 20)
+    model: str = setting(name, "")
+    weights: str = setting(name, "")
+    backends: Backends = setting(backends_of, UCX)  # noqa: RUF009
+
+    @property
+    def draft(self) -> str:
+        """The name of a model that drafts tokens: none, since such engines are refused."""
+        return ""
+
+
+def store_settings_of(config: VllmConfig) -> StoreSettings:
+    """Return the settings of an engine. Raises ``SETTING``, ``TYPE`` and ``RANGE``."""
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    check_transfer(transfer)
+    settings = StoreSettings.read(transfer.kv_connector_extra_config, PLACE)
+    if not settings.folder:
+        raise _refusal("folder", "the folder of a store", "none")
+    # a page may be evicted or damaged, which must not fail a request
+    policy = transfer.kv_load_failure_policy
+    if policy != "recompute":
+        raise _refusal("kv_load_failure_policy", "recompute", policy)
+    return settings
+
+
+def check_store_engine(config: VllmConfig, cache: KVCacheConfig) -> None:
+    """Refuse engines whose caches the connector does not store yet, or not rightly.
+
+    Raises ``LAYOUT`` or ``SETTING``.
+    """
+    check_engine(config)
+    for group in cache.transfer_groups:
+        for spec in specs_of(group):
+            # whose layers attend to all positions, so that any prefix is a prefix
+            if not isinstance(spec, FullAttentionSpec):
+                got = type(spec).__name__
+                raise KVPlanError(
+                    "LAYOUT", "store a cache of vLLM", expected="FullAttentionSpec", got=got
+                )
+    speculative: Any = config.speculative_config
+    # what drafts cache at a page's last position may depend on the next token, which no key has
+    if speculative is not None and speculative.method in WITH_CACHE:
+        expected = "no drafts that have a cache"
+        raise _refusal("speculative_config", expected, f"{speculative.method}")
+    if config.parallel_config.prefill_context_parallel_size > 1:
+        raise _refusal("prefill_context_parallel_size", "1", "more")
+
+
+def _refusal(label: str, expected: str, got: str) -> KVPlanError:
+    return KVPlanError("SETTING", f"set {label} of a store", expected=expected, got=got)

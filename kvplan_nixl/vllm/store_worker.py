@@ -1,0 +1,151 @@
+"""The connector to a store in a worker of vLLM: a thread loads and saves beside steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from queue import PriorityQueue
+from typing import Final
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import (
+    get_dcp_group,
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+)
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvplan import Context, KVPlanError, Worker, encode
+from kvplan.bridges import RankInfo
+from kvplan.store import FileBackend, MemoryMover, Mover, StoreClient
+from kvplan_nixl.executor import NixlExecutor
+from kvplan_nixl.mover import NixlMover
+from kvplan_nixl.vllm.description import worker_of
+from kvplan_nixl.vllm.store_scheduler import KvplanStoreMetadata, StoreJob
+from kvplan_nixl.vllm.store_settings import StoreSettings
+
+logger = init_logger(f"vllm.{__name__}")
+
+STOP: Final = 0
+LOAD: Final = 1
+SAVE: Final = 2
+"""What the thread does first: it ends, it loads for requests that wait, it saves."""
+
+
+class StoreWorker:
+    """Loads and saves what the scheduler says, and reports the requests that have ended."""
+
+    def __init__(self, config: VllmConfig, cache: KVCacheConfig, settings: StoreSettings) -> None:
+        self._config = config
+        self._cache = cache
+        self._settings = settings
+        self._executor: NixlExecutor | None = None
+        self._jobs: PriorityQueue[tuple[int, int, StoreJob | None]] = PriorityQueue()
+        self._num_jobs = 0
+        self._lock = threading.Lock()
+        self._results = KVConnectorTransferResults()
+        self._thread = threading.Thread(target=self._run, name="kvplan store", daemon=True)
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Describe the worker's caches, and begin to work."""
+        worker = self._describe(kv_caches)
+        # memory of the host is copied without NIXL, which would copy it too
+        mover: Mover = MemoryMover()
+        if any(region.memory != "DRAM" for region in worker.regions):
+            self._executor = NixlExecutor(worker, self._settings.backends)
+            mover = NixlMover(self._executor)
+        self._client = StoreClient(
+            FileBackend(self._settings.folder),
+            worker,
+            mover=mover,
+            tokens_per_page=self._settings.tokens_per_page,
+            buffer_bytes=self._settings.buffer_bytes,
+        )
+        self._thread.start()
+        logger.info("%s keeps pages in %s", worker, self._settings.folder)
+
+    def _describe(self, kv_caches: Mapping[str, torch.Tensor]) -> Worker:
+        transfer = self._config.kv_transfer_config
+        assert transfer is not None
+        assert transfer.engine_id is not None
+        parallel = self._config.parallel_config
+        tp = parallel.tensor_parallel_size
+        tp_rank = get_tensor_model_parallel_rank()
+        rank = get_pp_group().rank_in_group * tp + tp_rank
+        num_contexts = parallel.decode_context_parallel_size
+        context = Context(
+            get_dcp_group().rank_in_group, num_contexts, parallel.cp_kv_cache_interleave_size
+        )
+        info = RankInfo(transfer.engine_id, rank, tp_rank, tp, context)
+        return worker_of(self._config, self._cache, info, kv_caches, self._settings)
+
+    @property
+    def offer(self) -> bytes:
+        """The offer of the worker."""
+        return encode(self._client.worker)
+
+    def begin(self, step: KvplanStoreMetadata) -> None:
+        """Take the work of a step."""
+        for priority, jobs in ((LOAD, step.loads), (SAVE, step.saves)):
+            for job in jobs:
+                self._put(priority, job)
+
+    def _put(self, priority: int, job: StoreJob | None) -> None:
+        # jobs of one kind are done in the order in which they came
+        self._num_jobs += 1
+        self._jobs.put((priority, self._num_jobs, job))
+
+    def _run(self) -> None:
+        while True:
+            priority, _, job = self._jobs.get()
+            if job is None:
+                return
+            try:
+                self._carry_out(priority, job)
+            except Exception:  # whatever it is, the request goes on without the store
+                logger.exception("the store has failed for request %r", job.request)
+                if priority == LOAD:
+                    with self._lock:
+                        self._results.failed_recving.add(job.request)
+            with self._lock:
+                ended = self._results
+                requests = ended.finished_recving if priority == LOAD else ended.finished_sending
+                requests.add(job.request)
+
+    def _carry_out(self, priority: int, job: StoreJob) -> None:
+        client = self._client
+        # a pipeline stage may lack some groups
+        groups = {group.name for group in client.groups}
+        tables = {group: table for group, table in job.tables.items() if group in groups}
+        positions = dict.fromkeys(tables, job.positions)
+        if priority == SAVE:
+            num_saved = client.save(job.chain, tables, positions)
+            client.use(job.chain, job.chain.num_tokens)
+            logger.debug("request %r: %d new pages", job.request, num_saved)
+            return
+        try:
+            client.load(job.chain, tables, positions)
+        except KVPlanError as error:
+            logger.warning("request %r is computed: %s", job.request, error)
+            with self._lock:
+                self._results.failed_recving.add(job.request)
+        else:
+            client.use(job.chain, job.positions[1])
+
+    def results(self) -> KVConnectorTransferResults:
+        """Return the requests that have ended since the last step."""
+        with self._lock:
+            results = self._results
+            self._results = KVConnectorTransferResults()
+        return results
+
+    def close(self) -> None:
+        """End the thread. No byte moves afterwards."""
+        if self._thread.is_alive():
+            self._put(STOP, None)
+            self._thread.join()
+        if self._executor is not None:
+            self._executor.close()

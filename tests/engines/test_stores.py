@@ -1,0 +1,138 @@
+"""The connector to a store, without an engine: what it refuses, and what it finds, loads and saves of requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.request import Request, RequestStatus
+
+from kvplan import Blocks, KVPlanError, Model, Worker, encode
+from kvplan.store import FileBackend, StoreClient
+from kvplan_nixl.vllm import KvplanStore
+from kvplan_nixl.vllm.store_scheduler import KvplanStoreHandshake
+from tests.store.engines import QWEN, EngineWithStore
+
+SIZES = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+FULL, WINDOW = FullAttentionSpec(**SIZES), SlidingWindowSpec(**SIZES, sliding_window=48)
+PROMPT = [*range(100, 300)]
+
+
+def connector(folder: Path, spec: Any = FULL, speculative: Any = None, **transfer: Any) -> KvplanStore:
+    """The scheduler's part of an engine."""
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(use_mla=False)
+    config.speculative_config = speculative
+    extra = {"folder": str(folder), **transfer.pop("extra", {})}
+    settings = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", **transfer}
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="KvplanStore",
+        kv_connector_module_path="kvplan_nixl.vllm",
+        kv_connector_extra_config=extra,
+        **settings,
+    )
+    cache = KVCacheConfig(num_blocks=50, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layers.0"], spec)])
+    return KvplanStore(config, KVConnectorRole.SCHEDULER, cache)
+
+
+def worker_of(model: Model = QWEN) -> Worker:
+    """A worker whose group is named as the connector names it."""
+    (worker,) = model.engine("e", num_blocks=50)
+    groups = [attrs.evolve(group, name="group0") for group in worker.groups]
+    return attrs.evolve(worker, groups=groups, views=[attrs.evolve(view, group="group0") for view in worker.views])
+
+
+def request_of(tokens: list[int], **options: Any) -> Request:
+    """A request for some tokens."""
+    return Request("r", [*tokens], SamplingParams(max_tokens=9), None, **options)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A folder with the first 192 tokens of the prompt."""
+    cache = EngineWithStore.of(QWEN, FileBackend(tmp_path / "other"), seed=5).caches[0]
+    client = StoreClient(FileBackend(tmp_path / "kv"), cache.worker)
+    client.save(client.chain(PROMPT), {"attn": Blocks(range(13))}, {"attn": (0, 192)})
+    return tmp_path / "kv"
+
+
+def ready(folder: Path, **options: Any) -> KvplanStore:
+    """A connector that knows its worker."""
+    made = connector(folder, **options)
+    made.set_xfer_handshake_metadata_pp_aware({(0, 0): KvplanStoreHandshake(encode(worker_of()))})
+    return made
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"extra": {"folder": ""}}, "NAME: cannot read folder in kv_connector_extra_config"),
+        (
+            {"kv_load_failure_policy": "fail"},
+            "SETTING: cannot set kv_load_failure_policy of a store: expected recompute",
+        ),
+        ({"spec": WINDOW}, "LAYOUT: cannot store a cache of vLLM: expected FullAttentionSpec, got SlidingWindowSpec"),
+        ({"speculative": SimpleNamespace(method="eagle")}, "SETTING: cannot set speculative_config of a store"),
+        ({"extra": {"port": 7}}, "SETTING: cannot read kv_connector_extra_config: expected known names, got 'port'"),
+        ({"kv_port": 5}, "SETTING: cannot set kv_port"),
+    ],
+)
+def test_what_has_no_effect_or_a_wrong_one_is_refused(options: dict[str, Any], text: str, tmp_path: Path) -> None:
+    """An engine that the connector would not store rightly does not start."""
+    with pytest.raises(KVPlanError, match=text):
+        connector(tmp_path, **options)
+
+
+def test_a_stored_prefix_is_a_hit(stored: Path) -> None:
+    """A request loads what is stored after what the engine has cached; the last token is always computed."""
+    found = ready(stored)
+    assert found.get_num_new_matched_tokens(request_of(PROMPT), 0) == (192, True)
+    assert found.get_num_new_matched_tokens(request_of(PROMPT), 64) == (128, True)
+    assert found.get_num_new_matched_tokens(request_of(PROMPT[:128]), 0) == (127, True)
+    assert found.get_num_new_matched_tokens(request_of(PROMPT, cache_salt="blue"), 0) == (0, False)
+    assert found.get_num_new_matched_tokens(request_of([7, *PROMPT]), 0) == (0, False)
+
+
+def test_a_request_is_loaded_once(stored: Path) -> None:
+    """A load that has failed is not tried again: the request is computed."""
+    found, request = ready(stored), request_of(PROMPT)
+    assert found.get_num_new_matched_tokens(request, 64) == (128, True)
+    blocks = KVCacheBlocks(([KVCacheBlock(n) for n in range(13)],))
+    found.update_state_after_alloc(request, blocks, 128)
+    step = found.build_connector_meta(None)
+    (load,) = step.loads
+    assert (load.positions, load.tables["group0"].ids.tolist()) == ((64, 192), [*range(13)])
+    assert found.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert found.build_connector_meta(None).loads == []
+
+
+def test_a_store_that_is_gone_is_a_miss(stored: Path) -> None:
+    """Requests go on without the store."""
+    found = ready(stored)
+    stored.rename(stored.with_name("elsewhere"))
+    assert found.get_num_new_matched_tokens(request_of(PROMPT), 0) == (0, False)
+
+
+@pytest.mark.parametrize("role, status, is_saved", [
+    ("kv_both", RequestStatus.FINISHED_STOPPED, True),
+    ("kv_both", RequestStatus.FINISHED_ABORTED, False),
+    ("kv_consumer", RequestStatus.FINISHED_STOPPED, False),
+])  # fmt: skip
+def test_a_finished_request_is_saved(role: str, status: Any, is_saved: bool, tmp_path: Path) -> None:
+    """Its blocks stay, and its answer is saved too, without the last token, which no cache has."""
+    made, request = ready(tmp_path / "kv", kv_role=role), request_of(PROMPT[:120])
+    request.append_output_token_ids(PROMPT[120:130])
+    request.num_computed_tokens, request.status = 129, status
+    assert made.request_finished(request, [*range(9)]) == (is_saved, None)
+    saves = made.build_connector_meta(None).saves
+    assert [job.positions for job in saves] == ([(0, 128)] if is_saved else [])
