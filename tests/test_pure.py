@@ -60,7 +60,7 @@ QUIET = """
 IMPURE = {
     "connector": {"sockets", "threads", "files", "clocks", "randomness", "logging"},
     "store": {"threads", "files", "clocks", "randomness", "mapped memory"},
-    "cli": {"files", "environment", "interpreter", "processes"},
+    "cli": {"clocks", "files", "environment", "interpreter", "processes"},
     "testing": {"clocks", "randomness", "interpreter", "threads", "logging", "environment"},
     "__main__": {"interpreter"},
 }

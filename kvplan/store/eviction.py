@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from kvplan._checks import having, instance, seconds
+from kvplan._checks import having, instance
 from kvplan._text import brief_repr
 from kvplan.store.backends import Backend, FileEntry
 from kvplan.store.readers import PIN
@@ -67,7 +67,6 @@ def evict(backend: Backend, limits: Limits, now_s: float) -> Evicted:
     """Delete the pages that exceed the limits at a time. Raises ``BACKEND``."""
     having("entries", backend, "backend of a store", "a Backend")
     instance(Limits, limits, "limits of a store")
-    seconds(now_s, "now_s")
     pages: defaultdict[str, _PageFiles] = defaultdict(_PageFiles)
     for entry in backend.entries():
         pages[entry.page].files.append(entry)
