@@ -43,6 +43,7 @@ NOT_CORE = {
     "SETTING",
     "MEMORY",
     "BACKEND",
+    "PAGE",
     "PEER",
     "TRANSFER",
     "MESSAGE",

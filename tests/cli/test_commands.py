@@ -141,6 +141,7 @@ def test_the_module_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """``python -m kvplan`` is the command line, with its exit status."""
     for arguments, status in ((TWO_ENGINES, 0), (("verify", "llama-9"), 2)):
         monkeypatch.setattr(sys, "argv", ["kvplan", *arguments])
+        monkeypatch.delitem(sys.modules, "kvplan.__main__", raising=False)  # tests of all modules import it
         with pytest.raises(SystemExit) as ended:
             runpy.run_module("kvplan", run_name="__main__")
         assert ended.value.code == status
