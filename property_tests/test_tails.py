@@ -63,7 +63,8 @@ def gapped(name: str, table: Blocks, kept: Collection[Block], form: random.Rando
     if form.random() < 0.5:
         return Blocks(list(here.values()), ordinals=[at for _, at in here], listed=table.listed)
     null = form.choice([every[block] for block in every if block not in kept] or [table.highest + 1])
-    return Blocks([here.get(block, null) for block in every], table.first, null)
+    behind = [null] * (table.listed[1] - table.stop)  # gaps that the table lists behind its last block
+    return Blocks([*(here.get(block, null) for block in every), *behind], table.first, null)
 
 
 def with_gaps(
