@@ -36,6 +36,9 @@ from kvplan.plan.series import GroupPair, PeriodBlocks, RunSeries, TokenSeries
 SLOT_BYTES: Final = 130
 """What a slot of a run of one token, or a longer run, takes of a budget on each side."""
 
+ROW_BYTES: Final = 500
+"""What a row takes of a budget while ids are assigned, beside what its slots take."""
+
 POSITION_BYTES: Final = 64
 """What a position at which tokens move takes of a budget."""
 
@@ -162,6 +165,7 @@ def assign_rows(jobs: Sequence[RowJob]) -> tuple[Ints, list[RowIds]]:
 
     # A row begins with each candidate, and with each new offset of a candidate that is not one row.
     first = heads(goes_on & (is_one_row[candidate[1:]] | same_offset))
+    spend(first.size, "rows", ROW_BYTES, "number the descriptors of a worker")
     row = numbered(first, order.size)
     row_candidate = candidate[first]
     element = (offset - offset[first][row]) // step[candidate]

@@ -41,7 +41,14 @@ def test_an_offer_as_json(cli: Cli) -> None:
         "engine_id": "decode",
         "rank": 1,
         "fingerprint": fingerprint(DECODE),
-        "groups": [{"name": "attn", "tokens_per_block": 8, "context": {"rank": 0, "size": 1, "interleave_tokens": 1}}],
+        "groups": [
+            {
+                "name": "attn",
+                "tokens_per_block": 8,
+                "context": {"rank": 0, "size": 1, "interleave_tokens": 1},
+                "tokens_per_slot": 1,
+            }
+        ],
         "regions": 2,
         "tensors": 2,
         "views": 2,
