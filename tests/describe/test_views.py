@@ -123,9 +123,9 @@ def test_axes_may_come_as_any_iterable() -> None:
     assert len({VIEW, attrs.evolve(VIEW, axes=[TOKEN, DIM])}) == 1
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("value", [value for value in VALUES if value != VIEW], ids=lambda value: type(value).__name__)
 def test_repr_evaluates_back(value: object) -> None:
-    """The repr of a value is an expression for it."""
+    """The repr of a value is an expression for it, but that of a view, which says how many axes it has."""
     assert eval(repr(value)) == value
 
 

@@ -41,6 +41,19 @@ SIZES: Final = {
     "attn_type_list": [1] * 20,
     **LATENT,
 }
+PERIODS: Final[Mapping[str, dict[str, int]]] = {
+    "bailing_moe_linear": {"layer_group_size": 5},
+    "phi4flash": {"mb_per_layer": 2, "sliding_window": 512, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2},
+    "plamo2": {
+        "mamba_step": 2,
+        "hidden_size_per_head": 128,
+        "mamba_d_state": 64,
+        "mamba_d_conv": 4,
+        "mamba_num_heads": 64,
+    },
+}
+"""What families of hybrids need besides."""
+
 BAMBA: Final = {"model_type": "bamba", **HEADS, "mamba_n_heads": 32}
 ZAMBA: Final = {"model_type": "zamba2", **HEADS, "n_mamba_heads": 32}
 KIMI_SIZES: Final = {"model_type": "kimi_linear", **LATENT}
@@ -56,6 +69,7 @@ def files() -> Iterator[dict[str, Any]]:
         keys: dict[str, Any] = {key: value for key, value in SIZES.items() if key in read}
         if model_type == "nemotron_h":
             keys["hybrid_override_pattern"] = "M*M*"
+        keys |= PERIODS.get(model_type, {})
         if model_type == "nemotron-nas":
             keys["block_configs"] = [{"attention": {"n_heads_in_group": 2}}] * 20
         yield {"model_type": model_type, **keys}

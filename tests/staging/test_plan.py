@@ -284,7 +284,8 @@ def test_an_unknown_region_is_refused(make: Any) -> None:
     with pytest.raises(KVPlanError) as refused:
         make(local, remotes, staging="spare")
     assert (
-        str(refused.value) == "NAME: cannot stage in a region of local/0: expected one of 'kv.0', 'kv.1', got 'spare'"
+        str(refused.value)
+        == "NAME: cannot stage in a region of local/0: expected one of the regions kv.0-1, got 'spare'"
     )
     with pytest.raises(KVPlanError, match="TYPE: cannot read staging"):
         make(local, remotes, staging=local.regions[0])
