@@ -56,8 +56,8 @@ Lease = leases._Lease
 FAULTS = [
     # Leases
     Fault("a reaper frees what a claim holds", Lease, "stands_at", "now < self.ends_at or any", "now < self.ends_at or False and any", seed=0, rule="CLAIM"),
-    Fault("a claim brings a lease back", Leases, "claim", "return False", "self._leases[lease] = _Lease(lease.split()[0], 0.0)", seed=0, rule="OWN"),
-    Fault("a lease that is over stands", Leases, "stands", "not self._is_refused(lease)", "True", seed=0, rule="OWN"),
+    Fault("a claim brings a lease back", Leases, "claim", "return False", "self._leases[lease] = _Lease(lease.split()[0], 0.0)", seed=0, rule="REPORT"),
+    Fault("a lease that is over stands", Leases, "stands", "not self._is_refused(lease)", "True", seed=1, rule="OWN"),
     Fault("a lease ends by a clock that is twice as fast", Leases, "claim", "self._clock() + self.lease_s", "self._clock() + self.lease_s / 2", seed=14, rule="CLAIM"),
     Fault("the first lease ends by a clock that began elsewhere", Leases, "grant", "self._clock() + duration_s", "duration_s", seed=0, rule="CLAIM"),
     Fault("done of one reader ends all claims", Leases, "end", "claims_end_at.pop(reader, None)", "claims_end_at.clear()", seed=0, rule="CLAIM"),
@@ -72,7 +72,7 @@ FAULTS = [
     Fault("silence ends the thread of an engine", claims.Claims, "_run", "continue", "return", seed=0, rule="END"),
     Fault("ended claims are sent for ever", claims.SourceClaims, "take_message", "del self._done[claim]", "pass", seed=0, rule="GROW"),
     # Reads
-    Fault("no last question is asked", LeaseCheck, "begin_last", "self.has_last_byte = True", "self.has_last_byte = self.is_confirmed = True", seed=0, rule="OWN"),
+    Fault("no last question is asked", LeaseCheck, "begin_last", "self.has_last_byte = True", "self.has_last_byte = self.is_confirmed = True", seed=1, rule="OWN"),
     Fault("the last question is asked before the last byte", LeaseCheck, "_take", "self.is_confirmed = self.has_last_byte", "self.is_confirmed = True", seed=48, rule="OWN"),
     Fault("an answer to an earlier question counts", LeaseCheck, "begin_last", "self.answer = None", "pass"),
     Fault("silence counts as yes", LeaseCheck, "_take", "elif error.code == ", "elif error.code == 'PEER':\n        self.is_confirmed = self.has_last_byte\n    elif error.code == ", seed=14, rule="OWN"),
@@ -83,7 +83,7 @@ FAULTS = [
     Fault("one of two transfers is awaited", reads.Reads, "_poll_job", "if all(transfer", "if any(transfer", seed=1, rule="CRASH"),
     # Handshakes
     Fault("a failed handshake is kept", peer_engines.PeerEngines, "_fail", "del self._peers[peer.source]\n    ", "", seed=7, rule="AGAIN"),
-    Fault("a restarted engine is read by its old connection", peer_engines.PeerEngines, "_connect", "if connected is not None and connected.offer != offer:", "if connected is not None:\n            continue\n        if False:", seed=82, rule="AGAIN"),
+    Fault("a restarted engine is read by its old connection", peer_engines.PeerEngines, "_connect", "if connected is not None and connected.offer != offer:", "if connected is not None:\n            continue\n        if False:", seed=88, rule="AGAIN"),
     # Handoffs
     Fault("a handoff serves any prompt", Handoff, "check_prompt", 'name(digest, "digest of a prompt") != self.prompt', "False", seed=6, rule="OWN"),
     Fault("a table of blocks loses its first one", handoff, "_read_table", "Blocks(ids, first)", "Blocks(ids[1:], first) if len(ids) > 3 else Blocks(ids, first)", seed=1, rule="RIGHT"),
