@@ -210,6 +210,7 @@ def test_writers_and_evictors_at_once_never_lose_a_write(tmp_path: Path) -> None
         own = EngineWithStore.of(QWEN, FileBackend(tmp_path, synchronize=False), seed=5)
         for _ in range(20):
             own.save(PROMPT, BLOCKS, 96)
+            assert not own.caches[0].client.faults
 
     def remove() -> None:
         backend = FileBackend(tmp_path)
