@@ -26,7 +26,7 @@ ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "blocks 32 to 64": ("llama", side(32), side(64)),
     "TP 1 to 2": ("llama", side(32), side(64, tp=2)),
     "TP 2 to 1": ("llama", side(64, tp=2), side(32)),
-    "latents": ("deepseek_v3", side(32), side(64)),
+    "latents": ("deepseek-v3", side(32), side(64)),
 }
 """A model, the engine that saves, and the one that loads."""
 
