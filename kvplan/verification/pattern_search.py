@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from kvplan._arrays import Ints
 from kvplan.describe.worker import Key
@@ -55,10 +57,10 @@ class PatternSearch:
         self.number_of = {name: number for number, name in enumerate(labels)}
         # Labels of one tensor follow those of another.
         # Tensors whose bytes have the same coordinates, by name.
-        self.alike = {
-            name: np.array([have_equal_axes(tensor, other) for other in self.tensors])
-            for name, tensor in labels.items()
-        }
+        self.alike: dict[str, npt.NDArray[np.bool_]] = {}
+        for name, tensor in labels.items():
+            is_alike = [have_equal_axes(tensor, candidate) for candidate in self.tensors]
+            self.alike[name] = np.array(is_alike)
         self.bases = np.array([labels.base for labels in self.tensors], np.int64)
         self.ends = np.array([labels.end for labels in self.tensors], np.int64)
         self.products: dict[str, list[Product]] = {}
@@ -102,7 +104,7 @@ class PatternSearch:
         runs = self._runs(labels, number, first_label, shift, classes)
         if runs is None:
             # Some positions hold labels behind a tensor's last: each is searched by itself.
-            classes = [[row] for rows in classes for row in rows]
+            classes = [[row] for row in itertools.chain.from_iterable(classes)]
             runs = self._runs(labels, number, first_label, shift, classes)
             assert runs is not None
         stretches = [stretches_of(position[rows]) for rows in classes]
@@ -188,13 +190,15 @@ class PatternSearch:
             ordinal, held_number = divmod(label - held.base, held.bytes_per_position)
             shift = ordinal + int(held.positions[0]) - positions[0].start
             positions = tuple(stretch._replace(shift=shift) for stretch in positions)
-        here = number % row_bytes(labels)
-        axes = [Stretch(here, here + length, held_number % row_bytes(labels) - here)]
+        first_byte = number % row_bytes(labels)
+        shift = held_number % row_bytes(labels) - first_byte
+        axes: list[Stretches] = [(Stretch(first_byte, first_byte + length, shift),)]
         for name, weight in labels.weights[1:]:
-            here = number // weight % labels.sizes[name]
-            there = held_number // weight % labels.sizes[name]
-            axes.append(Stretch(here, here + 1, there - here))
-        return Product(fault, held.name, (*((stretch,) for stretch in axes), positions))
+            coordinate = number // weight % labels.sizes[name]
+            held_coordinate = held_number // weight % labels.sizes[name]
+            shift = held_coordinate - coordinate
+            axes.append((Stretch(coordinate, coordinate + 1, shift),))
+        return Product(fault, held.name, (*axes, positions))
 
     def patterns(self, windows: Iterable[Window]) -> list[Pattern]:
         """Return the patterns of all bytes that were added.
@@ -244,14 +248,12 @@ def row_bytes(labels: Labels) -> int:
     return labels.itemsize * (labels.sizes[labels.weights[0][0]] if labels.weights else 1)
 
 
-def have_equal_axes(labels: Labels, other: Labels) -> bool:
+def have_equal_axes(tensor: Labels, candidate: Labels) -> bool:
     """Return whether the bytes of two tensors have the same coordinates."""
-    names = [name for name, _ in labels.weights]
-    sizes = [labels.sizes[name] for name in names]
     return (
-        labels.weights == other.weights
-        and labels.itemsize == other.itemsize
-        and sizes == [other.sizes[name] for name in names]
+        tensor.weights == candidate.weights
+        and tensor.itemsize == candidate.itemsize
+        and all(tensor.sizes[name] == candidate.sizes[name] for name, _ in tensor.weights)
     )
 
 

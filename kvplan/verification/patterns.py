@@ -282,13 +282,13 @@ def joined_patterns(patterns: Iterable[Pattern], *, by_worker: bool) -> list[Pat
             owners = None if pattern.all_tensors else frozenset(pattern.tensors)
         patterns_alike = alike.setdefault((owners, pattern.likeness()), [])
         for number, candidate in enumerate(patterns_alike[:MAX_PRODUCTS]):
-            both = candidate.join(pattern)
-            if both is not None:
-                patterns_alike[number] = both
+            joined = candidate.join(pattern)
+            if joined is not None:
+                patterns_alike[number] = joined
                 break
         else:
             patterns_alike.append(pattern)
-    return [pattern for patterns_alike in alike.values() for pattern in patterns_alike]
+    return list(itertools.chain.from_iterable(alike.values()))
 
 
 def lines_of(patterns: Iterable[Pattern], num_wrong: int, workers: Collection[Key]) -> list[str]:
@@ -302,5 +302,5 @@ def lines_of(patterns: Iterable[Pattern], num_wrong: int, workers: Collection[Ke
         return [listed[0].text(workers)]
     lines = [f"{count(pattern.num_bytes, 'byte')}: {pattern.text(workers)}" for pattern in listed]
     num_others = num_wrong - sum(pattern.num_bytes for pattern in listed)
-    others = f"{count(num_others, 'byte')} in none of these patterns"
-    return [*lines, others] if lines and num_others else lines
+    last_line = f"{count(num_others, 'byte')} in none of these patterns"
+    return [*lines, last_line] if lines and num_others else lines
