@@ -66,6 +66,20 @@ def numbered(first: Ints, size: int) -> Ints:
     return np.cumsum(chain_indices, out=chain_indices)
 
 
+def order_of_rows(rows: Ints) -> Ints:
+    """Return the order in which rows, (n, m), ascend, compared from the first column on.
+
+    It is that of ``np.lexsort``, which takes kilobytes for each column.
+
+    >>> order_of_rows(np.array([[2, 0], [-1, 5], [2, -3]]))
+    array([1, 2, 0])
+    """
+    # With the sign bit turned, big-endian words ascend as their bytes do, so a row is one key.
+    words = (rows.view(np.uint64) ^ np.uint64(1 << 63)).astype(">u8")
+    keys = words.view(f"V{words.shape[1] * words.itemsize}")[:, 0]
+    return np.argsort(keys, kind="stable")
+
+
 def read_only(array: Array) -> Array:
     """Return the same array, no longer writable."""
     array.setflags(write=False)

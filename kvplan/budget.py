@@ -41,7 +41,7 @@ class Budget:
     >>> with Budget(4 << 30) as budget:
     ...     plan = plan_reads(decode, [prefill])
     >>> budget
-    <Budget of 4 GiB, of which 397.2 KiB are taken>
+    <Budget of 4 GiB, of which 342.5 KiB are taken>
     >>> with Budget(1000):
     ...     plan_reads(decode, [prefill])
     Traceback (most recent call last):

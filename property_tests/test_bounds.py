@@ -12,8 +12,8 @@ from kvplan import Axis, Blocks, Budget, Context, Group, KVPlanError, Region, Vi
 BUDGET = 1 << 22
 """The bytes of a small budget, so that memory shows what it holds back and examples take little time."""
 
-MOST_BYTES = BUDGET + (1 << 20)
-"""Of planning in that budget, with what every plan needs."""
+MOST_BYTES = BUDGET + BUDGET // 2
+"""Of planning in that budget, with what every plan needs, and with arrays that steps make on the way."""
 
 
 def numbers(most: int) -> st.SearchStrategy[int]:

@@ -278,17 +278,18 @@ class PeerEngines:
             self._refuse_beside(source, start)
         with self._planning, budget:
             plan = self._fastest_plan(workers)
-        staged = None
         if isinstance(plan, StagedPlan):
             assert self._pipeline is not None
             staged = PipelinePlan(plan, self._pipeline)
-        direct = plan.direct if isinstance(plan, StagedPlan) else plan
+            direct = plan.direct
+        else:
+            staged = None
+            direct = plan
         moving = {pair.remote for pair in direct.pairs if pair.group_pairs}
         keys = [worker.key for worker in workers]
-        by_key = dict(zip(keys, offers, strict=True))
-        offers_of_moving = {key: by_key[key] for key in keys if key in moving}
+        by_key = {key: offer for key, offer in zip(keys, offers, strict=True) if key in moving}
         seconds = self._system.monotonic() - fetched_at
-        return PeerPlan(offers_of_moving, direct, staged, seconds)
+        return PeerPlan(by_key, direct, staged, seconds)
 
     def _refuse_beside(self, source: Source, earlier: Source) -> None:
         """Refuse an engine whose name another one has that still answers, by rule P2."""

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 import attrs
 import numpy as np
 
-from kvplan._arrays import Ints, distinct, heads, integers_in, numbered
+from kvplan._arrays import Ints, distinct, heads, integers_in, numbered, order_of_rows
 from kvplan._checks import ID_END
 from kvplan.budget import spend
 from kvplan.describe.views import Group
@@ -35,9 +35,6 @@ from kvplan.plan.series import GroupPair, PeriodBlocks, RunSeries, TokenSeries
 
 SLOT_BYTES: Final = 130
 """What a slot of a run of one token, or a longer run, takes of a budget on each side."""
-
-ROW_BYTES: Final = 500
-"""What a row takes of a budget while ids are assigned, beside what its slots take."""
 
 POSITION_BYTES: Final = 64
 """What a position at which tokens move takes of a budget."""
@@ -165,7 +162,6 @@ def assign_rows(jobs: Sequence[RowJob]) -> tuple[Ints, list[RowIds]]:
 
     # A row begins with each candidate, and with each new offset of a candidate that is not one row.
     first = heads(goes_on & (is_one_row[candidate[1:]] | same_offset))
-    spend(first.size, "rows", ROW_BYTES, "number the descriptors of a worker")
     row = numbered(first, order.size)
     row_candidate = candidate[first]
     element = (offset - offset[first][row]) // step[candidate]
@@ -349,7 +345,7 @@ def _token_series(tokens: TokenRuns, ids: BothIds, dtype: type) -> Iterator[Toke
     # One row for each run: its steps, and what each slot adds, on both sides. Equal rows become
     # neighbours, and so one series.
     rows = np.concatenate([*steps, *slot_terms], axis=1)
-    order = np.lexsort(rows.T[::-1])
+    order = order_of_rows(rows)
     first = heads((rows[order[1:]] == rows[order[:-1]]).all(1))
     series_of_run = np.empty(order.size, np.int64)
     series_of_run[order] = numbered(first, order.size)

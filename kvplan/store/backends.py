@@ -219,12 +219,13 @@ class FileBackend:
     def _publish(self, temporary: Path, path: Path) -> None:
         """Give a file its name."""
         for attempt in range(ATTEMPTS):
-            path.parent.mkdir(parents=True, exist_ok=True)
             try:
+                path.parent.mkdir(parents=True, exist_ok=True)
                 temporary.rename(path)
                 return
-            except FileNotFoundError:
-                # an evictor has removed the folder, which was empty
+            except (FileNotFoundError, FileExistsError):
+                # An evictor has removed the folder, which was empty: after it was made, or while
+                # mkdir looked what there was in its place.
                 if attempt + 1 == ATTEMPTS:
                     raise
 

@@ -12,12 +12,10 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -28,6 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvplan_nixl.vllm import register
+from kvplan_nixl.vllm.base import BlockConnector
 from kvplan_nixl.vllm.drafts import check_drafts
 from kvplan_nixl.vllm.metadata import (
     KvplanHandshakeMetadata,
@@ -40,7 +39,7 @@ from kvplan_nixl.vllm.settings import check_engine, settings_of
 from kvplan_nixl.vllm.worker import Worker
 
 
-class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
+class KvplanConnector(BlockConnector):
     """Reads a request's KV cache from the engine that computed it.
 
     The two engines may differ in parallel sizes, blocks and layout.
@@ -67,17 +66,6 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         """Return yes: a read has the state after its last position, whatever states are cached."""
         return True
 
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Ask for heads outside tokens: the longest runs if engines divide heads differently."""
-        model = vllm_config.model_config
-        return None if model is None or model.use_mla else "LBHNC"
-
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return no: sleep mode would move registered memory."""
-        return False
-
     def shutdown(self) -> None:
         part = self._scheduler if self._role == KVConnectorRole.SCHEDULER else self._worker
         part.close()
@@ -89,9 +77,6 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.add(request)
-
-    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        return tuple(self._kv_cache_config.transfer_group_ids)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -112,11 +97,6 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, KvplanWorkerMetadata):
             self._scheduler.take_digests(metadata)
-
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -177,17 +157,6 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KvplanPromMetrics:
         return KvplanPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for nothing: requests are read between steps."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Save nothing: requests are read once they are computed."""
-
-    def wait_for_save(self) -> None:
-        """Wait for nothing: no layer is saved."""
 
 
 # MultiConnector asks for the class by its name, also where vLLM loads no plugins.

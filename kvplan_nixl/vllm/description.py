@@ -10,6 +10,11 @@ from typing import Any, Final
 import attrs
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import (
+    get_dcp_group,
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -21,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from kvplan import KVPlanError, Model, Worker
+from kvplan import Context, KVPlanError, Model, Worker
 from kvplan.bridges import RankInfo, from_vllm
 from kvplan.bridges.vllm import shared_attention
 from kvplan.connector import prompt_digest
@@ -183,20 +188,38 @@ def facts_of(request: Request) -> list[tuple[int, str]]:
     return facts
 
 
+def _rank_info(config: VllmConfig) -> RankInfo:
+    """Return the place of this process in its engine."""
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    assert transfer.engine_id is not None
+    parallel = config.parallel_config
+    tp = parallel.tensor_parallel_size
+    tp_rank = get_tensor_model_parallel_rank()
+    rank = get_pp_group().rank_in_group * tp + tp_rank
+    # Consecutive ranks take turns, as in vLLM's slot mapping (vllm/v1/worker/block_table.py).
+    context = Context(
+        get_dcp_group().rank_in_group,
+        parallel.decode_context_parallel_size,
+        parallel.cp_kv_cache_interleave_size,
+    )
+    return RankInfo(transfer.engine_id, rank, tp_rank, tp, context)
+
+
 def worker_of(
     config: VllmConfig,
     cache: KVCacheConfig,
-    info: RankInfo,
     kv_caches: Mapping[str, torch.Tensor],
     settings: ModelSettings,
 ) -> Worker:
-    """Return the worker of a rank. Its groups have the names of :func:`groups_of`."""
+    """Return the worker of this process. Its groups have the names of :func:`groups_of`."""
     layers = config.compilation_config.static_forward_context
     hf_config = config.model_config.hf_config
     # Zamba2's attending layers take turns in a few blocks of weights.
     num_shared = getattr(hf_config, "num_mem_blocks", None)
     attending = num_shared and shared_attention(hf_config.hybrid_layer_ids, num_shared)
     model = model_of(config, cache, settings)
+    info = _rank_info(config)
     worker = from_vllm(model, info, cache, kv_caches, layers, attending=attending)
     new_names = dict(zip((group.name for group in worker.groups), _held(cache), strict=True))
     groups = [attrs.evolve(group, name=new_names[group.name]) for group in worker.groups]

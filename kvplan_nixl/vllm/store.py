@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    SupportsHMA,
 )
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -20,6 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
+from kvplan_nixl.vllm.base import BlockConnector
 from kvplan_nixl.vllm.store_scheduler import (
     KvplanStoreHandshake,
     KvplanStoreMetadata,
@@ -29,7 +28,7 @@ from kvplan_nixl.vllm.store_settings import check_store_engine, store_settings_o
 from kvplan_nixl.vllm.store_worker import StoreWorker
 
 
-class KvplanStore(KVConnectorBase_V1, SupportsHMA):
+class KvplanStore(BlockConnector):
     """Saves the caches of finished requests in a folder, and loads the prefixes of new ones.
 
     Engines that share the folder may differ in parallel sizes, blocks and layout.
@@ -48,17 +47,6 @@ class KvplanStore(KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker = StoreWorker(vllm_config, kv_cache_config, settings)
 
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Ask for heads outside tokens, as pages have them."""
-        model = vllm_config.model_config
-        return None if model is None or model.use_mla else "LBHNC"
-
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return no: sleep mode would move memory that the worker has described."""
-        return False
-
     def shutdown(self) -> None:
         if self._role != KVConnectorRole.SCHEDULER:
             self._worker.close()
@@ -71,9 +59,6 @@ class KvplanStore(KVConnectorBase_V1, SupportsHMA):
         values = metadata.values()
         offers = [value.offer for value in values if isinstance(value, KvplanStoreHandshake)]
         self._scheduler.set_offers(offers)
-
-    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        return tuple(self._kv_cache_config.transfer_group_ids)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -88,11 +73,6 @@ class KvplanStore(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._scheduler.take_step()
-
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -114,14 +94,3 @@ class KvplanStore(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for nothing: requests are loaded between steps."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Save nothing: requests are saved when they have ended."""
-
-    def wait_for_save(self) -> None:
-        """Wait for nothing: blocks stay until they are saved."""

@@ -13,7 +13,7 @@ from kvplan.errors import KVPlanError
 from kvplan.store import PAGE_TOKENS
 from kvplan_nixl.executor import UCX, Backends
 from kvplan_nixl.settings import NamedSettings, backends_of, setting
-from kvplan_nixl.vllm.description import specs_of
+from kvplan_nixl.vllm.description import check_kinds, specs_of
 from kvplan_nixl.vllm.drafts import WITH_CACHE
 from kvplan_nixl.vllm.settings import PLACE, check_engine, check_transfer
 
@@ -61,6 +61,7 @@ def check_store_engine(config: VllmConfig, cache: KVCacheConfig) -> None:
     Raises ``LAYOUT`` or ``SETTING``.
     """
     check_engine(config)
+    check_kinds(cache)
     for group in cache.transfer_groups:
         for spec in specs_of(group):
             # whose layers attend to all positions, so that any prefix is a prefix

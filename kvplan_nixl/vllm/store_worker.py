@@ -10,16 +10,10 @@ from typing import Final
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import (
-    get_dcp_group,
-    get_pp_group,
-    get_tensor_model_parallel_rank,
-)
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvplan import Context, KVPlanError, Worker, encode
-from kvplan.bridges import RankInfo
+from kvplan import KVPlanError, encode
 from kvplan.store import FileBackend, MemoryMover, Mover, StoreClient
 from kvplan_nixl.executor import NixlExecutor
 from kvplan_nixl.mover import NixlMover
@@ -51,7 +45,7 @@ class StoreWorker:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the worker's caches, and begin to work."""
-        worker = self._describe(kv_caches)
+        worker = worker_of(self._config, self._cache, kv_caches, self._settings)
         # memory of the host is copied without NIXL, which would copy it too
         mover: Mover = MemoryMover()
         if any(region.memory != "DRAM" for region in worker.regions):
@@ -66,21 +60,6 @@ class StoreWorker:
         )
         self._thread.start()
         logger.info("%s keeps pages in %s", worker, self._settings.folder)
-
-    def _describe(self, kv_caches: Mapping[str, torch.Tensor]) -> Worker:
-        transfer = self._config.kv_transfer_config
-        assert transfer is not None
-        assert transfer.engine_id is not None
-        parallel = self._config.parallel_config
-        tp = parallel.tensor_parallel_size
-        tp_rank = get_tensor_model_parallel_rank()
-        rank = get_pp_group().rank_in_group * tp + tp_rank
-        num_contexts = parallel.decode_context_parallel_size
-        context = Context(
-            get_dcp_group().rank_in_group, num_contexts, parallel.cp_kv_cache_interleave_size
-        )
-        info = RankInfo(transfer.engine_id, rank, tp_rank, tp, context)
-        return worker_of(self._config, self._cache, info, kv_caches, self._settings)
 
     @property
     def offer(self) -> bytes:

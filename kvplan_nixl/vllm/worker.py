@@ -9,16 +9,10 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import (
-    get_dcp_group,
-    get_pp_group,
-    get_tensor_model_parallel_rank,
-)
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvplan import Blocks, Context, KVPlanError, tails
-from kvplan.bridges import RankInfo
+from kvplan import Blocks, KVPlanError, tails
 from kvplan.connector import Claims, Read, send_claims
 from kvplan.connector.digest_requests import DigestRequest
 from kvplan.connector.system import SYSTEM, System
@@ -58,21 +52,8 @@ class Worker:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the worker's caches and register them with NIXL."""
-        transfer = self._config.kv_transfer_config
-        assert transfer is not None
-        assert transfer.engine_id is not None
-        parallel = self._config.parallel_config
-        tp = parallel.tensor_parallel_size
-        tp_rank = get_tensor_model_parallel_rank()
-        rank = get_pp_group().rank_in_group * tp + tp_rank
-        num_contexts = parallel.decode_context_parallel_size
-        # Consecutive ranks take turns, as in vLLM's slot mapping (vllm/v1/worker/block_table.py).
-        context = Context(
-            get_dcp_group().rank_in_group, num_contexts, parallel.cp_kv_cache_interleave_size
-        )
-        info = RankInfo(transfer.engine_id, rank, tp_rank, tp, context)
         settings = self._settings
-        worker = worker_of(self._config, self._cache, info, kv_caches, settings)
+        worker = worker_of(self._config, self._cache, kv_caches, settings)
         worker, copier = with_staging(worker, settings.staging_bytes)
         self._memories = memories_of(kv_caches.values())
         self._executor = NixlExecutor(worker, settings.backends, key=self._access.key)

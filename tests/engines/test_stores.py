@@ -14,7 +14,13 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, KVPlanError, Model, Worker, encode
@@ -25,6 +31,7 @@ from tests.store.engines import QWEN, EngineWithStore
 
 SIZES = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 FULL, WINDOW = FullAttentionSpec(**SIZES), SlidingWindowSpec(**SIZES, sliding_window=48)
+SINKS = SinkFullAttentionSpec(**SIZES, sink_len=16)
 PROMPT = [*range(100, 300)]
 
 
@@ -82,6 +89,7 @@ def ready(folder: Path, **options: Any) -> KvplanStore:
             "SETTING: cannot set kv_load_failure_policy of a store: expected recompute",
         ),
         ({"spec": WINDOW}, "LAYOUT: cannot store a cache of vLLM: expected FullAttentionSpec, got SlidingWindowSpec"),
+        ({"spec": SINKS}, "LAYOUT: cannot transfer a cache of vLLM: .* got SinkFullAttentionSpec"),
         ({"speculative": SimpleNamespace(method="eagle")}, "SETTING: cannot set speculative_config of a store"),
         ({"extra": {"port": 7}}, "SETTING: cannot read kv_connector_extra_config: expected known names, got 'port'"),
         ({"kv_port": 5}, "SETTING: cannot set kv_port"),

@@ -248,6 +248,30 @@ def names(backend: Any, engine: EngineWithStore) -> Sequence[int]:
     return [number for number, key in enumerate(keys) if key in pages]
 
 
+@pytest.mark.parametrize("moment", ["while it is made", "after it was made"])
+def test_a_folder_that_an_evictor_removes_is_made_again(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of a page is empty before its first file has its name, so an evictor may remove it."""
+    key = "1" * 64
+    name = f"{'0' * 16}/{key}/{'a' * 32}"
+    removed: list[Path] = []
+    make = Path.mkdir
+
+    def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
+        make(path, *arguments, **options)
+        if path.name == key and not removed:
+            path.rmdir()
+            removed.append(path)
+            if moment == "while it is made":
+                raise FileExistsError  # as pathlib does where there was a folder, and then is none
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    backend = FileBackend(tmp_path)
+    assert backend.put(name, [b"bytes"])
+    assert (backend.get(name), len(removed)) == (b"bytes", 1)
+
+
 def test_eviction_takes_the_ends_of_prefixes_first(tmp_path: Path) -> None:
     """Pages that were used go from the last one on; pinned ones stay; ages and bytes are limits."""
     backend = FileBackend(tmp_path)
