@@ -24,7 +24,7 @@ from kvplan.verification.patterns import (
     PatternPart,
     joined_patterns,
 )
-from kvplan.verification.products import (
+from kvplan.verification.product import (
     MAX_PRODUCTS,
     Product,
     Stretch,

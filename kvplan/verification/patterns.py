@@ -1,6 +1,6 @@
 """Patterns: wrong bytes of some workers that a sentence of a report describes.
 
-A *pattern* is a product (:mod:`kvplan.verification.products`) that names an axis only where it has
+A *pattern* is a product (:mod:`kvplan.verification.product`) that names an axis only where it has
 not all that the worker needs, or holds other coordinates. So patterns of several tensors join, and
 then those of several workers.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from kvplan._text import count, few, fold, intervals, split
 from kvplan.describe.worker import Key
-from kvplan.verification.products import (
+from kvplan.verification.product import (
     MAX_PRODUCTS,
     Stretch,
     Stretches,
