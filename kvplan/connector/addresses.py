@@ -39,7 +39,8 @@ def _begin(place: tuple[str, int]) -> Future[list[tuple[socket.AddressFamily, An
     with _LOCK:
         lookup = _LOOKUPS.get(place)
         if lookup is None:
-            lookup = _LOOKUPS[place] = Future()
+            lookup = Future()
+            _LOOKUPS[place] = lookup
             arguments = (place, lookup)
             threading.Thread(
                 target=_run, args=arguments, name="kvplan addresses", daemon=True

@@ -25,7 +25,7 @@ from kvplan.plan.specs import DIRECTIONS, Pair, ReadSpec
 from kvplan.plan.tables import Table
 from kvplan.plan.transfer import TransferPlan
 from kvplan.staging.plan import StagedPlan
-from kvplan.verification.verifier import Report
+from kvplan.verification.report import Report
 
 Detail = Literal["line", "workers", "rows"]
 

@@ -7,6 +7,7 @@ are under way at a time.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -263,7 +264,7 @@ def _lanes(events: Iterable[TraceEvent]) -> list[list[TraceEvent]]:
                 break
         else:
             of_track.append([event])
-    return [lane for of_track in lanes.values() for lane in of_track]
+    return list(itertools.chain.from_iterable(lanes.values()))
 
 
 def _rows(event: TraceEvent, origin: float, end: float) -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@ Nothing here shares code with the planner.
 
 from kvplan.verification.certificate import Certificate, certify
 from kvplan.verification.memory import FakeMemory
-from kvplan.verification.verifier import PROMISES, Report, Tail, verify, verify_together
+from kvplan.verification.report import PROMISES, Report, Tail
+from kvplan.verification.verifier import verify, verify_together
 
 __all__ = [
     "PROMISES",

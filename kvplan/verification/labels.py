@@ -315,11 +315,11 @@ class Labels:
 
 def label_tensors(
     positions_by_view: Iterable[tuple[View, Ints]],
-    others: Mapping[str, Ints] | None = None,
+    source_positions: Mapping[str, Ints] | None = None,
 ) -> dict[str, Labels]:
     """Return labels by tensor, from 1 on, for destination views with the positions that each needs.
 
-    With ``others``, positions by tensor, these have labels too, and all coordinates along each
+    With ``source_positions``, by tensor, these have labels too, and all coordinates along each
     axis: of what no destination needs, it can then be said what it is.
 
     >>> from kvplan import Axis
@@ -337,8 +337,9 @@ def label_tensors(
         first_view.setdefault(view.name, view)
         before = positions.get(view.name, needed_positions)
         positions[view.name] = np.union1d(before, needed_positions)
-        if others is not None:
-            positions[view.name] = np.union1d(positions[view.name], others[view.name])
+        if source_positions is not None:
+            at_sources = source_positions[view.name]
+            positions[view.name] = np.union1d(positions[view.name], at_sources)
             parts[view.name] = {name: (0, size) for name, size in view.sizes.items()}
         else:
             _extend_parts(parts.setdefault(view.name, {}), view)

@@ -153,14 +153,14 @@ class Engines:
         self, session: ClientSession, method: str, path: str, **options: Any
     ) -> ClientResponse:
         first = next(self._turns) % len(self.urls)
-        *others, last = (*self.urls[first:], *self.urls[:first])
+        urls = [*self.urls[first:], *self.urls[:first]]
         # nothing was sent where a connection was refused
-        for url in others:
+        for url in urls[:-1]:
             try:
                 return await session.request(method, url.with_path(path), **options)
             except UNREACHABLE as error:
                 LOGGER.warning("%s", error)
-        return await session.request(method, last.with_path(path), **options)
+        return await session.request(method, urls[-1].with_path(path), **options)
 
 
 @attrs.define(eq=False)

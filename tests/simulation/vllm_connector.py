@@ -15,13 +15,12 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
-from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import attrs
 
-from kvplan.connector import Connections, Read, ReadResult, Reads, fetch
+from kvplan.connector import Read, ReadResult, Reads
 from kvplan.errors import KVPlanError
 from kvplan.testing.simulation import EngineRequest, Promises, Site, StepReport
 
@@ -162,13 +161,7 @@ class VllmConnector:
                 described,
                 executor,
                 LOGGER,
-                connections=Connections(
-                    open_offer=site.fabric.open_offer,
-                    connect=executor.connect,
-                    disconnect=executor.disconnect,
-                    fetch_offers=partial(fetch, system=host),
-                    plan=site.fabric.catalog.plan,
-                ),
+                connections=site.connections(executor),
                 claims=worker._claims,
                 system=host,
             )

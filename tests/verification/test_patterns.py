@@ -305,7 +305,7 @@ def test_bytes_of_no_pattern_are_counted() -> None:
 
 def test_bytes_that_the_search_does_not_reach_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search that finds only what joins with nothing ends."""
-    monkeypatch.setattr("kvplan.verification.patterns.MAX_UNJOINED", -1)
+    monkeypatch.setattr("kvplan.verification.pattern_search.MAX_UNJOINED", -1)
     mesh, copies = noisy()
     (line,) = lines_of(mesh, copies)
     assert re.match(r"at decode/0: \d+ bytes wrong, first: ", line)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 import attrs
 
+from kvplan.connector import Connections, fetch
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.testing.simulation.fabric import Fabric, Port, VirtualExecutor
@@ -124,6 +126,16 @@ class Site:
     executors: Sequence[VirtualExecutor]
     offers: Sequence[bytes]
     fabric: Fabric
+
+    def connections(self, executor: VirtualExecutor) -> Connections:
+        """Return how workers of other engines become known to an executor of this one."""
+        return Connections(
+            open_offer=self.fabric.open_offer,
+            connect=executor.connect,
+            disconnect=executor.disconnect,
+            fetch_offers=partial(fetch, system=self.host),
+            plan=self.fabric.catalog.plan,
+        )
 
 
 class BlockPool:
@@ -379,9 +391,9 @@ class Engine:
             request.blocks += blocks
         # all positions so far are attended to, in each worker
         for memory in self._memories:
-            found = memory.wrong_position(request.blocks, request.labels, 0, start)
-            if found is not None:
-                position, label = found
+            wrong = memory.wrong_position(request.blocks, request.labels, 0, start)
+            if wrong is not None:
+                position, label = wrong
                 block = request.blocks[position // self._tokens_per_block]
                 raise BrokenRuleError(
                     "OWN",

@@ -18,6 +18,7 @@ These rules hold in every step, or the simulation ends with an error that names 
 
 from __future__ import annotations
 
+import itertools
 import random
 import traceback
 from collections import Counter
@@ -143,8 +144,7 @@ class Fleet:
         self._workers = {
             member.name: catalog.workers(member.name, member.shape) for member in scenario.members
         }
-        all_workers = [worker for workers in self._workers.values() for worker in workers]
-        self._numbers = Numbers.of(all_workers)
+        self._numbers = Numbers.of(itertools.chain.from_iterable(self._workers.values()))
         self._members = {member.name: member for member in scenario.members}
         self._num_starts: Counter[str] = Counter()
         self._engines: dict[str, Engine] = {}
@@ -189,8 +189,8 @@ class Fleet:
                 return f"that of position {positions[0]} of {request.name}"
         return "bytes that nobody wrote"
 
-    def _trace(self, who: str, what: str) -> None:
-        self.lines.append(f"{self.loop.now:10.4f} {who:10} {what}")
+    def _trace(self, host_name: str, message: str) -> None:
+        self.lines.append(f"{self.loop.now:10.4f} {host_name:10} {message}")
 
     def _advance(self, until_s: float) -> None:
         """Let all events happen up to a time."""

@@ -10,13 +10,11 @@ from typing import Any, Final
 
 from kvplan.connector import (
     Claims,
-    Connections,
     Handoff,
     Leases,
     Listener,
     Read,
     Reads,
-    fetch,
     prompt_digest,
     send_claims,
 )
@@ -94,13 +92,7 @@ class LeaseConnector:
                 worker,
                 executor,
                 logger,
-                connections=Connections(
-                    open_offer=site.fabric.open_offer,
-                    connect=executor.connect,
-                    disconnect=executor.disconnect,
-                    fetch_offers=partial(fetch, system=host),
-                    plan=site.fabric.catalog.plan,
-                ),
+                connections=site.connections(executor),
                 claims=Claims(logger, send, host),
                 system=host,
             )

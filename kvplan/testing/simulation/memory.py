@@ -7,7 +7,7 @@ engines. A request attends to its own bytes if each cell has the label of its ow
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan._arrays import Ints
-from kvplan.describe import Worker
+from kvplan.describe import View, Worker
 from kvplan.verification.labels import Weights, numbering, pieces_of_slot, slots_of_block
 from kvplan.verification.memory import ByteRanges
 
@@ -47,9 +47,11 @@ class Numbers:
     weights: Mapping[str, Weights]
 
     @classmethod
-    def of(cls, workers: Sequence[Worker]) -> Numbers:
+    def of(cls, workers: Iterable[Worker]) -> Numbers:
         """Number the tensors of some workers. Any of them will do for all."""
-        views = {view.name: view for worker in workers for view in worker.views}
+        views = dict[str, View]()
+        for worker in workers:
+            views.update({view.name: view for view in worker.views})
         return cls({name: numbering(views[name]) for name in sorted(views)})
 
 

@@ -88,48 +88,40 @@ class Arrival:
 
 
 @attrs.frozen
-class Death:
+class EngineFault:
+    """Something that goes wrong with one engine, from the time ``at``."""
+
+    at: float
+    engine: str
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return the engine."""
+        return (self.engine,)
+
+
+@attrs.frozen
+class Death(EngineFault):
     """An engine dies with its memory; another start of it begins, if at all, after a while."""
 
-    at: float
-    engine: str
     restarts_at: float | None
 
-    @property
-    def engines(self) -> tuple[str, ...]:
-        """Return the engine that dies."""
-        return (self.engine,)
-
 
 @attrs.frozen
-class Freeze:
+class Freeze(EngineFault):
     """A host does nothing between two times. Its memory can be read."""
 
-    at: float
-    engine: str
     ends_at: float
-
-    @property
-    def engines(self) -> tuple[str, ...]:
-        """Return the engine that freezes."""
-        return (self.engine,)
 
 
 @attrs.frozen
-class Rival:
+class Rival(EngineFault):
     """Somebody starts an engine again under its name, elsewhere, while it lives; later one ends.
 
     Meanwhile requests to the engine come to either of them.
     """
 
-    at: float
-    engine: str
     ends_at: float
-
-    @property
-    def engines(self) -> tuple[str, ...]:
-        """Return the engine that has a rival."""
-        return (self.engine,)
 
 
 Incident = Arrival | Death | Freeze | Rival | Disturbance | Trouble

@@ -1,0 +1,269 @@
+"""The search for patterns: runs of wrong bytes in memory, and the products that they join to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvplan._arrays import Ints
+from kvplan.describe.worker import Key
+from kvplan.verification.labels import Labels, Window
+from kvplan.verification.memory import Cells
+from kvplan.verification.patterns import (
+    MISSING,
+    OTHER,
+    OUTSIDE,
+    POSITION,
+    Pattern,
+    PatternPart,
+    joined_patterns,
+)
+from kvplan.verification.product import (
+    MAX_PRODUCTS,
+    Product,
+    Stretch,
+    Stretches,
+    joined_products,
+    stretches_of,
+    unshifted,
+)
+
+MAX_RUNS: Final = 1 << 16
+"""Runs of wrong bytes of one chunk that are looked at; bytes of the others are in no pattern."""
+
+MAX_UNJOINED: Final = 1 << 15
+"""Products of all chunks of a worker together: the search ends where runs join to no fewer."""
+
+CHUNK_CELLS: Final = 1 << 19
+"""Cells that are searched for runs at a time."""
+
+_MISSING_SHIFT: Final = np.iinfo(np.int64).min
+_OUTSIDE_SHIFT: Final = _MISSING_SHIFT + 1
+
+
+class PatternSearch:
+    """The search for patterns among the wrong bytes of one worker."""
+
+    def __init__(self, worker: Key, labels: Mapping[str, Labels], poison: int) -> None:
+        self.worker = worker
+        self.poison = poison
+        self.tensors = list(labels.values())
+        self.number_of = {name: number for number, name in enumerate(labels)}
+        # Labels of one tensor follow those of another.
+        # Tensors whose bytes have the same coordinates, by name.
+        self.alike: dict[str, npt.NDArray[np.bool_]] = {}
+        for name, tensor in labels.items():
+            is_alike = [have_equal_axes(tensor, candidate) for candidate in self.tensors]
+            self.alike[name] = np.array(is_alike)
+        self.bases = np.array([labels.base for labels in self.tensors], np.int64)
+        self.ends = np.array([labels.end for labels in self.tensors], np.int64)
+        self.products: dict[str, list[Product]] = {}
+        self.num_unjoined = 0
+
+    def add(self, labels: Labels, expected: Cells, cells: Cells) -> None:
+        """Add cells of a tensor, of which some are wrong, with the labels that belong there.
+
+        Both are (positions, pieces, bytes), as those of a :class:`Window`.
+        """
+        positions_per_chunk = max(1, CHUNK_CELLS // max(cells[:1].size, 1))
+        for low in range(0, len(cells), positions_per_chunk):
+            if self.num_unjoined > MAX_UNJOINED:
+                break
+            chunk = slice(low, low + positions_per_chunk)
+            products = self._products(labels, expected[chunk], cells[chunk])
+            self.num_unjoined += len(products)
+            merged = joined_products([*self.products.get(labels.name, ()), *products])
+            merged.sort(key=attrgetter("num_bytes"), reverse=True)
+            self.products[labels.name] = merged[:MAX_PRODUCTS]
+
+    def _products(self, labels: Labels, expected: Cells, cells: Cells) -> list[Product]:
+        """Return the wrong bytes of a tensor at some positions."""
+        first = expected[:, 0, 0].astype(np.int64) - labels.base
+        position = first // labels.bytes_per_position + labels.positions[0]
+        first_label = labels.first(position)
+        # All bytes of a position in the order of their numbers, which is the same for all.
+        number = expected[0].astype(np.int64) - first_label[0]
+        order = np.argsort(number[:, 0])
+        number = number[order].reshape(-1)
+        held = cells[:, order].reshape(len(cells), -1)
+        # By how much each label is beyond the one that belongs there: (positions, bytes).
+        shift = held.astype(np.int64) - (first_label[:, np.newaxis] + number)
+        shift[held == 0] = _MISSING_SHIFT
+        shift[held == self.poison] = _OUTSIDE_SHIFT
+        # Positions with equal shifts, as nearly all have, are searched once.
+        rows_by_shifts: dict[bytes, list[int]] = {}
+        for row in np.flatnonzero(shift.any(1)).tolist():
+            rows_by_shifts.setdefault(shift[row].tobytes(), []).append(row)
+        classes = list(rows_by_shifts.values())
+        runs = self._runs(labels, number, first_label, shift, classes)
+        if runs is None:
+            # Some positions hold labels behind a tensor's last: each is searched by itself.
+            classes = [[row] for row in itertools.chain.from_iterable(classes)]
+            runs = self._runs(labels, number, first_label, shift, classes)
+            assert runs is not None
+        stretches = [stretches_of(position[rows]) for rows in classes]
+        return joined_products(
+            self._product(labels, number_of_first, length, label, stretches[number_of_class])
+            for number_of_class, number_of_first, length, label in runs[:MAX_RUNS].tolist()
+        )
+
+    def _runs(
+        self,
+        labels: Labels,
+        number: Ints,
+        first_label: Ints,
+        shift: Ints,
+        classes: Sequence[Sequence[int]],
+    ) -> Ints | None:
+        """Return runs of wrong bytes: class, number and length of each, and what its first holds.
+
+        A run ends where the shift changes, or a coordinate along any axis but the finest, here or
+        in what it holds. Returns ``None`` if positions of one class hold different tensors.
+        """
+        rows = [rows[0] for rows in classes]
+        last_rows = [rows[-1] for rows in classes]
+        shifts = shift[rows]
+        begins = np.ones(shifts.shape, bool)
+        begins[:, 1:] = shifts[:, 1:] != shifts[:, :-1]
+        begins[:, 1:] |= np.diff(number) > 1
+        begins[:, 1:] |= np.diff(number // row_bytes(labels)) > 0
+        of_class, column = np.nonzero(begins)
+        length = np.diff(np.flatnonzero(begins), append=shifts.size)
+        label = shifts[of_class, column]
+        is_label = label > _OUTSIDE_SHIFT
+        label[is_label] += (first_label[rows][of_class] + number[column])[is_label]
+        is_wrong = shifts[of_class, column] != 0
+        runs = np.stack([of_class, number[column], length, label], axis=1)[is_wrong]
+        # Where what is held goes on in another row, or tensor, a run is cut in two.
+        while (is_cut := (left := self._left(labels, runs[:, 3])) < runs[:, 2]).any():
+            rest = runs[is_cut]
+            rest[:, 1] += left[is_cut]
+            rest[:, 2] -= left[is_cut]
+            rest[:, 3] += left[is_cut]
+            runs[is_cut, 2] = left[is_cut]
+            runs = np.concatenate([runs, rest])
+        # The labels that the last position of each class holds.
+        is_label = runs[:, 3] > _OUTSIDE_SHIFT
+        begin = runs[is_label, 3]
+        end = begin + (first_label[last_rows] - first_label[rows])[runs[is_label, 0]]
+        return runs if np.array_equal(self._tensor(begin), self._tensor(end)) else None
+
+    def _tensor(self, label: Ints) -> Ints:
+        return np.searchsorted(self.ends, label, side="right")
+
+    def _left(self, labels: Labels, label: Ints) -> Ints:
+        """Return how many labels go on from each in one row of its tensor, or in its tensor."""
+        left = np.full(label.shape, np.iinfo(np.int64).max)
+        is_label = label > _OUTSIDE_SHIFT
+        tensor = self._tensor(label[is_label])
+        number = label[is_label] - self.bases[tensor]
+        in_row = row_bytes(labels) - number % row_bytes(labels)
+        in_tensor = self.ends[tensor] - label[is_label]
+        left[is_label] = np.where(self.alike[labels.name][tensor], in_row, in_tensor)
+        return left
+
+    def _product(
+        self,
+        labels: Labels,
+        number: int,
+        length: int,
+        label: int,
+        positions: Stretches,
+    ) -> Product:
+        """Return a run of bytes, the first of which holds a label, at some positions."""
+        fault = {_MISSING_SHIFT: MISSING, _OUTSIDE_SHIFT: OUTSIDE}.get(label, "")
+        held = labels
+        held_number = number
+        if not fault:
+            tensor = int(self.ends.searchsorted(label, side="right"))
+            if self.alike[labels.name][tensor]:
+                held = self.tensors[tensor]
+            else:
+                fault = OTHER
+        if not fault:
+            ordinal, held_number = divmod(label - held.base, held.bytes_per_position)
+            shift = ordinal + int(held.positions[0]) - positions[0].start
+            positions = tuple(stretch._replace(shift=shift) for stretch in positions)
+        first_byte = number % row_bytes(labels)
+        shift = held_number % row_bytes(labels) - first_byte
+        axes: list[Stretches] = [(Stretch(first_byte, first_byte + length, shift),)]
+        for name, weight in labels.weights[1:]:
+            coordinate = number // weight % labels.sizes[name]
+            held_coordinate = held_number // weight % labels.sizes[name]
+            shift = held_coordinate - coordinate
+            axes.append((Stretch(coordinate, coordinate + 1, shift),))
+        return Product(fault, held.name, (*axes, positions))
+
+    def patterns(self, windows: Iterable[Window]) -> list[Pattern]:
+        """Return the patterns of all bytes that were added.
+
+        ``windows`` are those of all views of the worker, which say what it needs.
+        """
+        numbers: dict[str, list[Ints]] = {}
+        positions: dict[str, Ints] = {}
+        for held in windows:
+            if held.positions.size and held.number.size:
+                piece = np.arange(held.cells.shape[1])
+                number = np.add.outer(held.number, piece).reshape(-1)
+                numbers.setdefault(held.labels.name, []).append(number)
+                before = positions.get(held.labels.name, held.positions)
+                positions[held.labels.name] = np.union1d(before, held.positions)
+        needed = {name: np.concatenate(parts) for name, parts in numbers.items()}
+        patterns = []
+        for name, products in self.products.items():
+            if np.unique(needed[name]).size < needed[name].size:
+                continue  # a byte that two views have would be named as one
+            labels = self.tensors[self.number_of[name]]
+            axes = _needed_axes(labels, needed[name], positions[name])
+            for product in products:
+                parts = {}
+                for (axis, whole), stretches in zip(axes.items(), product.axes, strict=True):
+                    is_whole = unshifted(stretches) == whole.stretches
+                    parts[axis] = attrs.evolve(whole, stretches=stretches, whole=is_whole)
+                tensors = {name: product.held}
+                pattern = Pattern(
+                    product.fault,
+                    product.num_bytes,
+                    (self.worker,),
+                    tensors,
+                    {*tensors} == {*needed},
+                    parts,
+                )
+                patterns.append(pattern)
+        of_tensors = joined_patterns(patterns, by_worker=False)
+        return [
+            attrs.evolve(pattern, all_tensors={*pattern.tensors} == {*needed})
+            for pattern in of_tensors
+        ]
+
+
+def row_bytes(labels: Labels) -> int:
+    """Return the bytes of a tensor along its finest axis."""
+    return labels.itemsize * (labels.sizes[labels.weights[0][0]] if labels.weights else 1)
+
+
+def have_equal_axes(tensor: Labels, candidate: Labels) -> bool:
+    """Return whether the bytes of two tensors have the same coordinates."""
+    return (
+        tensor.weights == candidate.weights
+        and tensor.itemsize == candidate.itemsize
+        and all(tensor.sizes[name] == candidate.sizes[name] for name, _ in tensor.weights)
+    )
+
+
+def _needed_axes(labels: Labels, number: Ints, positions: Ints) -> dict[str, PatternPart]:
+    """Return the coordinates along each axis of bytes by number, with the positions."""
+    finest = labels.weights[0][0] if labels.weights else "byte"
+    bytes_here = stretches_of(number % row_bytes(labels))
+    axes = {finest: PatternPart(bytes_here, True, row_bytes(labels), labels.itemsize)}
+    for name, weight in labels.weights[1:]:
+        size = labels.sizes[name]
+        axes[name] = PatternPart(stretches_of(number // weight % size), True, size)
+    axes[POSITION] = PatternPart(stretches_of(positions), True)
+    return axes
