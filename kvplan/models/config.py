@@ -103,7 +103,7 @@ CACHE_KEYS: Final = frozenset(
         # K and V
         *("num_key_value_heads", "num_kv_heads", "num_attention_groups", "multi_query_group_num"),
         *("multi_query", "multi_query_attention", "new_decoder_architecture", "attn_config"),
-        *("block_configs", "hidden_size_per_head"),
+        "block_configs",
         *("attention_head_dim", "kv_channels", "v_head_dim", "share_q_dim"),
         *("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads"),
         *("num_kv_shared_layers", "use_cla"),
@@ -121,7 +121,7 @@ CACHE_KEYS: Final = frozenset(
         *("attn_layer_indices", "attn_layer_offset", "attn_layer_period", "attn_type_list"),
         *("full_attention_interval", "full_attn_idxs", "hybrid_layer_ids", "hybrid_layer_pattern"),
         *("hybrid_override_pattern", "layer_group_size", "layers_block_type"),
-        *("no_rope_layers", "no_rope_layer_interval", "mamba_step", "mb_per_layer"),
+        *("no_rope_layers", "no_rope_layer_interval", "mb_per_layer"),
         # Recurrent states
         *("conv_kernel", "conv_L_cache", "short_conv_kernel_size", "expand", "n_groups"),
         *("state_size", "ssm_state_size", "n_mamba_heads"),

@@ -213,25 +213,6 @@ def lightning_state(config: Config) -> Layer:
     return lightning(sizes["head"], sizes["dim"], ssm_dtype)
 
 
-def ring_state(config: Config) -> Layer:
-    """Return the state of Ring-linear: its linear heads are as wide as the width divides.
-
-    (modeling_bailing_moe_linear_v2.py of Ring-mini-linear-2.0; no ``head_dim`` counts)
-    """
-    return lightning_state({**config, "head_dim": None})
-
-
-def plamo_state(config: Config) -> Layer:
-    """Return the state of PLaMo-2: Mamba-2 that convolves x alone, and neither B nor C.
-
-    (plamo2.py of vLLM 0.25, with no groups)
-    """
-    # B and C, of one group, are not convolved, so their last inputs are not kept.
-    keys = {"mamba_d_head": integer_of(config, "hidden_size_per_head"), "mamba_n_groups": 1}
-    x, _, _, ssm = mamba2_state({**config, **keys})
-    return x, ssm
-
-
 def short_conv(config: Config) -> Layer:
     """Return the last inputs of a short convolution over the model's width."""
     channels = integer_of(config, HIDDEN)
@@ -269,11 +250,6 @@ def query_width(config: Config) -> Config:
     """
     dim = 2 * integer_of(config, HIDDEN) // integer_of(config, NUM_HEADS)
     return {} if config.get("attention_head_dim") is not None else {"attention_head_dim": dim}
-
-
-def plamo_heads(config: Config) -> Config:
-    """Return the size of each head, which PLaMo-2 states under a name of its own."""
-    return {"head_dim": integer_of(config, "hidden_size_per_head")}
 
 
 def falcon_heads(config: Config) -> Config:
@@ -532,19 +508,6 @@ def full_behind_groups(config: Config) -> list[str]:
     # Layers behind the last whole group
     num_behind = len(kinds) % integer_of(config, "layer_group_size")
     return kinds[: len(kinds) - num_behind] + [FULL] * num_behind
-
-
-def by_step(config: Config) -> list[str]:
-    """One layer in the middle of each ``mamba_step`` attends, or the last of fewer layers.
-
-    >>> by_step({"num_hidden_layers": 4, "mamba_step": 2})
-    ['state', 'attn', 'state', 'attn']
-    """
-    step = integer_of(config, "mamba_step", low=2)
-    # A model that ends before the middle of the first step
-    if _num_layers(config) <= step // 2:
-        return [*all_of(STATE)(config)[:-1], FULL]
-    return all_but_each(STATE, step, step // 2)(config)
 
 
 def lower_half_caches(config: Config) -> list[str]:
@@ -966,14 +929,8 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             layers=all_but_each(STATE, "layer_group_size"),
             keys=KeyRule(bailing_keys, dict(zip(_LINEAR_KEYS, _BAILING_KEYS, strict=True))),
         ),
-        **_families("bailing_moe_linear", state=ring_state, layers=full_behind_groups),
+        **_families("bailing_moe_linear", state=lightning_state, layers=full_behind_groups),
         **_families("phi4flash", state=mamba1_state, layers=lower_half_caches),
-        **_families(
-            "plamo2",
-            state=plamo_state,
-            layers=by_step,
-            keys=KeyRule(plamo_heads, {"head_dim": "hidden_size_per_head"}),
-        ),
         **_families("minimax", state=lightning_state, layers=all_but_each(STATE, 2, 0)),
         **_families(
             "minimax_text_01",

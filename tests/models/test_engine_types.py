@@ -46,24 +46,7 @@ FACTS = [
         {1: ((16, 128, 128),), 2: ((8, 128, 128),)},
     ),
     Fact(
-        "plamo2: plamo-2-8b; plamo2.py of vLLM 0.25: mamba2_state_shape(64 * 128 channels, 0 groups, 64 heads)",
-        {
-            "model_type": "plamo2",
-            "hidden_size": 4096,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "hidden_size_per_head": 128,
-            "mamba_d_state": 64,
-            "mamba_d_conv": 4,
-            "mamba_num_heads": 64,
-            "mamba_step": 2,
-        },
-        {("conv.x", "ssm"): 16, ("attn",): 16},
-        (4, 128),
-        {1: ((3, 8192), (64, 128, 64)), 2: ((3, 4096), (32, 128, 64))},
-    ),
-    Fact(
+        # Its file states no sizes of Mamba: they are defaults of configuration_phi4flash.py.
         "phi4flash: Phi-4-mini-flash-reasoning; phi4flash.py of vLLM 0.10: 32 // 2 // 2 + 1 states of 5120 channels",
         {
             "model_type": "phi4flash",
@@ -73,9 +56,6 @@ FACTS = [
             "num_key_value_heads": 20,
             "mb_per_layer": 2,
             "sliding_window": 512,
-            "mamba_d_state": 16,
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
         },
         {("conv.x", "ssm"): 9, ("attn",): 9, (): 14},
         (20, 64),
@@ -95,6 +75,7 @@ FACTS = [
         {},
     ),
     Fact(
+        # No published file has use_cla under this type.
         "hunyuan_v1_moe with use_cla: hunyuan.py of SGLang 0.5.23 has a RadixAttention in each layer",
         {
             "model_type": "hunyuan_v1_moe",

@@ -43,14 +43,7 @@ SIZES: Final = {
 }
 PERIODS: Final[Mapping[str, dict[str, int]]] = {
     "bailing_moe_linear": {"layer_group_size": 5},
-    "phi4flash": {"mb_per_layer": 2, "sliding_window": 512, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2},
-    "plamo2": {
-        "mamba_step": 2,
-        "hidden_size_per_head": 128,
-        "mamba_d_state": 64,
-        "mamba_d_conv": 4,
-        "mamba_num_heads": 64,
-    },
+    "phi4flash": {"mb_per_layer": 2, "sliding_window": 512},
 }
 """What families of hybrids need besides."""
 
