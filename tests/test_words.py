@@ -26,7 +26,7 @@ PLAIN = """
     defaults demo describe design diagram difference digest digests direction display disturbance doctor draw
     drawing end ended entry error errors event evicted eviction exchange executor executors explanation fabric
     facts failure fake fault families family file files findings fingerprint fit fleet flight freeze handoff handshake
-    head header held host http info integer interval job key killed kv labelled labels layout layouts lease
+    head header held host http info integer interval job key keys killed kinds kv labelled labels layout layouts lease
     leases limits link list listener listening llm lmcache local logical long loop map match matrix member
     memory mesh message messages mismatch model models move mover need network notebook notice numbers
     occurrence occurrences of option options outcome overlap page pages panel parallel part parts pattern
