@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from kvplan.models import FAMILIES, REFUSED
-from kvplan.models.config import NUM_HEADS, Family
 from kvplan.models.caches import block_indexed, mla, sparse_mla
+from kvplan.models.config import NUM_HEADS, Family
 from kvplan.models.families import OUTER
 
 HERE: Final = Path(__file__).parent
