@@ -330,7 +330,7 @@ class Reads:
         return late
 
     def _take_peer(self, waiting: _WaitingRead, peer: PeerEngine) -> None:
-        """Start a read whose engine is ready, and end or repeat the wait for one that has failed."""
+        """Start a read whose engine is ready; end or repeat the wait for one that has failed."""
         read = waiting.read
         if peer.plan is not None:
             self._start(read, peer.plan)
