@@ -122,7 +122,7 @@ class ReadResult:
 
 
 @attrs.frozen(eq=False)
-class _WaitingRead:
+class _PendingRead:
     """A read that came at a time, and waits for a handshake."""
 
     read: Read
@@ -274,7 +274,7 @@ class Reads:
         # the chunks of the pipeline that have begun, and when that number was seen to change
         self._num_chunks = 0
         self._last_chunk_at = 0.0
-        self._waiting: dict[Source, list[_WaitingRead]] = {}
+        self._waiting: dict[Source, list[_PendingRead]] = {}
         self._jobs: list[_Job] = []
         self._results: list[ReadResult] = []
 
@@ -285,8 +285,8 @@ class Reads:
     def _begin(self, read: Read) -> None:
         peer = self._peers.use(read.source)
         if peer.plan is None:
-            waiting_read = _WaitingRead(read, self._system.monotonic())
-            self._waiting.setdefault(peer.source, []).append(waiting_read)
+            pending_read = _PendingRead(read, self._system.monotonic())
+            self._waiting.setdefault(peer.source, []).append(pending_read)
         else:
             self._start(read, peer.plan)
 
@@ -302,8 +302,8 @@ class Reads:
         for peer in self._peers.poll():
             if self._on_handshake is not None:
                 self._on_handshake(HandshakeResult.of(peer, self._system.monotonic()))
-            for waiting in self._waiting.pop(peer.source, []):
-                self._take_peer(waiting, peer)
+            for pending in self._waiting.pop(peer.source, []):
+                self._take_peer(pending, peer)
         if self._pipeline is not None:
             self._poll_pipeline(self._pipeline)
         for job in [*self._jobs]:
@@ -329,12 +329,12 @@ class Reads:
                 self._logger.error(message, request, error)
         return late
 
-    def _take_peer(self, waiting: _WaitingRead, peer: PeerEngine) -> None:
+    def _take_peer(self, pending: _PendingRead, peer: PeerEngine) -> None:
         """Start a read whose engine is ready; end or repeat the wait for one that has failed."""
-        read = waiting.read
+        read = pending.read
         if peer.plan is not None:
             self._start(read, peer.plan)
-        elif waiting.came_at - peer.began_at > RETRY_S:
+        elif pending.came_at - peer.began_at > RETRY_S:
             self._begin(read)
         else:
             assert peer.error is not None
