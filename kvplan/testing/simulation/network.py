@@ -104,12 +104,13 @@ class VirtualServer:
 
     def answer(self, path: str, sent: bytes | None) -> tuple[int, bytes]:
         """Return the status and the body of the answer to a question."""
-        route = self.routes.get(f"{'GET' if sent is None else 'POST'} {path}")
+        _, label, *parts = path.split("/")
+        route = self.routes.get(f"{'GET' if sent is None else 'POST'} /{label}")
         # as the real server, which has no such page
-        if route is None:
+        if route is None or len(parts) != route.num_parts:
             return 404, b""
         try:
-            answer = route.answer(sent or b"")
+            answer = route.answer(sent or b"", *parts)
         except (ValueError, TypeError, RecursionError) as error:
             return 400, str(error).encode()
         # what was answered is a promise, also if the answer is lost
