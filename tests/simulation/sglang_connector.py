@@ -1,8 +1,8 @@
 """SGLang's plugin in a simulation: the ranks of prefill or decode, with stand-ins for SGLang's scheduler.
 
-The stand-in calls senders and receivers as SGLang 0.5.23 does (``disaggregation/prefill.py`` and ``decode.py``): it takes
-the worst state of all ranks, clears no sender that has failed, and keeps the pages of a failed request until no byte
-can land in them.
+The stand-in calls senders and receivers as SGLang 0.5.23 does (``disaggregation/prefill.py`` and ``decode.py``): it
+takes the worst state of all ranks, clears no sender that has failed, and keeps the pages of a failed request until no
+byte can land in them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PREFILL, DECODE, MANAGER, BOOTSTRAP, SETTINGS = stand_in(
 )
 
 # questions at another pace, which are most of what happens while requests wait
-BOOTSTRAP.ASK_S = 0.2
+setattr(BOOTSTRAP, "ASK_S", 0.2)  # noqa: B010
 
 
 def make_params(host: str, draw: random.Random) -> dict[str, Any]:
@@ -115,6 +115,7 @@ class SglangConnector:
         self._served: dict[str, Served] = {}
         self._failed: dict[str, KVPlanError] = {}
         self._promises = Promises(site.host)
+        self._open_rooms: list[str] = []
 
     @property
     def _access(self) -> Access:
@@ -211,7 +212,10 @@ class SglangConnector:
 
     def step(self) -> StepReport:
         """Poll all requests, as SGLang's queues do."""
-        return self._step_prefill() if self._is_prefill else self._step_decode()
+        report = self._step_prefill() if self._is_prefill else self._step_decode()
+        # rooms are numbers; so that the simulation sees them, they are names of requests too
+        self._open_rooms = [f"request-{room}" for manager in self._managers for room in manager.rank._open_rooms]
+        return report
 
     def _step_prefill(self) -> StepReport:
         released, failed = [], {}
@@ -246,7 +250,7 @@ class SglangConnector:
                 failed[name] = served.error()
                 if not served.is_begun:
                     self._forget(name)
-                elif any([part.abort_notified for part in served.parts]):
+                elif any(part.abort_notified for part in served.parts):
                     served.is_deferred = True
                 else:
                     received.append(name)
@@ -261,7 +265,9 @@ class SglangConnector:
         """Whether no byte of a request can land any more, in any rank."""
         assert served.request.params is not None
         room = served.request.params["bootstrap_room"]
-        return all([manager.is_abort_release_safe(room, 0) for manager in self._managers])
+        # each rank looks, whatever the others say
+        answers = [manager.is_abort_release_safe(room, 0) for manager in self._managers]
+        return all(answers)
 
     def _forget(self, name: str) -> None:
         served = self._served.pop(name)

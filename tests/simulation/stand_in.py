@@ -1,4 +1,4 @@
-"""Stand-ins for an engine's modules, which are not imported: they have the few values that a connector's logic reads."""
+"""Stand-ins for an engine's modules, which are not imported: they have the few values that a connector reads."""
 
 from __future__ import annotations
 

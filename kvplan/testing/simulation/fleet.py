@@ -269,12 +269,12 @@ class Fleet:
         return finish
 
     def _is_excused(self, arrival: Arrival, error: KVPlanError) -> bool:
-        """Return whether a request may fail: of another one's parameters, or slowly computed."""
+        """Return whether a request may fail: its parameters are used, or prefill is slow."""
         is_repeated = arrival.name in self._repeated
         return is_repeated or self._is_slow(arrival) or self.scenario.may_fail(error.code)
 
     def _is_slow(self, arrival: Arrival) -> bool:
-        """Return whether the readers of a request have waited long until prefill has computed it."""
+        """Return whether the readers of a request have waited long for prefill."""
         computed_at = self._computed_at.get(arrival.name, math.inf)
         return self._make_params is not None and computed_at > arrival.at + SOON_S
 
