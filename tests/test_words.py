@@ -29,7 +29,7 @@ PLAIN = """
     head header held host http info integer interval job key keys killed kinds kv labelled labels layout layouts lease
     leases limits link list listener listening llm lmcache local logical long loop map match matrix member
     memory mesh message messages mismatch model models move mover need network notebook notice numbers
-    occurrence occurrences of option options outcome overlap page pages panel parallel part parts pattern
+    occurrence occurrences of option options outcome overlap owner page pages panel parallel part parts pattern
     patterns peer pending phase picture pictures pieces pipeline place placed plan planned planner pool pools
     port problem product promises prompt proof ranges rank rates reader readers record refused registry report
     request requests result rival route rule scenario schema search segments server sglang shape share shared

@@ -1,12 +1,13 @@
 """The group of all commands, and the end of each: an exit status.
 
-An error is one line on stderr, and one JSON document if that was asked for.
+An error is three lines on stderr, and one JSON document if that was asked for.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Final
@@ -15,7 +16,7 @@ import click
 
 from kvplan.cli.advise import advise_command
 from kvplan.cli.commands import COMMANDS
-from kvplan.cli.console import echo_json
+from kvplan.cli.console import echo_json, wrapped
 from kvplan.cli.demo import demo_command
 from kvplan.cli.doctor import doctor_command
 from kvplan.cli.matrix import matrix_command
@@ -78,7 +79,9 @@ def _misread(error: click.ClickException) -> KVPlanError:
 
 def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
     """Print an error, and return the exit status."""
-    click.echo(error, err=True)
+    # only a terminal has a width that a line can be too long for
+    lines = wrapped(error.lines) if sys.stderr.isatty() else error.lines
+    click.echo("\n".join(lines), err=True)
     # the command line was perhaps not parsed, so its words are searched
     if "--json" in arguments:
         message = str(error).partition(": ")[2]

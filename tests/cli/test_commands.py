@@ -80,13 +80,13 @@ def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     ],
 )
 def test_a_bad_config_is_refused(cli: Cli, tmp_path: Path, data: bytes) -> None:
-    """A file that is no usable config.json is refused with one line, whatever its bytes are."""
+    """A file that is no usable config.json is refused in three lines, whatever its bytes are."""
     path = tmp_path / "config.json"
     path.write_bytes(data)
     run = cli("verify", str(path))
     assert run.status == 2
     assert run.err.startswith(("CONFIG: cannot ", "TYPE: cannot "))
-    assert run.err.count("\n") == 1
+    assert run.err.count("\n") == 3
 
 
 # Exit statuses
@@ -107,7 +107,7 @@ def test_bytes_that_differ_are_status_1(cli: Cli, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "raised, status, err",
     [
-        (MemoryError, 2, "MEMORY: cannot carry out the transfer: expected enough free memory, got none left\n"),
+        (MemoryError, 2, "MEMORY: cannot carry out the transfer\n  got none left\n  expected enough free memory\n"),
         (KeyboardInterrupt, 130, ""),
         (SystemExit(1), 141, ""),
     ],
