@@ -7,7 +7,8 @@
   without. Until then its blocks must stay, also where :meth:`Reads.late` says before that it has
   failed.
 - R3: What fails is one request, or those that wait for one engine. Another request to that engine
-  tries again.
+  tries again. A request that came :data:`~kvplan.connector.claims.RETRY_S` after a handshake began
+  does not fail with it, since the network may have healed meanwhile: it shakes hands again.
 - R4: A request is right only if its source says, after the last byte, that the lease stands: until
   then it has given the blocks to no other request. No clock is compared. While bytes move, the
   source is asked every :data:`ASK_S`; a request fails if the lease is over, or if no answer came
@@ -130,6 +131,14 @@ class ReadResult:
     __repr__ = brief_repr
 
 
+@attrs.frozen(eq=False)
+class _PendingRead:
+    """A read that came at a time, and waits for a handshake."""
+
+    read: Read
+    came_at: float
+
+
 @attrs.define(eq=False)
 class _LeaseCheck:
     """The questions to a source about the lease of one read, by rule R4.
@@ -192,14 +201,13 @@ class _DigestCheck:
 
 @attrs.define(eq=False)
 class _Job:
-    """A read under way: the engine that it reads from, and its transfers.
+    """A read under way, and its transfers.
 
     ``unposted`` are transfers to be handed over, none of a read that has failed. ``error`` is the
     first reason to fail. Once ``is_settled``, no byte can move any more.
     """
 
     read: Read
-    peer: PeerEngine
     plan: TransferPlan
     lease_check: _LeaseCheck
     began_at: float
@@ -279,17 +287,21 @@ class Reads:
         self._num_chunks = 0
         self._last_chunk_at = 0.0
         self._posted_s = 0.0  # in this step, which begins with poll
-        self._waiting: dict[Source, list[Read]] = {}  # for handshakes
+        self._waiting: dict[Source, list[_PendingRead]] = {}
         self._jobs: list[_Job] = []
         self._results: list[ReadResult] = []
 
     def begin(self, read: Read) -> None:
         """Begin to read a request, which :meth:`poll` reports when it has ended."""
-        peer = self._peers.use(instance(Read, read, "read").source)
+        self._begin(instance(Read, read, "read"))
+
+    def _begin(self, read: Read) -> None:
+        peer = self._peers.use(read.source)
         if peer.plan is None:
-            self._waiting.setdefault(peer.source, []).append(read)
+            pending_read = _PendingRead(read, self._system.monotonic())
+            self._waiting.setdefault(peer.source, []).append(pending_read)
         else:
-            self._start(read, peer, peer.plan)
+            self._start(read, peer.plan)
 
     def fail(self, request: str, error: KVPlanError) -> None:
         """Report a request that cannot be read."""
@@ -304,12 +316,8 @@ class Reads:
         for peer in self._peers.poll():
             if self._on_handshake is not None:
                 self._on_handshake(HandshakeResult.of(peer, self._system.monotonic()))
-            for read in self._waiting.pop(peer.source, []):
-                if peer.plan is None:
-                    assert peer.error is not None
-                    self._report(ReadResult(read.request, _error_of(read, peer.error)))
-                else:
-                    self._start(read, peer, peer.plan)
+            for pending in self._waiting.pop(peer.source, []):
+                self._take_peer(pending, peer)
         if self._pipeline is not None:
             self._poll_pipeline(self._pipeline)
         for job in [*self._jobs]:
@@ -335,13 +343,24 @@ class Reads:
                 self._logger.error(message, request, error)
         return late
 
-    def _start(self, read: Read, peer: PeerEngine, plan: PeerPlan) -> None:
+    def _take_peer(self, pending: _PendingRead, peer: PeerEngine) -> None:
+        """Start a read whose engine is ready; end or repeat the wait for one that has failed."""
+        read = pending.read
+        if peer.plan is not None:
+            self._start(read, peer.plan)
+        elif pending.came_at - peer.began_at > RETRY_S:
+            self._begin(read)
+        else:
+            assert peer.error is not None
+            self._report(ReadResult(read.request, _error_of(read, peer.error)))
+
+    def _start(self, read: Read, plan: PeerPlan) -> None:
         """Start the transfers of a read. From now on it has a job, whatever fails."""
         now = self._system.monotonic()
         lease_check = _LeaseCheck(
             read, self._claims, self._logger, self._system, asked_at=now, confirmed_at=now
         )
-        job = _Job(read, peer, plan.direct, lease_check, began_at=now)
+        job = _Job(read, plan.direct, lease_check, began_at=now)
         self._jobs.append(job)
         try:
             # The source computes its digests while the bytes move.
@@ -384,7 +403,7 @@ class Reads:
     def _fail(self, job: _Job, error: KVPlanError) -> None:
         """Note the first reason for which a read fails."""
         job.error = error
-        self._discard_lost(job.peer, error)
+        self._discard_lost(job.read.source, error)
 
     def _poll_pipeline(self, pipeline: Pipeline) -> None:
         """Continue staged transfers; read directly what waits for a region that stalls, rule R5."""
@@ -482,17 +501,17 @@ class Reads:
                 got = "a cancelled transfer"
                 job.error = KVPlanError("TRANSFER", action, expected="all its bytes", got=got)
             if transfer.error is not None:
-                self._discard_lost(job.peer, transfer.error)
+                self._discard_lost(job.read.source, transfer.error)
             if isinstance(transfer, Transfer):
                 self._executor.release(transfer)
 
-    def _discard_lost(self, peer: PeerEngine, error: KVPlanError) -> None:
+    def _discard_lost(self, source: Source, error: KVPlanError) -> None:
         """Forget an engine that is gone, or whose plan is not prepared any more.
 
         The next request to it shakes hands again.
         """
         if error.code in ("PEER", "TRANSFER"):
-            self._peers.discard(peer)
+            self._peers.discard(source)
 
     def _report(self, result: ReadResult) -> None:
         """Log the end of a read, which the next :meth:`poll` returns."""

@@ -46,7 +46,7 @@ def source_of(name: str = "prefill", start: str = "1") -> Source:
 class HeldExecutor(FakeExecutor):
     """Moves no byte of a transfer until it is let go, and fails those with workers in ``broken``.
 
-    Engines in ``silent`` hang.
+    It also fails those of requests in ``failing``. Engines in ``silent`` hang.
     """
 
     def __init__(self, network: FakeNetwork, worker: Worker) -> None:
@@ -55,6 +55,7 @@ class HeldExecutor(FakeExecutor):
         self.silent: set[str] = set()
         self.at_once = False  # moves all bytes when a transfer starts
         self.broken: set[tuple[str, int]] = set()
+        self.failing: set[str] = set()
         self.lost: set[tuple[str, int]] = set()
         self.code = "TRANSFER"
         self.released: list[Transfer] = []
@@ -68,7 +69,7 @@ class HeldExecutor(FakeExecutor):
         return transfer
 
     def poll(self, transfer: Transfer) -> Status:
-        if transfer.spec.remote in self.broken:
+        if transfer.spec.remote in self.broken or transfer.request in self.failing:
             transfer.status = Status.FAILED
             transfer.error = KVPlanError(self.code, "move bytes", expected="a peer", got="none")
             self.lost |= {transfer.spec.remote} if self.code == "PEER" else set()
@@ -341,6 +342,34 @@ def test_an_engine_that_never_answers_fails_its_requests(one: Callable[..., Worl
     assert world.until(1)["c"].error is None
 
 
+def test_a_request_does_not_fail_with_an_old_handshake(one: Callable[..., World]) -> None:
+    """The network has healed since: one that came when the handshake had begun shakes hands again, and once."""
+    world, held = one(timeout_s=30.0), threading.Event()
+    now = [0.0]
+    world.watch.clocks.append(lambda: now[0])
+    world.answer = lambda source: held.wait(60)
+    came_at = {"first": 0.0, "at once": 0.9, "later": 29.0}
+    for name, seconds in came_at.items():
+        now[0] = seconds
+        world.reads.begin(world.read(name))
+    now[0] = 30.1
+    failed = world.until(2)
+    assert {*failed} == {"first", "at once"}
+    assert all(result.error is not None for result in failed.values())
+    # one that finds no engine again fails
+    world.reads.begin(world.read("last"))
+    now[0] = 62.0
+    assert {name: result.error is not None for name, result in world.until(2).items()} == {"later": True, "last": True}
+    world.reads.begin(world.read("again"))
+    now[0] = 70.0
+    world.reads.begin(world.read("right"))
+    world.answer = lambda source: None
+    now[0] = 92.1
+    failed = world.until(2)
+    assert [name for name, result in failed.items() if result.error is None] == ["right"]
+    held.set()
+
+
 def raising(error: Exception) -> Callable[[Source], object]:
     def answer(source: Source) -> None:
         raise error
@@ -504,6 +533,32 @@ def test_a_lost_worker_is_connected_again(one: Callable[..., World]) -> None:
     world.reads.begin(world.read("b"))
     assert world.until(1)["b"].error is None
     assert world.connected == ["prefill/0", "prefill/1", "prefill/1"]
+
+
+def test_a_late_failure_forgets_the_connection_that_is_lost() -> None:
+    """Of two requests that lose an engine, the second may know when it is ready again, by the connection that is lost.
+
+    A third one shakes hands again, and does not fail for it.
+    """
+    (local,) = engine("decode")
+    world = World(local, engine("prefill"))
+    world.reads.begin(world.read("first"))
+    world.until(1)
+    world.executor.code, world.executor.held = "PEER", True
+    for name in ("early", "late"):
+        world.reads.begin(world.read(name))
+    world.executor.failing = {"early"}
+    world.until(1)
+    world.reads.begin(world.read("ready"))
+    while world.reads._waiting:
+        world.reads.poll()
+    world.executor.failing = {"late"}
+    assert {*world.until(1)} == {"late"}
+    assert world.executor.lost == {("prefill", 0)}
+    world.reads.begin(world.read("next"))
+    world.executor.held = False
+    assert world.until(2)["next"].error is None
+    assert not world.executor.lost
 
 
 def test_a_restarted_engine_takes_the_place_of_the_old_one(one: Callable[..., World]) -> None:
