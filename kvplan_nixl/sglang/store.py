@@ -31,6 +31,9 @@ UNSERVED: Final = MappingProxyType({"attn_cp_size": 1, "dcp_size": 1})
 WITHOUT_CACHE: Final = (None, "NGRAM")
 """Algorithms of speculative decoding whose drafts have no cache, by SGLang's names."""
 
+FP8_DTYPES: Final = MappingProxyType({"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"})
+"""The dtypes of caches that SGLang stores as bytes, by its own names."""
+
 
 class KvplanStore(HiCacheStorage):
     """Saves the pages that SGLang backs up, and loads those of a prompt before it is computed.
@@ -72,13 +75,15 @@ class KvplanStore(HiCacheStorage):
         model = model_of(files, PretrainedConfig.get_config_dict, settings, has_draft=False)
         rank = config.pp_rank * config.tp_size + config.tp_rank
         info = RankInfo(f"sglang-{os.getpid()}", rank, config.tp_rank, config.tp_size)
-        model = model.with_dtypes(dtype_name(mem_pool_host.dtype))
+        model = model.with_dtypes(_cached_dtype(mem_pool_host.dtype))
         worker = from_sglang(model, info, mem_pool_host)
+        # one block table: that of HiCache's pages
         (group,) = worker.groups
         self._group = group.name
         backend = FileBackend(settings.folder)
         size = settings.tokens_per_page
         self._reader = StoreReader(backend, worker, tokens_per_page=size)
+        # a client serves one thread, and SGLang loads beside saving
         self._loader, self._saver = (
             StoreClient(backend, worker, tokens_per_page=size, buffer_bytes=settings.buffer_bytes)
             for _ in range(2)
@@ -138,6 +143,7 @@ class KvplanStore(HiCacheStorage):
         if positions is None or prompt.table is None:
             return [False] * len(keys)
         start, stop = positions
+        # the page of the store that an earlier node has begun
         first = start - start % self._saver.tokens_per_page
         chain = self._chain(prompt)
         self._saver.save(chain, {self._group: prompt.table}, {self._group: (first, stop)})
@@ -179,6 +185,17 @@ class KvplanStore(HiCacheStorage):
     def exists(self, key: str) -> bool:
         """Return no: no page has a hash for its name."""
         return False
+
+
+def _cached_dtype(dtype: torch.dtype) -> str | None:
+    """Return the dtype of a cache. Host memory has the values of fp8 as bytes."""
+    name = dtype_name(dtype)
+    if name != "uint8":
+        return name
+    setting = get_model().kv_cache_dtype
+    if setting not in FP8_DTYPES:
+        require("kv_cache_dtype", " or ".join(FP8_DTYPES), setting)
+    return FP8_DTYPES[setting]
 
 
 def pages_of(host_indices: torch.Tensor, page_size: int, start: int) -> Blocks:

@@ -94,6 +94,7 @@ class PromptPages:
         first = self._ordinals.get(hashes[0]) if hashes else None
         if first is None:
             return None
+        # a hash of another prompt, or out of order, would name wrong positions
         for ordinal, page_hash in enumerate(hashes, first):
             if self._ordinals.get(page_hash) != ordinal:
                 return None

@@ -224,7 +224,7 @@ def test_latents_in_host_memory(zeros: Any, layout: str) -> None:
 
 def test_an_unknown_layout_of_host_memory(zeros: Any) -> None:
     """A layout in which K and V take turns is refused."""
-    with pytest.raises(KVPlanError, match="LAYOUT: cannot read a pool of HiCache: .* got 'page_unified'"):
+    with pytest.raises(KVPlanError, match=r"LAYOUT: cannot read a pool of HiCache: .* got 'page_unified'"):
         from_sglang(GQA, RankInfo("prefill"), MHATokenToKVPoolHost(zeros(2, 3, 64, 4, DIM), "page_unified"))
 
 
