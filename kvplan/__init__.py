@@ -27,7 +27,7 @@ execute           Executor, with a Transfer of a Status, and a Notice
 look              explain, show; plan.cost()
 errors            KVPlanError; PeerError, for a peer's message
 
-Each room has the rest of its own names: kvplan.describe, plan, verification, handshake, models and
+Each package has the rest of its own names: kvplan.describe, plan, verification, handshake, models and
 display; kvplan.bridges, with from_vllm and others for what engines have allocated; kvplan.staging,
 for transfers in two steps; kvplan.store, for caches at rest; kvplan.connector and kvplan.testing,
 for a connector and its tests. The package kvplan_nixl carries plans out on real memory.
@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from kvplan.handshake import PeerError, compare, decode, encode, problems
     from kvplan.models import Model
     from kvplan.verification import certify, verify, verify_together
+
+__version__ = "0.1.0"
 
 LATER: Final = MappingProxyType(
     {
@@ -150,4 +152,6 @@ def _where(name: str) -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *ROOMS})
+    """Return what a user may want, and not what this module imports for itself."""
+    of_modules = [name for name in globals() if name.startswith("__")]
+    return sorted({*of_modules, *__all__, *ROOMS})
