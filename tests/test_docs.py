@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import logging
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -36,6 +38,13 @@ API = ["describe", "plan", "connect", "staging", "store"]
 TROUBLES = "how-to/troubleshooting.md"
 METRICS = ("how-to/vllm.md", TROUBLES)
 MATRICES = re.findall(TABLE, PAGES["matrix.md"].read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def logs() -> Iterator[None]:
+    """Logs are on again after a page that turns them off."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
