@@ -27,11 +27,11 @@ execute           Executor, with a Transfer of a Status, and a Notice
 look              explain, show; plan.cost()
 errors            KVPlanError; PeerError, for a peer's message
 
-Each package has the rest of its own names: kvplan.describe, plan, verification, handshake, models and
-display; kvplan.bridges, with from_vllm and others for what engines have allocated; kvplan.staging,
-for transfers in two steps; kvplan.store, for caches at rest; kvplan.connector and kvplan.testing,
-for a connector and its tests. The package kvplan_nixl carries plans out on real memory.
-``kvplan --help`` is the command line.
+Each package has the rest of its own names: kvplan.describe, plan, verification, handshake, models
+and display; kvplan.bridges, with from_vllm and others for what engines have allocated;
+kvplan.staging, for transfers in two steps; kvplan.store, for caches at rest; kvplan.connector and
+kvplan.testing, for a connector and its tests. The package kvplan_nixl carries plans out on real
+memory. ``kvplan --help`` is the command line.
 """
 
 import importlib
