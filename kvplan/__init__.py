@@ -39,6 +39,7 @@ import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from kvplan._version import __version__ as __version__
 from kvplan.budget import Budget
 from kvplan.describe import (
     Axis,
@@ -71,8 +72,6 @@ if TYPE_CHECKING:
     from kvplan.handshake import PeerError, compare, decode, encode, problems
     from kvplan.models import Model
     from kvplan.verification import certify, verify, verify_together
-
-__version__ = "0.1.0"
 
 LATER: Final = MappingProxyType(
     {

@@ -19,7 +19,7 @@ from tests.sources import MODULES, imports, modules_of_ours, room, tree
 DEPENDENCIES = {"numpy", "attr", "attrs"}
 
 # Rooms, each with the others that it may import. A module at the top of the package is a room of its own.
-LEAVES = {"errors", "_text", "_checks", "_arrays", "_notebook", "budget"}
+LEAVES = {"errors", "_text", "_checks", "_arrays", "_notebook", "budget", "_version"}
 CORE = {*LEAVES, "describe"}
 LIBRARY = {*CORE, "plan", "verification", "executor", "handshake", "models", "bridges"}
 MAY_IMPORT = {
@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "_text": set(),
     "_checks": {"errors", "_text"},
     "_arrays": set(),
+    "_version": set(),
     "_notebook": {"errors"},
     "budget": {"errors", "_text", "_checks"},
     "describe": LEAVES,
@@ -116,7 +117,7 @@ def test_the_door_lists_what_a_user_may_want() -> None:
 def test_the_version_is_that_of_the_package() -> None:
     """It stands once, where the build reads it too."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
-    assert project["tool"]["hatch"]["version"]["path"] == "kvplan/__init__.py"
+    assert project["tool"]["hatch"]["version"]["path"] == "kvplan/_version.py"
     assert re.fullmatch(r"\d+\.\d+\.\d+", kvplan.__version__)
 
 

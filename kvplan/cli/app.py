@@ -13,7 +13,7 @@ from typing import Final
 
 import click
 
-from kvplan import __version__
+from kvplan._version import __version__
 from kvplan.cli.advise import advise_command
 from kvplan.cli.commands import COMMANDS
 from kvplan.cli.console import echo_json, wrapped
