@@ -36,6 +36,7 @@ import attrs
 
 from kvplan import Executor, KVPlanError, Notice, ReadSpec, Status, Transfer, TransferPlan, Worker
 from kvplan._checks import having, instance, members, seconds
+from kvplan.describe.tensors import check_memory
 from kvplan.describe.worker import Key, key_of
 from kvplan.executor import check_local, not_connected, not_planned_for, still_running, unprepared
 from kvplan.plan import Pair, Table
@@ -146,6 +147,7 @@ class NixlExecutor:
         self._on_event = _function_or_none(on_event, "on_event")
         self._on_peer = _function_or_none(on_peer, "on_peer")
         instance(bool, progress_thread, "progress_thread")
+        check_memory(worker.regions, f"register the memory of {worker.label}")
         agent_name = f"{agent_prefix(worker)}{uuid.uuid4().hex}"
         self._agent = Agent(agent_name, checked_backends(backends), progress_thread)
         try:
@@ -209,6 +211,7 @@ class NixlExecutor:
     def attach(self, worker: Worker) -> None:
         """Connect to a worker of this process, such as that of a file. It receives no notices."""
         self._make_room(instance(Worker, worker, "worker"))
+        check_memory(worker.regions, f"register the memory of {worker.label}")
         self._add(_Peer(worker, self._agent.name, attached=self._agent.register(worker.regions)))
 
     def disconnect(self, worker: Worker, *, force: bool = False) -> None:
@@ -242,6 +245,7 @@ class NixlExecutor:
         ``MEMORY`` where the rows of one side are in several kinds of memory.
         """
         check_local(plan, self.worker)
+        check_memory(self.worker.regions, f"prepare a plan of {self.worker.label}")
         for pair, remote in zip(plan.pairs, plan.remotes, strict=True):
             # a pair that exchanges no bytes needs no connection
             if not len(pair.local_table.rows):

@@ -122,6 +122,7 @@ def check(model: Model, sources: Sequence[Worker], remote: Mapping[str, Any] | N
     with FakeMemory([*sources, *destinations]) as memory:
         for worker in sources:
             for region in worker.regions:
+                assert region.owners, f"{region}: nothing keeps its memory"
                 memory.write(worker, region.address, ctypes.string_at(region.address, region.size_bytes))
         for worker in destinations:
             for spec in plan_reads(worker, sources).bind(local=local, remote=remote, tokens=tokens):

@@ -21,7 +21,7 @@ from kvplan import _checks
 from kvplan._checks import INT64_END, check_fields, instance, integer
 from kvplan._text import brief_repr
 from kvplan.describe.axes import Axis
-from kvplan.describe.tensors import Device, device_of, view_of
+from kvplan.describe.tensors import Device, MemoryOwner, device_of, view_of
 from kvplan.describe.views import ITEMSIZE, TOKEN, Context, Group, Region, View
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
@@ -109,10 +109,11 @@ class MemoryInterval(NamedTuple):
 
 
 class PlacedView(NamedTuple):
-    """A view whose offset is an address of its device."""
+    """A view whose offset is an address of its device, and the owner of the memory there."""
 
     device: Device
     view: View
+    owner: MemoryOwner
 
 
 @attrs.define
@@ -225,7 +226,7 @@ class Assembly:
             num_blocks=num_blocks,
             block_stride_bytes=raw.block_stride_bytes * kernel_blocks,
         )
-        self.views.append(PlacedView(device_of(memory), view))
+        self.views.append(PlacedView(device_of(memory), view, _owner_of(memory)))
 
     def add_page(self, memory: Any, page: Page, conv: str = "DS") -> None:
         """Add the views of all tensors of ``page``, which each block of ``memory`` stores densely.
@@ -246,6 +247,7 @@ class Assembly:
                 action = f"read page {page.name!r}"
                 expected = f"blocks of {page_bytes} bytes"
                 raise contradiction(code, action, expected, f"{block_bytes} bytes")
+        owner = _owner_of(memory)
         # Each tensor of the page is a view with the blocks of the memory.
         for placed in placed_views:
             view = attrs.evolve(
@@ -255,7 +257,7 @@ class Assembly:
                 axes=placed.axes,
                 offset_bytes=raw.offset_bytes + placed.offset_bytes,
             )
-            self.views.append(PlacedView(device_of(memory), view))
+            self.views.append(PlacedView(device_of(memory), view, owner))
 
     def finish(self) -> Worker:
         """Return the worker.
@@ -263,20 +265,32 @@ class Assembly:
         Its regions are the allocations and the memory that views span outside them.
         """
         intervals = [
-            MemoryInterval(device, view.offset_bytes, view.end_bytes) for device, view in self.views
+            MemoryInterval(device, view.offset_bytes, view.end_bytes)
+            for device, view, _ in self.views
         ]
         intervals = _joined([*self.allocations, *intervals])
-        regions = []
-        for number, (device, start, stop) in enumerate(intervals):
-            regions.append(Region(f"kv.{number}", start, stop - start, *device))
-        views = []
-        for device, view in self.views:
+        # the owners of each interval's memory, each once
+        owners: list[dict[Any, MemoryOwner]] = [{} for _ in intervals]
+        placed_views = []
+        for device, view, owner in self.views:
             # The region of a view is the last one that starts before the view ends.
-            region = regions[bisect_right(intervals, (device, view.end_bytes)) - 1]
-            offset_bytes = view.offset_bytes - region.address
-            views.append(attrs.evolve(view, region=region.name, offset_bytes=offset_bytes))
+            index = bisect_right(intervals, (device, view.end_bytes)) - 1
+            owners[index].setdefault((owner.address, owner.size_bytes), owner)
+            offset_bytes = view.offset_bytes - intervals[index].start
+            placed_views.append(attrs.evolve(view, region=f"kv.{index}", offset_bytes=offset_bytes))
+        regions = []
+        for index, (device, start, stop) in enumerate(intervals):
+            kept = tuple(owners[index].values())
+            regions.append(Region(f"kv.{index}", start, stop - start, *device, owners=kept))
         info = self.info
-        return Worker(info.engine_id, info.rank, regions, self.groups, views, self.model.name)
+        return Worker(
+            info.engine_id, info.rank, regions, self.groups, placed_views, self.model.name
+        )
+
+
+def _owner_of(memory: Any) -> MemoryOwner:
+    """Return the owner of the memory of a tensor, or of what :func:`strided_memory` returns."""
+    return MemoryOwner.of(getattr(memory, "origin", memory))
 
 
 def _joined(intervals: Iterable[MemoryInterval]) -> list[MemoryInterval]:
@@ -360,8 +374,9 @@ def dense_strides(shape: Sequence[int], size_bytes: int) -> list[int]:
 def strided_memory(
     memory: Any, dtype: str, address: int, shape: Sequence[int], strides: Sequence[int]
 ) -> Any:
-    """Return a tensor at an address of the device of ``memory``, with strides in bytes."""
+    """Return a tensor at an address in ``memory``, with strides in bytes."""
     return SimpleNamespace(
+        origin=getattr(memory, "origin", memory),
         shape=tuple(shape),
         strides=tuple(strides),
         dtype=dtype,

@@ -339,7 +339,7 @@ def _check_place(assembly: Assembly, name: str, first_view: int, place: TensorPl
     They are the views from ``first_view`` on.
     """
     tensor = place.tensor
-    device, view = assembly.views[first_view]
+    device, view, _ = assembly.views[first_view]
     action = f"place the cache of {name!r}"
     if view.block_stride_bytes != tensor.block_stride:
         expected = f"blocks {tensor.block_stride} bytes apart"
@@ -355,7 +355,7 @@ def _check_place(assembly: Assembly, name: str, first_view: int, place: TensorPl
             "BOUNDS", action, f"one allocation, {places[0]}", f"another, {places[1]}"
         )
     # The layer lies inside that allocation.
-    end = max(view.end_bytes for _, view in assembly.views[first_view:])
+    end = max(placed.view.end_bytes for placed in assembly.views[first_view:])
     if end > stop:
         raise contradiction("BOUNDS", action, f"bytes below {stop:#x}", f"{end:#x}")
 

@@ -7,7 +7,7 @@ A tensor is any object with ``data_ptr()``, ``stride()``, ``shape`` and ``dtype`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -52,8 +52,8 @@ def region_of(tensor: Any, name: str = "kv") -> Region:
     """Return the memory region of ``tensor``: its address, size in bytes, memory kind and device.
 
     For PyTorch the region is the tensor's whole storage, so tensors that share a storage share a
-    region. For other frameworks it is the range that the tensor's elements span. The caller keeps
-    the memory allocated.
+    region. For other frameworks it is the range that the tensor's elements span. The region keeps
+    the memory allocated, also where the tensor itself is gone.
 
     Raises ``TYPE`` for a value that is not a tensor, ``DTYPE`` for an element type that no engine
     exchanges, and ``SIZE`` for an empty tensor.
@@ -67,18 +67,76 @@ def region_of(tensor: Any, name: str = "kv") -> Region:
     >>> region.memory, region.device_id
     ('DRAM', 0)
     """
-    elements = _read_tensor(tensor)
-    # a torch tensor may be part of an allocation, of which all views share one region
-    if hasattr(tensor, "untyped_storage"):
-        storage = tensor.untyped_storage()
-        return Region(name, int(storage.data_ptr()), int(storage.nbytes()), *device_of(tensor))
+    owner = MemoryOwner.of(tensor)
+    memory, device_id = device_of(tensor)
+    return Region(name, owner.address, owner.size_bytes, memory, device_id, owners=(owner,))
+
+
+@attrs.frozen(eq=False, repr=False)
+class MemoryOwner:
+    """A storage of PyTorch, or another tensor, with the memory that it had when it was described.
+
+    The object is kept, so its memory stays allocated. It may still give the memory up itself, as
+    ``resize_`` of a storage and ``resize`` of an array do.
+    """
+
+    memory: Any
+    address: int
+    size_bytes: int
+
+    @classmethod
+    def of(cls, tensor: Any) -> MemoryOwner:
+        """Return the owner of a tensor's memory. Raises as :func:`region_of` does."""
+        elements = _read_tensor(tensor)
+        # a torch tensor may be part of an allocation, of which all views share one region
+        if hasattr(tensor, "untyped_storage"):
+            storage = tensor.untyped_storage()
+            return cls(storage, *_storage_range(storage))
+        return cls(tensor, *_spanned_range(elements))
+
+    @property
+    def is_in_place(self) -> bool:
+        """Return whether the memory is where it was, with as many bytes."""
+        # storages count their bytes by a function, tensors and arrays do not
+        if hasattr(self.memory, "nbytes") and callable(self.memory.nbytes):
+            present = _storage_range(self.memory)
+        else:
+            try:
+                present = _spanned_range(_read_tensor(self.memory))
+            except KVPlanError:  # it has no elements any more
+                return False
+        return present == (self.address, self.size_bytes)
+
+
+def _storage_range(storage: Any) -> tuple[int, int]:
+    """Return the address of a storage, and how many bytes it has."""
+    return int(storage.data_ptr()), int(storage.nbytes())
+
+
+def _spanned_range(elements: _TensorMemory) -> tuple[int, int]:
+    """Return the lowest address of a tensor's elements, and how many bytes they span."""
     # one number for each dimension: the bytes from its first element to its last one, which lies
     # before the first one where the stride is negative
     dimensions = zip(elements.shape, elements.strides_bytes, strict=True)
     reaches = [(length - 1) * stride for length, stride in dimensions]
     bytes_before = sum(reach for reach in reaches if reach < 0)
     size_bytes = sum(map(abs, reaches)) + ITEMSIZE[elements.dtype]
-    return Region(name, elements.address + bytes_before, size_bytes, *device_of(tensor))
+    return elements.address + bytes_before, size_bytes
+
+
+def check_memory(regions: Iterable[Region], action: str) -> None:
+    """Refuse regions whose owners have given their memory up, or moved it. Raises ``MEMORY``."""
+    for region in regions:
+        # a caller may give any object as an owner, of which nothing can be checked
+        for owner in region.owners:
+            if isinstance(owner, MemoryOwner) and not owner.is_in_place:
+                raise KVPlanError(
+                    "MEMORY",
+                    action,
+                    expected=f"region {region.name!r} in memory that stays where it is",
+                    got="a tensor that was resized since it was described",
+                    region=region.name,
+                )
 
 
 def view_of(

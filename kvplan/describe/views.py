@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
@@ -46,12 +46,19 @@ OTHER_KINDS: Final = ("BLOCK", "BLK", "OBJ")
 """NIXL's other kinds of memory, which kvplan's executor does not register."""
 
 
+def _owners(owners: Any) -> tuple[Any, ...]:
+    return members(object, owners, "owners of a region")
+
+
 @attrs.frozen
 class Region:
     """A memory range that a worker registers once: ``size_bytes`` at ``address``.
 
     It has a memory kind and a device. Address and end lie in ``[0, 2**64]``: a range that would
-    wrap raises ``BOUNDS``.
+    wrap raises ``BOUNDS``. ``owners`` are objects that keep the memory allocated, and live as long
+    as the region: :func:`kvplan.region_of` and the bridges give tensors. Without them, the caller
+    keeps the memory allocated. Equal regions may have other owners. Copies of a region in this
+    process have its owners, and none are pickled.
 
     >>> print(Region("kv.0", 0x7f0000000000, 4096))
     kv.0: 4096 bytes at 0x7f0000000000, DRAM 0
@@ -62,8 +69,20 @@ class Region:
     size_bytes: int
     memory: str = "DRAM"
     device_id: int = 0
+    owners: tuple[Any, ...] = attrs.field(
+        default=(), converter=_owners, eq=False, repr=False, kw_only=True
+    )
 
     __repr__ = brief_repr
+
+    def __copy__(self) -> Region:
+        return self
+
+    def __deepcopy__(self, _: object) -> Region:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Region, (self.name, self.address, self.size_bytes, self.memory, self.device_id)
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "a region", name, "name", "memory")

@@ -51,8 +51,6 @@ class KvplanConnector(BlockConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if vllm_config.parallel_config.prefill_context_parallel_size > 1:
-            raise ValueError("KvplanConnector: prefill context parallelism (PCP) is not supported")
         check_drafts(vllm_config, kv_cache_config)
         check_engine(vllm_config)
         settings = settings_of(vllm_config)

@@ -12,6 +12,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import (
     get_dcp_group,
+    get_pcp_group,
     get_pp_group,
     get_tensor_model_parallel_rank,
 )
@@ -188,16 +189,23 @@ def facts_of(request: Request) -> list[tuple[int, str]]:
     return facts
 
 
-def _rank_info(config: VllmConfig) -> RankInfo:
-    """Return the place of this process in its engine."""
+def rank_info(config: VllmConfig) -> RankInfo:
+    """Return the place of this process in its engine, of vLLM's ranks in their order.
+
+    Ranks of prefill context parallelism hold equal caches, unless decode context parallelism
+    divides the positions among them: ``initialize_model_parallel`` in
+    vllm/distributed/parallel_state.py.
+    """
     transfer = config.kv_transfer_config
     assert transfer is not None
     assert transfer.engine_id is not None
     parallel = config.parallel_config
     tp = parallel.tensor_parallel_size
     tp_rank = get_tensor_model_parallel_rank()
-    rank = get_pp_group().rank_in_group * tp + tp_rank
-    # Consecutive ranks take turns, as in vLLM's slot mapping (vllm/v1/worker/block_table.py).
+    pcp = parallel.prefill_context_parallel_size
+    tp_group = get_pp_group().rank_in_group * pcp + get_pcp_group().rank_in_group
+    rank = tp_group * tp + tp_rank
+    # The ranks of a group take turns, as in vLLM's slot mapping (vllm/v1/worker/block_table.py).
     context = Context(
         get_dcp_group().rank_in_group,
         parallel.decode_context_parallel_size,
@@ -219,7 +227,7 @@ def worker_of(
     num_shared = getattr(hf_config, "num_mem_blocks", None)
     attending = num_shared and shared_attention(hf_config.hybrid_layer_ids, num_shared)
     model = model_of(config, cache, settings)
-    info = _rank_info(config)
+    info = rank_info(config)
     worker = from_vllm(model, info, cache, kv_caches, layers, attending=attending)
     new_names = dict(zip((group.name for group in worker.groups), _held(cache), strict=True))
     groups = [attrs.evolve(group, name=new_names[group.name]) for group in worker.groups]

@@ -10,11 +10,9 @@ import pytest
 
 @pytest.fixture
 def zeros() -> Any:
-    """Makes memory that lives as long as its test, which reads it by address."""
-    owned: list[Any] = []
+    """Makes memory that lives as long as what keeps it: the engine's objects, or the worker that describes it."""
 
     def make(*shape: int, dtype: Any = np.int32) -> Any:
-        owned.append(np.zeros(shape, dtype))
-        return owned[-1]
+        return np.zeros(shape, dtype)
 
     return make

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,6 +80,17 @@ def test_chunks_of_all_layers(zeros: Any) -> None:
     worker = from_lmcache(GQA, RankInfo("cache"), chunks[3])
     assert [region.size_bytes for region in worker.regions] == [chunks[0].parent_allocator.buffer.nbytes]
     check(GQA, [worker])
+
+
+def test_a_worker_keeps_the_memory_of_its_engine(zeros: Any) -> None:
+    """A cache that its engine drops stays where the worker says that it is."""
+    chunks = lmcache(zeros, "KV_2LTD", (2, 3, 8, HEADS * DIM))
+    is_alive = weakref.ref(chunks[0].parent_allocator.buffer)
+    worker = from_lmcache(GQA, RankInfo("cache"), chunks[3])
+    del chunks
+    assert is_alive() is not None
+    del worker
+    assert is_alive() is None
 
 
 def test_groups_of_layers(zeros: Any) -> None:

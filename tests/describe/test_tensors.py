@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import itertools
 import math
+import pickle
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvplan import Group, KVPlanError, Region, View, Worker, region_of, view_of
+from kvplan.describe.tensors import check_memory
 from kvplan.describe.views import ITEMSIZE
 from tests.bytes_of import element_bytes
 from tests.stand_in import StandIn
@@ -308,3 +313,55 @@ def test_tensors_without_memory_of_their_own_are_refused(kind: str) -> None:
     tensor = torch.empty((4, 2), device="meta") if kind == "meta" else torch.ones((4, 2)).to_sparse()
     with pytest.raises(KVPlanError, match="TYPE: cannot read a tensor: expected a dense tensor with memory"):
         region_of(tensor)
+
+
+def test_a_region_keeps_the_memory_of_its_tensor() -> None:
+    """A worker is of memory that lives, whatever becomes of the array that it was described by."""
+    array = np.zeros((6, 4, 5), np.float16)
+    is_alive = weakref.ref(array)
+    worker = Worker("e", 0, [region_of(array[2:])], [], [])
+    del array
+    assert is_alive() is not None
+    del worker
+    assert is_alive() is None
+
+
+def test_a_region_keeps_the_storage_of_a_real_tensor() -> None:
+    """Its storage stays where it is when the tensor takes another one, and when the tensor is gone."""
+    torch = pytest.importorskip("torch")
+    tensor = torch.full((4, 8), 7, dtype=torch.uint8)
+    region = region_of(tensor)
+    tensor.data = torch.zeros(4, 8, dtype=torch.uint8)
+    assert region.owners[0].is_in_place
+    assert (ctypes.c_uint8 * 32).from_address(region.address)[31] == 7
+
+
+def test_memory_that_its_owner_gives_up_is_found() -> None:
+    """Resizing an array or a storage in place is all that ends memory under a region."""
+    torch = pytest.importorskip("torch")
+    array, tensor = np.zeros(64, np.uint8), torch.zeros(64, dtype=torch.uint8)
+    for memory, resize in (
+        (array, lambda size: array.resize(size, refcheck=False)),
+        (tensor, lambda size: tensor.untyped_storage().resize_(size)),
+    ):
+        for size in (32, 0):
+            regions = [region_of(memory, "cache")]
+            check_memory(regions, "register the memory of d/0")
+            resize(size)
+            with pytest.raises(KVPlanError, match=r"MEMORY: cannot register the memory of d/0: .* 'cache' .* resized"):
+                check_memory(regions, "register the memory of d/0")
+
+
+def test_owners_are_no_part_of_a_region() -> None:
+    """They count for no comparison, are not pickled with all that they own, and a copy in this process keeps them."""
+    array = np.zeros(1 << 20, np.uint8)
+    region = region_of(array)
+    plain = Region(region.name, region.address, region.size_bytes)
+    assert (region == plain, hash(region) == hash(plain), repr(region) == repr(plain)) == (True, True, True)
+    assert len(pickle.dumps(region)) < 1 << 10
+    assert pickle.loads(pickle.dumps(region)) == region
+    renamed = attrs.evolve(region, name="other")
+    for other in (copy.copy(region), copy.deepcopy(region), renamed, copy.deepcopy(Worker("d", 0, [region], [], []))):
+        kept = other.regions[0] if isinstance(other, Worker) else other
+        assert kept.owners == region.owners
+    assert Region("kv", 4096, 64, owners=[array]).owners == (array,)

@@ -1,20 +1,24 @@
-"""Caches over decode context-parallel ranks, filled and read by the slots that vLLM's own kernel gives to positions.
+"""Caches over context-parallel ranks, filled and read by the slots that vLLM's own kernel gives to positions.
 
-vLLM's CPU build has no context parallelism. Triton's interpreter runs the kernel that GPUs run.
+vLLM's CPU build has no context parallelism. Its own arithmetic divides ranks into groups, without processes for them,
+and Triton's interpreter runs the kernel that GPUs run.
 """
 
 from __future__ import annotations
 
 import ctypes
 import types
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from kvplan import Blocks, Context, Model, plan_reads
-from kvplan.bridges import RankInfo, from_vllm
+from kvplan import Blocks, Model, plan_reads
+from kvplan.bridges import from_vllm
 from kvplan.models.tensors import attention, latent
 from tests.engine_memory import meaning, names_of
 
@@ -22,12 +26,16 @@ torch = pytest.importorskip("torch")
 interface = pytest.importorskip("vllm.v1.kv_cache_interface", reason="needs vLLM")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 block_table = pytest.importorskip("vllm.v1.worker.block_table")
+parallel_state = pytest.importorskip("vllm.distributed.parallel_state")
 managers = pytest.importorskip("vllm.v1.core.single_type_kv_cache_manager")
 description = pytest.importorskip("kvplan_nixl.vllm.description")
 
 TOKENS, NUM_BLOCKS = 101, 20
 TABLE = [7, 2, 5, 0, 6, 3, 1, 9, 12, 4, 18, 11, 8]
 """Blocks of a request in order; an engine with large blocks needs fewer of them."""
+
+GROUPS = ("_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB")
+"""vLLM's groups of ranks."""
 
 LATENT = Model("latent", (latent(6, 2),) * 2, "int32")
 HEADS = Model("heads", (attention(2, 4),) * 2, "int32")
@@ -40,6 +48,12 @@ class Ranks(NamedTuple):
     dcp: int
     interleave: int
     block: int
+    pcp: int = 1
+
+    @property
+    def number(self) -> int:
+        """The number of ranks."""
+        return self.tp * self.pcp
 
 
 @pytest.mark.parametrize(
@@ -51,16 +65,21 @@ class Ranks(NamedTuple):
         (LATENT, Ranks(8, 8, 8, 8), Ranks(2, 2, 1, 24)),
         (HEADS, Ranks(1, 1, 1, 8), Ranks(4, 2, 1, 16)),
         (HEADS, Ranks(4, 2, 4, 8), Ranks(8, 4, 8, 8)),
+        (LATENT, Ranks(2, 1, 1, 8, pcp=2), Ranks(4, 4, 1, 16)),
+        (LATENT, Ranks(1, 4, 4, 8, pcp=4), Ranks(2, 1, 1, 16)),
+        (LATENT, Ranks(2, 2, 1, 8, pcp=2), Ranks(1, 2, 4, 16, pcp=2)),
+        (LATENT, Ranks(2, 4, 4, 8, pcp=2), Ranks(2, 2, 1, 8)),
+        (HEADS, Ranks(4, 1, 1, 16), Ranks(2, 2, 4, 8, pcp=2)),
     ],
     ids=str,
 )
 def test_each_position_arrives_in_its_slot(model: Model, source: Ranks, destination: Ranks) -> None:
     """What a source's ranks hold at their slots of a position, all ranks of a destination have at theirs."""
-    sources = [make_rank(model, "prefill", source, rank) for rank in range(source.tp)]
+    sources = [make_rank(model, "prefill", source, rank) for rank in range(source.number)]
     for _, memory, slots, held in sources:
         for cache, value in zip(memory, values_of(model, held), strict=True):
             cache[slots[0] // source.block, :, slots[0] % source.block] = value[slots[1]]
-    for rank in range(destination.tp):
+    for rank in range(destination.number):
         worker, memory, slots, held = make_rank(model, "decode", destination, rank)
         request: dict[str, Any] = {
             "local": {"attn": Blocks(TABLE)},
@@ -107,15 +126,49 @@ def make_rank(model: Model, engine: str, ranks: Ranks, rank: int) -> Any:
     placed = interface.KVCacheTensor(raw.numel(), names, NUM_BLOCKS * page, page)
     caches = interface.create_kv_cache_views(raw, spec, NUM_BLOCKS, interface.KVCacheLayout.LBHNC, placed, ranks.block)
     config = interface.KVCacheConfig(NUM_BLOCKS, [placed], [interface.KVCacheGroupSpec(names, spec)])
-    context = Context(rank % ranks.dcp, ranks.dcp, ranks.interleave)
-    info = RankInfo(engine, rank, rank, ranks.tp, context)
+    parallel = SimpleNamespace(
+        tensor_parallel_size=ranks.tp,
+        prefill_context_parallel_size=ranks.pcp,
+        decode_context_parallel_size=ranks.dcp,
+        cp_kv_cache_interleave_size=ranks.interleave,
+    )
+    transfer = SimpleNamespace(engine_id=engine)
+    with as_rank(ranks, rank):
+        info = description.rank_info(SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel))
+        slots = slots_of(ranks)
+    assert info.rank == rank
     worker = from_vllm(model, info, config, dict(zip(names, caches, strict=True)), kv_layout="content")
-    first = rank * 2 // ranks.tp if has_heads else 0
-    return worker, [cache.numpy() for cache in caches], slots_of(ranks, rank), range(first, first + num_held)
+    first = info.tp_rank * 2 // ranks.tp if has_heads else 0
+    return worker, [cache.numpy() for cache in caches], slots, range(first, first + num_held)
 
 
-def slots_of(ranks: Ranks, rank: int) -> Any:
-    """The slots of a rank that vLLM's kernel gives to positions of the request, and these positions."""
+@contextmanager
+def as_rank(ranks: Ranks, rank: int) -> Iterator[None]:
+    """Let vLLM divide the ranks of an engine into its groups, as ``rank`` sees them."""
+
+    def group_of(group_ranks: Any, *_: Any, **__: Any) -> Any:
+        (own,) = (group for group in group_ranks if rank in group)
+        return SimpleNamespace(rank_in_group=own.index(rank), world_size=len(own))
+
+    parallel = SimpleNamespace(data_parallel_size=1, enable_elastic_ep=False)
+    model = SimpleNamespace(architecture="", is_moe=False)
+    config = SimpleNamespace(parallel_config=parallel, engram_config=None, model_config=model)
+    world = {"is_initialized": True, "get_world_size": ranks.number, "get_rank": rank}
+    with ExitStack() as patches:
+        for name in GROUPS:
+            patches.enter_context(patch.object(parallel_state, name, None))
+        patches.enter_context(patch.object(parallel_state, "_WORLD", SimpleNamespace(local_rank=rank)))
+        patches.enter_context(patch.object(parallel_state, "init_model_parallel_group", group_of))
+        patches.enter_context(patch("vllm.config.get_current_vllm_config", return_value=config))
+        for name, value in world.items():
+            patches.enter_context(patch.object(torch.distributed, name, return_value=value))
+        sizes = {"prefill_context_model_parallel_size": ranks.pcp, "decode_context_model_parallel_size": ranks.dcp}
+        parallel_state.initialize_model_parallel(ranks.tp, **sizes, backend="gloo")
+        yield
+
+
+def slots_of(ranks: Ranks) -> Any:
+    """The slots of this rank that vLLM's kernel gives to positions of the request, and these positions."""
     kernel = block_table.ComputeSlotMappingKernel.kernel
     triton = pytest.importorskip("triton")
     own_names = {**kernel.__globals__, "triton": triton, "tl": triton.language}
@@ -124,7 +177,8 @@ def slots_of(ranks: Ranks, rank: int) -> Any:
     slots = torch.empty(TOKENS, dtype=torch.int64)
     starts = torch.tensor([0, TOKENS], dtype=torch.int32)
     table = torch.tensor([TABLE], dtype=torch.int32)
-    sizes = (ranks.block, ranks.dcp, rank % ranks.dcp, ranks.interleave, -1, 128)
+    group = parallel_state.get_dcp_group()
+    sizes = (ranks.block, group.world_size, group.rank_in_group, ranks.interleave, -1, 128)
     positions = torch.arange(TOKENS)
     interpreter.InterpretedFunction(interpreted)[(2,)](
         TOKENS, TOKENS, starts, positions, table, len(TABLE), slots, *sizes

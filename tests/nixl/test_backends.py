@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from benchmarks.real_memory import NixlCluster, PeerProcess, fill, forkserver, pattern, placed
-from kvplan import Blocks, KVPlanError, Model, Region, Status, plan_reads, plan_writes, verify
+from kvplan import Blocks, KVPlanError, Model, Region, Status, Worker, plan_reads, plan_writes, region_of, verify
 from kvplan.testing.executors import Transmission
 from kvplan.verification import FakeMemory
 from kvplan_nixl import UCX, NixlExecutor, settle
@@ -301,3 +301,19 @@ def test_the_progress_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         Agent("a", {}, progress_thread=True)
     assert delays_us == [PROGRESS_US]
     assert nixl._bindings.nixlAgentConfig is CONFIG
+
+
+def test_memory_that_was_resized_is_not_used() -> None:
+    """Neither is it registered, nor are plans prepared for it: the bytes there belong to others by now."""
+    cache = np.zeros(4 << 10, np.uint8)
+    worker = Worker("d", 0, [region_of(cache, "cache")], [], [])
+    with NixlExecutor(worker) as executor:
+        executor.prepare(plan_reads(worker, []))
+        cache.resize(64, refcheck=False)
+        for action in (
+            lambda: executor.prepare(plan_reads(worker, [])),
+            lambda: executor.attach(attrs.evolve(worker, engine_id="other")),
+            lambda: NixlExecutor(worker),
+        ):
+            with pytest.raises(KVPlanError, match=r"MEMORY: .* region 'cache' .* resized"):
+                action()
