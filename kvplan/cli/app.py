@@ -9,11 +9,11 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Final
 
 import click
 
+from kvplan._version import __version__
 from kvplan.cli.advise import advise_command
 from kvplan.cli.commands import COMMANDS
 from kvplan.cli.console import echo_json, wrapped
@@ -89,14 +89,6 @@ def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
     return 2
 
 
-def installed_version() -> str:
-    """Return the version of the installed package."""
-    try:
-        return metadata.version("kvplan")
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
 @click.group(
     commands=[
         demo_command,
@@ -111,7 +103,7 @@ def installed_version() -> str:
     invoke_without_command=True,
     epilog=EPILOG,
 )
-@click.version_option(installed_version())
+@click.version_option(__version__)
 @click.pass_context
 def kvplan(context: click.Context) -> int:
     """Plan how a request's KV cache moves between engines of any layout, and verify it byte for

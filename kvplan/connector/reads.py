@@ -21,12 +21,16 @@
   coordinate, before a request is right. The source computes its digests while the bytes move. If it
   cannot digest the same elements, such as heads that are divided unevenly, the log says that the
   request was not verified.
+- R7: A step hands over transfers for about :data:`POST_S`, since the engine's other requests wait
+  meanwhile. So a read of many descriptors is cut into transfers of :data:`MAX_TRANSFER_IDS` ids,
+  and each :meth:`Reads.poll` hands over some, until the read has failed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from logging import Logger
@@ -55,7 +59,7 @@ from kvplan.describe.blocks import Blocks, Range, Request
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Status, Transfer
-from kvplan.plan import TransferPlan
+from kvplan.plan import ReadSpec, TransferPlan
 from kvplan.staging import Pipeline, StagedTransfer
 
 ASK_S: Final = 5.0
@@ -69,6 +73,12 @@ MAX_FETCHES: Final = 8
 
 STALL_S: Final = 2.0
 """Seconds without a new chunk in the staging region, after which waiting requests leave it."""
+
+POST_S: Final = 0.02
+"""Seconds of an engine's step in which transfers are handed over."""
+
+MAX_TRANSFER_IDS: Final = 4096
+"""The most ids of a transfer. UCX takes up to 16 us to begin a descriptor over TCP."""
 
 Digest = Callable[[Request], Mapping[str, Any]]
 """Computes the digests of a request's local blocks, for the comparison of rule R6."""
@@ -195,7 +205,8 @@ class _DigestCheck:
 class _Job:
     """A read under way, and its transfers.
 
-    ``error`` is the first reason to fail. Once ``is_settled``, no byte can move any more.
+    ``unposted`` are transfers to be handed over, none of a read that has failed. ``error`` is the
+    first reason to fail. Once ``is_settled``, no byte can move any more.
     """
 
     read: Read
@@ -204,6 +215,7 @@ class _Job:
     began_at: float
     digest_check: _DigestCheck | None = None
     transfers: list[Transfer | StagedTransfer] = attrs.field(factory=list)
+    unposted: deque[ReadSpec] = attrs.field(factory=deque)
     error: KVPlanError | None = None
     is_settled: bool = False
     is_reported_late: bool = False
@@ -276,6 +288,7 @@ class Reads:
         # the chunks of the pipeline that have begun, and when that number was seen to change
         self._num_chunks = 0
         self._last_chunk_at = 0.0
+        self._posted_s = 0.0  # in this step, which begins with poll
         self._waiting: dict[Source, list[_PendingRead]] = {}
         self._jobs: list[_Job] = []
         self._results: list[ReadResult] = []
@@ -300,6 +313,7 @@ class Reads:
 
     def poll(self) -> list[ReadResult]:
         """Continue without waiting, and return the requests that have ended since the last call."""
+        self._posted_s = 0.0
         # handshakes first, since a request that waited begins to move in this step
         for peer in self._peers.poll():
             if self._on_handshake is not None:
@@ -368,19 +382,32 @@ class Reads:
             else:
                 request = _request_of(read, plan.direct, to_block_end=read.to_block_end)
                 job.transfers.append(plan.staged.submit(read.request, request))
+                job.post_seconds = self._system.monotonic() - now
         except KVPlanError as error:
-            job.error = error
-            self._discard_lost(read.source, error)
-        job.post_seconds = self._system.monotonic() - now
+            self._fail(job, error)
 
     def _start_directly(self, job: _Job) -> None:
-        """Start a transfer with each worker that has some of the bytes."""
+        """Start transfers with each worker that has some of the bytes."""
         request = _request_of(job.read, job.plan, to_block_end=job.read.to_block_end)
         for spec in job.plan.bind(**request):
-            if spec.local_ids.size:
-                # one by one: those that have started are the job's, also if the next one fails
-                transfer = self._executor.start(spec, job.read.request, notify=False)
-                job.transfers.append(transfer)
+            job.unposted.extend(_cut(spec))
+        self._post(job)
+
+    def _post(self, job: _Job) -> None:
+        """Hand over transfers of a read while this step has time for it, rule R7."""
+        # one by one: those that have started are the job's, also if the next one fails
+        while job.unposted and self._posted_s < POST_S:
+            spec = job.unposted.popleft()
+            began_at = self._system.monotonic()
+            job.transfers.append(self._executor.start(spec, job.read.request, notify=False))
+            posted_at = self._system.monotonic()
+            self._posted_s += posted_at - began_at
+            job.post_seconds = posted_at - job.began_at
+
+    def _fail(self, job: _Job, error: KVPlanError) -> None:
+        """Note the first reason for which a read fails."""
+        job.error = error
+        self._discard_lost(job.read.source, error)
 
     def _poll_pipeline(self, pipeline: Pipeline) -> None:
         """Continue staged transfers; read directly what waits for a region that stalls, rule R5."""
@@ -410,7 +437,7 @@ class Reads:
             self._executor.prepare(job.plan)
             self._start_directly(job)
         except KVPlanError as error:
-            job.error = error
+            self._fail(job, error)
 
     def _poll_job(self, job: _Job) -> None:
         """Continue a read; report it when no byte of it can move, and it is right or has failed."""
@@ -418,7 +445,10 @@ class Reads:
             for transfer in job.transfers:
                 if isinstance(transfer, Transfer):
                     self._executor.poll(transfer)
-            if all(transfer.status.is_settled for transfer in job.transfers):
+            if job.unposted:
+                self._post_more(job)
+            is_posted = not job.unposted
+            if is_posted and all(transfer.status.is_settled for transfer in job.transfers):
                 self._settle_transfers(job)
         # The lease of a read that has failed does not matter any more.
         if job.error is None:
@@ -434,6 +464,17 @@ class Reads:
         if job.is_settled and (job.error is not None or is_right):
             self._jobs.remove(job)
             self._report(job.result(self._system.monotonic()))
+
+    def _post_more(self, job: _Job) -> None:
+        """Hand over more of a read, unless it has failed."""
+        settled = [transfer for transfer in job.transfers if transfer.status.is_settled]
+        if job.error is not None or any(transfer.status is not Status.DONE for transfer in settled):
+            job.unposted.clear()
+            return
+        try:
+            self._post(job)
+        except KVPlanError as error:
+            self._fail(job, error)
 
     def _mismatch(self, job: _Job, check: _DigestCheck) -> KVPlanError | None:
         """Return the difference between what has arrived and what the source has, if any.
@@ -486,6 +527,18 @@ class Reads:
             message = "request %r is not read from %s: %s"
             self._logger.error(message, result.request, source, result.error)
         self._results.append(result)
+
+
+def _cut(spec: ReadSpec) -> Iterator[ReadSpec]:
+    """Cut what is read from a worker into transfers of at most :data:`MAX_TRANSFER_IDS` ids."""
+    if spec.local_ids.size <= MAX_TRANSFER_IDS:
+        if spec.local_ids.size:
+            yield spec
+        return
+    for start in range(0, spec.local_ids.size, MAX_TRANSFER_IDS):
+        part = slice(start, start + MAX_TRANSFER_IDS)
+        local_ids = spec.local_ids[part]
+        yield attrs.evolve(spec, local_ids=local_ids, remote_ids=spec.remote_ids[part], shapes=())
 
 
 def _error_of(read: Read, error: KVPlanError) -> KVPlanError:

@@ -11,7 +11,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -21,7 +20,7 @@ import pytest
 
 from kvplan import Model, decode, encode, plan_mesh
 from kvplan._text import WIDTH
-from kvplan.cli import app, demo, matrix, trials
+from kvplan.cli import demo, matrix, trials
 from kvplan.cli.app import kvplan
 from kvplan.cli.console import print_lines
 from kvplan.cli.options import EngineOptions
@@ -501,16 +500,6 @@ def test_the_progress_bar_respects_no_color(no_color: dict[str, str]) -> None:
 def test_a_pipe_gets_no_bar(environment: dict[str, str]) -> None:
     """If stderr is no terminal nothing is written there, also if colour is forced."""
     assert process(*TWO_ENGINES, **environment).stderr == ""
-
-
-def test_the_version_of_a_source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kvplan runs from its sources, ``--version`` says that it is not installed."""
-
-    def missing(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", missing)
-    assert app.installed_version() == "not installed"
 
 
 def test_offers_stand_for_a_model(cli: Cli, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from kvplan.connector import (
 )
 from kvplan.connector.background import Background
 from kvplan.connector.digest_requests import DigestRequest
+from kvplan.connector.reads import ASK_S, POST_S
 from kvplan.connector.system import System
 from kvplan.staging import Pipeline
 from kvplan.testing import FakeCopier, FakeExecutor, FakeNetwork
@@ -54,6 +55,7 @@ class HeldExecutor(FakeExecutor):
         super().__init__(network, worker)
         self.held = False
         self.silent: set[str] = set()
+        self.at_once = False  # moves all bytes when a transfer starts
         self.broken: set[tuple[str, int]] = set()
         self.failing: set[str] = set()
         self.lost: set[tuple[str, int]] = set()
@@ -62,8 +64,11 @@ class HeldExecutor(FakeExecutor):
         self.started: list[Transfer] = []
 
     def start(self, *given: Any, **options: Any) -> Transfer:
-        self.started.append(super().start(*given, **options))
-        return self.started[-1]
+        transfer = super().start(*given, **options)
+        self.started.append(transfer)
+        while self.at_once and not transfer.status.is_settled:
+            super().poll(transfer)
+        return transfer
 
     def poll(self, transfer: Transfer) -> Status:
         if transfer.spec.remote in self.broken or transfer.request in self.failing:
@@ -423,6 +428,80 @@ def test_groups_of_other_workers_are_ignored(one: Callable[..., World]) -> None:
         )
     )
     assert world.until(1)["r"].error is None
+
+
+def ticking(seconds: float) -> Callable[[], float]:
+    """A clock on which this time passes between any two looks."""
+    times = itertools.count()
+    return lambda: next(times) * seconds
+
+
+def slow_posts(monkeypatch: pytest.MonkeyPatch) -> World:
+    """A world that has met its engine, whose reads are cut into transfers of 4 ids, each of which takes a step."""
+    monkeypatch.setattr("kvplan.connector.reads.MAX_TRANSFER_IDS", 4)
+    (local,) = engine("decode", order="NH")
+    world = World(local, engine("prefill", tp=2))
+    world.fill()
+    world.reads.begin(world.read("first"))
+    world.until(1)
+    for transfers in (world.executor.started, world.executor.released):
+        transfers.clear()
+    world.watch.clocks.append(ticking(2 * POST_S))
+    return world
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_step_hands_over_some_of_a_large_read(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    """Each poll hands over one transfer more, and the request is right when the last one has ended."""
+    world = slow_posts(monkeypatch)
+    world.fill()
+    world.executor.at_once = at_once
+    # the read begins with a transfer, and each poll has one more
+    world.reads.begin(world.read())
+    numbers = [len(world.executor.started)]
+    while not (results := world.reads.poll()):
+        numbers.append(len(world.executor.started))
+    assert results[0].error is None
+    assert numbers[:19] == [*range(1, 20)]
+    assert set(numbers[19:]) == {20}
+    assert all(1 <= transfer.spec.local_ids.size <= 4 for transfer in world.executor.started)
+    assert sorted(np.unique(world.cache()[[2, 8]])) == [1, 2]
+    assert results[0].post_seconds > results[0].transfer_seconds / 2
+
+
+def test_reads_that_begin_in_one_step_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second read hands over its first transfer when the first one has handed over all."""
+    world = slow_posts(monkeypatch)
+    for name in ("a", "b"):
+        world.reads.begin(world.read(name))
+    results = world.until(2)
+    assert [result.error for result in results.values()] == [None, None]
+    requests = [transfer.request for transfer in world.executor.started]
+    assert requests == sorted(requests)
+
+
+@pytest.mark.parametrize("reason", ["transfer", "lease", "start"])
+def test_a_read_that_has_failed_hands_over_no_more(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """Whatever it has failed for, it ends when what was handed over has ended."""
+
+    def refuse(*_: object, **__: object) -> Transfer:
+        raise KVPlanError("PEER", "start", expected="a connection", got="none")
+
+    world = slow_posts(monkeypatch)
+    world.reads.begin(world.read())
+    assert world.reads.poll() == []
+    if reason == "transfer":
+        world.executor.broken = {("prefill", 0), ("prefill", 1)}
+    elif reason == "lease":
+        world.sources.over.add("lease of r")
+        world.watch.clocks.append(ticking(ASK_S))
+    else:
+        monkeypatch.setattr(world.executor, "start", refuse)
+    (result,) = world.until(1).values()
+    assert result.error is not None
+    assert result.error.code == {"transfer": "TRANSFER", "lease": "LEASE", "start": "PEER"}[reason]
+    assert 2 <= len(world.executor.started) < 20
+    assert world.executor.released == world.executor.started
 
 
 @pytest.mark.parametrize("code", ["TRANSFER", "PEER"])
