@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any
 
 import attrs
 
 from kvplan.connector.system import SYSTEM, System
 
-Value = TypeVar("Value")
-
 
 @attrs.frozen(eq=False)
-class _Work(Generic[Value]):
+class _BackgroundTask:
     """A function to call, and the future that gets its value or its error."""
 
-    run: Callable[[], Value]
-    future: Future[Value] = attrs.field(factory=Future)
+    run: Callable[[], Any]
+    future: Future[Any] = attrs.field(factory=Future)
 
 
 class Background:
@@ -35,18 +33,18 @@ class Background:
         self._max_threads = max_threads
         self._system = system
         self._lock = system.condition()
-        self._waiting: deque[_Work[object]] = deque()
+        self._waiting: deque[_BackgroundTask] = deque()
         self._num_threads = 0
 
-    def begin(self, run: Callable[[], Value]) -> Future[Value]:
+    def begin(self, run: Callable[[], Any]) -> Future[Any]:
         """Call a function when a thread is free. The future gets what it returns or raises."""
-        work = _Work(run)
+        task = _BackgroundTask(run)
         with self._lock:
-            self._waiting.append(work)  # type: ignore[arg-type]
+            self._waiting.append(task)
             if self._num_threads < self._max_threads:
                 self._num_threads += 1
                 self._system.start(self._name, self._run)
-        return work.future
+        return task.future
 
     def _run(self) -> None:
         """Call the functions that wait, until there are none."""
@@ -55,10 +53,10 @@ class Background:
                 if not self._waiting:
                     self._num_threads -= 1
                     return
-                work = self._waiting.popleft()
+                task = self._waiting.popleft()
             try:
-                value = work.run()
+                value = task.run()
             except Exception as error:
-                work.future.set_exception(error)
+                task.future.set_exception(error)
             else:
-                work.future.set_result(value)
+                task.future.set_result(value)
