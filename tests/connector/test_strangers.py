@@ -16,7 +16,7 @@ from kvplan.connector.claims import ClaimAnswer, ClaimMessage, answer_claims
 from kvplan.connector.digest import Positions, TensorDigests, joined, mismatch, of_json, to_json
 from kvplan.connector.digest_requests import DigestRequests, answer_digests
 
-WRONG = (
+WRONG: tuple[Any, ...] = (
     None,
     True,
     -1,
