@@ -36,7 +36,9 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")  # one test makes a network for a
 MISSING = [name for name in ("nixl", "sglang", "torch", "transformers", "vllm") if find_spec(name) is None]
 collect_ignore_glob = ["kvplan_nixl/vllm/[!p]*"] if "vllm" in MISSING else []  # all but the proxy
 collect_ignore_glob += [
-    f"kvplan_nixl/sglang/{n}.py" for n in ("decode", "manager", "prefill", "prompt") if "sglang" in MISSING
+    f"kvplan_nixl/sglang/{n}.py"
+    for n in ("decode", "description", "manager", "prefill", "prompt", "store", "store_hooks", "store_prompts")
+    if "sglang" in MISSING
 ]
 collect_ignore_glob += ["tests/nixl/*", "kvplan_nixl/demo.py"] if {"nixl", "torch"} & {*MISSING} else []
 collect_ignore_glob += ["kvplan_nixl/*"] if "nixl" in MISSING else []

@@ -6,6 +6,9 @@ bind just before. Both times contain NIXL's post, which gives each descriptor to
 The cost of events is measured without copies: a transfer is made and not posted, without a callback, with a callback
 that stores the last event, and with a log of all events.
 
+A connector's reads hand over many descriptors in several steps. An engine whose steps take 10 ms reads a request of
+40,960 descriptors, so, and handed over at once.
+
 Two layouts hold the same bytes: in LBHNC each layer has a page of its own, in BLHNC a block has all layers in one
 piece. There the whole request is timed, from its start until it is done.
 """
@@ -19,8 +22,10 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -28,9 +33,15 @@ import pytest
 
 from benchmarks.real_memory import PeerProcess, placed
 from kvplan import Blocks, Model, ReadSpec, TransferPlan, Worker, plan_reads
+from kvplan.connector import Claims, Connections, Offers, Read, Reads, Source
+from kvplan.connector.reads import MAX_TRANSFER_IDS
+from kvplan.plan.bind import MAX_IDS
 from kvplan_nixl import UCX, NixlExecutor, TransferEvent, settle
 from kvplan_nixl.agent import Agent
+from kvplan_nixl.envelope import Envelope
 from kvplan_nixl.executor import NixlTransfer
+
+LOGGER = logging.getLogger("benchmark")
 
 TIMEOUT_S = 60.0
 
@@ -147,6 +158,65 @@ def test_overhead(layers: int, blocks: int, rounds: int, write: Write) -> None:
         f"by hand {by_hand_us:.0f} us, {more_us:+.0f} us, {100 * more_us / by_hand_us:+.1f}% "
         f"(medians of {rounds} in turns)"
     )
+
+
+class Answers:
+    """Stands in for claims: every lease stands."""
+
+    def ask(self, source: Source, lease: str) -> Future[None]:
+        """Answer at once."""
+        answer: Future[None] = Future()
+        answer.set_result(None)
+        return answer
+
+
+def test_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest time in a step of the engine, and the time until the request is read."""
+    layers, blocks, rounds = 80, 512, 8
+    local, _ = placed(worker("decode", layers, 2 * blocks))
+    source = Source("prefill", "1", "127.0.0.1", 1)
+    local_blocks, remote_blocks = scattered(2 * blocks, blocks)
+    longest_ms: dict[int, list[float]] = {MAX_TRANSFER_IDS: [], MAX_IDS: []}
+    total_ms: dict[int, list[float]] = {MAX_TRANSFER_IDS: [], MAX_IDS: []}
+    with PeerProcess(worker("prefill", layers, 2 * blocks), UCX) as peer, NixlExecutor(local) as executor:
+        offers = Offers("prefill", "1", (peer.ask("envelope"),))
+        connections = Connections(
+            open_offer=lambda envelope: Envelope.unpack(envelope, b"").worker,
+            connect=executor.connect,
+            disconnect=executor.disconnect,
+            fetch_offers=lambda *_: offers,
+            fetch_digests=lambda *_: [],
+        )
+        reads = Reads(local, executor, LOGGER, connections=connections, claims=cast(Claims, Answers()))
+        for number in range(2 * rounds + 2):
+            limit = (MAX_TRANSFER_IDS, MAX_IDS)[number % 2]
+            monkeypatch.setattr("kvplan.connector.reads.MAX_TRANSFER_IDS", limit)
+            request = Read(
+                request=f"{number}",
+                source=source,
+                lease="1",
+                local={"attn": local_blocks},
+                remote={"attn": remote_blocks},
+                tokens={"attn": (0, 4 * blocks)},
+            )
+            began_at = time.perf_counter()
+            steps = [partial(reads.begin, request)]
+            results: list[Any] = []
+            times_ms = []
+            while not results:
+                step_at = time.perf_counter()
+                results = (steps.pop() if steps else reads.poll)() or []
+                times_ms.append(1000 * (time.perf_counter() - step_at))
+                time.sleep(0.01)
+            assert results[0].error is None
+            # the first ones shake hands, and warm up
+            if number >= 2:
+                longest_ms[limit].append(max(times_ms))
+                total_ms[limit].append(1000 * (time.perf_counter() - began_at))
+    for limit, label in ((MAX_TRANSFER_IDS, "in steps"), (MAX_IDS, "at once")):
+        longest = statistics.median(longest_ms[limit])
+        total = statistics.median(total_ms[limit])
+        write(f"{layers * blocks} descriptors {label}: longest step {longest:.0f} ms, request {total:.0f} ms")
 
 
 @pytest.mark.parametrize(("layers", "blocks", "rounds"), [(2, 32, 2000), (80, 512, 200)], ids=["64", "40960"])

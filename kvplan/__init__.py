@@ -27,11 +27,11 @@ execute           Executor, with a Transfer of a Status, and a Notice
 look              explain, show; plan.cost()
 errors            KVPlanError; PeerError, for a peer's message
 
-Each room has the rest of its own names: kvplan.describe, plan, verification, handshake, models and
-display; kvplan.bridges, with from_vllm and others for what engines have allocated; kvplan.staging,
-for transfers in two steps; kvplan.store, for caches at rest; kvplan.connector and kvplan.testing,
-for a connector and its tests. The package kvplan_nixl carries plans out on real memory.
-``kvplan --help`` is the command line.
+Each package has the rest of its own names: kvplan.describe, plan, verification, handshake, models
+and display; kvplan.bridges, with from_vllm and others for what engines have allocated;
+kvplan.staging, for transfers in two steps; kvplan.store, for caches at rest; kvplan.connector and
+kvplan.testing, for a connector and its tests. The package kvplan_nixl carries plans out on real
+memory. ``kvplan --help`` is the command line.
 """
 
 import importlib
@@ -39,6 +39,7 @@ import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from kvplan._version import __version__ as __version__
 from kvplan.budget import Budget
 from kvplan.describe import (
     Axis,
@@ -150,4 +151,6 @@ def _where(name: str) -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *ROOMS})
+    """Return what a user may want, and not what this module imports for itself."""
+    of_modules = [name for name in globals() if name.startswith("__")]
+    return sorted({*of_modules, *__all__, *ROOMS})

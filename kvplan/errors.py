@@ -60,7 +60,8 @@ class KVPlanError(ValueError):
     """A description, pair or request is refused, before anything moves, or a transfer fails.
 
     ``code`` is one of :data:`CODES`; ``details`` has the values that disagree, by field.
-    ``str(error)`` is one line: ``code``, ``action``, ``expected``, ``got`` and ``hint``.
+    ``str(error)`` is one line: ``code``, ``action``, ``expected``, ``got`` and ``hint``. ``lines``
+    says the same in three short ones.
     """
 
     code: str
@@ -95,6 +96,21 @@ class KVPlanError(ValueError):
         self.got = got
         self.hint = hint
         self.details = MappingProxyType(details)
+
+    @property
+    def lines(self) -> tuple[str, str, str]:
+        """The message in three lines: what cannot be done, what is wrong, and what to do.
+
+        >>> error = KVPlanError("RANGE", "read tp", expected="an integer in [1, 4096)", got="0")
+        >>> print(*error.lines, sep="\\n")
+        RANGE: cannot read tp
+          got 0
+          expected an integer in [1, 4096)
+        """
+        subject = f"{self.code}: cannot {self.action}"
+        if self.hint:
+            return subject, f"  got {self.got}, expected {self.expected}", f"  {self.hint}"
+        return subject, f"  got {self.got}", f"  expected {self.expected}"
 
     def with_hint(self, hint: str) -> KVPlanError:
         """Return the same error with another hint."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 import attrs
 
@@ -19,6 +19,7 @@ from kvplan.connector.handoff import PORT_END
 from kvplan.connector.leases import LEASE_S
 from kvplan.connector.peer_engines import HANDSHAKE_S
 from kvplan.errors import KVPlanError
+from kvplan.store import PAGE_TOKENS
 from kvplan_nixl.agent import checked_backends
 from kvplan_nixl.executor import UCX, Backends
 
@@ -135,6 +136,33 @@ class NamedSettings:
                     # the check says what was expected
                     continue
         return cls.read(values, place)
+
+
+class ModelNames(Protocol):
+    """The settings that say which model an engine runs, empty where the engine says it."""
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+
+    @property
+    def weights(self) -> str:
+        """The fingerprint of its weights."""
+
+
+@attrs.frozen(kw_only=True)
+class StoreSettings(NamedSettings):
+    """The settings of connectors to a store.
+
+    ``folder`` has the pages, of ``tokens_per_page``. Each worker copies through ``buffer_bytes`` of
+    host memory. ``model`` and ``weights`` are those of other connectors.
+    """
+
+    folder: str = setting(name, "")
+    tokens_per_page: int = setting(integer, PAGE_TOKENS)
+    buffer_bytes: int = setting(integer, 64 << 20)
+    model: str = setting(name, "")
+    weights: str = setting(name, "")
 
 
 @attrs.frozen(kw_only=True)

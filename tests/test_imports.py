@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +19,7 @@ from tests.sources import MODULES, imports, modules_of_ours, room, tree
 DEPENDENCIES = {"numpy", "attr", "attrs"}
 
 # Rooms, each with the others that it may import. A module at the top of the package is a room of its own.
-LEAVES = {"errors", "_text", "_checks", "_arrays", "_notebook", "budget"}
+LEAVES = {"errors", "_text", "_checks", "_arrays", "_notebook", "budget", "_version"}
 CORE = {*LEAVES, "describe"}
 LIBRARY = {*CORE, "plan", "verification", "executor", "handshake", "models", "bridges"}
 MAY_IMPORT = {
@@ -24,6 +27,7 @@ MAY_IMPORT = {
     "_text": set(),
     "_checks": {"errors", "_text"},
     "_arrays": set(),
+    "_version": set(),
     "_notebook": {"errors"},
     "budget": {"errors", "_text", "_checks"},
     "describe": LEAVES,
@@ -102,6 +106,19 @@ def test_other_names_are_no_names(name: str, where: str) -> None:
     with pytest.raises(AttributeError, match=f"^module 'kvplan' has no attribute '{name}'{where}$") as caught:
         getattr(kvplan, name)
     assert (caught.value.name, caught.value.obj) == (name, kvplan)  # Python's own "Did you mean" needs both
+
+
+def test_the_door_lists_what_a_user_may_want() -> None:
+    """Names, rooms and what each module has, but not what the door imports for itself."""
+    shown = [name for name in dir(kvplan) if not name.startswith("__")]
+    assert shown == sorted([*kvplan.__all__, *kvplan.ROOMS])
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    """It stands once, where the build reads it too."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert project["tool"]["hatch"]["version"]["path"] == "kvplan/_version.py"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", kvplan.__version__)
 
 
 def test_the_door_has_the_rooms_with_names() -> None:

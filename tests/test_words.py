@@ -35,7 +35,7 @@ PLAIN = """
     request requests result rival route rule scenario schema search segments server sglang shape share shared
     shares shrink side simulation site source sources staged status step store stored strategies stretch strided
     suggestion sum svg system table tables tail tails task tasks template tensorrt terms testing text thread
-    token trace traced transfer transmission trial trials trouble verification verifier virtual visit vllm whole
+    token trace traced transfer transmission trial trials trouble verification verifier version virtual visit vllm whole
     window work workspace
 """
 """Words of names beside those of the glossary: plain English, and the field's own."""

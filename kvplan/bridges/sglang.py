@@ -1,6 +1,7 @@
 """The Worker of an SGLang rank, from its pool of KV cache.
 
-As in SGLang 0.5.23: sglang/srt/mem_cache/memory_pool.py, swa_memory_pool.py and index_key_cache.py.
+As in SGLang 0.5.23: sglang/srt/mem_cache/memory_pool.py, swa_memory_pool.py, index_key_cache.py,
+and pool_host/mha.py and mla.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvplan.bridges.assembly import (
     conv_order,
     reads_engine,
 )
+from kvplan.describe.views import TOKEN
 from kvplan.describe.worker import Worker
 from kvplan.models.layouts import Page
 from kvplan.models.model import Model
@@ -32,6 +34,19 @@ PATTERNS: Final = MappingProxyType(
     }
 )
 """Dimensions of the K and V buffers, by ``kv_cache_layout``."""
+
+LAYER: Final = "layer"
+"""The dimension of a pool in host memory that has a layer's index."""
+
+HOST_PATTERNS: Final = MappingProxyType(
+    {
+        "layer_first": "layer block head content",
+        "page_first": "block layer head content",
+        "page_first_direct": "block layer token head content",
+        "page_head": "block head token layer content",
+    }
+)
+"""Dimensions of pools in host memory, by ``layout``. Blocks without tokens are slots."""
 
 
 class PoolPart(NamedTuple):
@@ -55,6 +70,9 @@ def from_sglang(model: Model, info: RankInfo, pool: Any, draft_pool: Any = None)
     pages: ``slot // page_size`` for the slot of a token. A sliding pool has slots of its own. The
     first page, and slot 0 of states, hold no data of any request. Index keys come before their
     scales, as on CUDA.
+
+    It may also be a pool of HiCache in host memory, an ``MHATokenToKVPoolHost`` or an
+    ``MLATokenToKVPoolHost``, in any layout but ``page_unified`` and ``page_first_kv_split``.
 
     ``draft_pool`` is the ``draft_token_to_kv_pool``, of the draft layers of the model
     (:meth:`~kvplan.Model.with_draft`). It has the block table of the first layers.
@@ -158,6 +176,9 @@ def _add_layer(assembly: Assembly, part: PoolPart, layer: int, index: int) -> No
     for name in ("k_scale_buffer", "kv_scale_buffer"):
         if getattr(pool, name, None) is not None:
             raise contradiction("LAYOUT", action, "no buffers of scales", name)
+    if hasattr(pool, "layout"):
+        _add_host_layer(assembly, pool, layer, index)
+        return
     page_size = pool.page_size
     if hasattr(pool, "kv_buffer"):
         latent = assembly.attention(layer, INDEX)
@@ -184,6 +205,27 @@ def _add_layer(assembly: Assembly, part: PoolPart, layer: int, index: int) -> No
         ((keys_tensor,),) = assembly.index(layer).sections
         keys = part.index_keys[layer]
         assembly.add(keys, "block head content", keys_tensor, kernel_blocks=page_size)
+
+
+def _add_host_layer(assembly: Assembly, pool: Any, layer: int, index: int) -> None:
+    """Add the views of one layer of a pool in host memory."""
+    if pool.layout not in HOST_PATTERNS:
+        expected = f"one of {', '.join(HOST_PATTERNS)}"
+        action = "read a pool of HiCache"
+        raise contradiction("LAYOUT", action, expected, repr(pool.layout))
+    names = HOST_PATTERNS[pool.layout].split()
+    layer_dim = names.index(LAYER)
+    pattern = " ".join(name for name in names if name != LAYER)
+    # slots are the blocks of some layouts, pages those of others
+    kernel_blocks = 1 if TOKEN in names else pool.page_size
+    tensor = assembly.attention(layer)
+    # pools of latents know how wide a slot is
+    buffers = [(tensor, pool.kv_buffer)]
+    if not hasattr(pool, "kv_cache_dim"):
+        buffers = [(k_or_v(tensor, 0), pool.k_buffer), (k_or_v(tensor, 1), pool.v_buffer)]
+    for local_tensor, buffer in buffers:
+        memory = buffer[(slice(None),) * layer_dim + (index,)]
+        assembly.add(memory, pattern, local_tensor, kernel_blocks=kernel_blocks)
 
 
 def _add_states(assembly: Assembly, pool: Any) -> None:

@@ -268,6 +268,7 @@ def advise_command(engines: Engines, tokens: int, as_json: bool) -> int:
         figures = {"tokens": tokens, **attrs.asdict(advice), "not_run_because": sides}
         echo_json(engines.to_json() | figures)
         return 0
+    print_lines(engines.assumed_lines())
     click.echo(f"{engines}, {tokens} tokens in scattered blocks")
     print_lines(engines.cache_lines())
     click.echo(advice)

@@ -1,21 +1,22 @@
 """The group of all commands, and the end of each: an exit status.
 
-An error is one line on stderr, and one JSON document if that was asked for.
+An error is three lines on stderr, and one JSON document if that was asked for.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Final
 
 import click
 
+from kvplan._version import __version__
 from kvplan.cli.advise import advise_command
 from kvplan.cli.commands import COMMANDS
-from kvplan.cli.console import echo_json
+from kvplan.cli.console import echo_json, wrapped
 from kvplan.cli.demo import demo_command
 from kvplan.cli.doctor import doctor_command
 from kvplan.cli.matrix import matrix_command
@@ -78,20 +79,14 @@ def _misread(error: click.ClickException) -> KVPlanError:
 
 def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
     """Print an error, and return the exit status."""
-    click.echo(error, err=True)
+    # only a terminal has a width that a line can be too long for
+    lines = wrapped(error.lines) if sys.stderr.isatty() else error.lines
+    click.echo("\n".join(lines), err=True)
     # the command line was perhaps not parsed, so its words are searched
     if "--json" in arguments:
         message = str(error).partition(": ")[2]
         echo_json({"code": error.code, "message": message, "details": dict(error.details)})
     return 2
-
-
-def installed_version() -> str:
-    """Return the version of the installed package."""
-    try:
-        return metadata.version("kvplan")
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 @click.group(
@@ -108,7 +103,7 @@ def installed_version() -> str:
     invoke_without_command=True,
     epilog=EPILOG,
 )
-@click.version_option(installed_version())
+@click.version_option(__version__)
 @click.pass_context
 def kvplan(context: click.Context) -> int:
     """Plan how a request's KV cache moves between engines of any layout, and verify it byte for

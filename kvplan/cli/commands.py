@@ -60,8 +60,8 @@ def verify_command(
 ) -> int:
     """Plan a transfer, run it in fake memory, check every byte.
 
-    The last lines say whether vLLM and SGLang run such engines, by their rules of sizes and
-    layouts.
+    If a side names vllm or sglang, the last lines say whether that engine runs it, by its rules of
+    sizes and layouts.
 
     \b
     kvplan verify qwen3-0.6b --src tp=4 --dst tp=2,block=64 --tokens 37:1000
@@ -90,7 +90,7 @@ def verify_command(
         document = {"model": engines.name, "tokens": list(tokens), **moved, **trial.to_json()}
         echo_json(document | {"not_run_because": sides})
     else:
-        _print_trial([title, *engines.cache_lines()], trial)
+        _print_trial([*engines.assumed_lines(), title, *engines.cache_lines()], trial)
         print_lines(lines(sides))
     return 0 if trial.report.ok else 1
 
@@ -148,7 +148,7 @@ def explain_command(
         echo_json(engines.to_json() | {"offers": offers, **_mesh_json(mesh)})
         return 0
     width = terminal_width()
-    print_lines([*wrapped([str(engines)]), *engines.cache_lines()])
+    print_lines([*engines.assumed_lines(), *wrapped([str(engines)]), *engines.cache_lines()])
     sides = (
         ("source", engines.src, sources),
         ("destination", engines.dst, destinations),
@@ -231,7 +231,7 @@ def show_command(engines: Engines, rank: str, path: str | None, as_json: bool) -
     elif path is not None:
         click.echo(f"wrote {click.format_filename(path)}: {picture.title}")
     else:
-        print_lines([str(engines), *engines.cache_lines()])
+        print_lines([*engines.assumed_lines(), str(engines), *engines.cache_lines()])
         _draw(plan)
     return 0
 
@@ -306,7 +306,9 @@ def check_offer_command(file: str, file2: str | None, as_json: bool) -> int:
     # stdin can be read once
     paths = [file] if file2 is None else [file, file2]
     if paths.count("-") > 1:
-        raise KVPlanError("NAME", "read offers", expected="stdin for one of them", got="for both")
+        raise KVPlanError(
+            "NAME", "read offers", expected="stdin for one of them", got="stdin for both"
+        )
     offers = list(map(_OfferText.read, paths))
     workers = [offer.worker for offer in offers if offer.worker is not None]
     # an invalid offer cannot be compared; its problems are printed instead

@@ -17,6 +17,33 @@ SGLANG: Final = "SGLang 0.5.23"
 ENGINES: Final = MappingProxyType({"vllm": VLLM, "sglang": SGLANG})
 """Engines by the word that stands for their defaults in ``--src vllm,tp=4``."""
 
+DTYPE_WORDS: Final = MappingProxyType(
+    {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+)
+"""The dtypes that engines' own words mean (``--kv-cache-dtype``)."""
+
+ROW_WORDS: Final = ("fp8", "fp8_e4m3", "fp8_ds_mla")
+"""The words that make vLLM and SGLang keep sparse latents in rows of fp8 values and scales.
+
+(``_canonicalize_sparse_mla_kv_cache_dtype`` of vLLM's mla_attention.py, 0.32)
+"""
+
+
+def stored_dtype(model: Model, word: str | None) -> str | None:
+    """Return the dtype of a model's cache that a dtype or an engine's word for it means.
+
+    None is as the model's file says, which of sparse latents is in rows.
+
+    >>> stored_dtype(Model.shipped("llama-3.1-8b"), "fp8")
+    'float8_e4m3fn'
+    >>> stored_dtype(Model.shipped("deepseek-v3.2"), "fp8") is None
+    True
+    """
+    has_rows = any(tensor.plain_axes for tensor in model.tensors)
+    if word is None or (has_rows and word in ROW_WORDS):
+        return None
+    return DTYPE_WORDS.get(word, word)
+
 
 def has_index(model: Model) -> bool:
     """Return whether a model has an indexer."""

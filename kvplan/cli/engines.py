@@ -50,7 +50,7 @@ def _check_kv_heads(model: Model, options: EngineOptions) -> Iterator[str]:
 
 def _check_no_replicas(model: Model, options: EngineOptions) -> Iterator[str]:
     """Ranks of GPT-OSS share no KV head."""
-    if not model.name.startswith(("gpt_oss", "gpt-oss")):
+    if model.model_type != "gpt_oss":
         return
     for heads in _numbers_of_kv_heads(model):
         if options.tp > heads:
@@ -58,7 +58,7 @@ def _check_no_replicas(model: Model, options: EngineOptions) -> Iterator[str]:
 
 
 def _check_no_latents(model: Model, options: EngineOptions) -> Iterator[str]:
-    if model.name == "minicpm3":
+    if model.model_type == "minicpm3":
         yield "K and V of each head in its cache, not latents"
 
 
@@ -258,17 +258,18 @@ def reasons_of(model: Model, side: str) -> dict[str, list[str]]:
 
 
 def reasons_by_side(engines: Engines) -> dict[str, dict[str, list[str]]]:
-    """Return the :func:`reasons` of ``src`` and ``dst``, each of the engine that it names, if any.
+    """Return the :func:`reasons` of ``src`` and ``dst``, of the engines that are named alone.
 
-    Offers have none.
+    A side that names no engine is judged by that of the other side. Offers have no reasons.
     """
     if isinstance(engines.model, EngineViews):
         return {}
+    named_anywhere = list(dict.fromkeys(engines.named.values()))
     sides = {}
     for side, options in (("src", engines.src), ("dst", engines.dst)):
         by_engine = reasons(engines.model, options)
-        engine = engines.named.get(side)
-        sides[side] = by_engine if engine is None else {engine: by_engine[engine]}
+        named = [engines.named[side]] if side in engines.named else named_anywhere
+        sides[side] = {engine: by_engine[engine] for engine in named}
     return sides
 
 
@@ -283,10 +284,8 @@ def running_engines(by_engine: Mapping[str, list[str]]) -> str:
 
 def lines(sides: Mapping[str, Mapping[str, list[str]]]) -> Iterator[str]:
     """Yield a line for each reason of a side, and one for each engine that runs all sides."""
-    if not sides:
-        return
     for engine in ENGINES.values():
-        # A side that names its engine is not judged by the other one.
+        # a side is not judged by an engine that it does not name
         judged = {
             side: by_engine[engine] for side, by_engine in sides.items() if engine in by_engine
         }

@@ -118,14 +118,15 @@ class Result:
     @classmethod
     def of(cls, model: Model, mismatch: Mismatch) -> Result:
         """Move a request across the mismatch."""
-        src = EngineOptions.parse(mismatch.src, "the source")
-        dst = EngineOptions.parse(mismatch.dst, "the destination")
-        # quantized tensors have scales, whose place the sides differ in
-        if mismatch.bits is not None:
-            model = quantize_model(model, mismatch.bits)
-        sides = {"src": reasons_of(model, mismatch.src), "dst": reasons_of(model, mismatch.dst)}
-        # a refusal by the planner is a verdict, too
+        sides: dict[str, dict[str, list[str]]] = {"src": {}, "dst": {}}
+        # a refusal is a verdict, too
         try:
+            src = EngineOptions.parse(mismatch.src, "the source")
+            dst = EngineOptions.parse(mismatch.dst, "the destination")
+            # quantized tensors have scales, whose place the sides differ in
+            if mismatch.bits is not None:
+                model = quantize_model(model, mismatch.bits)
+            sides = {"src": reasons_of(model, mismatch.src), "dst": reasons_of(model, mismatch.dst)}
             trial = Trial.of(PlacedRequest.of(model, src, dst, MATRIX_TOKENS))
         except KVPlanError as error:
             return cls(mismatch, "refused", str(error), None, sides)
@@ -233,10 +234,12 @@ def matrix_command(model: str, like: str | None, as_json: bool) -> int:
         echo_json({"model": model, "layers": layers, "tokens": list(MATRIX_TOKENS), "cells": cells})
     else:
         layers_moved = f"{len(short.layers)} of {len(whole.layers)} layers"
+        for line in assumed_lines(model, whole, like):
+            click.echo(f"{line}\n")
         click.echo(
             f"{model}, {layers_moved}, positions [{MATRIX_TOKENS[0]}, {MATRIX_TOKENS[1]}):\n"
         )
-        for line in assumed_lines(like) + cache_lines(whole):
+        for line in cache_lines(whole):
             click.echo(f"- {line.strip()}")
         click.echo()
         click.echo("\n".join(markdown(results)))

@@ -28,10 +28,7 @@ BITS: Final[Mapping[int, tuple[Any, ...]]] = MappingProxyType(
 )
 """Arguments of :meth:`Model.quantized` for each value of ``--bits``: 8 bits, and NVFP4."""
 
-MODEL_FORMS: Final = (
-    "a config.json or its directory, or sizes: layers=40,kv_heads=10,head_dim=128 "
-    "(and window=4096, heads=40)"
-)
+MODEL_FORMS: Final = "a config.json or its directory, or sizes: layers=40,kv_heads=10,head_dim=128"
 """The forms of MODEL on the command line, beside a shipped name."""
 
 
@@ -73,7 +70,7 @@ def load(model: str, bits: str | None = None, like: str | None = None) -> Model:
     ``CONFIG``.
 
     >>> print(load("layers=40,kv_heads=10,head_dim=128,window=4096"))
-    mistral: 40 layers, bfloat16, groups attn
+    layers=40,kv_heads=10,head_dim=128,window=4096: 40 layers, bfloat16, groups attn
     """
     return model_only(load_engines(model, bits, like), model)
 
@@ -100,22 +97,33 @@ def load_engines(
         return quantize_model(load(model, None, like), int(bits))
     # a shipped name counts before a file of that name
     if model in Model.names():
+        _check_no_like(model, like)
         return Model.shipped(model)
     path = Path(model)
     # a file may have = in its name
     if "=" in model and not path.exists():
+        _check_no_like(model, like)
         return _load_sizes(model)
     if path.is_dir():
         path = Path(model, "config.json")
     try:
         config = json.loads(path.read_bytes())
         if isinstance(config, dict) and "offers" in config:
+            _check_no_like(model, like)
             return EngineViews.of(config["offers"])
-        return Model.from_config(config, like=like)
+        return Model.from_config(config, model, like=like)
     except KVPlanError as error:
         raise error.in_file(f"{path}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise _cannot_load(model, error) from None
+
+
+def _check_no_like(model: str, like: str | None) -> None:
+    """Raise ``CONFIG`` if a model whose cache is known is to be read as one of another type."""
+    if like is not None:
+        action = f"read a model like {like!r}"
+        expected = "the config.json of an unknown type"
+        raise KVPlanError("CONFIG", action, expected=expected, got=repr(model), model=model)
 
 
 def _cannot_load(model: str, error: Exception) -> KVPlanError:
@@ -130,7 +138,7 @@ def _cannot_load(model: str, error: Exception) -> KVPlanError:
             got = repr(model)
         similar = meant(model.rpartition("/")[2], Model.names())
         hint = f"{similar} 'kvplan models' lists all".strip()
-    expected = f"the name of a shipped model, {MODEL_FORMS}"
+    expected = f"a shipped model, {MODEL_FORMS}"
     return KVPlanError("CONFIG", "load a model", expected=expected, got=got, hint=hint, model=model)
 
 
@@ -157,7 +165,7 @@ def _load_sizes(text: str) -> Model:
     config_keys = required | optional
     for key, value in values.items():
         config[config_keys[key]] = read_decimal(value, f"{key} of the model", 1, MAX_TOKENS)
-    return Model.from_config(config)
+    return Model.from_config(config, text)
 
 
 def read_decimal(text: str, subject: str, low: int, high: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import click
 
 from kvplan.cli.caches import cache_lines, caches_of
@@ -40,16 +38,10 @@ def models_command(model: str | None, like: str | None, as_json: bool) -> int:
             documents[name] = [cache.to_json() for cache in caches_of(listed)]
         echo_json({"models": documents, "types": types})
         return 0
-    # the name of the model comes first, then as what its file was read
-    lines = list(_lines_of(models))
+    lines = []
+    for name, listed in models.items():
+        lines += [*assumed_lines(name, listed, like), name, *cache_lines(listed)]
     if types:
         lines += ["", f"{len(types)} types of config.json", f"  {', '.join(types)}"]
-    print_lines(wrapped(lines[:1] + assumed_lines(like) + lines[1:]))
+    print_lines(wrapped(lines))
     return 0
-
-
-def _lines_of(models: dict[str, Model]) -> Iterator[str]:
-    """Yield the name of each model, and what it caches."""
-    for name, model in models.items():
-        yield name
-        yield from cache_lines(model)

@@ -15,10 +15,18 @@ import click
 
 from kvplan._checks import integer
 from kvplan._text import meant
-from kvplan.cli.caches import cache_lines
+from kvplan.cli.caches import cache_lines, caches_of
 from kvplan.cli.completion import completed_keys, completed_models, completed_types
 from kvplan.cli.console import wrapped
-from kvplan.cli.defaults import AUTO, ENGINES, engine_of, with_defaults
+from kvplan.cli.defaults import (
+    AUTO,
+    DTYPE_WORDS,
+    ENGINES,
+    ROW_WORDS,
+    engine_of,
+    stored_dtype,
+    with_defaults,
+)
 from kvplan.cli.model_files import (
     BITS,
     ENGINE_IDS,
@@ -150,7 +158,9 @@ class EngineOptions:
         "pcp_spreads",
     )
     draft: str | None = _text_option(None, "shipped model that drafts tokens")
-    dtype: str | None = _text_option(None, "dtype of K and V, or latents")
+    dtype: str | None = _text_option(
+        None, "dtype of K and V, or latents, such as float8_e4m3fn, or an engine's word: fp8"
+    )
     ssm: str | None = _text_option(None, "dtype of SSM states")
 
     @classmethod
@@ -226,7 +236,7 @@ class EngineOptions:
 
     def cached(self, model: Model) -> Model:
         """Return a model in the dtypes in which the engine caches it. Raises ``DTYPE``."""
-        return model.with_dtypes(self.dtype, self.ssm)
+        return model.with_dtypes(stored_dtype(model, self.dtype), self.ssm)
 
 
 VALUES_OF_KEYS: Final[Mapping[str, Sequence[str]]] = MappingProxyType(
@@ -238,7 +248,7 @@ VALUES_OF_KEYS: Final[Mapping[str, Sequence[str]]] = MappingProxyType(
         "conv": CONV_ORDERS,
         "scales": SCALES,
         "draft": Model.names(),
-        "dtype": tuple(ITEMSIZE),
+        "dtype": tuple(dict.fromkeys((*ITEMSIZE, *DTYPE_WORDS, *ROW_WORDS))),
         "ssm": tuple(ITEMSIZE),
     }
 )
@@ -290,6 +300,12 @@ class Engines:
         """Return the workers of the source engine, and of the destination engine."""
         return self.src.engine(self.model, "src"), self.dst.engine(self.model, "dst")
 
+    def assumed_lines(self) -> list[str]:
+        """Return the first line of what is printed, if nobody checked what the model caches."""
+        if isinstance(self.model, EngineViews):
+            return []
+        return wrapped(assumed_lines(self.name, self.model, self.like))
+
     def cache_lines(self) -> list[str]:
         """Return the lines of what both engines cache, or of each one if they differ.
 
@@ -303,7 +319,7 @@ class Engines:
             lines = cache_lines(source)
         else:
             lines = cache_lines(source, "src") + cache_lines(destination, "dst")
-        return wrapped(assumed_lines(self.like) + lines)
+        return wrapped(lines)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -311,11 +327,12 @@ class Engines:
         return document if self.like is None else {**document, "assumed_like": self.like}
 
 
-def assumed_lines(like: str | None) -> list[str]:
-    """Return the line that says as what a file of an unknown type was read, if it was."""
+def assumed_lines(name: str, model: Model, like: str | None) -> list[str]:
+    """Return the line that says what was assumed of a file of an unknown type, if it is of one."""
     if like is None:
         return []
-    return [f"  assumed, and checked by nobody: it caches what a model of type {like} does"]
+    contents = "; ".join(map(str, caches_of(model)))
+    return [f"assumed and checked by nobody: {name} caches as a {like} does, {contents}"]
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -331,8 +348,9 @@ class EngineCommand(click.Command):
         """Write the end of the help."""
         formatter.write_paragraph()
         formatter.write_text(
-            f"MODEL is a shipped name such as llama-3.1-8b, {MODEL_FORMS}. For verify, explain and "
-            "show, MODEL can be a file of offers, as 'kvplan explain --json' prints them."
+            f"MODEL is a shipped name such as llama-3.1-8b, {MODEL_FORMS} (and window=4096, "
+            "heads=40). For verify, explain and show, MODEL can be a file of offers, as "
+            "'kvplan explain --json' prints them."
         )
         keys = [(field.name, field.metadata["about"]) for field in attrs.fields(EngineOptions)]
         formatter.write_paragraph()

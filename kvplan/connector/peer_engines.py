@@ -210,10 +210,14 @@ class PeerEngines:
             if peer.plan is None and self._advance(peer):
                 yield peer
 
-    def discard(self, peer: PeerEngine) -> None:
-        """Forget an engine that is gone, unless another handshake with it has begun."""
-        if self._peers.get(peer.source) is peer:
-            del self._peers[peer.source]
+    def discard(self, source: Source) -> None:
+        """Forget an engine that is gone, unless a handshake with it is under way.
+
+        It may have become ready again before the error came, by the connection that is lost.
+        """
+        peer = self._peers.get(source)
+        if peer is not None and peer.plan is not None:
+            del self._peers[source]
 
     def _begin_handshake(self, peer: PeerEngine) -> None:
         """Begin a handshake, unless it has to wait for another one, by rules P2 and P3."""

@@ -7,7 +7,8 @@
   without. Until then its blocks must stay, also where :meth:`Reads.late` says before that it has
   failed.
 - R3: What fails is one request, or those that wait for one engine. Another request to that engine
-  tries again.
+  tries again. A request that came :data:`~kvplan.connector.claims.RETRY_S` after a handshake began
+  does not fail with it, since the network may have healed meanwhile: it shakes hands again.
 - R4: A request is right only if its source says, after the last byte, that the lease stands: until
   then it has given the blocks to no other request. No clock is compared. While bytes move, the
   source is asked every :data:`ASK_S`; a request fails if the lease is over, or if no answer came
@@ -20,12 +21,16 @@
   coordinate, before a request is right. The source computes its digests while the bytes move. If it
   cannot digest the same elements, such as heads that are divided unevenly, the log says that the
   request was not verified.
+- R7: A step hands over transfers for about :data:`POST_S`, since the engine's other requests wait
+  meanwhile. So a read of many descriptors is cut into transfers of :data:`MAX_TRANSFER_IDS` ids,
+  and each :meth:`Reads.poll` hands over some, until the read has failed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from logging import Logger
 from typing import Any, Final
@@ -52,7 +57,7 @@ from kvplan.describe.blocks import Blocks, Range, Request
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Status, Transfer
-from kvplan.plan import TransferPlan
+from kvplan.plan import ReadSpec, TransferPlan
 from kvplan.staging import Pipeline, StagedTransfer
 
 ASK_S: Final = 5.0
@@ -66,6 +71,12 @@ MAX_FETCHES: Final = 8
 
 STALL_S: Final = 2.0
 """Seconds without a new chunk in the staging region, after which waiting requests leave it."""
+
+POST_S: Final = 0.02
+"""Seconds of an engine's step in which transfers are handed over."""
+
+MAX_TRANSFER_IDS: Final = 4096
+"""The most ids of a transfer. UCX takes up to 16 us to begin a descriptor over TCP."""
 
 Digest = Callable[[Request], Mapping[str, Any]]
 """Computes the digests of a request's local blocks, for the comparison of rule R6."""
@@ -118,6 +129,14 @@ class ReadResult:
     is_staged: bool = False
 
     __repr__ = brief_repr
+
+
+@attrs.frozen(eq=False)
+class _PendingRead:
+    """A read that came at a time, and waits for a handshake."""
+
+    read: Read
+    came_at: float
 
 
 @attrs.define(eq=False)
@@ -182,18 +201,19 @@ class _DigestCheck:
 
 @attrs.define(eq=False)
 class _Job:
-    """A read under way: the engine that it reads from, and its transfers.
+    """A read under way, and its transfers.
 
-    ``error`` is the first reason to fail. Once ``is_settled``, no byte can move any more.
+    ``unposted`` are transfers to be handed over, none of a read that has failed. ``error`` is the
+    first reason to fail. Once ``is_settled``, no byte can move any more.
     """
 
     read: Read
-    peer: PeerEngine
     plan: TransferPlan
     lease_check: _LeaseCheck
     began_at: float
     digest_check: _DigestCheck | None = None
     transfers: list[Transfer | StagedTransfer] = attrs.field(factory=list)
+    unposted: deque[ReadSpec] = attrs.field(factory=deque)
     error: KVPlanError | None = None
     is_settled: bool = False
     is_reported_late: bool = False
@@ -266,17 +286,22 @@ class Reads:
         # the chunks of the pipeline that have begun, and when that number was seen to change
         self._num_chunks = 0
         self._last_chunk_at = 0.0
-        self._waiting: dict[Source, list[Read]] = {}  # for handshakes
+        self._posted_s = 0.0  # in this step, which begins with poll
+        self._waiting: dict[Source, list[_PendingRead]] = {}
         self._jobs: list[_Job] = []
         self._results: list[ReadResult] = []
 
     def begin(self, read: Read) -> None:
         """Begin to read a request, which :meth:`poll` reports when it has ended."""
-        peer = self._peers.use(instance(Read, read, "read").source)
+        self._begin(instance(Read, read, "read"))
+
+    def _begin(self, read: Read) -> None:
+        peer = self._peers.use(read.source)
         if peer.plan is None:
-            self._waiting.setdefault(peer.source, []).append(read)
+            pending_read = _PendingRead(read, self._system.monotonic())
+            self._waiting.setdefault(peer.source, []).append(pending_read)
         else:
-            self._start(read, peer, peer.plan)
+            self._start(read, peer.plan)
 
     def fail(self, request: str, error: KVPlanError) -> None:
         """Report a request that cannot be read."""
@@ -286,16 +311,13 @@ class Reads:
 
     def poll(self) -> list[ReadResult]:
         """Continue without waiting, and return the requests that have ended since the last call."""
+        self._posted_s = 0.0
         # handshakes first, since a request that waited begins to move in this step
         for peer in self._peers.poll():
             if self._on_handshake is not None:
                 self._on_handshake(HandshakeResult.of(peer, self._system.monotonic()))
-            for read in self._waiting.pop(peer.source, []):
-                if peer.plan is None:
-                    assert peer.error is not None
-                    self._report(ReadResult(read.request, _error_of(read, peer.error)))
-                else:
-                    self._start(read, peer, peer.plan)
+            for pending in self._waiting.pop(peer.source, []):
+                self._take_peer(pending, peer)
         if self._pipeline is not None:
             self._poll_pipeline(self._pipeline)
         for job in [*self._jobs]:
@@ -321,13 +343,24 @@ class Reads:
                 self._logger.error(message, request, error)
         return late
 
-    def _start(self, read: Read, peer: PeerEngine, plan: PeerPlan) -> None:
+    def _take_peer(self, pending: _PendingRead, peer: PeerEngine) -> None:
+        """Start a read whose engine is ready; end or repeat the wait for one that has failed."""
+        read = pending.read
+        if peer.plan is not None:
+            self._start(read, peer.plan)
+        elif pending.came_at - peer.began_at > RETRY_S:
+            self._begin(read)
+        else:
+            assert peer.error is not None
+            self._report(ReadResult(read.request, _error_of(read, peer.error)))
+
+    def _start(self, read: Read, plan: PeerPlan) -> None:
         """Start the transfers of a read. From now on it has a job, whatever fails."""
         now = self._system.monotonic()
         lease_check = _LeaseCheck(
             read, self._claims, self._logger, self._system, asked_at=now, confirmed_at=now
         )
-        job = _Job(read, peer, plan.direct, lease_check, began_at=now)
+        job = _Job(read, plan.direct, lease_check, began_at=now)
         self._jobs.append(job)
         try:
             # The source computes its digests while the bytes move.
@@ -345,19 +378,32 @@ class Reads:
             else:
                 request = _request_of(read, plan.direct, to_block_end=read.to_block_end)
                 job.transfers.append(plan.staged.submit(read.request, request))
+                job.post_seconds = self._system.monotonic() - now
         except KVPlanError as error:
-            job.error = error
-            self._discard_lost(peer, error)
-        job.post_seconds = self._system.monotonic() - now
+            self._fail(job, error)
 
     def _start_directly(self, job: _Job) -> None:
-        """Start a transfer with each worker that has some of the bytes."""
+        """Start transfers with each worker that has some of the bytes."""
         request = _request_of(job.read, job.plan, to_block_end=job.read.to_block_end)
         for spec in job.plan.bind(**request):
-            if spec.local_ids.size:
-                # one by one: those that have started are the job's, also if the next one fails
-                transfer = self._executor.start(spec, job.read.request, notify=False)
-                job.transfers.append(transfer)
+            job.unposted.extend(_cut(spec))
+        self._post(job)
+
+    def _post(self, job: _Job) -> None:
+        """Hand over transfers of a read while this step has time for it, rule R7."""
+        # one by one: those that have started are the job's, also if the next one fails
+        while job.unposted and self._posted_s < POST_S:
+            spec = job.unposted.popleft()
+            began_at = self._system.monotonic()
+            job.transfers.append(self._executor.start(spec, job.read.request, notify=False))
+            posted_at = self._system.monotonic()
+            self._posted_s += posted_at - began_at
+            job.post_seconds = posted_at - job.began_at
+
+    def _fail(self, job: _Job, error: KVPlanError) -> None:
+        """Note the first reason for which a read fails."""
+        job.error = error
+        self._discard_lost(job.read.source, error)
 
     def _poll_pipeline(self, pipeline: Pipeline) -> None:
         """Continue staged transfers; read directly what waits for a region that stalls, rule R5."""
@@ -387,7 +433,7 @@ class Reads:
             self._executor.prepare(job.plan)
             self._start_directly(job)
         except KVPlanError as error:
-            job.error = error
+            self._fail(job, error)
 
     def _poll_job(self, job: _Job) -> None:
         """Continue a read; report it when no byte of it can move, and it is right or has failed."""
@@ -395,7 +441,10 @@ class Reads:
             for transfer in job.transfers:
                 if isinstance(transfer, Transfer):
                     self._executor.poll(transfer)
-            if all(transfer.status.is_settled for transfer in job.transfers):
+            if job.unposted:
+                self._post_more(job)
+            is_posted = not job.unposted
+            if is_posted and all(transfer.status.is_settled for transfer in job.transfers):
                 self._settle_transfers(job)
         # The lease of a read that has failed does not matter any more.
         if job.error is None:
@@ -411,6 +460,17 @@ class Reads:
         if job.is_settled and (job.error is not None or is_right):
             self._jobs.remove(job)
             self._report(job.result(self._system.monotonic()))
+
+    def _post_more(self, job: _Job) -> None:
+        """Hand over more of a read, unless it has failed."""
+        settled = [transfer for transfer in job.transfers if transfer.status.is_settled]
+        if job.error is not None or any(transfer.status is not Status.DONE for transfer in settled):
+            job.unposted.clear()
+            return
+        try:
+            self._post(job)
+        except KVPlanError as error:
+            self._fail(job, error)
 
     def _mismatch(self, job: _Job, check: _DigestCheck) -> KVPlanError | None:
         """Return the difference between what has arrived and what the source has, if any.
@@ -441,17 +501,17 @@ class Reads:
                 got = "a cancelled transfer"
                 job.error = KVPlanError("TRANSFER", action, expected="all its bytes", got=got)
             if transfer.error is not None:
-                self._discard_lost(job.peer, transfer.error)
+                self._discard_lost(job.read.source, transfer.error)
             if isinstance(transfer, Transfer):
                 self._executor.release(transfer)
 
-    def _discard_lost(self, peer: PeerEngine, error: KVPlanError) -> None:
+    def _discard_lost(self, source: Source, error: KVPlanError) -> None:
         """Forget an engine that is gone, or whose plan is not prepared any more.
 
         The next request to it shakes hands again.
         """
         if error.code in ("PEER", "TRANSFER"):
-            self._peers.discard(peer)
+            self._peers.discard(source)
 
     def _report(self, result: ReadResult) -> None:
         """Log the end of a read, which the next :meth:`poll` returns."""
@@ -463,6 +523,18 @@ class Reads:
             message = "request %r is not read from %s: %s"
             self._logger.error(message, result.request, source, result.error)
         self._results.append(result)
+
+
+def _cut(spec: ReadSpec) -> Iterator[ReadSpec]:
+    """Cut what is read from a worker into transfers of at most :data:`MAX_TRANSFER_IDS` ids."""
+    if spec.local_ids.size <= MAX_TRANSFER_IDS:
+        if spec.local_ids.size:
+            yield spec
+        return
+    for start in range(0, spec.local_ids.size, MAX_TRANSFER_IDS):
+        part = slice(start, start + MAX_TRANSFER_IDS)
+        local_ids = spec.local_ids[part]
+        yield attrs.evolve(spec, local_ids=local_ids, remote_ids=spec.remote_ids[part], shapes=())
 
 
 def _error_of(read: Read, error: KVPlanError) -> KVPlanError:

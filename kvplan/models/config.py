@@ -141,12 +141,11 @@ NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config
 """Keys under which a file has its decoder."""
 
 WAY_OUT: Final = (
-    "a model that keeps K and V of each head is known by its sizes: {'model_type': 'llama', "
-    "'num_hidden_layers': 40, 'num_key_value_heads': 10, 'head_dim': 128}, or "
-    "'layers=40,kv_heads=10,head_dim=128' on the command line; describe any other as Views of "
-    "Workers, and verify a file of their offers"
+    "layers=40,kv_heads=10,head_dim=128 if it keeps K and V of each head, else Views of Workers "
+    "and a file of their offers"
 )
-LIKE: Final = "if it stores what a known type does, add --like llama, or like='llama';"
+LIKE: Final = f"add --like llama if it caches as a llama does; {WAY_OUT}"
+"""What to do about a type that is not known."""
 
 
 def _frozen(keys: Config) -> Config:
@@ -453,9 +452,9 @@ def _model_type(config: Config, registry: Registry, like: str | None) -> str:
     if not isinstance(model_type, str) or model_type not in families:
         expected = f"one of the {len(families)} types in models.FAMILIES"
         if model_type is None:
-            hint = f"is this a config.json? {LIKE} {WAY_OUT}"
+            hint = f"is this a config.json? {LIKE}"
             raise _refusal("", expected, "no model_type", hint, model_type=None)
-        hint = f"{meant(plain(model_type), families)} {LIKE} {WAY_OUT}".strip()
+        hint = f"{meant(plain(model_type), families)} {LIKE}".strip()
         raise _refusal("", expected, shown(model_type), hint, model_type=plain(model_type))
     return model_type
 
@@ -478,8 +477,9 @@ def _check_keys(config: Config, family: Family) -> None:
 def _check_unknown(config: Config, family: Family) -> None:
     """Raise ``CONFIG`` for what a file of an unknown type may mean, and the family doesn't read.
 
-    A size that is null may be stated by another key. A list of mappings, or one with an item for
-    each layer, may give layers different caches.
+    A size that is null may be stated by another key. A list of mappings, one with an item for each
+    layer, a text with a letter for each layer, or a mapping of layers by their numbers, may give
+    layers different caches.
     """
     num_layers = config.get(stated_key(config, NUM_LAYERS))
     for key, value in config.items():
@@ -489,14 +489,23 @@ def _check_unknown(config: Config, family: Family) -> None:
             hint = "state the number in the file"
             raise _refusal("", expected, "null", hint, key=key)
         is_read = key in family.defaults or key in LAYER_LISTS
-        if is_read or not isinstance(value, list | tuple):
-            continue
-        # Nobody knows what each item says of its layer.
-        has_mappings = any(isinstance(item, Mapping) for item in value)
-        if has_mappings or 1 < len(value) == num_layers:
+        if not is_read and _is_of_layers(value, num_layers):
             expected = f"no {key!r}, which may give each layer a cache of its own"
             hint = f"remove {key!r} if all layers cache the same"
-            raise _refusal("", expected, f"a list of {len(value)}", hint, key=key)
+            raise _refusal("", expected, shown(value), hint, key=key)
+
+
+def _is_of_layers(value: Any, num_layers: Any) -> bool:
+    """Return whether a value that nobody knows may say something else of each layer."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(str(key).isdecimal() for key in value)
+    # A pattern such as MEM*M, and no word such as silu.
+    if isinstance(value, str):
+        return value.isupper() and 1 < len(value) == num_layers
+    if not isinstance(value, list | tuple):
+        return False
+    has_mappings = any(isinstance(item, Mapping) for item in value)
+    return has_mappings or 1 < len(value) == num_layers
 
 
 def _kinds(config: Config, family: Family) -> list[str]:

@@ -50,7 +50,8 @@ class Model:
     """The tensors that each layer of a model caches, ``layers.{i}.{kind}``, and their dtype.
 
     ``query_heads`` is how many query heads an attention layer has, if that is known. They are not
-    cached, but engines divide them among ranks.
+    cached, but engines divide them among ranks. ``model_type`` is the type as which a config.json
+    was read, if the model is from one.
 
     >>> model = Model.shipped("llama-3.1-8b")
     >>> print(model)
@@ -68,6 +69,7 @@ class Model:
     dtype: str = "bfloat16"
     drafts: Layers = attrs.field(default=(), repr=False)
     query_heads: int | None = attrs.field(default=None, repr=False)
+    model_type: str | None = attrs.field(default=None, repr=False)
 
     __repr__ = brief_repr
     _repr_html_ = _notebook.html
@@ -109,6 +111,7 @@ expected a value for key 'hidden_size', got no such key
             contents.dtype,
             contents.drafts,
             contents.query_heads,
+            contents.model_type,
         )
 
     @classmethod

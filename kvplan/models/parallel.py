@@ -90,17 +90,18 @@ class Parallel:
         if num_ranks % self.dcp:
             reused = "tp" if pcp_copies == 1 else "tp * pcp"
             expected = f"dcp that divides {reused} {num_ranks}, whose ranks it reuses"
-            raise layout_error(action, expected, f"{self.dcp}", tp=self.tp, dcp=self.dcp)
+            raise layout_error(action, expected, f"dcp={self.dcp}", tp=self.tp, dcp=self.dcp)
         for tensor in tensors:
             heads = tensor.shards
             holders = tensor.replicas(self.tp) * pcp_copies
             if holders < self.dcp:
-                shared = f"{num_ranks} ranks / {heads} heads"
-                ranks_of_head = count(holders, "rank")
-                expected = f"dcp <= {holders}, since {shared} = {ranks_of_head} for each head"
+                ranks_of_head = f"{count(holders, 'rank')} per head"
+                shared = f"{num_ranks} ranks / {count(heads, 'KV head')} = {ranks_of_head}"
                 # PCP copies count too, but only TP makes more of them.
-                hint = f"dcp={self.dcp} needs tp={-(-self.dcp // pcp_copies) * heads}"
-                got = f"{self.dcp}"
+                needed_tp = -(-self.dcp // pcp_copies) * heads
+                hint = f"{shared}; dcp={self.dcp} needs tp={needed_tp}"
+                expected = f"dcp <= {holders}"
+                got = f"dcp={self.dcp}"
                 raise layout_error(
                     action, expected, got, hint, tp=self.tp, dcp=self.dcp, heads=heads
                 )
@@ -127,8 +128,8 @@ def stages_of(
         for length in layers_per_stage:
             layer_counts.append(integer(length, "layers_per_stage", low=1, high=MAX_LAYERS))
     if sum(layer_counts) != num_layers or len(layer_counts) != pp:
-        expected = f"{num_layers} layers in {pp} stages"
-        got = f"{sum(layer_counts)} in {len(layer_counts)}"
+        expected = f"{count(num_layers, 'layer')} in {count(pp, 'stage')}"
+        got = f"{count(sum(layer_counts), 'layer')} in {count(len(layer_counts), 'stage')}"
         raise layout_error("divide layers into stages", expected, got, pp=pp, layers=num_layers)
     stops = list(itertools.accumulate(layer_counts))
     return [range(stop - length, stop) for stop, length in zip(stops, layer_counts, strict=True)]

@@ -6,6 +6,9 @@ first asks for the value's member of ``TransferBackend``, which is before it mak
 
 A :class:`~kvplan_nixl.sglang.manager.Manager` is a rank as SGLang sees it. Its rank of prefill or
 of decode has the memory, leases and reads; a sender or receiver is one request of it.
+
+:class:`~kvplan_nixl.sglang.store.KvplanStore` is a storage of HiCache, which SGLang makes by this
+module's name. SGLang's cache is hooked when it first asks for the class.
 """
 
 from __future__ import annotations
@@ -102,3 +105,14 @@ def _tell_receiver(waiting: Any, *_: Any, **__: Any) -> None:
         receiver.req = waiting.req
         if waiting.is_rebootstrap:
             receiver.refuse_rebootstrap()
+
+
+def __getattr__(name: str) -> Any:
+    """Return the store's class, after SGLang's cache is hooked."""
+    if name != "KvplanStore":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvplan_nixl.sglang.store import KvplanStore
+    from kvplan_nixl.sglang.store_hooks import hook_cache
+
+    hook_cache()
+    return KvplanStore

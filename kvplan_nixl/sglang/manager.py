@@ -10,19 +10,18 @@ from typing import Any, Final
 import attrs
 from sglang.srt.disaggregation.base import BaseKVManager
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_parallel, get_serving, get_spec
+from sglang.srt.runtime_context import get_parallel
 
-from kvplan import KVPlanError, Model, Worker
+from kvplan import Worker
 from kvplan.bridges import RankInfo, from_sglang
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.rearrange import with_staging
-from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.bootstrap import BootstrapServer
 from kvplan_nixl.sglang.decode import DecodeRank
+from kvplan_nixl.sglang.description import dtype_name, model_of, require
 from kvplan_nixl.sglang.prefill import PrefillRank
 from kvplan_nixl.sglang.rank import PAGED_WITH_TOKENS, RankMemory, gather, logger
 from kvplan_nixl.sglang.settings import settings_of
-from kvplan_nixl.weights import weights_of
 
 STATE_KINDS: Final = PAGED_WITH_TOKENS | {"swa", "mamba"}
 """The parts of a cache besides K and V or latents that are transferred, by SGLang's names."""
@@ -79,18 +78,18 @@ class Manager(BaseKVManager):
         Raises ``LAYOUT`` for an engine that the plugin does not serve.
         """
         for setting, expected in UNSERVED.items():
-            _require(setting, expected, getattr(self._server_args, setting, expected))
+            require(setting, expected, getattr(self._server_args, setting, expected))
         variable = "SGLANG_DISAGG_STAGING_BUFFER"
-        _require(variable, False, getattr(envs, variable).get())
+        require(variable, False, getattr(envs, variable).get())
         parallel = get_parallel()
         for width in ("attn_dcp_size", "attn_cp_size"):
-            _require(width, 1, getattr(parallel, width))
+            require(width, 1, getattr(parallel, width))
         algorithm = queue.scheduler.spec_algorithm.name
         if algorithm not in DRAFTING:
-            _require("speculative_algorithm", " or ".join(sorted(DRAFTING)), algorithm)
+            require("speculative_algorithm", " or ".join(sorted(DRAFTING)), algorithm)
         if queue.draft_token_to_kv_pool is not None:
             # only the last stage would have the draft's cache
-            _require("pp_size", 1, parallel.pp_size)
+            require("pp_size", 1, parallel.pp_size)
         info = _rank_info(parallel)
         worker = self._describe(queue, info, parallel)
         windows = self._windows(queue, worker)
@@ -121,7 +120,7 @@ class Manager(BaseKVManager):
     def _describe(self, queue: Any, info: RankInfo, parallel: Any) -> Worker:
         """Return the rank's worker. Raises ``LAYOUT`` for a cache with states of another kind."""
         kinds = [kind.value for kind in self.kv_args.state_types]
-        _require("state_types", [kind for kind in kinds if kind in STATE_KINDS], kinds)
+        require("state_types", [kind for kind in kinds if kind in STATE_KINDS], kinds)
         pool, draft_pool = queue.token_to_kv_pool, queue.draft_token_to_kv_pool
         # a model with Mamba layers caches their states in a dtype of its own
         state_dtype = None
@@ -131,10 +130,13 @@ class Manager(BaseKVManager):
         full_pool = getattr(pool, "full_kv_pool", pool)
         has_scales = getattr(full_pool, "dsa_kv_cache_store_fp8", False)
         dtype = None if has_scales else pool.dtype
-        model = _model(queue.scheduler.model_config, self._settings, draft_pool is not None)
-        model = model.with_dtypes(_dtype_name(dtype), _dtype_name(state_dtype))
+        config = queue.scheduler.model_config
+        files = (config.model_path, config.revision)
+        read_config = config.hf_config.get_config_dict
+        model = model_of(files, read_config, self._settings, draft_pool is not None)
+        model = model.with_dtypes(dtype_name(dtype), dtype_name(state_dtype))
         worker = from_sglang(model, info, pool, draft_pool)
-        _require("num_groups", 1 + len(self._table_kinds()), len(worker.groups))
+        require("num_groups", 1 + len(self._table_kinds()), len(worker.groups))
         # The page tables of prefill's stages may differ, and decode tells them apart by group.
         if self._is_prefill and parallel.pp_size > 1:
             return _with_own_groups(worker, parallel.pp_rank)
@@ -154,7 +156,7 @@ class Manager(BaseKVManager):
                 windows[group] = queue.scheduler.sliding_window_size + 1
         if len(windows) > 1 and self.kv_args.page_size == 1:
             # SGLang's tree keeps one position of a window that no backend transfers.
-            _require("disaggregation_decode_enable_radix_cache", False, self._caches_prefixes)
+            require("disaggregation_decode_enable_radix_cache", False, self._caches_prefixes)
         return windows
 
     def submit_prefill_recompute(self, *_: Any, **__: Any) -> None:
@@ -185,54 +187,8 @@ def _rank_info(parallel: Any) -> RankInfo:
     return RankInfo(engine_id, rank, tp_group.rank_in_group, tp_group.world_size)
 
 
-def _model(config: Any, settings: Settings, has_draft: bool) -> Model:
-    """Return the model by its files: SGLang writes into the configuration that it has read.
-
-    If a draft of it has a cache, the model has its layers: of the same files, or of a draft model.
-    The name says which, since decode needs the cache of its draft from prefill.
-    """
-
-    def fields(path: str, revision: str | None) -> Any:
-        contents, _ = config.hf_config.get_config_dict(path, revision=revision)
-        return contents
-
-    def weights(path: str, revision: str | None) -> str:
-        return settings.weights or weights_of(path, revision)
-
-    files = (config.model_path, config.revision)
-    model_name = settings.model or get_serving().served_model_name
-    name = f"{model_name}, weights {weights(*files)}"
-    if not has_draft:
-        return Model.from_config(fields(*files), name)
-    draft = get_spec()
-    draft_files = (draft.speculative_draft_model_path, draft.speculative_draft_model_revision)
-    if draft_files[0] in (None, config.model_path):
-        name = f"{name}, with draft layers"
-        return Model.from_config(fields(*files), name, with_draft_layers=True)
-    name = f"{name}, draft weights {weights(*draft_files)}"
-    drafting = Model.from_config(fields(*draft_files), "draft")
-    return Model.from_config(fields(*files), name).with_draft(drafting)
-
-
-def _dtype_name(dtype: Any) -> str | None:
-    """Return the name of a dtype of torch, None for None."""
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
 def _with_own_groups(worker: Worker, stage: int) -> Worker:
     """Return a worker whose groups no other stage has: each stage has its own block tables."""
     groups = [attrs.evolve(group, name=f"{group.name}.pp{stage}") for group in worker.groups]
     views = [attrs.evolve(view, group=f"{view.group}.pp{stage}") for view in worker.views]
     return attrs.evolve(worker, groups=groups, views=views)
-
-
-def _require(field: str, expected: Any, got: Any) -> None:
-    """Refuse an engine that the plugin does not serve, by a field of SGLang's or of its worker."""
-    if got != expected:
-        raise KVPlanError(
-            "LAYOUT",
-            "serve this SGLang by kvplan",
-            expected=f"{field} = {expected}",
-            got=f"{got}",
-            **{field: got},
-        )

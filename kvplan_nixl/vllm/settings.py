@@ -20,7 +20,7 @@ from vllm.config import VllmConfig
 from kvplan._checks import integer, name, seconds
 from kvplan._text import shown
 from kvplan.errors import KVPlanError
-from kvplan_nixl.settings import Settings, secrets_beside, setting, switch
+from kvplan_nixl.settings import ModelNames, Settings, secrets_beside, setting, switch
 
 PLACE: Final = "kv_connector_extra_config"
 
@@ -72,16 +72,8 @@ UNSUPPORTED: Final = MappingProxyType(
 """NixlConnector's settings in vLLM 0.32 and 0.33 that kvplan lacks, by name."""
 
 
-class ModelSettings(Protocol):
+class ModelSettings(ModelNames, Protocol):
     """The settings of all connectors that say which model an engine runs, empty where vLLM says."""
-
-    @property
-    def model(self) -> str:
-        """The name of the model."""
-
-    @property
-    def weights(self) -> str:
-        """The fingerprint of its weights."""
 
     @property
     def draft(self) -> str:

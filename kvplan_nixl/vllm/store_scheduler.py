@@ -19,8 +19,8 @@ from vllm.v1.request import Request, RequestStatus
 from kvplan import Blocks, KVPlanError, decode
 from kvplan.describe.blocks import Range
 from kvplan.store import Chain, FileBackend, StoreReader, find
+from kvplan_nixl.settings import StoreSettings
 from kvplan_nixl.vllm.description import facts_of, groups_of
-from kvplan_nixl.vllm.store_settings import StoreSettings
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -8,44 +8,32 @@ import attrs
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from kvplan._checks import integer, name
 from kvplan.errors import KVPlanError
-from kvplan.store import PAGE_TOKENS
 from kvplan_nixl.executor import UCX, Backends
-from kvplan_nixl.settings import NamedSettings, backends_of, setting
+from kvplan_nixl.settings import StoreSettings, backends_of, setting
 from kvplan_nixl.vllm.description import check_kinds, specs_of
 from kvplan_nixl.vllm.drafts import WITH_CACHE
 from kvplan_nixl.vllm.settings import PLACE, check_engine, check_transfer
 
 
 @attrs.frozen(kw_only=True)
-class StoreSettings(NamedSettings):
-    """The settings of the connector to a store.
+class VllmStoreSettings(StoreSettings):
+    """The settings of vLLM's connector. ``draft`` is always empty: such engines are refused."""
 
-    ``folder`` has the pages, of ``tokens_per_page``. Each worker copies through ``buffer_bytes`` of
-    host memory. ``model``, ``weights`` and ``backends`` are those of other connectors; ``draft`` is
-    always empty here.
-    """
-
-    folder: str = setting(name, "")
-    tokens_per_page: int = setting(integer, PAGE_TOKENS)
-    buffer_bytes: int = setting(integer, 64 << 20)
-    model: str = setting(name, "")
-    weights: str = setting(name, "")
     backends: Backends = setting(backends_of, UCX)  # noqa: RUF009
 
     @property
     def draft(self) -> str:
-        """The name of a model that drafts tokens: none, since such engines are refused."""
+        """The name of a model that drafts tokens: none."""
         return ""
 
 
-def store_settings_of(config: VllmConfig) -> StoreSettings:
+def store_settings_of(config: VllmConfig) -> VllmStoreSettings:
     """Return the settings of an engine. Raises ``SETTING``, ``TYPE`` and ``RANGE``."""
     transfer = config.kv_transfer_config
     assert transfer is not None
     check_transfer(transfer)
-    settings = StoreSettings.read(transfer.kv_connector_extra_config, PLACE)
+    settings = VllmStoreSettings.read(transfer.kv_connector_extra_config, PLACE)
     if not settings.folder:
         raise _refusal("folder", "the folder of a store", "none")
     # a page may be evicted or damaged, which must not fail a request

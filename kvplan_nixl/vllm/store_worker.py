@@ -19,7 +19,7 @@ from kvplan_nixl.executor import NixlExecutor
 from kvplan_nixl.mover import NixlMover
 from kvplan_nixl.vllm.description import worker_of
 from kvplan_nixl.vllm.store_scheduler import KvplanStoreMetadata, StoreJob
-from kvplan_nixl.vllm.store_settings import StoreSettings
+from kvplan_nixl.vllm.store_settings import VllmStoreSettings
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -32,7 +32,9 @@ SAVE: Final = 2
 class StoreWorker:
     """Loads and saves what the scheduler says, and reports the requests that have ended."""
 
-    def __init__(self, config: VllmConfig, cache: KVCacheConfig, settings: StoreSettings) -> None:
+    def __init__(
+        self, config: VllmConfig, cache: KVCacheConfig, settings: VllmStoreSettings
+    ) -> None:
         self._config = config
         self._cache = cache
         self._settings = settings

@@ -148,6 +148,86 @@ def test_latents(zeros: Any) -> None:
     check(MLA, [from_sglang(MLA, RankInfo("prefill"), latent_pool(zeros))])
 
 
+@attrs.frozen
+class MHATokenToKVPoolHost:
+    """HiCache's pool of K and V in host memory."""
+
+    kv_buffer: Any
+    layout: str
+    page_size: int = 8
+    layer_num: int = 3
+    start_layer: int = 0
+
+    @property
+    def k_buffer(self) -> Any:
+        return self.kv_buffer[0]
+
+    @property
+    def v_buffer(self) -> Any:
+        return self.kv_buffer[1]
+
+
+@attrs.frozen
+class MLATokenToKVPoolHost:
+    """HiCache's pool of latents in host memory."""
+
+    kv_buffer: Any
+    layout: str
+    kv_cache_dim: int = 8
+    page_size: int = 8
+    layer_num: int = 3
+    start_layer: int = 0
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
+def test_host_memory(zeros: Any, layout: str) -> None:
+    """Each layout of HiCache, with the indices of its own get_data_page."""
+    shapes = {
+        "layer_first": (3, BLOCKS * 8, 2, DIM),
+        "page_first": (BLOCKS * 8, 3, 2, DIM),
+        "page_first_direct": (BLOCKS, 3, 8, 2, DIM),
+        "page_head": (BLOCKS, 2, 8, 3, DIM),
+    }
+    workers = []
+    for rank in range(2):
+        both = zeros(2, *shapes[layout])
+        for layer, half, head, block, slot, value in values_of(range(3), heads(rank, 2), 8, TABLES["attn"]):
+            index = {
+                "layer_first": (layer, block * 8 + slot, head),
+                "page_first": (block * 8 + slot, layer, head),
+                "page_first_direct": (block, layer, slot, head),
+                "page_head": (block, head, slot, layer),
+            }[layout]
+            both[(half, *index)] = value
+        workers.append(from_sglang(GQA, RankInfo("prefill", rank, rank, 2), MHATokenToKVPoolHost(both, layout)))
+    check(GQA, workers, tp=4)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_latents_in_host_memory(zeros: Any, layout: str) -> None:
+    """Latents of HiCache are slots of one head."""
+    shapes = {
+        "layer_first": (3, BLOCKS * 8, 1, 8),
+        "page_first": (BLOCKS * 8, 3, 1, 8),
+        "page_first_direct": (BLOCKS, 3, 8, 1, 8),
+    }
+    memory = zeros(*shapes[layout])
+    for layer, block, slot, value in latents_of(range(3), TABLES["attn"]):
+        index = {
+            "layer_first": (layer, block * 8 + slot),
+            "page_first": (block * 8 + slot, layer),
+            "page_first_direct": (block, layer, slot),
+        }[layout]
+        memory[(*index, 0)] = value
+    check(MLA, [from_sglang(MLA, RankInfo("prefill"), MLATokenToKVPoolHost(memory, layout))])
+
+
+def test_an_unknown_layout_of_host_memory(zeros: Any) -> None:
+    """A layout in which K and V take turns is refused."""
+    with pytest.raises(KVPlanError, match=r"LAYOUT: cannot read a pool of HiCache: .* got 'page_unified'"):
+        from_sglang(GQA, RankInfo("prefill"), MHATokenToKVPoolHost(zeros(2, 3, 64, 4, DIM), "page_unified"))
+
+
 DRAFT = MLA.with_draft(Model("draft", GQA.layers[:1], "int32"))
 
 

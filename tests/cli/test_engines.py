@@ -123,13 +123,18 @@ def test_lines_name_the_sides() -> None:
 def test_verify_still_verifies_what_no_engine_runs(cli: Cli, tmp_path: Path) -> None:
     """Phi-4 moves from TP 4 to TP 6, and the answer says that vLLM runs neither."""
     model = "layers=2,kv_heads=10,head_dim=128,heads=40"
-    run = cli("verify", model, "--src", "tp=4", "--dst", "tp=6", "--tokens", "40")
+    run = cli("verify", model, "--src", "vllm,tp=4", "--dst", "vllm,tp=6", "--tokens", "40")
     assert run.status == 0
     assert "\nverified: " in run.out
     assert "vLLM 0.33 does not run src: 10 KV heads" in run.out
     assert "vLLM 0.33 does not run dst: tp=6 does not divide 40 query heads" in run.out
-    document = json.loads(cli("verify", model, "--src", "tp=4", "--dst", "tp=2", "--tokens", "4", "--json").out)
-    assert [len(found[VLLM]) for found in document["not_run_because"].values()] == [1, 0]
+    document = json.loads(cli("verify", model, "--src", "vllm,tp=4", "--dst", "tp=2", "--tokens", "4", "--json").out)
+    assert [
+        {engine: len(found) for engine, found in side.items()} for side in document["not_run_because"].values()
+    ] == [
+        {VLLM: 1},
+        {VLLM: 0},
+    ]
 
 
 def test_advise_names_changes_that_no_engine_runs(cli: Cli) -> None:
@@ -162,9 +167,15 @@ def test_a_side_that_names_an_engine_has_its_defaults(cli: Cli) -> None:
     sides = "tp=2,block=auto,layout=LBNHC,shared=1 -> layout=LBNHC,kv=split"
     assert title == f"granite-4.0-h-tiny, {sides}, positions [0, 1000), 4 of 40 layers"
     assert (first, second) == ("vLLM 0.33 runs src", "SGLang 0.5.23 runs dst")
+
+
+def test_engines_that_nobody_names_say_nothing(cli: Cli) -> None:
+    """A side without a name is judged by the engine of the other side; without any name there is no judge."""
     run = cli("verify", "phi-4", "--layers", "1", "--src", "vllm,tp=4")
     named = [line for line in run.out.splitlines() if "run" in line]
-    assert [line.partition(" run")[0] for line in named] == ["vLLM 0.33 does not", "SGLang 0.5.23 does not"]
+    assert [line.partition(" run")[0] for line in named] == ["vLLM 0.33 does not"]
+    run = cli("verify", "phi-4", "--layers", "1", "--src", "tp=4")
+    assert run.out.splitlines()[-1].startswith("verified: ")
 
 
 def test_offers_have_no_defaults(cli: Cli, tmp_path: Path) -> None:

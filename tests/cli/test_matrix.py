@@ -92,6 +92,16 @@ def test_a_mismatch_is_verified_refused_or_wrong(monkeypatch: pytest.MonkeyPatch
     assert (wrong.verdict, str(wrong)) == ("wrong", "wrong, VALUE: byte 3 is another")
 
 
+def test_what_a_model_cannot_have_is_one_refused_line(cli: Cli) -> None:
+    """One layer has no two stages, and 40 elements are no whole number of scales: all other lines stand."""
+    run = cli("matrix", "layers=1,kv_heads=3,head_dim=40")
+    lines = [line for line in run.out.splitlines() if line.startswith("| ")]
+    refused = [line.partition(" | refused, ")[2].partition(":")[0] for line in lines if " refused, " in line]
+    assert run.status == 0
+    assert refused == ["LAYOUT"] * 3 + ["RANGE", "SIZE"]
+    assert len(lines) > 20
+
+
 def test_the_table_has_a_line_for_each_result() -> None:
     """The Markdown table has five columns in every line, also if a reason has a bar; bits are named."""
     lines = list(

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Model
-from kvplan.cli.model_files import MAX_TOKENS, load, quantize_model
+from kvplan.cli.model_files import MAX_TOKENS, load, load_engines, quantize_model
 from kvplan.cli.options import EngineOptions, token_range
+from tests.conftest import Cli
 
 ALL_KEYS = (
     "tp=4,pp=2,dcp=3,pcp=5,interleave=6,block=7,layout=BLHNC,kv=axis,pad=8,blocks=9,conv=SD,stages=10+22,kernel=11,"
@@ -215,6 +216,8 @@ def test_a_file_of_an_unknown_type_is_read_like_another(tmp_path: Path) -> None:
         {"head_dim": None},
         {"block_configs": [{"attention": {"n_heads_in_group": 1}}] * 2},
         {"cache_of_layer": ["full", "none"]},
+        {"cache_of_layer": {"0": "full", "1": "none"}},
+        {"cache_pattern": "M*"},
     ],
 )
 def test_a_file_of_an_unknown_type_may_not_hide_its_cache(tmp_path: Path, more: dict[str, Any]) -> None:
@@ -224,6 +227,61 @@ def test_a_file_of_an_unknown_type_may_not_hide_its_cache(tmp_path: Path, more: 
     path.write_text(json.dumps(keys | more))
     with pytest.raises(KVPlanError, match=f"CONFIG: .*'{next(iter(more))}'"):
         load(str(path), like="llama")
+
+
+def test_only_a_file_of_an_unknown_type_is_read_like_another(tmp_path: Path) -> None:
+    """A shipped model, sizes and offers say themselves what they cache."""
+    path = tmp_path / "pair.json"
+    path.write_text('{"offers": {"src": [], "dst": []}}')
+    for model in ("llama-3.1-8b", "layers=2,kv_heads=3,head_dim=40", str(path)):
+        with pytest.raises(KVPlanError, match="CONFIG: cannot read a model like 'llama'"):
+            load_engines(model, like="llama")
+
+
+@pytest.mark.parametrize("command", ["verify", "explain", "show", "advise", "matrix", "models"])
+def test_the_first_line_says_what_nobody_checked(cli: Cli, tmp_path: Path, command: str) -> None:
+    """Each command begins with layers, KV heads, head dim and dtype, if they are those of another type."""
+    keys = {"model_type": "mine", "num_hidden_layers": 2, "num_attention_heads": 3, "head_dim": 40}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**keys, "hidden_size": 120, "torch_dtype": "float16"}))
+    first, *_ = cli(command, str(path), "--like", "llama").out.replace("\n    ", " ").splitlines()
+    assert first.startswith(f"assumed and checked by nobody: {path} caches as a llama does")
+    assert first.endswith("attn [kv 2, head 3, dim 40] float16 in 2 layers")
+
+
+def test_a_model_of_a_file_has_its_name(tmp_path: Path) -> None:
+    """Messages name the file, and rules of engines know its type."""
+    path = tmp_path / "config.json"
+    keys = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    path.write_text(json.dumps({"model_type": "gpt_oss", **keys}))
+    model = load(str(path))
+    assert (model.name, model.model_type) == (str(path), "gpt_oss")
+    assert load("layers=2,kv_heads=3,head_dim=40").name == "layers=2,kv_heads=3,head_dim=40"
+
+
+@pytest.mark.parametrize(
+    ("model", "word", "num_bytes"),
+    [
+        ("deepseek-v3.2", "fp8", 656),
+        ("deepseek-v3.2", "fp8_ds_mla", 656),
+        ("deepseek-v3.2", "float8_e4m3fn", 576),
+        ("deepseek-v3.2", "bfloat16", 1152),
+        ("deepseek-v3", "fp8", 576),
+        ("qwen3-8b", "fp8", 2048),
+        ("qwen3-8b", "fp8_e5m2", 2048),
+    ],
+)
+def test_words_of_engines_are_dtypes(model: str, word: str, num_bytes: int) -> None:
+    """fp8 is one byte for a value, and rows of 656 bytes for a model with an indexer."""
+    cached = EngineOptions.parse(f"dtype={word}", "a side").cached(Model.shipped(model))
+    assert cached.tensor_bytes(tokens_per_block=1)[0]["attn"] == num_bytes
+
+
+def test_rows_are_of_sparse_latents() -> None:
+    """No other model has them."""
+    options = EngineOptions.parse("dtype=fp8_ds_mla", "a side")
+    with pytest.raises(KVPlanError, match=r"DTYPE: .*got 'fp8_ds_mla'"):
+        options.cached(Model.shipped("qwen3-8b"))
 
 
 def test_the_refusal_shows_what_to_type(tmp_path: Path) -> None:

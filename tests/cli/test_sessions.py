@@ -29,12 +29,12 @@ def test_a_command_prints_what_the_page_says(cli: Cli, command: str, output: str
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("command", [*REFUSED, *UNPRINTABLE])
-def test_a_refusal_is_one_line_or_one_object(cli: Cli, command: str) -> None:
-    """A refusal is one line on stderr in the grammar of every error; with --json, also one object on stdout."""
+def test_a_refusal_is_three_lines_or_one_object(cli: Cli, command: str) -> None:
+    """A refusal says on stderr what, got and expected, and what to do; with --json, also one object on stdout."""
     run, with_json = cli(*shlex.split(command)[1:]), cli(*shlex.split(command)[1:], "--json")
     document = json.loads(with_json.out)
     assert with_json.status == run.status
     if run.err:
-        assert re.fullmatch(r"[A-Z]+: cannot .+: expected .+, got .+\n", run.err)
+        assert re.fullmatch(r"[A-Z]+: cannot .+\n  got .+\n  .+\n", run.err)
         assert (with_json.err, set(document)) == (run.err, {"code", "message", "details"})
-        assert f"{document['code']}: {document['message']}\n" == run.err
+        assert f"{document['code']}: {document['message']}\n".startswith(f"{run.err.splitlines()[0]}: expected ")

@@ -29,6 +29,7 @@ from kvplan.connector import (
     attended,
 )
 from kvplan.connector.digest_requests import DigestRequest
+from kvplan.connector.reads import ASK_S, POST_S
 from kvplan.connector.system import System
 from kvplan.staging import Pipeline
 from kvplan.testing import FakeCopier, FakeExecutor, FakeNetwork
@@ -45,25 +46,30 @@ def source_of(name: str = "prefill", start: str = "1") -> Source:
 class HeldExecutor(FakeExecutor):
     """Moves no byte of a transfer until it is let go, and fails those with workers in ``broken``.
 
-    Engines in ``silent`` hang.
+    It also fails those of requests in ``failing``. Engines in ``silent`` hang.
     """
 
     def __init__(self, network: FakeNetwork, worker: Worker) -> None:
         super().__init__(network, worker)
         self.held = False
         self.silent: set[str] = set()
+        self.at_once = False  # moves all bytes when a transfer starts
         self.broken: set[tuple[str, int]] = set()
+        self.failing: set[str] = set()
         self.lost: set[tuple[str, int]] = set()
         self.code = "TRANSFER"
         self.released: list[Transfer] = []
         self.started: list[Transfer] = []
 
     def start(self, *given: Any, **options: Any) -> Transfer:
-        self.started.append(super().start(*given, **options))
-        return self.started[-1]
+        transfer = super().start(*given, **options)
+        self.started.append(transfer)
+        while self.at_once and not transfer.status.is_settled:
+            super().poll(transfer)
+        return transfer
 
     def poll(self, transfer: Transfer) -> Status:
-        if transfer.spec.remote in self.broken:
+        if transfer.spec.remote in self.broken or transfer.request in self.failing:
             transfer.status = Status.FAILED
             transfer.error = KVPlanError(self.code, "move bytes", expected="a peer", got="none")
             self.lost |= {transfer.spec.remote} if self.code == "PEER" else set()
@@ -336,6 +342,34 @@ def test_an_engine_that_never_answers_fails_its_requests(one: Callable[..., Worl
     assert world.until(1)["c"].error is None
 
 
+def test_a_request_does_not_fail_with_an_old_handshake(one: Callable[..., World]) -> None:
+    """The network has healed since: one that came when the handshake had begun shakes hands again, and once."""
+    world, held = one(timeout_s=30.0), threading.Event()
+    now = [0.0]
+    world.watch.clocks.append(lambda: now[0])
+    world.answer = lambda source: held.wait(60)
+    came_at = {"first": 0.0, "at once": 0.9, "later": 29.0}
+    for name, seconds in came_at.items():
+        now[0] = seconds
+        world.reads.begin(world.read(name))
+    now[0] = 30.1
+    failed = world.until(2)
+    assert {*failed} == {"first", "at once"}
+    assert all(result.error is not None for result in failed.values())
+    # one that finds no engine again fails
+    world.reads.begin(world.read("last"))
+    now[0] = 62.0
+    assert {name: result.error is not None for name, result in world.until(2).items()} == {"later": True, "last": True}
+    world.reads.begin(world.read("again"))
+    now[0] = 70.0
+    world.reads.begin(world.read("right"))
+    world.answer = lambda source: None
+    now[0] = 92.1
+    failed = world.until(2)
+    assert [name for name, result in failed.items() if result.error is None] == ["right"]
+    held.set()
+
+
 def raising(error: Exception) -> Callable[[Source], object]:
     def answer(source: Source) -> None:
         raise error
@@ -394,6 +428,80 @@ def test_groups_of_other_workers_are_ignored(one: Callable[..., World]) -> None:
     assert world.until(1)["r"].error is None
 
 
+def ticking(seconds: float) -> Callable[[], float]:
+    """A clock on which this time passes between any two looks."""
+    times = itertools.count()
+    return lambda: next(times) * seconds
+
+
+def slow_posts(monkeypatch: pytest.MonkeyPatch) -> World:
+    """A world that has met its engine, whose reads are cut into transfers of 4 ids, each of which takes a step."""
+    monkeypatch.setattr("kvplan.connector.reads.MAX_TRANSFER_IDS", 4)
+    (local,) = engine("decode", order="NH")
+    world = World(local, engine("prefill", tp=2))
+    world.fill()
+    world.reads.begin(world.read("first"))
+    world.until(1)
+    for transfers in (world.executor.started, world.executor.released):
+        transfers.clear()
+    world.watch.clocks.append(ticking(2 * POST_S))
+    return world
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_step_hands_over_some_of_a_large_read(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    """Each poll hands over one transfer more, and the request is right when the last one has ended."""
+    world = slow_posts(monkeypatch)
+    world.fill()
+    world.executor.at_once = at_once
+    # the read begins with a transfer, and each poll has one more
+    world.reads.begin(world.read())
+    numbers = [len(world.executor.started)]
+    while not (results := world.reads.poll()):
+        numbers.append(len(world.executor.started))
+    assert results[0].error is None
+    assert numbers[:19] == [*range(1, 20)]
+    assert set(numbers[19:]) == {20}
+    assert all(1 <= transfer.spec.local_ids.size <= 4 for transfer in world.executor.started)
+    assert sorted(np.unique(world.cache()[[2, 8]])) == [1, 2]
+    assert results[0].post_seconds > results[0].transfer_seconds / 2
+
+
+def test_reads_that_begin_in_one_step_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second read hands over its first transfer when the first one has handed over all."""
+    world = slow_posts(monkeypatch)
+    for name in ("a", "b"):
+        world.reads.begin(world.read(name))
+    results = world.until(2)
+    assert [result.error for result in results.values()] == [None, None]
+    requests = [transfer.request for transfer in world.executor.started]
+    assert requests == sorted(requests)
+
+
+@pytest.mark.parametrize("reason", ["transfer", "lease", "start"])
+def test_a_read_that_has_failed_hands_over_no_more(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """Whatever it has failed for, it ends when what was handed over has ended."""
+
+    def refuse(*_: object, **__: object) -> Transfer:
+        raise KVPlanError("PEER", "start", expected="a connection", got="none")
+
+    world = slow_posts(monkeypatch)
+    world.reads.begin(world.read())
+    assert world.reads.poll() == []
+    if reason == "transfer":
+        world.executor.broken = {("prefill", 0), ("prefill", 1)}
+    elif reason == "lease":
+        world.sources.over.add("lease of r")
+        world.watch.clocks.append(ticking(ASK_S))
+    else:
+        monkeypatch.setattr(world.executor, "start", refuse)
+    (result,) = world.until(1).values()
+    assert result.error is not None
+    assert result.error.code == {"transfer": "TRANSFER", "lease": "LEASE", "start": "PEER"}[reason]
+    assert 2 <= len(world.executor.started) < 20
+    assert world.executor.released == world.executor.started
+
+
 @pytest.mark.parametrize("code", ["TRANSFER", "PEER"])
 def test_a_failed_request_ends_when_no_byte_can_move(one: Callable[..., World], code: str) -> None:
     """Where one transfer fails and the other runs, the request stays open; then it fails, and is released."""
@@ -425,6 +533,32 @@ def test_a_lost_worker_is_connected_again(one: Callable[..., World]) -> None:
     world.reads.begin(world.read("b"))
     assert world.until(1)["b"].error is None
     assert world.connected == ["prefill/0", "prefill/1", "prefill/1"]
+
+
+def test_a_late_failure_forgets_the_connection_that_is_lost() -> None:
+    """Of two requests that lose an engine, the second may know when it is ready again, by the connection that is lost.
+
+    A third one shakes hands again, and does not fail for it.
+    """
+    (local,) = engine("decode")
+    world = World(local, engine("prefill"))
+    world.reads.begin(world.read("first"))
+    world.until(1)
+    world.executor.code, world.executor.held = "PEER", True
+    for name in ("early", "late"):
+        world.reads.begin(world.read(name))
+    world.executor.failing = {"early"}
+    world.until(1)
+    world.reads.begin(world.read("ready"))
+    while world.reads._waiting:
+        world.reads.poll()
+    world.executor.failing = {"late"}
+    assert {*world.until(1)} == {"late"}
+    assert world.executor.lost == {("prefill", 0)}
+    world.reads.begin(world.read("next"))
+    world.executor.held = False
+    assert world.until(2)["next"].error is None
+    assert not world.executor.lost
 
 
 def test_a_restarted_engine_takes_the_place_of_the_old_one(one: Callable[..., World]) -> None:

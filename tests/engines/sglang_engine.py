@@ -19,6 +19,16 @@ if __name__ == "__mp_main__":  # in a process that SGLang has started
     # DP attention asks on a CPU how long a padded sequence is; intel_amx, which SGLang has for that, says the same.
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda backend: 1
 
+    # HiCache calls a kernel of CUDA's between its host memory and the pools, and pins the one for the other.
+    from sglang.srt.mem_cache.pool_host import common, mha, mla
+
+    def copy_slots(src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
+        for source, destination in zip(src_layers, dst_layers, strict=True):
+            destination[dst_indices] = source[src_indices]
+
+    mha.transfer_kv_direct = mla.transfer_kv_direct = copy_slots
+    common._cuda_host_register = lambda buffer, granularity: None
+
 STANDINS = Path(__file__).with_name("standins")
 
 ENVIRONMENT = {

@@ -1,14 +1,17 @@
-"""Judges stores: ``python -m tests.engines.stored [ROW ...]``. vLLM saves and is killed, another vLLM loads.
+"""Judges stores: ``python -m tests.engines.stored [ROW ...]``. An engine saves and is killed, another engine loads.
 
-Answers must be those of the engine that saved, which computed everything, and vLLM must count the cached tokens. The
-control has a store with the same pages of zeros: its answers differ, so that the bytes of pages matter.
+Answers must be those of the engine that saved, which computed everything, and the engine must count the cached tokens.
+The control has a store with the same pages of zeros: its answers differ, so that the bytes of pages matter.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,23 +22,40 @@ from kvplan.store import FileBackend, read_file
 from kvplan.store.pages import pack
 from tests.engines.__main__ import ENGINE, FOLDER
 from tests.engines.models import VOCABULARY, build
-from tests.engines.pairs import side
-from tests.engines.process import Engine, free_port
+from tests.engines.process import TIMEOUT_S, Engine, free_port
+from tests.engines.sglang_judge import SglangEngine, Side
 
-ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "blocks 32 to 64": ("llama", side(32), side(64)),
-    "TP 1 to 2": ("llama", side(32), side(64, tp=2)),
-    "TP 2 to 1": ("llama", side(64, tp=2), side(32)),
-    "latents": ("deepseek-v3", side(32), side(64)),
+ROWS: dict[str, tuple[str, Side, Side]] = {
+    "blocks 32 to 64": ("llama", Side("vllm", 32), Side("vllm", 64)),
+    "TP 1 to 2": ("llama", Side("vllm", 32), Side("vllm", 64, tp=2)),
+    "TP 2 to 1": ("llama", Side("vllm", 64, tp=2), Side("vllm", 32)),
+    "latents": ("deepseek-v3", Side("vllm", 32), Side("vllm", 64)),
+    "vLLM 32 to SGLang 16": ("llama", Side("vllm", 32), Side("sglang", 16)),
+    "SGLang 16 to vLLM 32": ("llama", Side("sglang", 16), Side("vllm", 32)),
+    "SGLang 16 to 64, TP 2 to 1": ("llama", Side("sglang", 16, tp=2), Side("sglang", 64)),
 }
 """A model, the engine that saves, and the one that loads."""
 
 LENGTHS = (70, 130, 200)
 MAX_TOKENS = 12
+PAGE = 64
 
 
-def start(model: str, settings: dict[str, Any], store: Path, name: str) -> Engine:
+def start(model: str, side: Side, store: Path, name: str) -> Engine:
     """An engine with a store."""
+    (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
+    log = FOLDER / "logs" / f"store {name}.log".replace(" ", "_")
+    folder = FOLDER / model
+    if not folder.exists():
+        build(model, folder)
+    settings = {**(vllm if side.engine == "vllm" else sglang)(side, store), **side.more}
+    if side.engine == "vllm":
+        return Engine({**ENGINE, **settings, "model": str(folder)}, log, free_port()).ready()
+    return SglangEngine({**settings, "model_path": str(folder)}, log).ready()
+
+
+def vllm(side: Side, store: Path) -> dict[str, Any]:
+    """The settings of a vLLM engine."""
     transfer = {
         "kv_connector": "KvplanStore",
         "kv_connector_module_path": "kvplan_nixl.vllm",
@@ -43,17 +63,39 @@ def start(model: str, settings: dict[str, Any], store: Path, name: str) -> Engin
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"folder": str(store)},
     }
-    (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
-    folder = FOLDER / model
-    if not folder.exists():
-        build(model, folder)
-    options = {**ENGINE, **settings, "model": str(folder), "kv_transfer_config": transfer}
-    return Engine(options, FOLDER / "logs" / f"store {name}.log".replace(" ", "_"), free_port()).ready()
+    return {"block_size": side.block, "tensor_parallel_size": side.tp, "kv_transfer_config": transfer}
+
+
+def sglang(side: Side, store: Path) -> dict[str, Any]:
+    """The settings of an SGLang engine. Its io backend is the one that copies whole layers."""
+    storage = {
+        "backend_name": "kvplan",
+        "module_path": "kvplan_nixl.sglang",
+        "class_name": "KvplanStore",
+        "interface_v1": 1,
+        "prefetch_threshold": side.block,
+        "folder": str(store),
+    }
+    return {
+        "page_size": side.block,
+        "tp_size": side.tp,
+        "disable_radix_cache": False,
+        "enable_hierarchical_cache": True,
+        "hicache_io_backend": "direct",
+        "hicache_mem_layout": "layer_first",
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(storage),
+        "hicache_storage_prefetch_policy": "wait_complete",
+    }
 
 
 def answers(engine: Engine, prompts: list[list[int]], **marks: Any) -> list[tuple[list[int], int]]:
     """The tokens of each answer, and how many tokens of its prompt were cached."""
-    return [(answer.tokens, answer.cached) for answer in engine.generate(prompts, MAX_TOKENS, **marks)]
+    transfers = None
+    if isinstance(engine, SglangEngine):
+        # SGLang's own fields say what a request is besides
+        transfers = [{"cache_salt": marks.pop("salt", None)}] * len(prompts)
+    return [(answer.tokens, answer.cached) for answer in engine.generate(prompts, MAX_TOKENS, transfers, **marks)]
 
 
 def blank(store: Path) -> None:
@@ -70,15 +112,30 @@ def damage(store: Path) -> None:
     backend = FileBackend(store)
     for entry in [*backend.entries()]:
         header, _ = read_file(backend, entry.name)
-        if header.stop > 64:
+        if header.stop > PAGE:
             path = backend.path_of(entry.name)
             data = path.read_bytes()
             path.write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
 
 
-def saved(engine: Engine) -> None:
-    """Wait until an engine holds no blocks: the last answers are saved."""
-    while engine.held()[0]:
+def saved(engine: Engine, store: Path, num_pages: int) -> None:
+    """Wait until an engine has saved its answers, with which the store has some pages.
+
+    vLLM holds blocks until they are saved. SGLang does not say it: all pages have the same number of files then.
+    """
+    while not isinstance(engine, SglangEngine) and engine.held()[0]:
+        pass
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        num_files = Counter(entry.page for entry in FileBackend(store).entries())
+        if len(num_files) == num_pages and len({*num_files.values()}) == 1:
+            return
+    raise TimeoutError(f"{num_files} instead of {num_pages} pages")
+
+
+def forget(engine: Engine) -> None:
+    """Empty the caches of an SGLang engine as soon as it lets go of them; vLLM has none here."""
+    while isinstance(engine, SglangEngine) and not engine.empty():
         pass
 
 
@@ -87,23 +144,26 @@ def judge(row: str) -> str:
     model, saves, loads = ROWS[row]
     rng = random.Random(row)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+    num_pages = sum((length + MAX_TOKENS - 1) // PAGE for length in LENGTHS)
     with TemporaryDirectory() as temporary:
         store = Path(temporary) / "kv"
         with closing_engine(start(model, saves, store, "saves")) as writer:
             computed = answers(writer, prompts)
-            saved(writer)
+            saved(writer, store, num_pages)
         with closing_engine(start(model, loads, store, "loads")) as reader:
             loaded = answers(reader, prompts)
             salted = answers(reader, prompts, salt="blue")
-            saved(reader)
+            saved(reader, store, 2 * num_pages)
+            forget(reader)
             blank(store)
             blanked = answers(reader, prompts)
+            forget(reader)
             damage(store)
             damaged = answers(reader, prompts)
     tokens = [answer for answer, _ in computed]
     findings = {
         "same tokens": [answer for answer, _ in loaded] == tokens,
-        "hits": [cached for _, cached in loaded] == [length // 64 * 64 for length in LENGTHS],
+        "hits": [cached for _, cached in loaded] == [length // PAGE * PAGE for length in LENGTHS],
         "another salt: same tokens": [answer for answer, _ in salted] == tokens,
         "another salt: no hits": not any(cached for _, cached in salted),
         "pages of zeros: other tokens": all(a != b for (a, _), b in zip(blanked, tokens, strict=True)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +10,7 @@ import attrs
 import pytest
 
 from kvplan import KVPlanError, Model
+from kvplan.cli.model_files import load
 from kvplan.models import FAMILIES, families
 from kvplan.models.config import CACHE_KEYS, Registry, read_config
 from kvplan.models.tensors import Layers, Tensor
@@ -209,19 +209,19 @@ def test_an_unknown_model_type_is_no_dead_end(model_type: object) -> None:
     """A model whose caches are not known is refused, not approximated, and the message says what to do."""
     keys = {**config("llama"), "model_type": model_type}
     with pytest.raises(
-        KVPlanError, match=r"one of the \d+ types in models.FAMILIES.*'head_dim': 128.*Views of Workers"
+        KVPlanError, match=r"one of the \d+ types in models.FAMILIES.*head_dim=128.*Views of Workers"
     ) as caught:
         Model.from_config(keys)
     assert caught.value.code == "CONFIG"
 
 
 def test_the_sizes_of_a_message_make_a_model() -> None:
-    """The configuration that the refusal of an unknown type shows is one."""
+    """The sizes that the refusal of an unknown type shows are those of a model, as the command line reads them."""
     with pytest.raises(KVPlanError) as caught:
         Model.from_config({"model_type": "phi3small"})
-    shown = re.search(r"\{.*\}", str(caught.value))
+    shown = re.search(r"layers=\S+", caught.value.hint)
     assert shown is not None
-    model = Model.from_config(ast.literal_eval(shown[0]))
+    model = load(shown[0])
     assert (len(model.layers), dict(model.layers[0][0].axes)) == (40, {"kv": 2, "head": 10, "dim": 128})
 
 

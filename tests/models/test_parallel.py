@@ -181,25 +181,25 @@ def test_an_engine_spreads_positions() -> None:
         (
             8,
             {"tp": 8, "dcp": 2},
-            r"dcp <= 1, since 8 ranks / 8 heads = 1 rank for each head, got 2 \(dcp=2 needs tp=16\)",
+            r"dcp <= 1, got dcp=2 \(8 ranks / 8 KV heads = 1 rank per head; dcp=2 needs tp=16\)",
         ),
         (
             2,
             {"tp": 8, "dcp": 8},
-            r"dcp <= 4, since 8 ranks / 2 heads = 4 ranks for each head, got 8 \(dcp=8 needs tp=16\)",
+            r"dcp <= 4, got dcp=8 \(8 ranks / 2 KV heads = 4 ranks per head; dcp=8 needs tp=16\)",
         ),
         (
             12,
             {"tp": 8, "dcp": 2},
-            r"dcp <= 1, since 8 ranks / 12 heads = 1 rank for each head, got 2 \(dcp=2 needs tp=24\)",
+            r"dcp <= 1, got dcp=2 \(8 ranks / 12 KV heads = 1 rank per head; dcp=2 needs tp=24\)",
         ),
         (
             2,
             {"tp": 4, "pcp": 2, "dcp": 8},
-            r"dcp <= 4, since 8 ranks / 2 heads = 4 ranks for each head, got 8 \(dcp=8 needs tp=8\)",
+            r"dcp <= 4, got dcp=8 \(8 ranks / 2 KV heads = 4 ranks per head; dcp=8 needs tp=8\)",
         ),
-        (1, {"tp": 4, "dcp": 3}, "dcp that divides tp 4, whose ranks it reuses, got 3"),
-        (1, {"tp": 4, "pcp": 2, "dcp": 3}, r"dcp that divides tp \* pcp 8, whose ranks it reuses, got 3"),
+        (1, {"tp": 4, "dcp": 3}, "dcp that divides tp 4, whose ranks it reuses, got dcp=3"),
+        (1, {"tp": 4, "pcp": 2, "dcp": 3}, r"dcp that divides tp \* pcp 8, whose ranks it reuses, got dcp=3"),
     ],
 )
 def test_positions_of_a_head_are_on_ranks_that_hold_it(heads: int, sizes: dict[str, Any], text: str) -> None:

@@ -5,14 +5,12 @@ Real engines judge it where SGLang is: tests/engines/sglang_judge.py.
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ import kvplan_nixl.sglang
 from kvplan import Blocks, KVPlanError
 from kvplan.connector import Access, Handoff, Listener, Source
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
+from tests.nixl.sglang_names import made
 
 CONFIG = {
     "model_type": "llama",
@@ -105,21 +104,8 @@ NAMES: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The plugin's modules that import SGLang."""
-    for name, contents in NAMES.items():
-        module = ModuleType(name)
-        vars(module).update(contents)
-        parts = name.split(".")
-        for i in range(1, len(parts)):
-            parent = ".".join(parts[:i])
-            if parent not in sys.modules:
-                monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.distributed, "all_gather_object", lambda found, one, group: group(found, one))
-    found = {}
-    for name in ("prompt", "manager", "prefill", "decode"):
-        monkeypatch.delitem(sys.modules, f"kvplan_nixl.sglang.{name}", raising=False)
-        found[name] = importlib.import_module(f"kvplan_nixl.sglang.{name}")
-    return SimpleNamespace(**found)
+    return SimpleNamespace(**made(monkeypatch, NAMES, ("description", "prompt", "manager", "prefill", "decode")))
 
 
 class Side:

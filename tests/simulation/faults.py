@@ -82,8 +82,9 @@ FAULTS = [
     Fault("an engine that is gone is not forgotten", reads.Reads, "_discard_lost", '("PEER", "TRANSFER")', "()", seed=88, rule="AGAIN"),
     Fault("one of two transfers is awaited", reads.Reads, "_poll_job", "if all(transfer", "if any(transfer", seed=1, rule="CRASH"),
     # Handshakes
-    Fault("a failed handshake is kept", peer_engines.PeerEngines, "_fail", "del self._peers[peer.source]\n    ", "", seed=7, rule="AGAIN"),
+    Fault("a failed handshake is kept", peer_engines.PeerEngines, "_fail", "del self._peers[peer.source]\n    ", "", seed=7, rule="END"),
     Fault("a restarted engine is read by its old connection", peer_engines.PeerEngines, "_connect", "if connected is not None and connected.offer != offer:", "if connected is not None:\n            continue\n        if False:", seed=88, rule="AGAIN"),
+    Fault("a request fails with an old handshake", reads.Reads, "_take_peer", "pending.came_at - peer.began_at > RETRY_S", "False", seed=7, rule="AGAIN"),
     # Handoffs
     Fault("a handoff serves any prompt", Handoff, "check_prompt", 'name(digest, "digest of a prompt") != self.prompt', "False", seed=6, rule="OWN"),
     Fault("a table of blocks loses its first one", handoff, "_read_table", "Blocks(ids, first)", "Blocks(ids[1:], first) if len(ids) > 3 else Blocks(ids, first)", seed=1, rule="RIGHT"),

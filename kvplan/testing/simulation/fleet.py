@@ -63,7 +63,7 @@ from kvplan.testing.simulation.tasks import TaskLoop, TaskThread
 END_S: Final = 150.0
 """Seconds within which a request ends, beside freezes and a lease for each request."""
 
-SETTLE_S: Final = 40.0
+SETTLE_S: Final = 5.0
 """Seconds of the slowest clock after the last fault, from which on all requests are right."""
 
 QUIET_S: Final = 200.0

@@ -1,0 +1,41 @@
+"""What a release knows of itself: where the project is, and a README whose links work anywhere.
+
+The build runs this (``pyproject.toml``). ``KVPLAN_URL`` says where the repository of the release is; without it there
+is a placeholder. Links of the README are relative in a checkout, and lead to the repository in a release.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+PLACEHOLDER = "https://example.org/kvplan"
+
+IMAGE = r"(!\[[^\]]*\]\()(?=[^):#]+\))"
+LINK = r"(?<!!)(\[[^\]]*\]\()(?=[^):#]+[)#])"
+
+
+def absolute(readme: str, repository: str) -> str:
+    """Return a page whose relative links and images are in a repository."""
+    readme = re.sub(IMAGE, rf"\1{repository}/raw/HEAD/", readme)
+    return re.sub(LINK, rf"\1{repository}/blob/HEAD/", readme)
+
+
+class Release(MetadataHookInterface):
+    """Adds the README and the project's addresses to the metadata."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Add them."""
+        repository = os.environ.get("KVPLAN_URL", PLACEHOLDER).rstrip("/")
+        text = absolute(Path(self.root, "README.md").read_text(encoding="utf-8"), repository)
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+        metadata["urls"] = {
+            "Repository": repository,
+            "Documentation": f"{repository}/blob/HEAD/docs/index.md",
+            "Changelog": f"{repository}/blob/HEAD/CHANGELOG.md",
+            "Issues": f"{repository}/issues",
+        }

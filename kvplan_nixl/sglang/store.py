@@ -1,0 +1,221 @@
+"""A store as SGLang sees it: a storage of HiCache, between its host memory and pages."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
+from sglang.srt.runtime_context import get_disagg, get_memory, get_model, get_spec
+from transformers import PretrainedConfig
+
+from kvplan import Blocks, KVPlanError
+from kvplan.bridges import RankInfo, from_sglang
+from kvplan.store import Chain, FileBackend, StoreClient, StoreReader
+from kvplan_nixl.settings import StoreSettings
+from kvplan_nixl.sglang.description import dtype_name, model_of, require
+from kvplan_nixl.sglang.rank import logger
+from kvplan_nixl.sglang.store_prompts import PromptPages
+
+PLACE: Final = "hicache_storage_backend_extra_config"
+
+OF_SGLANG: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
+"""The names in that configuration by which SGLang makes a storage."""
+
+UNSERVED: Final = MappingProxyType({"attn_cp_size": 1, "dcp_size": 1})
+"""Fields of SGLang's configuration of a storage that have to have a value."""
+
+WITHOUT_CACHE: Final = (None, "NGRAM")
+"""Algorithms of speculative decoding whose drafts have no cache, by SGLang's names."""
+
+FP8_DTYPES: Final = MappingProxyType({"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"})
+"""The dtypes of caches that SGLang stores as bytes, by its own names."""
+
+
+class KvplanStore(HiCacheStorage):
+    """Saves the pages that SGLang backs up, and loads those of a prompt before it is computed.
+
+    SGLang searches, loads and saves in a thread each. Its hooks hand the prompt to each call.
+    """
+
+    def __init__(self, storage_config: Any, options: Any = None) -> None:
+        self._config = storage_config
+        extra = storage_config.extra_config or {}
+        values = {label: extra[label] for label in extra.keys() - OF_SGLANG}
+        self._settings = StoreSettings.read(values, PLACE)
+        if not self._settings.folder:
+            raise _refusal("folder", "the folder of a store", "none")
+        if not extra.get("interface_v1"):
+            raise _refusal("interface_v1", "1", "0, with which SGLang copies each page")
+        self._check_engine()
+        self._lock = threading.Lock()
+        self.prompt_to_save: PromptPages | None = None
+
+    def _check_engine(self) -> None:
+        """Refuse an engine whose caches are not stored rightly. Raises ``LAYOUT``."""
+        for field, expected in UNSERVED.items():
+            require(field, expected, getattr(self._config, field))
+        # there, pages are not in host memory long enough to be joined to those of a store
+        require("hicache_host_memory_mode", "cache", get_memory().hicache_host_memory_mode)
+        is_offloading = get_disagg().disaggregation_decode_enable_offload_kvcache
+        require("disaggregation_decode_enable_offload_kvcache", False, is_offloading)
+        # What drafts cache at a page's last position may depend on the next token.
+        algorithm = get_spec().speculative_algorithm
+        if algorithm not in WITHOUT_CACHE:
+            require("speculative_algorithm", "None or NGRAM", algorithm)
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Describe the host memory. Raises ``LAYOUT`` for memory that is not described."""
+        super().register_mem_pool_host(mem_pool_host)
+        config, settings = self._config, self._settings
+        files = (get_model().model_path, get_model().revision)
+        model = model_of(files, PretrainedConfig.get_config_dict, settings, has_draft=False)
+        rank = config.pp_rank * config.tp_size + config.tp_rank
+        info = RankInfo(f"sglang-{os.getpid()}", rank, config.tp_rank, config.tp_size)
+        model = model.with_dtypes(_cached_dtype(mem_pool_host.dtype))
+        worker = from_sglang(model, info, mem_pool_host)
+        # one block table: that of HiCache's pages
+        (group,) = worker.groups
+        self._group = group.name
+        backend = FileBackend(settings.folder)
+        size = settings.tokens_per_page
+        self._reader = StoreReader(backend, worker, tokens_per_page=size)
+        # a client serves one thread, and SGLang loads beside saving
+        self._loader, self._saver = (
+            StoreClient(backend, worker, tokens_per_page=size, buffer_bytes=settings.buffer_bytes)
+            for _ in range(2)
+        )
+        logger.info("%s keeps pages in %s", worker, settings.folder)
+
+    def on_host_pools_registered(self) -> None:
+        """Refuse caches with more pools than one. Raises ``LAYOUT``."""
+        pools = {str(name) for name in getattr(self, "registered_pools", ())}
+        require("host pools", [str(PoolName.KV)], sorted(pools | {str(PoolName.KV)}))
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """Return how many pages in a row can be loaded."""
+        prompt = _prompt_of(extra_info)
+        positions = prompt.positions(keys)
+        if positions is None:
+            return 0
+        start, stop = positions
+        try:
+            # SGLang's scheduler may search too
+            with self._lock:
+                chain = self._chain(prompt)
+                found = self._reader.find(chain, start=start, step=prompt.page_size)
+        except KVPlanError as error:
+            logger.warning("nothing is loaded of a prompt: %s", error)
+            return 0
+        return (min(found, stop) - start) // prompt.page_size
+
+    def _chain(self, prompt: PromptPages) -> Chain:
+        return self._reader.chain(prompt.tokens, prompt.facts)
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """Load pages into host memory: all of them or, as far as SGLang may use, none."""
+        prompt = _prompt_of(extra_info)
+        positions = prompt.positions(keys)
+        if positions is None:
+            return [False] * len(keys)
+        start, stop = positions
+        tables = {self._group: pages_of(host_indices, prompt.page_size, start)}
+        chain = self._chain(prompt)
+        try:
+            self._loader.load(chain, tables, {self._group: positions})
+            self._loader.use(chain, stop)
+        except KVPlanError as error:
+            logger.warning("%d positions are computed: %s", stop - start, error)
+            return [False] * len(keys)
+        return [True] * len(keys)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """Save the store's pages that end in these pages. They may begin in pages before."""
+        prompt = _prompt_of(extra_info)
+        positions = prompt.positions(keys)
+        if positions is None or prompt.table is None:
+            return [False] * len(keys)
+        start, stop = positions
+        # the page of the store that an earlier node has begun
+        first = start - start % self._saver.tokens_per_page
+        chain = self._chain(prompt)
+        self._saver.save(chain, {self._group: prompt.table}, {self._group: (first, stop)})
+        self._saver.use(chain, stop)
+        return [True] * len(keys)
+
+    def clear(self) -> bool:
+        """Clear nothing, since other engines use the store too."""
+        logger.warning("the store stays: kvplan store gc deletes pages")
+        return False
+
+    # SGLang's older interface names a page by its hash alone, which no store has.
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        """Return no page."""
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[None]:
+        """Return no page."""
+        return [None] * len(keys)
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Return no: nothing is saved."""
+        return False
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Return no: nothing is saved."""
+        return False
+
+    def exists(self, key: str) -> bool:
+        """Return no: no page has a hash for its name."""
+        return False
+
+
+def _cached_dtype(dtype: torch.dtype) -> str | None:
+    """Return the dtype of a cache. Host memory has the values of fp8 as bytes."""
+    name = dtype_name(dtype)
+    if name != "uint8":
+        return name
+    setting = get_model().kv_cache_dtype
+    if setting not in FP8_DTYPES:
+        require("kv_cache_dtype", " or ".join(FP8_DTYPES), setting)
+    return FP8_DTYPES[setting]
+
+
+def pages_of(host_indices: torch.Tensor, page_size: int, start: int) -> Blocks:
+    """Return a block table of the pages whose slots SGLang lists, from position ``start`` on."""
+    return Blocks((host_indices[::page_size] // page_size).tolist(), start // page_size)
+
+
+def _prompt_of(extra_info: Any) -> PromptPages:
+    """Return the prompt that a hook has handed to a call."""
+    prompt = None if extra_info is None else extra_info.prefix_keys
+    if not isinstance(prompt, PromptPages):
+        raise KVPlanError(
+            "TYPE",
+            "use a store",
+            expected="the prompt of the pages",
+            got=f"{prompt!r}"[:80],
+            hint="set module_path to kvplan_nixl.sglang, which hooks SGLang's cache",
+        )
+    return prompt
+
+
+def _refusal(label: str, expected: str, got: str) -> KVPlanError:
+    return KVPlanError("SETTING", f"set {label} in {PLACE}", expected=expected, got=got)

@@ -1,0 +1,376 @@
+"""A storage of SGLang's HiCache without SGLang, whose few names it uses are made here: pages of 16 in pages of 64.
+
+Real engines judge it where SGLang is: tests/engines/stored.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+import kvplan_nixl.sglang
+from kvplan import KVPlanError
+from kvplan.store import FileBackend
+from tests.nixl.sglang_names import made
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 32,
+}
+PAGE, LAYERS = 16, 2
+TOKENS = [*range(1000, 1150)]
+IMAGE = 1_000_000
+
+
+class Storage:
+    """HiCacheStorage."""
+
+    def register_mem_pool_host(self, pool: Any) -> None:
+        self.mem_pool_host = pool
+
+    def register_mem_host_pool_v2(self, pool: Any, name: str) -> None:
+        self.registered_pools = {name: pool}
+
+
+class Key:
+    """RadixKey."""
+
+    def __init__(self, token_ids: array[int], extra_key: str | None = None, cache_salt: str | None = None) -> None:
+        self.token_ids, self.extra_key, self.cache_salt = token_ids, extra_key, cache_salt
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def page_aligned(self, size: int) -> Key:
+        return Key(self.token_ids[: len(self) // size * size], self.extra_key, self.cache_salt)
+
+
+def hashes_of(key: Any, prior: str | None = None, page_size: int = 1) -> list[str]:
+    """A chain of digests of pages, as get_storage_hash_str has it."""
+    digest = prior or f"{key.extra_key} {key.cache_salt}"
+    found = []
+    for start in range(0, len(key), page_size):
+        page = array("q", key.token_ids[start : start + page_size]).tobytes()
+        digest = hashlib.sha256(digest.encode() + page).hexdigest()
+        found.append(digest)
+    return found
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The plugin's modules, and what the engine says of itself."""
+    engine = SimpleNamespace(
+        weight_version="default",
+        served_model_name="tiny",
+        model_path="tiny",
+        revision=None,
+        hicache_host_memory_mode="cache",
+        disaggregation_decode_enable_offload_kvcache=False,
+        speculative_algorithm=None,
+        kv_cache_dtype="auto",
+    )
+    parts = ("serving", "memory", "disagg", "model", "spec")
+    names: dict[str, dict[str, Any]] = {
+        "sglang.srt.mem_cache.hicache_storage": {"HiCacheStorage": Storage, "PoolName": SimpleNamespace(KV="kv")},
+        "sglang.srt.mem_cache.radix_cache": {"RadixKey": Key},
+        "sglang.srt.mem_cache.utils": {"get_storage_hash_str": hashes_of},
+        "sglang.srt.managers.schedule_batch": {"MM_PAD_SHIFT_VALUE": IMAGE},
+        "sglang.srt.runtime_context": {f"get_{part}": lambda: engine for part in parts},
+        "sglang.srt.plugins.hook_registry": {
+            "HookType": SimpleNamespace(AROUND="around"),
+            "HookRegistry": SimpleNamespace(register=lambda *_: None, apply_hooks=lambda: None),
+        },
+    }
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda path, revision: (CONFIG, {}))
+    modules = made(monkeypatch, names, ("description", "prompt", "store_prompts", "store", "store_hooks"))
+    return SimpleNamespace(engine=engine, **modules)
+
+
+class Engine:
+    """A rank with a cache in host memory, whose values are all different, or zero."""
+
+    def __init__(
+        self, plugin: SimpleNamespace, folder: Path, filled: bool = True, dtype: Any = np.float32, **extra: Any
+    ) -> None:
+        self._plugin = plugin
+        self.memory = np.zeros((2, LAYERS, 20 * PAGE, 2, 8), dtype)
+        if filled:
+            self.memory[:] = np.arange(self.memory.size).reshape(self.memory.shape)
+        pool = SimpleNamespace(
+            kv_buffer=self.memory,
+            k_buffer=self.memory[0],
+            v_buffer=self.memory[1],
+            layout="layer_first",
+            page_size=PAGE,
+            start_layer=0,
+            layer_num=LAYERS,
+            dtype=self.memory.dtype,
+        )
+        config = SimpleNamespace(
+            tp_rank=0,
+            tp_size=1,
+            pp_rank=0,
+            attn_cp_size=1,
+            dcp_size=1,
+            extra_config={"backend_name": "kvplan", "interface_v1": 1, "folder": str(folder), **extra},
+        )
+        self.store = plugin.store.KvplanStore(config, {})
+        self.store.register_mem_pool_host(pool)
+        self.store.register_mem_host_pool_v2(pool, "kv")
+        self.store.on_host_pools_registered()
+
+    def prompt(self, tokens: Sequence[int] = TOKENS, pages: Sequence[int] = (), salt: str | None = None) -> Any:
+        """A prompt, and where it is in host memory."""
+        table = self._plugin.store.pages_of(slots(pages), PAGE, 0) if pages else None
+        return self._plugin.store_prompts.PromptPages.of(tokens, None, salt, PAGE, table)
+
+    def exists(self, prompt: Any, start: int = 0) -> int:
+        """How many pages are found from one on."""
+        return int(self.store.batch_exists(keys(prompt)[start:], told(prompt)))
+
+    def rows(self, pages: Sequence[int]) -> Any:
+        """What pages have."""
+        return self.memory[:, :, slots(pages)]
+
+
+def keys(prompt: Any) -> list[str]:
+    """SGLang's hashes of whole pages."""
+    return hashes_of(prompt.key.page_aligned(PAGE), page_size=PAGE)
+
+
+def slots(pages: Sequence[int]) -> Any:
+    return torch.tensor([page * PAGE + slot for page in pages for slot in range(PAGE)])
+
+
+def told(prompt: Any) -> Any:
+    """What SGLang hands to its storage with a call."""
+    return SimpleNamespace(prefix_keys=prompt)
+
+
+PAGES = [7, 2, 9, 4, 11, 1, 15, 3, 8]
+
+
+def save(engine: Engine, prompt: Any, *sizes: int) -> None:
+    """Back up nodes of some pages each, one after another."""
+    start = 0
+    for size in sizes:
+        node = keys(prompt)[start : start + size]
+        assert engine.store.batch_set_v1(node, slots(PAGES[start : start + size]), told(prompt + node)) == [True] * size
+        start += size
+
+
+def test_what_one_engine_saves_another_loads(plugin: SimpleNamespace, tmp_path: Path) -> None:
+    """Nodes end where they like: a page of the store that two of them have is saved with the second."""
+    writer, reader = Engine(plugin, tmp_path), Engine(plugin, tmp_path, filled=False)
+    prompt = writer.prompt(pages=PAGES)
+    save(writer, prompt, 3)
+    assert reader.exists(reader.prompt()) == 0
+    for start, num_found in ((3, 4), (6, 8)):
+        node = keys(prompt)[start : start + 3]
+        assert all(writer.store.batch_set_v1(node, slots(PAGES[start : start + 3]), told(prompt)))
+        assert reader.exists(reader.prompt()) == num_found
+    assert reader.store.batch_exists(keys(prompt)[:5], told(prompt)) == 5
+    places = [5, 0, 13, 6, 2]
+    wanted = reader.prompt()
+    assert reader.exists(wanted, 3) == 5
+    assert reader.store.batch_get_v1(keys(wanted)[3:8], slots(places), told(wanted)) == [True] * 5
+    assert (reader.rows(places) == writer.rows(PAGES[3:8])).all()
+    assert not reader.memory.sum(axis=(0, 1, 3, 4))[slots([1, 3, 4, 7])].any()
+
+
+def test_what_decides_a_cache_decides_a_key(plugin: SimpleNamespace, tmp_path: Path) -> None:
+    """Other tokens, another salt, weights or namespace are misses; so is what has an image."""
+    engine = Engine(plugin, tmp_path)
+    save(engine, engine.prompt(pages=PAGES), 8)
+    assert engine.exists(engine.prompt()) == 8
+    assert engine.exists(engine.prompt([*TOKENS[:70], 5, *TOKENS[71:]])) == 4
+    assert engine.exists(engine.prompt(salt="blue")) == 0
+    other = plugin.store_prompts.PromptPages.of(TOKENS, "adapter", None, PAGE)
+    assert engine.exists(other) == 0
+    plugin.engine.weight_version = "2"
+    assert engine.exists(engine.prompt()) == 0
+
+
+def test_a_prompt_ends_before_an_image(plugin: SimpleNamespace, tmp_path: Path) -> None:
+    """Its tokens are 30 bits of a hash, which another image may have too."""
+    engine = Engine(plugin, tmp_path)
+    prompt = engine.prompt([*TOKENS[:100], IMAGE + 5, *TOKENS[101:]], PAGES)
+    save(engine, prompt, len(keys(prompt)))
+    assert engine.exists(prompt) == 4
+    assert {entry.page for entry in FileBackend(tmp_path).entries()} == {
+        f"{engine.store._chain(prompt).space}/{key}" for key in engine.store._chain(engine.prompt(TOKENS[:100])).keys
+    }
+
+
+def test_bytes_have_the_dtype_that_the_engine_says(plugin: SimpleNamespace, tmp_path: Path) -> None:
+    """SGLang keeps all kinds of fp8 as bytes in host memory: pages of one are a miss for another."""
+    with pytest.raises(KVPlanError, match="expected kv_cache_dtype = fp8_e4m3 or fp8_e5m2, got auto"):
+        Engine(plugin, tmp_path, dtype=np.uint8)
+    plugin.engine.kv_cache_dtype = "fp8_e4m3"
+    engine = Engine(plugin, tmp_path, dtype=np.uint8)
+    save(engine, engine.prompt(pages=PAGES), 8)
+    assert engine.exists(engine.prompt()) == 8
+    plugin.engine.kv_cache_dtype = "fp8_e5m2"
+    other = Engine(plugin, tmp_path, dtype=np.uint8)
+    assert other.exists(other.prompt()) == 0
+
+
+def test_pages_of_another_prompt_are_none(plugin: SimpleNamespace, tmp_path: Path) -> None:
+    """Hashes that are not those of the prompt, in a row, load and save nothing."""
+    engine = Engine(plugin, tmp_path)
+    prompt, other = engine.prompt(pages=PAGES), engine.prompt(salt="blue", pages=PAGES)
+    for wrong in (keys(other), keys(prompt)[::-1], [keys(prompt)[0], *keys(other)[1:]]):
+        assert engine.store.batch_set_v1(wrong, slots(PAGES), told(prompt)) == [False] * 9
+    assert not [*FileBackend(tmp_path).entries()]
+    save(engine, prompt, 8)
+    assert engine.store.batch_get_v1(keys(other), slots(PAGES), told(prompt)) == [False] * 9
+
+
+def test_damaged_pages_are_computed(plugin: SimpleNamespace, tmp_path: Path) -> None:
+    """Nothing of a batch with a damaged page is used, and the page is a miss afterwards."""
+    engine = Engine(plugin, tmp_path)
+    prompt = engine.prompt(pages=PAGES)
+    save(engine, prompt, 8)
+    backend = FileBackend(tmp_path)
+    key = engine.store._chain(prompt).keys[1]
+    (entry, *_) = [entry for entry in backend.entries() if key in entry.name]
+    path = backend.path_of(entry.name)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert engine.store.batch_get_v1(keys(prompt)[:8], slots(PAGES[:8]), told(prompt)) == [False] * 8
+    assert engine.exists(prompt) == 4
+    tmp_path.rename(tmp_path.with_name("elsewhere"))
+    assert engine.exists(prompt) == 0
+
+
+def test_a_call_without_a_prompt_is_an_error(plugin: SimpleNamespace, tmp_path: Path) -> None:
+    """SGLang's own hashes of pages before say nothing."""
+    engine = Engine(plugin, tmp_path)
+    for info in (None, told(None), told(["5f"])):
+        with pytest.raises(KVPlanError, match="TYPE: cannot use a store: expected the prompt of the pages"):
+            engine.store.batch_exists(["5e"], info)
+
+
+@pytest.mark.parametrize(
+    "setting, value, text",
+    [
+        ("hicache_host_memory_mode", "buffer_only", "expected hicache_host_memory_mode = cache, got buffer_only"),
+        ("speculative_algorithm", "EAGLE", "expected speculative_algorithm = None or NGRAM, got EAGLE"),
+        ("disaggregation_decode_enable_offload_kvcache", True, "expected disaggregation_decode_enable_offload_kvcache"),
+    ],
+)
+def test_engines_that_are_not_served(
+    plugin: SimpleNamespace, tmp_path: Path, setting: str, value: Any, text: str
+) -> None:
+    """Their caches would be stored wrongly, or not at all."""
+    setattr(plugin.engine, setting, value)
+    with pytest.raises(KVPlanError, match=text):
+        Engine(plugin, tmp_path)
+
+
+def test_settings_that_are_not_understood(plugin: SimpleNamespace, tmp_path: Path) -> None:
+    """They are refused by name, and so is a second pool."""
+    with pytest.raises(KVPlanError, match=r"SETTING: cannot read hicache_storage_backend_extra_config: .* got 'foldr'"):
+        Engine(plugin, tmp_path, foldr="kv")
+    with pytest.raises(KVPlanError, match="SETTING: cannot set interface_v1"):
+        Engine(plugin, tmp_path, interface_v1=0)
+    engine = Engine(plugin, tmp_path)
+    engine.store.registered_pools["mamba"] = None
+    with pytest.raises(KVPlanError, match="serve this SGLang by kvplan: expected host pools"):
+        engine.store.on_host_pools_registered()
+
+
+class Tree:
+    """UnifiedRadixCache with a path of nodes."""
+
+    page_size = PAGE
+
+    def __init__(self, engine: Engine, sizes: Sequence[int], storage: Any = None) -> None:
+        self.cache_controller = SimpleNamespace(storage_backend=storage or engine.store)
+        self.tree_core = self
+        self.sizes = sizes
+        self.calls: list[Any] = []
+
+    def collect_path_info(self, node_ids: list[int]) -> Any:
+        return (tuple(SimpleNamespace(node_id=node) for node in range(node_ids[0] + 1)),)
+
+    def build_storage_backup_spec(self, node_id: int, pass_prefix_keys: bool) -> Any:
+        start = sum(self.sizes[:node_id])
+        stop = start + self.sizes[node_id]
+        tokens = array("q", TOKENS[start * PAGE : stop * PAGE])
+        return SimpleNamespace(token_ids=tokens, host_value=slots(PAGES[start:stop])) if stop <= 8 else None
+
+    def prefetch_anchor_info(self, node_id: int) -> tuple[None, str]:
+        return None, "blue"
+
+
+def test_hooks_hand_on_the_prompt(plugin: SimpleNamespace, tmp_path: Path) -> None:
+    """Nodes are saved with the tokens before them, and requests searched with those that are cached."""
+    engine, hooks = Engine(plugin, tmp_path), plugin.store_hooks
+    tree = Tree(engine, [3, 3, 2, 1])
+
+    def write(tree: Any, node_id: int) -> None:
+        spec = tree.build_storage_backup_spec(node_id, False)
+        hooks._write(enqueue, tree.cache_controller, spec.host_value, spec.token_ids, ["hash"], extra_pools=None)
+
+    def enqueue(controller: Any, slots: Any, tokens: Any, hashes: Any, prefix_keys: Any, **options: Any) -> None:
+        tree.calls.append(prefix_keys)
+
+    hooks._back_up(write, tree, 1)
+    (prompt,) = tree.calls
+    assert [*prompt.tokens] == TOKENS[: 6 * PAGE]
+    assert (prompt.key.cache_salt, prompt.table.ids.tolist()) == ("blue", PAGES[:6])
+    hooks._back_up(write, tree, 3)  # its last node is not in host memory
+    assert len(tree.calls) == 1
+
+    def search(tree: Any, *arguments: Any, **options: Any) -> Any:
+        return next(value for value in arguments if isinstance(value, plugin.store_prompts.PromptPages))
+
+    known = {"matched_prefix_tokens": TOKENS[:48], "cache_salt": "blue"}
+    assert [*hooks._prefetch(search, tree, "r", 0, TOKENS[48:], "last", None, **known).tokens] == TOKENS
+    assert [*hooks._query(search, tree, 0, TOKENS[48:], cache_salt="blue").tokens] == TOKENS
+    assert hooks._query(search, tree, 3, TOKENS, cache_salt="blue") == 0
+
+
+def test_other_storages_stay_as_they_are(plugin: SimpleNamespace, tmp_path: Path) -> None:
+    """Hooks hand on what SGLang has said."""
+    hooks, tree = plugin.store_hooks, Tree(Engine(plugin, tmp_path), [3], storage=object())
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return arguments, options
+
+    arguments, _ = hooks._write(call, tree.cache_controller, "slots", "tokens", ["hash"], ["before"])
+    assert arguments == (tree.cache_controller, "slots", "tokens", ["hash"], ["before"])
+    arguments, _ = hooks._prefetch(call, tree, "r", 0, [5], "last", ["before"])
+    assert arguments == (tree, "r", 0, [5], "last", ["before"])
+    arguments, _ = hooks._query(call, tree, 0, [5], "last", ["before"])
+    assert arguments == (tree, 0, [5], "last", ["before"], None, None)
+
+
+def test_the_class_comes_with_its_hooks(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang makes it by the name of the package."""
+    hooked: list[str] = []
+    registry = SimpleNamespace(register=lambda target, *_: hooked.append(target), apply_hooks=lambda: None)
+    monkeypatch.setattr(plugin.store_hooks, "HookRegistry", registry)
+    plugin.store_hooks.hook_cache.cache_clear()
+    assert kvplan_nixl.sglang.KvplanStore is importlib.import_module("kvplan_nixl.sglang.store").KvplanStore
+    assert [target.rpartition(".")[2] for target in hooked] == [
+        "prefetch_from_storage",
+        "query_storage_hit_length",
+        "write_backup_storage",
+        "write_storage",
+    ]
