@@ -2,7 +2,8 @@
 
 This is the part of HTTP/1.1 that engines need, and no more: a head of a few lines, one
 ``Content-Length``, and a body. Python's own server reads heads of megabytes, keeps a thread for
-each connection, and has no limit for the time of a whole question.
+each connection, and has no limit for the time of a whole question. A parser such as h11 knows more
+of HTTP than engines say to each other, and bounds neither connections nor time.
 """
 
 from __future__ import annotations
@@ -324,7 +325,7 @@ def exchange(
     ``address`` is ``host:port``. The answer comes within ``timeout_s`` seconds, all of it.
     """
     for subject, text in (("peer", peer), ("address", address), ("path", path)):
-        name(text, f"{subject} of a question")
+        instance(str, text, f"{subject} of a question")
     instance(Access, access, "access of a question")
     if sent is not None:
         instance(bytes, sent, "body of a question")
