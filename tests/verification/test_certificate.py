@@ -564,8 +564,8 @@ def test_a_writer_may_describe_its_buffer_for_each_destination():
 def test_two_writers_of_one_name_are_no_proof():
     """In the same regions, one under the name of the other: for a destination, a buffer is described once."""
     destinations, sources = engine("d"), engine("p", contexts=(2, 1))
-    sources = [attrs.evolve(source, regions=sources[0].regions) for source in sources]
-    first, second = plan_mesh(destinations, sources, "WRITE").plans
+    same = [attrs.evolve(source, regions=sources[0].regions) for source in sources]
+    first, second = plan_mesh(destinations, same, "WRITE").plans
     assert certify([first, second]).complete
     renamed = attrs.evolve(second, local=attrs.evolve(second.local, rank=first.local.rank))
     assert "one description of the writer" in certify_error([first, renamed])
