@@ -101,10 +101,10 @@ class StoreWorker:
         # a pipeline stage may lack some groups
         groups = {group.name for group in client.groups}
         tables = {group: table for group, table in job.tables.items() if group in groups}
-        positions = dict.fromkeys(tables, job.positions)
+        positions = {group: span for group, span in job.positions.items() if group in groups}
         if priority == SAVE:
             num_saved = client.save(job.chain, tables, positions)
-            client.use(job.chain, job.chain.num_tokens)
+            client.use(job.chain, job.stop)
             logger.debug("request %r: %d new pages", job.request, num_saved)
             return
         try:
@@ -114,7 +114,7 @@ class StoreWorker:
             with self._lock:
                 self._results.failed_recving.add(job.request)
         else:
-            client.use(job.chain, job.positions[1])
+            client.use(job.chain, job.stop)
 
     def results(self) -> KVConnectorTransferResults:
         """Return the requests that have ended since the last step."""
