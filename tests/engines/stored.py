@@ -36,6 +36,12 @@ ENDS_OF_PAGES = tuple(number * PAGE - MAX_TOKENS + 1 for number in (1, 2, 3))
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
+CONVERSATION = "a conversation"
+
+TURNS = (Side("vllm", 32), Side("sglang", 16), Side("vllm", 64, tp=2), Side("vllm", 32))
+"""The engines that answer the turns of a conversation. Each is killed after its turn."""
+
+
 class Row(NamedTuple):
     """A model, the engine that saves and the one that loads, the lengths of prompts, and the adapter of requests."""
 
@@ -208,6 +214,30 @@ def judge(name: str) -> str:
     return f"{name}: {'right' if not wrong else 'WRONG: ' + ', '.join(wrong)}; cached {cached}"
 
 
+def converse() -> str:
+    """What came of a conversation that moves between engines, and returns after all have restarted."""
+    rng = random.Random(CONVERSATION)
+    said: list[int] = []
+    wrong, found, pages = [], [], 0
+    with TemporaryDirectory() as temporary:
+        store = Path(temporary) / "kv"
+        for turn, side in enumerate(TURNS):
+            stored = (len(said) - 1) // PAGE * PAGE if said else 0
+            said += [rng.randrange(3, VOCABULARY) for _ in range(70)]
+            with closing_engine(start("llama", side, store, f"turn {turn}")) as engine:
+                ((computed, num_computed),) = answers(engine, [said], salt=f"computed in turn {turn}")
+                ((answer, cached),) = answers(engine, [said])
+                # the pages of a turn, those of the last one apart, and the same with a salt
+                length = (len(said) + MAX_TOKENS - 1) // PAGE
+                pages += 2 * length - stored // PAGE
+                saved(engine, store, pages)
+            found.append(cached)
+            if (answer, num_computed, cached) != (computed, 0, stored):
+                wrong.append(f"turn {turn}")
+            said += answer
+    return f"{CONVERSATION}: {'right' if not wrong else 'WRONG: ' + ', '.join(wrong)}; cached {found}"
+
+
 def num_pages(prompts: list[list[int]]) -> int:
     """How many pages prompts and their answers have, but for the last token of each."""
     return sum((len(prompt) + MAX_TOKENS - 1) // PAGE for prompt in prompts)
@@ -224,8 +254,8 @@ def closing_engine(engine: Engine) -> Iterator[Engine]:
 
 def main() -> None:
     """Judges rows."""
-    for row in sys.argv[1:] or ROWS:
-        print(judge(row), flush=True)
+    for row in sys.argv[1:] or [*ROWS, CONVERSATION]:
+        print(converse() if row == CONVERSATION else judge(row), flush=True)
 
 
 if __name__ == "__main__":
