@@ -9,8 +9,8 @@ from functools import partial
 import attrs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
 )
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -50,10 +50,19 @@ class KvplanStoreMetadata(KVConnectorMetadata):
 
 
 @dataclass
-class KvplanStoreHandshake(KVConnectorHandshakeMetadata):
-    """The offer of one worker, by which the scheduler knows what that can load."""
+class KvplanStoreWorkerMetadata(KVConnectorWorkerMetadata):
+    """The offers of workers, which send them once, in their first step.
 
-    offer: bytes
+    They tell the scheduler what the workers can load. A handshake would tell it before, but other
+    connectors of a MultiConnector have that.
+    """
+
+    offers: list[bytes]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KvplanStoreWorkerMetadata:
+        assert isinstance(other, KvplanStoreWorkerMetadata)
+        self.offers.extend(other.offers)
+        return self
 
 
 class StoreScheduler:
@@ -102,13 +111,16 @@ class StoreScheduler:
             return None
         return self._readers[0].chain(request._all_token_ids[:num_tokens], facts_of(request))
 
-    def count_tokens_to_load(self, request: Request, num_cached: int) -> int:
+    def count_tokens_to_load(self, request: Request, num_cached: int) -> int | None:
         """Return the number of positions to load after the first ``num_cached`` of a request.
 
-        A request is loaded once. Nothing is if the store fails, and the request is computed.
+        A request is loaded once. Nothing is if the store fails, and the request is computed. It is
+        ``None``, and vLLM asks again, until the workers have said what they can load.
         """
         if not self._loads or request.request_id in self._begun:
             return 0
+        if not self._readers:
+            return None
         # the prompt alone: nothing is known of the answer
         num_tokens = int(request.num_prompt_tokens)
         # The engine computes the last token of a prompt, for the first one of the answer. What is

@@ -18,7 +18,11 @@ from kvplan.store import FileBackend, MemoryMover, Mover, StoreClient
 from kvplan_nixl.executor import NixlExecutor
 from kvplan_nixl.mover import NixlMover
 from kvplan_nixl.vllm.description import worker_of
-from kvplan_nixl.vllm.store_scheduler import KvplanStoreMetadata, StoreJob
+from kvplan_nixl.vllm.store_scheduler import (
+    KvplanStoreMetadata,
+    KvplanStoreWorkerMetadata,
+    StoreJob,
+)
 from kvplan_nixl.vllm.store_settings import VllmStoreSettings
 
 logger = init_logger(f"vllm.{__name__}")
@@ -41,6 +45,7 @@ class StoreWorker:
         self._executor: NixlExecutor | None = None
         self._jobs: PriorityQueue[tuple[int, int, StoreJob | None]] = PriorityQueue()
         self._num_jobs = 0
+        self._has_sent_offer = False
         self._lock = threading.Lock()
         self._results = KVConnectorTransferResults()
         self._thread = threading.Thread(target=self._run, name="kvplan store", daemon=True)
@@ -63,10 +68,12 @@ class StoreWorker:
         self._thread.start()
         logger.info("%s keeps pages in %s", worker, self._settings.folder)
 
-    @property
-    def offer(self) -> bytes:
-        """The offer of the worker."""
-        return encode(self._client.worker)
+    def take_offer(self) -> KvplanStoreWorkerMetadata | None:
+        """Return the offer of the worker once, for the scheduler."""
+        if self._has_sent_offer:
+            return None
+        self._has_sent_offer = True
+        return KvplanStoreWorkerMetadata([encode(self._client.worker)])
 
     def begin(self, step: KvplanStoreMetadata) -> None:
         """Take the work of a step."""

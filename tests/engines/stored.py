@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 
 from kvplan.store import FileBackend, read_file
 from kvplan.store.pages import pack
-from tests.engines.__main__ import ENGINE, FOLDER
+from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER
 from tests.engines.models import VOCABULARY, build
 from tests.engines.process import TIMEOUT_S, Engine, free_port
 from tests.engines.sglang_judge import SglangEngine, Side
+from tests.engines.trials import ASK, offered
 
 LENGTHS = (70, 130, 200)
 MAX_TOKENS = 12
@@ -37,6 +38,7 @@ ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
 CONVERSATION = "a conversation"
+BESIDE = "beside KvplanConnector"
 
 TURNS = (Side("vllm", 32), Side("sglang", 16), Side("vllm", 64, tp=2), Side("vllm", 32))
 """The engines that answer the turns of a conversation. Each is killed after its turn."""
@@ -238,6 +240,46 @@ def converse() -> str:
     return f"{CONVERSATION}: {'right' if not wrong else 'WRONG: ' + ', '.join(wrong)}; cached {found}"
 
 
+def beside() -> str:
+    """What came of a store beside a transfer from prefill to decode, both of which save. A third engine loads."""
+    rng = random.Random(BESIDE)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+    with TemporaryDirectory() as temporary:
+        store = Path(temporary) / "kv"
+        kept = vllm(Side("vllm", 32), store)["kv_transfer_config"]
+        sides = []
+        for role in ("kv_producer", "kv_consumer"):
+            transfer = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"connectors": [{**CONNECTORS["kvplan"], "kv_role": role}, kept]},
+            }
+            sides.append(Side("vllm", 32, more={"kv_transfer_config": transfer}))
+        with (
+            closing_engine(start("llama", sides[0], store, "prefill")) as prefill,
+            closing_engine(start("llama", sides[1], store, "decode")) as decode,
+        ):
+            offers = [offered(answer) for answer in prefill.generate(prompts, 1, [ASK] * len(prompts))]
+            answered = [answer.tokens for answer in decode.generate(prompts, MAX_TOKENS, offers)]
+            for engine in (prefill, decode):
+                saved(engine, store, 0)
+        asked = [[*prompt, *answer, *prompt[:9]] for prompt, answer in zip(prompts, answered, strict=True)]
+        with closing_engine(start("llama", sides[1], store, "next")) as reader:
+            loaded = answers(reader, asked)
+            computed = answers(reader, asked, salt="computed")
+            answered_alone = answers(reader, prompts, salt="computed, too")
+    findings = {
+        "same tokens": [answer for answer, _ in loaded] == [answer for answer, _ in computed],
+        "same tokens of decode": answered == [answer for answer, _ in answered_alone],
+        "hits": [cached for _, cached in loaded] == [(length + MAX_TOKENS - 1) // PAGE * PAGE for length in LENGTHS],
+        "no hits": not any(cached for _, cached in [*computed, *answered_alone]),
+    }
+    wrong = [name for name, is_so in findings.items() if not is_so]
+    cached = [cached for _, cached in loaded]
+    return f"{BESIDE}: {'right' if not wrong else 'WRONG: ' + ', '.join(wrong)}; cached {cached}"
+
+
 def num_pages(prompts: list[list[int]]) -> int:
     """How many pages prompts and their answers have, but for the last token of each."""
     return sum((len(prompt) + MAX_TOKENS - 1) // PAGE for prompt in prompts)
@@ -254,8 +296,9 @@ def closing_engine(engine: Engine) -> Iterator[Engine]:
 
 def main() -> None:
     """Judges rows."""
-    for row in sys.argv[1:] or [*ROWS, CONVERSATION]:
-        print(converse() if row == CONVERSATION else judge(row), flush=True)
+    others = {CONVERSATION: converse, BESIDE: beside}
+    for row in sys.argv[1:] or [*ROWS, *others]:
+        print(others[row]() if row in others else judge(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,13 @@ from vllm.v1.kv_cache_interface import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, KVPlanError, Model, Worker, encode
 from kvplan.store import FileBackend, StoreClient
 from kvplan_nixl.vllm import KvplanStore
-from kvplan_nixl.vllm.store_scheduler import KvplanStoreHandshake
+from kvplan_nixl.vllm.store_scheduler import KvplanStoreWorkerMetadata
 from tests.store.engines import QWEN, EngineWithStore
 
 SIZES = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -92,8 +93,19 @@ def stored(tmp_path: Path) -> Path:
 def ready(folder: Path, **options: Any) -> KvplanStore:
     """A connector that knows its worker."""
     made = connector(folder, **options)
-    made.set_xfer_handshake_metadata_pp_aware({(0, 0): KvplanStoreHandshake(encode(worker_of()))})
+    first, second = (KvplanStoreWorkerMetadata([encode(worker_of())]) for _ in range(2))
+    made.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=first.aggregate(second)))
     return made
+
+
+def test_requests_wait_until_workers_have_said_what_they_load(stored: Path) -> None:
+    """Workers say it in their first step, which the first request would miss."""
+    made = connector(stored)
+    assert made.get_num_new_matched_tokens(request_of(PROMPT), 0) == (None, False)
+    made.update_connector_output(KVConnectorOutput())
+    assert made.get_num_new_matched_tokens(request_of(PROMPT), 0) == (None, False)
+    saving = connector(stored, kv_role="kv_producer")
+    assert saving.get_num_new_matched_tokens(request_of(PROMPT), 0) == (0, False)
 
 
 @pytest.mark.parametrize(
