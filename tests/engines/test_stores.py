@@ -154,6 +154,15 @@ def test_a_request_is_loaded_once(stored: Path) -> None:
     assert found.build_connector_meta(None).loads == []
 
 
+def test_a_group_may_have_cached_less(stored: Path) -> None:
+    """What a group has not cached is loaded too, although the engine counts it as cached."""
+    found, request = ready(stored), request_of(PROMPT)
+    found.get_num_new_matched_tokens(request, 64)
+    found.update_state_after_alloc(request, blocks_of(range(13), num_cached=2), 128)
+    (load,) = found.build_connector_meta(None).loads
+    assert load.positions == {"group0": (32, 192)}
+
+
 def test_a_store_that_is_gone_is_a_miss(stored: Path) -> None:
     """Requests go on without the store."""
     found = ready(stored)
@@ -197,7 +206,7 @@ def test_a_window_has_its_last_blocks(tmp_path: Path) -> None:
     assert load.positions == {"group0": (144, 192)}
 
 
-@pytest.mark.parametrize("num_computed, num_in_flight, is_saved", [(128, 0, True), (130, 0, False), (128, 1, False)])
+@pytest.mark.parametrize("num_computed, num_in_flight, is_saved", [(128, 0, True), (130, 0, False), (129, 1, False)])
 def test_a_state_is_saved_where_a_page_ends(
     num_computed: int, num_in_flight: int, is_saved: bool, tmp_path: Path
 ) -> None:
