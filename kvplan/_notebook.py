@@ -26,4 +26,5 @@ def svg(value: object) -> str | None:
 def html(value: object) -> str:
     """Return what :func:`kvplan.explain` says of a value, as HTML."""
     explanation: str = importlib.import_module("kvplan.display").explain(value)
-    return f"<pre>{escape(explanation)}</pre>"
+    # Notebooks show such an element in the letters of their texts, in which no column is straight.
+    return f'<pre style="font-family: monospace">{escape(explanation)}</pre>'

@@ -27,6 +27,9 @@ BUDGET_BYTES: Final = 5 << 28
 BYTES_PER_SECOND: Final = 200_000_000
 """How many bytes count as much as a second of one core."""
 
+UNITS_END: Final = 1 << 2048
+"""Counts of units are below this: products of all dimensions of an offer are."""
+
 
 class Budget:
     """A budget for all that is done inside its ``with`` block, with however many offers and plans.
@@ -66,7 +69,8 @@ class Budget:
 
     def take(self, number: int, unit: str, bytes_each: int, action: str, **details: Any) -> None:
         """Take what ``number`` units need, or raise ``RANGE`` if there is not as much left."""
-        total = self.num_taken + number * bytes_each
+        number = integer(number, "number of units", high=UNITS_END)
+        total = self.num_taken + number * integer(bytes_each, "bytes of a unit", high=UNITS_END)
         if total > self.num_bytes:
             raise KVPlanError(
                 "RANGE",

@@ -81,6 +81,13 @@ class KVPlanError(ValueError):
                 expected="a code of kvplan.errors.CODES",
                 got=f"a {type(code).__name__} that is none",
             )
+        if not isinstance(hint, str):
+            raise KVPlanError(
+                "TYPE",
+                "make an error",
+                expected="a hint that is a string",
+                got=f"a value of type {type(hint).__name__}",
+            )
         message = f"{code}: cannot {action}: expected {expected}, got {got}"
         super().__init__(f"{message} ({hint})" if hint else message)
         self.code = code

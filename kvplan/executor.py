@@ -122,6 +122,7 @@ class Transfer:
     def __attrs_post_init__(self) -> None:
         _checks.having("local_table", self.spec, "spec of a transfer", "a ReadSpec")
         direction_of(self.spec.operation, f"transfer request {self.request!r}")
+        _checks.instance(bool, self.notifies, "notify of a transfer")
         if self.error is not None:
             _checks.instance(KVPlanError, self.error, "error of a transfer")
 

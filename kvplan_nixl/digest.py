@@ -90,12 +90,13 @@ def cache_digests(
         group = geometry.group.name
         if group in blocks:
             check_blocks(group, blocks[group], geometry.num_blocks, is_destination=False)
+    context = Context() if within is None else instance(Context, within, "within")
     positions = {}
     for group, table in blocks.items():
         span = range_of(tokens, groups[group])
-        positions[group] = BlockPositions.of(groups[group], table, span, within or Context())
+        positions[group] = BlockPositions.of(groups[group], table, span, context)
     regions = {region.name: region for region in worker.regions}
-    divided_names = tuple(divided)
+    divided_names = members(str, divided, "divided axes")
     arrays = DeviceArrays()
     words_of_geometry: dict[tuple[int, int], ViewWords] = {}
     sums: dict[tuple[str, str], list[ViewSum]] = {}

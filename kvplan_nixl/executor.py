@@ -222,6 +222,7 @@ class NixlExecutor:
         transfer runs. Raises ``PEER`` if the worker is not connected.
         """
         peer = self._peers.get(instance(Worker, worker, "worker").key)
+        instance(bool, force, "force")
         if peer is None:
             raise not_connected(worker.key)
         # a transfer that still runs keeps its peer in NIXL until it ends, rule N2

@@ -60,6 +60,9 @@ WEIGHTS: Final = {
 
 Tokens per slot never change: a worker refuses any number but that of its views' slots."""
 
+OWNERS: Final = "owners"
+"""The field of what keeps memory allocated, which is no part of a description."""
+
 TRIES: Final = 6
 """How many requests a changed plan that is proved must move rightly."""
 
@@ -67,7 +70,8 @@ TRIES: Final = 6
 def children(value: Any) -> list[tuple[Any, Any]]:
     """The fields of a value, or the members of a tuple, with their names or indices."""
     if attrs.has(type(value)):
-        return [(field.name, getattr(value, field.name)) for field in attrs.fields(type(value)) if field.init]
+        fields = [field.name for field in attrs.fields(type(value)) if field.init and field.name != OWNERS]
+        return [(name, getattr(value, name)) for name in fields]
     return list(enumerate(value)) if isinstance(value, tuple) else []
 
 

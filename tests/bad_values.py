@@ -395,9 +395,9 @@ def outcome(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
 
 
 def ends(calls: Calls, values: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, list[str]]]]:
-    """For every parameter but flags, which take what is true: the values by what the call ends in."""
+    """For every parameter: the values by what the call ends in."""
     for name, function, right in calls:
-        for parameter in (key for key, value in right.items() if not isinstance(value, bool)):
+        for parameter in right:
             found: dict[str, list[str]] = {}
             for shown, value in values.items():
                 found.setdefault(outcome(function, {**right, parameter: value}), []).append(shown)

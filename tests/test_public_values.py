@@ -61,6 +61,14 @@ def names_of(room: ModuleType) -> Iterator[str]:
     yield from (name for name in listed if not name.startswith("_"))
 
 
+def classes() -> set[type]:
+    """All classes, but enumerations and protocols, of which nobody makes an instance."""
+    values = {
+        getattr(room, name) for room in rooms() for name in names_of(room) if inspect.isclass(getattr(room, name))
+    }
+    return {value for value in values if not getattr(value, "_is_protocol", False) and not issubclass(value, Enum)}
+
+
 def public() -> dict[str, Callable[..., Any]]:
     """All functions, constructors, and methods of classes, by their names."""
     calls: dict[str, Callable[..., Any]] = {}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 from collections.abc import Iterator
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -90,6 +92,9 @@ def test_a_short_table_is_shown_as_the_call_that_makes_it() -> None:
     assert repr(Blocks([7, 3], first=2)) == "Blocks([7, 3], first=2)"
     assert repr(Blocks(range(100_000))) == "<Blocks 0, 1, 2, ..., 99999: 100000 of ordinals [0, 100000)>"
     assert pretty(Blocks(range(99))) == f"Blocks({[*range(99)]})"
+    prompt = io.StringIO()
+    Blocks(range(100_000))._repr_pretty_(SimpleNamespace(text=prompt.write), False)  # as IPython calls it
+    assert prompt.getvalue() == repr(Blocks(range(100_000)))
 
 
 def test_pytest_shows_what_is_wrong_of_a_report() -> None:

@@ -174,7 +174,9 @@ class Access:
         expected a loopback address, got one that strangers may reach
         (set a key that all engines share, or trust_network if only engines reach this address)
         """
-        if self.key or self.trusts_network or is_loopback(address):
+        if is_loopback(instance(str, address, "address of a server")):
+            return
+        if self.key or self.trusts_network:
             return
         raise KVPlanError(
             "PEER",
@@ -187,11 +189,12 @@ class Access:
 
     def challenge_of(self, server: str) -> str:
         """Return the latest challenge of a server, ``-`` of one that has told none."""
-        return self._challenges.get(server, "-")
+        return self._challenges.get(instance(str, server, "address of a server"), "-")
 
     def remember(self, server: str, challenge: str) -> None:
         """Remember the challenge of a server for the next question. Safe for several threads."""
-        if len(challenge) != 2 * TOKEN_BYTES:
+        instance(str, server, "address of a server")
+        if len(instance(str, challenge, "challenge of a server")) != 2 * TOKEN_BYTES:
             return
         if len(self._challenges) >= MAX_SERVERS:
             self._challenges.clear()

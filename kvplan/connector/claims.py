@@ -57,14 +57,43 @@ Claim = tuple[str, str]
 """A lease and the reader that claims it."""
 
 
+def _checked_start(start: Any) -> str:
+    return name(start, "start of a message")
+
+
+def _checked_claim(lease: str, reader: str) -> Claim:
+    """Return a claim. Raises ``TYPE``, ``NAME``, or ``RANGE`` for a name that is too long."""
+    action = "claim a lease"
+    at_most(MAX_NAME_CHARACTERS, len(name(lease, "lease")), "characters of its name", action)
+    at_most(MAX_NAME_CHARACTERS, len(name(reader, "reader")), "characters of a reader", action)
+    return lease, reader
+
+
+def _checked_claims(values: Any) -> tuple[Claim, ...]:
+    claims = []
+    for value in members(object, values, "claims"):
+        strings = members(str, value, "a claim")
+        if len(strings) != 2:
+            raise wrong_type("a claim", "[lease, reader]", value)
+        claims.append(_checked_claim(*strings))
+    return tuple(claims)
+
+
+def _checked_asks(leases: Any) -> tuple[str, ...]:
+    return members(str, leases, "leases")
+
+
 @attrs.frozen
 class ClaimMessage:
-    """Claims to take or renew or to end, and leases to ask about, of one start of an engine."""
+    """Claims to take or renew or to end, and leases to ask about, of one start of an engine.
 
-    start: str
-    claims: tuple[Claim, ...] = ()
-    done: tuple[Claim, ...] = ()
-    asks: tuple[str, ...] = ()
+    Raises ``TYPE``, ``NAME`` or ``RANGE`` for a bad value.
+    """
+
+    start: str = attrs.field(converter=_checked_start)
+    claims: tuple[Claim, ...] = attrs.field(default=(), converter=_checked_claims)
+    done: tuple[Claim, ...] = attrs.field(default=(), converter=_checked_claims)
+    asks: tuple[str, ...] = attrs.field(default=(), converter=_checked_asks)
 
     def __bool__(self) -> bool:
         return bool(self.claims or self.done or self.asks)
@@ -78,29 +107,11 @@ class ClaimMessage:
         """Read a message that a stranger may have written. Raises ``TYPE`` or ``NAME``."""
         message = instance(Mapping, fields, "a message of claims")
         return cls(
-            start=name(message.get("start"), "start of a message"),
-            claims=_read_claims(message.get("claims", ())),
-            done=_read_claims(message.get("done", ())),
-            asks=members(str, message.get("asks", ()), "leases"),
+            start=message.get("start"),
+            claims=message.get("claims", ()),
+            done=message.get("done", ()),
+            asks=message.get("asks", ()),
         )
-
-
-def _read_claims(values: Any) -> tuple[Claim, ...]:
-    claims = []
-    for value in members(object, values, "claims"):
-        strings = members(str, value, "a claim")
-        if len(strings) != 2:
-            raise wrong_type("a claim", "[lease, reader]", value)
-        claims.append(_checked_claim(*strings))
-    return tuple(claims)
-
-
-def _checked_claim(lease: str, reader: str) -> Claim:
-    """Return a claim. Raises ``TYPE``, ``NAME``, or ``RANGE`` for a name that is too long."""
-    action = "claim a lease"
-    at_most(MAX_NAME_CHARACTERS, len(name(lease, "lease")), "characters of its name", action)
-    at_most(MAX_NAME_CHARACTERS, len(name(reader, "reader")), "characters of a reader", action)
-    return lease, reader
 
 
 def _fitting(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -130,6 +141,7 @@ class ClaimAnswer:
     def of_fields(cls, message: ClaimMessage, fields: Any) -> ClaimAnswer:
         """Read the answer to a message. Raises ``MESSAGE``."""
         try:
+            fields = instance(Mapping, fields, "answers")
             answer = cls(
                 claims=members(bool, fields["claims"], "claims"),
                 done=members(bool, fields["done"], "done"),

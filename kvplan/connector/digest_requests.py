@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import instance, interval, members, name
+from kvplan._checks import instance, interval, members, name, seconds
 from kvplan.connector.access import Access, access_or_none
 from kvplan.connector.handoff import Source
 from kvplan.connector.http import ANSWER_S
@@ -119,7 +119,7 @@ class DigestRequests:
 def answer_digests(requests: DigestRequests, start: str, body: Any) -> dict[str, Any]:
     """Answer a reader's request. Raises ``LEASE`` if it is for another start of the engine."""
     fields = instance(Mapping, body, "a request for digests")
-    if fields.get("start") != start:
+    if instance(str, fields.get("start", ""), "start of a request") != start:
         raise KVPlanError("LEASE", "compute digests", expected=f"start {start}", got="another one")
     request = DigestRequest.of(fields.get("lease", ""), fields.get("tokens", {}))
     return {"digests": requests.ask(request)}
@@ -136,7 +136,9 @@ def fetch_digests(
 
     An engine that is too busy to answer is asked again. Raises ``PEER`` and ``MESSAGE``.
     """
-    stop = system.monotonic() + timeout_s
+    instance(Source, source, "source")
+    instance(DigestRequest, request, "a request for digests")
+    stop = system.monotonic() + seconds(timeout_s, "timeout_s")
     # the reason of the last attempt, if it got no answer
     silence: KVPlanError | None = None
     while system.monotonic() < stop:

@@ -19,7 +19,7 @@ from kvplan._checks import (
     name,
     wrong_type,
 )
-from kvplan._text import brief_repr
+from kvplan._text import brief_repr, few, shown
 from kvplan.connector.access import is_equal, sign
 from kvplan.describe.blocks import POSITION_END, Blocks, Range
 from kvplan.errors import KVPlanError
@@ -103,7 +103,11 @@ class Handoff:
         tables = instance(Mapping, self.blocks, "blocks of a handoff")
         members(Blocks, tables.values(), "blocks of a handoff")
         for group, position in instance(Mapping, self.kept, "kept of a handoff").items():
-            integer(position, f"kept of group {group}", high=POSITION_END)
+            integer(position, f"kept of group {shown(group)}", high=POSITION_END)
+            if group not in tables:
+                expected = f"a group of {few([repr(name) for name in tables], ', ') or 'none'}"
+                got = shown(group)
+                raise KVPlanError("NAME", "read kept of a handoff", expected=expected, got=got)
         for num_tokens, digest in instance(Mapping, self.prefixes, "prefixes").items():
             integer(num_tokens, "length of a prefix", high=self.num_tokens + 1)
             name(digest, "digest of a prefix")

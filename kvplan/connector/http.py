@@ -2,7 +2,8 @@
 
 This is the part of HTTP/1.1 that engines need, and no more: a head of a few lines, one
 ``Content-Length``, and a body. Python's own server reads heads of megabytes, keeps a thread for
-each connection, and has no limit for the time of a whole question.
+each connection, and has no limit for the time of a whole question. A parser such as h11 knows more
+of HTTP than engines say to each other, and bounds neither connections nor time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Final
 
 import attrs
 
-from kvplan._checks import integer, name, seconds
+from kvplan._checks import instance, integer, name, seconds
 from kvplan._text import shown
 from kvplan.connector.access import Access, Challenges, Proof, is_equal
 from kvplan.connector.addresses import addresses_of
@@ -152,8 +153,8 @@ class Server:
     """
 
     def __init__(self, host: str, port: int, routes: Mapping[str, Route], access: Access) -> None:
-        self._routes = routes
-        self._access = access
+        self._routes = instance(Mapping, routes, "routes of a server")
+        self._access = instance(Access, access, "access of a server")
         self._challenges = Challenges()
         # the oldest first
         self._connections: dict[asyncio.Task[None], None] = {}
@@ -323,6 +324,11 @@ def exchange(
 
     ``address`` is ``host:port``. The answer comes within ``timeout_s`` seconds, all of it.
     """
+    for subject, text in (("peer", peer), ("address", address), ("path", path)):
+        instance(str, text, f"{subject} of a question")
+    instance(Access, access, "access of a question")
+    if sent is not None:
+        instance(bytes, sent, "body of a question")
     deadline = time.monotonic() + seconds(timeout_s, "timeout_s")
     action = f"reach {peer}"
     method = "GET" if sent is None else "POST"

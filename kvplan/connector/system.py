@@ -16,9 +16,13 @@ from typing import Final, Protocol
 
 import attrs
 
+from kvplan._checks import having, instance, integer, seconds
 from kvplan._text import brief_repr
 from kvplan.connector.access import Access
 from kvplan.connector.http import Route, Server, exchange
+
+MAX_TOKEN_BYTES: Final = 1 << 10
+"""The length of a random token."""
 
 
 class Condition(Protocol):
@@ -64,14 +68,16 @@ class System:
 
     def sleep(self, duration_s: float) -> None:
         """Wait for a time in seconds."""
-        time.sleep(duration_s)
+        time.sleep(seconds(duration_s, "duration_s"))
 
     def token_hex(self, num_bytes: int) -> str:
         """Return random bytes in hexadecimal, which nobody can guess."""
-        return token_hex(num_bytes)
+        return token_hex(integer(num_bytes, "bytes of a token", high=MAX_TOKEN_BYTES + 1))
 
     def start(self, name: str, run: Callable[[], None]) -> None:
         """Run a function on a thread that does not keep a process from ending."""
+        having("__call__", run, "run of a thread", "a function")
+        instance(str, name, "name of a thread")
         threading.Thread(target=run, name=name, daemon=True).start()
 
     def condition(self) -> Condition:

@@ -216,7 +216,8 @@ class Blocks:
         return f"Blocks({', '.join([str(ids), *keywords])})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(self._call())  # Hypothesis repeats an example by its call
+        # Hypothesis, whose printers print calls, repeats an example by its own; others are prompts.
+        printer.text(self._call() if hasattr(printer, "repr_call") else repr(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._arguments(),)

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import check_fields, integer, members, name, wrong_type
+from kvplan._checks import check_fields, instance, integer, members, name, wrong_type
 from kvplan._text import brief_repr
 from kvplan.describe.axes import Axis, Segments, global_sizes, segments
 from kvplan.errors import KVPlanError
@@ -299,7 +299,7 @@ class View:
         for field in _UNPLACED:
             object.__setattr__(placed, field, getattr(self, field))
         object.__setattr__(placed, "name", name(view_name, "name of a view"))
-        object.__setattr__(placed, "region", region.name)
+        object.__setattr__(placed, "region", instance(Region, region, "region of a view").name)
         object.__setattr__(placed, "offset_bytes", integer(offset_bytes, "offset_bytes of a view"))
         return placed
 

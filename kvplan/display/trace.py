@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from kvplan._checks import having, instance
+from kvplan._checks import having, instance, wrong_type
 from kvplan.describe.worker import Key, Worker, label_of
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Notice, Status, Transfer
@@ -117,7 +117,11 @@ class Trace:
         Raises ``NAME`` where it cannot be written.
         """
         try:
-            Path(path).write_text(json.dumps(self.to_json()), encoding="utf-8")
+            file = Path(path)
+        except TypeError:
+            raise wrong_type("path of a trace", "a path", path) from None
+        try:
+            file.write_text(json.dumps(self.to_json()), encoding="utf-8")
         except (OSError, ValueError) as error:
             got = f"{os.fspath(path)!r}: {getattr(error, 'strerror', None) or str(error)}"
         else:

@@ -15,10 +15,11 @@ import attrs
 
 from kvplan import _notebook
 from kvplan._checks import members, wrong_type
-from kvplan._text import brief_repr, count, fold
+from kvplan._text import brief_repr, count, fold, meant, shown
 from kvplan.describe.axes import Axis, global_sizes
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker
+from kvplan.errors import KVPlanError
 
 REFUSED: Final = "refused"
 NOT_MOVED: Final = "not moved"
@@ -112,7 +113,7 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
     source has is not moved, which is right for layers of other pipeline stages and wrong for a
     misspelt name. A part of an axis that the source lacks is planned: another source may have it.
     Addresses, ranks and names of regions always differ and are not listed. Raises ``TYPE`` for
-    anything but workers.
+    anything but workers, and ``NAME`` for a name in ``not_transferred`` that neither of them has.
 
     >>> from kvplan import Axis, Group, Region, View, Worker, compare
     >>> def worker(engine, num_heads, slots, dtype):
@@ -134,7 +135,7 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
     for worker in (local, remote):
         if not isinstance(worker, Worker):
             raise wrong_type("a side of a comparison", "a Worker", worker)
-    not_transferred = members(str, not_transferred, "not_transferred")
+    not_transferred = _checked_names(not_transferred, (*local.tensors, *remote.tensors))
     tensors_of: dict[Difference, list[str]] = {}
     # layers are often equal on both sides, and are compared once then
     differences_of: dict[tuple[StoredViews, StoredViews], list[Difference]] = {}
@@ -154,6 +155,22 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
     skipped = {*local.tensors, *not_transferred}
     not_moved = tuple(tensor for tensor in remote.tensors if tensor not in skipped)
     return Comparison(local.label, remote.label, tuple(differences), not_moved)
+
+
+def _checked_names(values: Collection[str], known_names: Collection[str]) -> tuple[str, ...]:
+    """Return the names of tensors to leave out, each of which a worker has."""
+    names = members(str, values, "not_transferred")
+    for name in names:
+        if name not in known_names:
+            raise KVPlanError(
+                "NAME",
+                "leave out a tensor",
+                expected="the name of a tensor of either worker in not_transferred",
+                got=shown(name),
+                hint=meant(name, known_names),
+                name=name,
+            )
+    return names
 
 
 def _worker_differences(local: Worker, remote: Worker) -> Iterator[Difference]:

@@ -121,6 +121,18 @@ class PeerError(KVPlanError):
         self.problems = tuple(problems)
         self._first = first
 
+    def with_hint(self, hint: str) -> PeerError:
+        """Return the same error with another hint for the first problem."""
+        return PeerError(self.problems, self._first.with_hint(hint))
+
+    def in_file(self, path: str) -> PeerError:
+        """Return the same error, about a file that was read."""
+        return PeerError(self.problems, self._first.in_file(path))
+
+    def with_details(self, **details: Any) -> PeerError:
+        """Return the same error with more details. Those that it has stay as they are."""
+        return PeerError(self.problems, self._first.with_details(**details))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return PeerError, (self.problems, self._first)
 

@@ -6,20 +6,7 @@ from typing import Final
 
 import attrs
 
-from kvplan.models.config import (
-    HEAD_DIMS,
-    HIDDEN,
-    KV_HEADS,
-    NUM_HEADS,
-    Config,
-    Keys,
-    dtype_of,
-    flag_of,
-    integer_of,
-    optional_integer_of,
-    stated_key,
-    unusable,
-)
+from kvplan.models.names import HEAD_DIMS, HIDDEN, KV_HEADS, NUM_HEADS
 from kvplan.models.tensors import (
     FULL,
     SLIDING,
@@ -33,6 +20,16 @@ from kvplan.models.tensors import (
     mamba2,
     sparse_latent,
     with_index_keys,
+)
+from kvplan.models.values import (
+    Config,
+    Keys,
+    dtype_of,
+    flag_of,
+    integer_of,
+    optional_integer_of,
+    stated_key,
+    unusable,
 )
 
 

@@ -1,32 +1,50 @@
 """Reading a Hugging Face config.json: what each layer caches, or a refusal that names the key.
 
 :func:`read_config` applies what the file's :class:`Family` says; the families are in
-:mod:`kvplan.models.families`. The other functions read single values.
+:mod:`kvplan.models.families`.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from types import MappingProxyType
 from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import integer, is_one_of
+from kvplan._checks import is_one_of
 from kvplan._text import meant, plain, shown
-from kvplan.describe.views import ITEMSIZE
 from kvplan.errors import KVPlanError
-from kvplan.models.tensors import FULL, MAX_COUNT, SLIDING, STATE, Layer, Layers
+from kvplan.models.names import (
+    BOTH,
+    CACHE_KEYS,
+    DRAFTS,
+    HEAD_DIMS,
+    KV_HEADS,
+    LAYER_LISTS,
+    LAYER_TYPES,
+    NONE,
+    NUM_HEADS,
+    NUM_LAYERS,
+    SIZES,
+    TYPE_NEEDS,
+)
+from kvplan.models.tensors import FULL, SLIDING, STATE, Layer, Layers
+from kvplan.models.values import (
+    Config,
+    dtype_of,
+    flag_of,
+    integer_of,
+    mapping_of,
+    missing,
+    refusal,
+    stated_key,
+    unusable,
+)
 
 MAX_LAYERS: Final = 1 << 14
-
-Config = Mapping[str, Any]
-
-Keys = str | tuple[str, ...]
-"""A key, or several names of one value: the first name that has a value counts."""
 
 AttentionReader = Callable[[Config, str, int | None], Layer]
 """Reads the tensors of a layer that attends, for a group and a window."""
@@ -36,104 +54,6 @@ StateReader = Callable[[Config], Layer]
 
 LayerRule = Callable[[Config], list[str]]
 """The kind of each layer of a file that has no list of layer types."""
-
-BOTH: Final = "both"
-"""The kind of a layer that attends and has a state. Other kinds are the names of their groups."""
-
-NONE: Final = "none"
-"""The kind of a layer without a cache."""
-
-LAYER_TYPES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "full_attention": FULL,
-        "sliding_attention": SLIDING,
-        "chunked_attention": SLIDING,
-        "indexed_attention": FULL,
-        "minimax_m3_sparse": FULL,
-        "linear_attention": STATE,
-        "conv": STATE,
-        "hybrid": BOTH,
-        "moe": NONE,
-        "mlp": NONE,
-        "attention": FULL,
-        "mamba": STATE,
-        "recurrent": STATE,
-        "deepseek_sparse_attention": FULL,
-    }
-)
-"""The kind of a layer by its type.
-
-The last four are older names (``remap_legacy_layer_types`` of transformers).
-"""
-
-TYPE_NEEDS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "chunked_attention": "attention_chunk_size",
-        "indexed_attention": "index_head_dim",
-        "minimax_m3_sparse": "sparse_attention_config",
-    }
-)
-"""The key that a family must read for its files to have layers of a type."""
-
-NUM_LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-NUM_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
-HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
-LATENT: Final = ("kv_lora_rank", "qk_rope_head_dim")
-KV_HEADS: Final = ("num_key_value_heads", "num_attention_groups", "multi_query_group_num")
-HEAD_DIMS: Final = ("attention_head_dim", "head_dim", "kv_channels")
-LAYER_LISTS: Final = ("layer_types", "layers_block_type")
-DRAFTS: Final = (
-    "num_nextn_predict_layers",
-    "mtp_num_hidden_layers",
-    "num_mtp_modules",
-    "num_mtp_layers",
-)
-
-SIZES: Final = frozenset((*NUM_LAYERS, *NUM_HEADS, *HIDDEN, *LATENT)) - {"num_heads"}
-"""Keys that a file always states.
-
-Only a nested decoder leaves them out if it has the defaults of its class.
-"""
-
-CACHE_KEYS: Final = frozenset(
-    (
-        # Other names of the numbers of layers and heads, and of the model's width
-        *("n_layer", "n_layers", "num_layers", "n_head", "n_heads", "attention_heads"),
-        *("n_embd", "d_model"),
-        # K and V
-        *("num_key_value_heads", "num_kv_heads", "num_attention_groups", "multi_query_group_num"),
-        *("multi_query", "multi_query_attention", "new_decoder_architecture", "attn_config"),
-        "block_configs",
-        *("attention_head_dim", "kv_channels", "v_head_dim", "share_q_dim"),
-        *("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads"),
-        *("num_kv_shared_layers", "use_cla"),
-        # Latents and indexers
-        *("kv_lora_rank", "qk_rope_head_dim", "use_dsa"),
-        *("index_head_dim", "index_skip_topk_offset", "index_topk_freq", "index_topk_pattern"),
-        *("indexer_types", "sparse_attention_config"),
-        # Windows
-        *("sliding_window", "sliding_window_size", "local_attention", "attention_chunk_size"),
-        *("use_sliding_window", "max_window_layers", "sliding_window_pattern"),
-        *("prefix_dense_sliding_window_pattern", "global_attn_every_n_layers"),
-        *("swa_head_dim", "swa_v_head_dim", "swa_num_key_value_heads"),
-        *("swa_kv_lora_rank", "swa_qk_rope_head_dim"),
-        # The kind of each layer
-        *("attn_layer_indices", "attn_layer_offset", "attn_layer_period", "attn_type_list"),
-        *("full_attention_interval", "full_attn_idxs", "hybrid_layer_ids", "hybrid_layer_pattern"),
-        *("hybrid_override_pattern", "layer_group_size", "layers_block_type"),
-        *("no_rope_layers", "no_rope_layer_interval", "mb_per_layer"),
-        # Recurrent states
-        *("conv_kernel", "conv_L_cache", "short_conv_kernel_size", "expand", "n_groups"),
-        *("state_size", "ssm_state_size", "n_mamba_heads"),
-        *("mamba_d_conv", "mamba_d_head", "mamba_d_ssm", "mamba_d_state", "mamba_expand"),
-        *("mamba_head_dim", "mamba_headdim", "mamba_n_groups", "mamba_ngroups"),
-        *("mamba_n_heads", "mamba_num_heads"),
-        *("linear_attn_config", "linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads"),
-        *("linear_key_head_dim", "linear_num_key_heads"),
-        *("linear_value_head_dim", "linear_num_value_heads"),
-    )
-)
-"""Keys that change the cache: a file that has one is refused if its family doesn't read it."""
 
 QUANTIZATION: Final = "quantization_config"
 
@@ -297,7 +217,7 @@ def _with_stated_key(error: KVPlanError, decoder: _Decoder) -> KVPlanError:
     stated_value = decoder.stated.get(key)
     # The family computes nothing from a key without a value.
     if stated_value is None:
-        return _missing(decoder.stated, key)
+        return missing(decoder.stated, key)
     computed_value = decoder.computed[computed_key]
     if computed_value == stated_value:
         return unusable(key, error.expected, stated_value)
@@ -442,20 +362,20 @@ def _model_type(config: Config, registry: Registry, like: str | None) -> str:
     if reason:
         of_type = f" of type {model_type!r}"
         expected = "a model whose cache is known"
-        raise _refusal(of_type, expected, reason, WAY_OUT, model_type=model_type)
+        raise refusal(of_type, expected, reason, WAY_OUT, model_type=model_type)
     if like is not None and (model_type is None or isinstance(model_type, str)):
         if model_type in families:
             expected = "one of an unknown type"
             got = repr(model_type)
-            raise _refusal(f" like {like!r}", expected, got, model_type=model_type)
+            raise refusal(f" like {like!r}", expected, got, model_type=model_type)
         model_type = like
     if not isinstance(model_type, str) or model_type not in families:
         expected = f"one of the {len(families)} types in models.FAMILIES"
         if model_type is None:
             hint = f"is this a config.json? {LIKE}"
-            raise _refusal("", expected, "no model_type", hint, model_type=None)
+            raise refusal("", expected, "no model_type", hint, model_type=None)
         hint = f"{meant(plain(model_type), families)} {LIKE}".strip()
-        raise _refusal("", expected, shown(model_type), hint, model_type=plain(model_type))
+        raise refusal("", expected, shown(model_type), hint, model_type=plain(model_type))
     return model_type
 
 
@@ -471,7 +391,7 @@ def _check_keys(config: Config, family: Family) -> None:
             expected = f"no {key!r}, which this type doesn't have"
             hint = f"remove {key!r} if the model doesn't use it; {WAY_OUT}"
             of_type = f" of type {config['model_type']!r}"
-            raise _refusal(of_type, expected, repr(config[key]), hint, key=key)
+            raise refusal(of_type, expected, repr(config[key]), hint, key=key)
 
 
 def _check_unknown(config: Config, family: Family) -> None:
@@ -487,12 +407,12 @@ def _check_unknown(config: Config, family: Family) -> None:
         if value is None and key in SIZES | {*KV_HEADS, *HEAD_DIMS}:
             expected = f"a number under {key!r}, since null may mean anything in an unknown type"
             hint = "state the number in the file"
-            raise _refusal("", expected, "null", hint, key=key)
+            raise refusal("", expected, "null", hint, key=key)
         is_read = key in family.defaults or key in LAYER_LISTS
         if not is_read and _is_of_layers(value, num_layers):
             expected = f"no {key!r}, which may give each layer a cache of its own"
             hint = f"remove {key!r} if all layers cache the same"
-            raise _refusal("", expected, shown(value), hint, key=key)
+            raise refusal("", expected, shown(value), hint, key=key)
 
 
 def _is_of_layers(value: Any, num_layers: Any) -> bool:
@@ -554,127 +474,3 @@ def shipped_configs() -> dict[str, Any]:
     file = resources.files("kvplan.models").joinpath("shipped.json")
     configs: dict[str, Any] = json.loads(file.read_bytes())
     return configs
-
-
-def integer_of(
-    config: Config,
-    keys: Keys,
-    default: int | None = None,
-    *,
-    low: int = 1,
-    high: int = MAX_COUNT,
-) -> int:
-    """Return the integer under a key.
-
-    Raises ``CONFIG`` if there is none, or if it lies outside ``[low, high)``.
-
-    >>> integer_of({"n_groups": None, "mamba_n_groups": 8}, ("n_groups", "mamba_n_groups"))
-    8
-    """
-    key = stated_key(config, keys)
-    value = config.get(key, default)
-    if value is None:
-        raise _missing(config, key)
-    try:
-        return integer(value, key, low=low, high=high)
-    except KVPlanError:
-        raise unusable(key, f"an integer in [{low}, {high})", value) from None
-
-
-def optional_integer_of(config: Config, keys: Keys) -> int | None:
-    """Return the positive integer under a key, or None if the file lacks it or states null.
-
-    No other value stands for a missing one. Raises ``CONFIG`` as :func:`integer_of` does.
-    """
-    is_stated = config.get(stated_key(config, keys)) is not None
-    return integer_of(config, keys) if is_stated else None
-
-
-def integers_of(values: Any, key: str, allowed: Collection[int], expected: str) -> list[int] | None:
-    """Return the list of integers that a file has under a key, or None if it has none.
-
-    Raises ``CONFIG``, with what is ``expected``, unless all are integers that are ``allowed``.
-
-    >>> integers_of([1, 3], "full_attn_idxs", range(4), "layers of 0 to 3")
-    [1, 3]
-    """
-    # Only null says that there is no list: an empty mapping or 0 is something else.
-    if values is None:
-        return None
-    if not isinstance(values, list | tuple):
-        raise unusable(key, expected, values)
-    for value in values:
-        # Text and floats may look like an integer, and a bool may be equal to one.
-        if type(value) is not int or value not in allowed:
-            raise unusable(key, expected, values)
-    return [*values]
-
-
-def flag_of(config: Config, key: str, default: bool = False) -> bool:
-    """Return the flag under a key, or ``default`` if the file lacks it or states null.
-
-    Raises ``CONFIG`` for anything but true and false: the text "false" would count as true.
-    """
-    value = config.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise unusable(key, "true or false", value)
-    return value
-
-
-def mapping_of(config: Config, key: str, contents: str = "keys") -> Mapping[Any, Any]:
-    """Return the mapping under a key, which is empty if the file lacks it or states null.
-
-    Raises ``CONFIG`` for anything else, with what the mapping has as ``contents``.
-    """
-    value = config.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise unusable(key, f"a mapping of {contents}", value)
-    return value
-
-
-def dtype_of(config: Config, default: str, keys: Keys = ("dtype", "torch_dtype")) -> str:
-    """Return the element type under a key.
-
-    ``dtype`` takes precedence over ``torch_dtype``, as in transformers.
-    """
-    key = stated_key(config, keys)
-    value = config.get(key)
-    if value is None:
-        value = default
-    dtype_name = str(value).removeprefix("torch.")
-    if dtype_name not in ITEMSIZE:
-        raise unusable(key, f"a dtype of {', '.join(ITEMSIZE)}", value)
-    return dtype_name
-
-
-def stated_key(config: Config, keys: Keys) -> str:
-    """Return the first of the keys that has a value, or else the first that file or family has."""
-    if isinstance(keys, str):
-        return keys
-    with_value = [key for key in keys if config.get(key) is not None]
-    known_keys = [key for key in keys if key in config]
-    return next(itertools.chain(with_value, known_keys, keys))
-
-
-def unusable(key: str, expected: str, value: Any, got: str = "") -> KVPlanError:
-    """Return the error for a value that no model can have, by default in its own words."""
-    action = f"use {key!r} of a model configuration"
-    got = got or repr(value)
-    return KVPlanError("CONFIG", action, expected=expected, got=got, key=key, value=value)
-
-
-def _missing(config: Config, key: str) -> KVPlanError:
-    """Return the error for a key without a value."""
-    of_type = f" of type {config.get('model_type')!r}"
-    got = "null" if key in config else "no such key"
-    return _refusal(of_type, f"a value for key {key!r}", got, key=key)
-
-
-def _refusal(suffix: str, expected: str, got: str, hint: str = "", **details: Any) -> KVPlanError:
-    """Return the error for a file that cannot be read. ``suffix`` says of which type it is."""
-    action = f"read a model configuration{suffix}"
-    return KVPlanError("CONFIG", action, expected=expected, got=got, hint=hint, **details)

@@ -38,16 +38,7 @@ from kvplan.models.caches import (
     sparse_mla,
     stated_window,
 )
-from kvplan.models.config import (
-    BOTH,
-    AttentionReader,
-    Config,
-    Family,
-    KeyRule,
-    LayerRule,
-    Registry,
-    StateReader,
-)
+from kvplan.models.config import AttentionReader, Family, KeyRule, LayerRule, Registry, StateReader
 from kvplan.models.keys import (
     BAILING_KEYS,
     LINEAR_KEYS,
@@ -86,11 +77,13 @@ from kvplan.models.kinds import (
     upper_slide,
     with_full,
 )
+from kvplan.models.names import BOTH
 from kvplan.models.tensors import (
     FULL,
     SLIDING,
     STATE,
 )
+from kvplan.models.values import Config
 
 _TABLE: Final[Mapping[str, Mapping[str, Any]]] = json.loads(
     resources.files("kvplan.models").joinpath("families.json").read_bytes(),

@@ -6,13 +6,11 @@ from collections.abc import Callable
 from typing import Final
 
 from kvplan._checks import is_one_of
-from kvplan.models.config import (
-    HIDDEN,
-    MAX_LAYERS,
-    NUM_HEADS,
-    NUM_LAYERS,
+from kvplan.models.config import MAX_LAYERS, KeyRule
+from kvplan.models.kinds import nas_attention, num_layers_of
+from kvplan.models.names import HIDDEN, NUM_HEADS, NUM_LAYERS
+from kvplan.models.values import (
     Config,
-    KeyRule,
     flag_of,
     integer_of,
     integers_of,
@@ -21,7 +19,6 @@ from kvplan.models.config import (
     stated_key,
     unusable,
 )
-from kvplan.models.kinds import nas_attention, num_layers_of
 
 
 def query_width(config: Config) -> Config:

@@ -6,23 +6,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from kvplan.models.config import (
-    MAX_LAYERS,
-    NONE,
-    NUM_LAYERS,
-    Config,
-    LayerRule,
-    flag_of,
-    integer_of,
-    integers_of,
-    mapping_of,
-    unusable,
-)
+from kvplan.models.config import MAX_LAYERS, LayerRule
+from kvplan.models.names import NONE, NUM_LAYERS
 from kvplan.models.tensors import (
     FULL,
     SLIDING,
     STATE,
 )
+from kvplan.models.values import Config, flag_of, integer_of, integers_of, mapping_of, unusable
 
 
 def all_of(kind: str) -> LayerRule:

@@ -103,6 +103,7 @@ class Model:
         kvplan.errors.KVPlanError: CONFIG: cannot read a model configuration of type 'llama': \
 expected a value for key 'hidden_size', got no such key
         """
+        instance(bool, with_draft_layers, "with_draft_layers")
         contents = read_config(config, REGISTRY, with_draft_layers, like)
         return cls(
             contents.model_type if model_name is None else model_name,

@@ -28,7 +28,7 @@ import numpy as np
 
 from kvplan import _notebook
 from kvplan._arrays import Ints
-from kvplan._checks import ID_END, having, integer
+from kvplan._checks import ID_END, having, instance, integer
 from kvplan._text import count
 from kvplan.budget import limited
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens
@@ -495,6 +495,7 @@ def stage(
     each group.
     """
     region = checked_staging(local, staging)
+    instance(bool, whole, "whole")
     with limited():
         return Shares.of(READ, local, remotes, (), not_transferred).staged(region, whole)
 

@@ -25,7 +25,7 @@ from typing import Final, Protocol
 
 import attrs
 
-from kvplan._checks import instance, name
+from kvplan._checks import instance, integer, members, name, seconds, wrong_type
 from kvplan._text import brief_repr, shown
 from kvplan.errors import KVPlanError
 
@@ -89,6 +89,34 @@ def checked_name(name: str) -> str:
     return name
 
 
+def checked_page(page: str) -> str:
+    """Return the name of a page. Raises ``NAME`` for one that could leave its folder."""
+    checked_name(f"{instance(str, page, 'name of a page')}/x")
+    return page
+
+
+def checked_chunks(chunks: Sequence[FileBytes]) -> tuple[FileBytes, ...]:
+    """Return the chunks of a file. Raises ``TYPE`` for anything but bytes."""
+    checked = members(object, chunks, "chunks of a file")
+    for chunk in checked:
+        if not isinstance(chunk, bytes | memoryview):
+            raise wrong_type("chunks of a file", "bytes", chunk)
+    return tuple(chunks)
+
+
+def checked_span(start: int, stop: int | None) -> tuple[int, int | None]:
+    """Return the part of a file that is read. Raises ``TYPE`` or ``RANGE``."""
+    first = integer(start, "start in a file")
+    return first, None if stop is None else integer(stop, "stop in a file")
+
+
+def check_moment(moment_s: float, subject: str) -> None:
+    """Refuse what is no number of seconds before or after the epoch. Raises ``TYPE``, ``RANGE``."""
+    # the sign alone tells before from after; nan is no number, and stays one
+    is_number = isinstance(moment_s, int | float) and not isinstance(moment_s, bool)
+    seconds(abs(moment_s) if is_number else moment_s, subject)
+
+
 @attrs.define
 class _MemoryFile:
     data: bytes
@@ -111,7 +139,7 @@ class MemoryBackend:
     def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
         """Keep a copy of the chunks."""
         page, _, part = checked_name(name).rpartition("/")
-        data = b"".join(chunks)
+        data = b"".join(checked_chunks(chunks))
         with self._lock:
             if part in self._files.get(page, {}):
                 return False
@@ -124,6 +152,7 @@ class MemoryBackend:
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
         """Return a part of the bytes."""
         page, _, part = checked_name(name).rpartition("/")
+        start, stop = checked_span(start, stop)
         file = self._files.get(page, {}).get(part)
         return None if file is None else file.data[start:stop]
 
@@ -138,10 +167,11 @@ class MemoryBackend:
 
     def files(self, page: str) -> tuple[str, ...]:
         """Return the ends of the names of a page's files."""
-        return tuple(self._files.get(page, ()))
+        return tuple(self._files.get(checked_page(page), ()))
 
     def touch(self, name: str, used_s: float) -> None:
         """Set the time of a file."""
+        check_moment(used_s, "used_s")
         page, _, part = checked_name(name).rpartition("/")
         with self._lock:
             if file := self._files.get(page, {}).get(part):
@@ -157,6 +187,7 @@ class MemoryBackend:
 
     def sweep(self, before_s: float) -> int:
         """Return 0: nothing is ever half written."""
+        check_moment(before_s, "before_s")
         return 0
 
 
@@ -184,12 +215,13 @@ class FileBackend:
         return self._page_folder(page) / part
 
     def _page_folder(self, page: str) -> Path:
-        space, key = page.split("/")
+        space, key = checked_page(page).split("/")
         return self.folder / space / key[:3] / key
 
     def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
         """Write a file under another name, then rename it."""
         path = self.path_of(name)
+        chunks = checked_chunks(chunks)
         temporary = self.folder / TEMPORARY / f"{os.getpid()}-{uuid.uuid4().hex}"
         try:
             if path.exists():
@@ -231,10 +263,14 @@ class FileBackend:
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
         """Read a part of a file."""
+        start, stop = checked_span(start, stop)
         try:
             with open(self.path_of(name), "rb") as file:
+                # no more memory than the file has bytes, whatever a caller asks for
+                num_bytes = os.fstat(file.fileno()).st_size
+                end = num_bytes if stop is None else min(stop, num_bytes)
                 file.seek(start)
-                return file.read() if stop is None else file.read(max(0, stop - start))
+                return file.read(max(0, end - start))
         except FileNotFoundError:
             self._check_folder("read", name)
             return None
@@ -269,6 +305,7 @@ class FileBackend:
 
     def touch(self, name: str, used_s: float) -> None:
         """Set the time of a file's last change, which is that of its last use."""
+        check_moment(used_s, "used_s")
         with contextlib.suppress(OSError):
             os.utime(self.path_of(name), (used_s, used_s))
 
@@ -288,6 +325,7 @@ class FileBackend:
 
     def sweep(self, before_s: float) -> int:
         """Delete what processes that were killed have left."""
+        check_moment(before_s, "before_s")
         num_deleted = 0
         for path in (self.folder / TEMPORARY).glob("*"):
             with contextlib.suppress(OSError):

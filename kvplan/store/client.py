@@ -17,14 +17,14 @@ import ctypes
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import attrs
 import numpy as np
 
-from kvplan._checks import having, integer
+from kvplan._checks import having, instance, integer, interval, members
 from kvplan._checks import name as checked_name
-from kvplan.describe.blocks import Blocks, Range
+from kvplan.describe.blocks import POSITION_END, Blocks, Range
 from kvplan.describe.views import Group
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
@@ -65,7 +65,7 @@ class MemoryMover:
 
     def prepare(self, plan: TransferPlan) -> None:
         """Check that all regions are in host memory."""
-        for worker in (plan.local, *plan.remotes):
+        for worker in (instance(TransferPlan, plan, "plan").local, *plan.remotes):
             kinds = {region.memory for region in worker.regions} - {"DRAM"}
             if kinds:
                 raise KVPlanError(
@@ -78,7 +78,7 @@ class MemoryMover:
 
     def move(self, specs: Sequence[ReadSpec]) -> None:
         """Copy range by range."""
-        for spec in specs:
+        for spec in members(ReadSpec, specs, "specs"):
             local, remote = (side[:, :2].tolist() for side in spec.descriptors())
             # both sides list the same lengths
             written, read = (local, remote) if spec.operation == "READ" else (remote, local)
@@ -144,17 +144,29 @@ class StoreClient(StoreReader):
         is not named saves nothing. A failing backend is counted in ``faults``.
         """
         num_saved = 0
-        for group in self.groups:
-            if group.name not in positions:
-                continue
-            pages = self._whole_pages(group, positions[group.name])
+        instance(Chain, chain, "chain")
+        for group, table, span in self._ranges(tables, positions):
+            pages = self._whole_pages(group, span)
             try:
-                num_saved += self._save(chain, group, tables[group.name], pages)
+                num_saved += self._save(chain, group, table, pages)
             except KVPlanError as error:
                 if error.code != "BACKEND":
                     raise
                 self.faults[error.code] += 1
         return num_saved
+
+    def _ranges(
+        self, tables: Mapping[str, Blocks], positions: Mapping[str, Range]
+    ) -> Iterator[tuple[Group, Blocks, Range]]:
+        """Yield the groups that have a range, each with its table and the range."""
+        tables_of = self._of_groups(tables, "tables")
+        ranges_of = self._of_groups(positions, "positions")
+        for group in self.groups:
+            if group.name in ranges_of:
+                table: Any = tables_of.get(group.name)
+                instance(Blocks, table, f"table of {group.name!r}")
+                span = interval(ranges_of[group.name], f"range of {group.name!r}", POSITION_END)
+                yield group, table, span
 
     def _whole_pages(self, group: Group, positions: Range) -> range:
         # a state after part of a page has no key, nor have positions of a part
@@ -219,13 +231,12 @@ class StoreClient(StoreReader):
         a page is damaged or not there any more, ``BACKEND`` if the backend fails: then any bytes of
         the blocks may have been written, and the positions are to be computed.
         """
-        for group in self.groups:
-            if group.name not in positions:
-                continue
-            for run in self._runs(chain, group, positions[group.name]):
+        instance(Chain, chain, "chain")
+        for group, table, span in self._ranges(tables, positions):
+            for run in self._runs(chain, group, span):
                 for slot, page in enumerate(run.pages):
                     self._read_page(chain, page, run.page_plan, slot)
-                self._move(run.page_plan, group, tables[group.name], run.pages, run.positions)
+                self._move(run.page_plan, group, table, run.pages, run.positions)
 
     def _runs(self, chain: Chain, group: Group, positions: Range) -> Iterator[_PageRun]:
         """Yield the pages of a range in runs that fit the buffer."""
@@ -274,6 +285,7 @@ class StoreClient(StoreReader):
 
     def use(self, chain: Chain, stop: int) -> None:
         """Note that the pages of a prefix were used: the last ones are evicted first."""
+        self._check_prefix(chain, stop)
         now_s = time.time()
         for number, key in enumerate(chain.keys[: stop // self.tokens_per_page]):
             page = f"{chain.space}/{key}"
@@ -282,11 +294,13 @@ class StoreClient(StoreReader):
 
     def pin(self, chain: Chain, stop: int) -> None:
         """Keep the pages of a prefix from being evicted. Raises ``BACKEND``."""
+        self._check_prefix(chain, stop)
         for key in chain.keys[: stop // self.tokens_per_page]:
             self.backend.put(f"{chain.space}/{key}/{PIN}", [b""])
 
     def unpin(self, chain: Chain, stop: int) -> None:
         """Let the pages of a prefix be evicted again."""
+        self._check_prefix(chain, stop)
         for key in chain.keys[: stop // self.tokens_per_page]:
             self.backend.delete(f"{chain.space}/{key}/{PIN}")
 

@@ -29,7 +29,7 @@ from kvplan._text import brief_repr
 from kvplan.describe.axes import Axis
 from kvplan.describe.blocks import Range
 from kvplan.describe.views import ITEMSIZE, TOKEN, Geometry, Group, Region, View
-from kvplan.describe.worker import Worker
+from kvplan.describe.worker import Worker, key_of
 from kvplan.errors import KVPlanError
 from kvplan.handshake import decode, encode
 
@@ -110,7 +110,7 @@ class StoredPart:
         >>> print(part.misfit(second))
         layers.0.attn is bfloat16 [dim 128, head 8, kv 2], not float16 [dim 128, head 8, kv 2]
         """
-        if self.worker.model != worker.model:
+        if self.worker.model != instance(Worker, worker, "worker of a reader").model:
             return f"it is of model {self.worker.model!r}, not {worker.model!r}"
         own_tensors = _shared_facts(worker)
         # a tensor that the worker lacks is of another stage, and does no harm
@@ -126,13 +126,15 @@ class StoredPart:
 
     def placed(self, key: tuple[str, int], region: Region, num_pages: int) -> Worker:
         """Return a worker whose blocks are ``num_pages`` such pages, one after another."""
+        engine_id, rank = key_of(key, "pages of a store")
+        num_pages = integer(num_pages, "pages of a store", low=1)
         views = []
         for view in self.worker.views:
             # pages follow each other without a gap; a single one has no stride
             stride = self.num_bytes if num_pages > 1 else 0
             moved = attrs.evolve(view, num_blocks=num_pages, block_stride_bytes=stride)
             views.append(moved.at(view.name, region, view.offset_bytes))
-        return Worker(*key, [region], self.worker.groups, views, self.worker.model)
+        return Worker(engine_id, rank, [region], self.worker.groups, views, self.worker.model)
 
     def in_file(self, key: tuple[str, int], descriptor: int, offset_bytes: int) -> Worker:
         """Return the worker of one such page in an open file, from byte ``offset_bytes`` on.

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import instance, integer, members
+from kvplan._checks import having, instance, integer, interval, members
+from kvplan._text import few, shown
 from kvplan.describe.blocks import POSITION_END, Range
-from kvplan.describe.views import Group, Region
+from kvplan.describe.views import ADDRESS_END, Group, Region
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan, plan_reads
@@ -117,9 +118,11 @@ class StoreReader:
         self.backend: Backend = backend
         self.worker: Worker = instance(Worker, worker, "worker of a store")
         self.tokens_per_page: int = integer(tokens_per_page, "tokens_per_page", low=1)
-        self._attended = dict(attended)
-        self._address = address
-        self._buffer_bytes = buffer_bytes
+        self._attended = dict(self._of_groups(attended, "attended"))
+        for function in self._attended.values():
+            having("__call__", function, "attended of a group", "a function")
+        self._address = integer(address, "address of a buffer", high=ADDRESS_END)
+        self._buffer_bytes = integer(buffer_bytes, "buffer_bytes")
         # a pipeline stage may have a group without a layer in it
         held = {view.group for view in worker.views}
         self.groups: tuple[Group, ...] = tuple(
@@ -137,6 +140,7 @@ class StoreReader:
 
         ``start`` of them are there already. States are those after ``stop``.
         """
+        start, stop = interval((start, stop), "a prefix", POSITION_END)
         ranges = {}
         for group in self.groups:
             first = self._attended[group.name](stop) if group.name in self._attended else 0
@@ -146,9 +150,9 @@ class StoreReader:
 
     def pages(self, group: Group, positions: Range) -> range:
         """Return the pages that a group needs of a range; of states, the page that ends there."""
-        start, stop = positions
+        start, stop = interval(positions, "positions", POSITION_END)
         size = self.tokens_per_page
-        if group.tokens_per_block is None:
+        if instance(Group, group, "group").tokens_per_block is None:
             return range(stop // size - 1, stop // size)
         return range(start // size, -(-stop // size)) if start < stop else range(0)
 
@@ -158,6 +162,7 @@ class StoreReader:
 
     def limit(self, chain: Chain, start: int, stop: int, listings: Listings) -> int:
         """Return ``stop`` if a prefix can be read up to there, rule R3, else a bound of others."""
+        self._check_prefix(chain, stop)
         for group in self.groups:
             is_state = group.tokens_per_block is None
             if is_state and stop % self.tokens_per_page:
@@ -171,8 +176,10 @@ class StoreReader:
 
     def plan_of(self, chain: Chain, page: int, group: Group, listings: Listings) -> PagePlan | None:
         """Return the plan of the reads of a group from a page, ``None`` if that lacks something."""
-        key = chain.keys[page]
-        if key not in listings:
+        num_pages = len(instance(Chain, chain, "chain").keys)
+        key = chain.keys[integer(page, "page of a chain", high=num_pages)]
+        instance(Group, group, "group")
+        if key not in instance(dict, listings, "listings"):
             listings[key] = frozenset(self.backend.files(f"{chain.space}/{key}"))
         # pages of one writer have the same parts, and so the same plan
         names = frozenset(name for name in listings[key] if self._part(chain, key, name))
@@ -180,6 +187,22 @@ class StoreReader:
         if question not in self._plans:
             self._plans[question] = self._plan(group, names)
         return self._plans[question]
+
+    def _of_groups(self, values: Any, subject: str) -> Mapping[str, Any]:
+        """Return values by group. Raises ``TYPE``, and ``NAME`` for a name that no group has."""
+        names = [group.name for group in self.worker.groups]
+        checked: Mapping[str, Any] = instance(Mapping, values, subject)
+        for label in checked:
+            if label not in names:
+                expected = f"a group of {few(names, ', ')}"
+                got = shown(label)
+                raise KVPlanError("NAME", f"read {subject}", expected=expected, got=got)
+        return checked
+
+    def _check_prefix(self, chain: Chain, stop: int) -> None:
+        """Refuse what is no chain, or a prefix of it that has more pages. Raises ``RANGE``."""
+        num_tokens = instance(Chain, chain, "chain").num_tokens
+        integer(stop, "stop of a prefix", high=num_tokens + chain.tokens_per_page)
 
     def _part(self, chain: Chain, key: str, name: str) -> StoredPart | None:
         """Return the part of a name if this worker may read it, rule R2. Equal names are equal."""

@@ -44,7 +44,7 @@ from kvplan.verification.labels import (
     slots_of,
     slots_of_block,
 )
-from kvplan.verification.requests import plans_of
+from kvplan.verification.requests import KeyPair, plans_of
 from kvplan.verification.tables import (
     PairTables,
     pairs_of,
@@ -108,10 +108,12 @@ def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certifica
 def _certify(plans: Sequence[TransferPlan]) -> Certificate:
     """Return the proof for some plans."""
     workers: dict[Key, Worker] = {}
+    writers: dict[KeyPair, Worker] = {}  # by their own key and that of a destination
     skipped: dict[Key, tuple[str, ...]] = {}  # the tensors that are not transferred, by destination
     pairs: dict[Key, list[PairTables]] = {}  # by destination
     for checked in plans:
         _add_workers(workers, checked)
+        _add_writer(writers, checked)
         _add_skipped(skipped, checked)
         for pair in pairs_of(checked):
             pairs.setdefault(pair.sides[0].worker.key, []).append(pair)
@@ -134,6 +136,17 @@ def _add_workers(workers: dict[Key, Worker], plan: TransferPlan) -> None:
         writes = worker is plan.local and plan.operation != "READ"
         if described.regions != worker.regions or (described != worker and not writes):
             raise refusal(f"plans with {worker.label}", "one description of the worker", "two")
+
+
+def _add_writer(writers: dict[KeyPair, Worker], plan: TransferPlan) -> None:
+    """Add the writer of a plan, for each peer. Raises ``PROOF`` if it is two writers for one."""
+    if plan.operation == "READ":
+        return
+    for worker in plan.remotes:
+        described = writers.setdefault((plan.local.key, worker.key), plan.local)
+        if described != plan.local:
+            subject = f"plans of {plan.local.label} for {worker.label}"
+            raise refusal(subject, "one description of the writer", "two")
 
 
 def _add_skipped(skipped: dict[Key, tuple[str, ...]], plan: TransferPlan) -> None:

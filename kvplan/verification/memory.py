@@ -234,7 +234,7 @@ class FakeMemory:
         if not is_one_of(spec.operation, ("READ", "WRITE")):
             expected = "operation READ or WRITE"
             raise KVPlanError("NAME", "execute", expected=expected, got=shown(spec.operation))
-        if by_ids:
+        if instance(bool, by_ids, "by_ids"):
             local = expand(spec.local_table.rows, spec.local_ids)
             remote = expand(spec.remote_table.rows, spec.remote_ids)
         else:

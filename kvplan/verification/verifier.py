@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan._arrays import Ints
-from kvplan._text import count
+from kvplan._text import count, few, shown
 from kvplan.describe.blocks import Blocks, Tokens
 from kvplan.describe.views import View
 from kvplan.describe.worker import Key
@@ -100,7 +100,9 @@ def verify_together(
     """
     reports = list[Report]()
     failures = list[Failure]()
-    for job in jobs(parts):
+    jobs_by_destination = jobs(parts)
+    _check_groups(tokens, jobs_by_destination)
+    for job in jobs_by_destination:
         check = _Check(job, tokens)
         report = check.run()
         if any(pattern.fault == OUTSIDE for pattern in check.patterns):
@@ -110,6 +112,17 @@ def verify_together(
         reports.append(report)
         failures += check.failures
     return attrs.evolve(Report.of(reports), failures=failures_in_words(failures))
+
+
+def _check_groups(tokens: Tokens, jobs: Iterable[Job]) -> None:
+    """Refuse a range of a group that no destination has. Raises ``NAME``."""
+    if not isinstance(tokens, Mapping):
+        return
+    group_names = dict.fromkeys(group.name for job in jobs for group in job.worker.groups)
+    for label in tokens:
+        if label not in group_names:
+            expected = f"a group of {few([repr(name) for name in group_names], ', ') or 'none'}"
+            raise KVPlanError("NAME", "verify a token range", expected=expected, got=shown(label))
 
 
 class _Check:

@@ -109,6 +109,24 @@ def test_idle_connections_hold_nothing(
         assert caplog.text == ""
 
 
+def test_many_ranks_connect_at_once(listener: Listener, key: bytes) -> None:
+    """With a backlog of 5 the seventh of 64 ranks waited for a second; now all are let in while the server is busy."""
+    is_busy, may_go_on = threading.Event(), threading.Event()
+
+    def be_busy() -> None:
+        is_busy.set()
+        may_go_on.wait(10)
+
+    server_of(listener)._loop.call_soon_threadsafe(be_busy)
+    assert is_busy.wait(10)
+    with ExitStack() as stack:
+        for _ in range(64):
+            # the system asks again after a second, where a server has no place for a connection
+            stack.enter_context(socket.create_connection(("127.0.0.1", listener.source.port), 0.9))
+        may_go_on.set()
+        assert is_well(listener, key)
+
+
 def test_a_question_that_never_ends(listener: Listener, key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then held a connection for ever; now all of a question has some seconds."""
     monkeypatch.setattr("kvplan.connector.http.CONNECTION_S", 0.2)

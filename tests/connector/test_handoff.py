@@ -85,6 +85,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("remote_prompt", "", "NAME"),
     ("remote_kept", [], "TYPE"),
     ("remote_kept", {"g": -1}, "RANGE"),
+    ("remote_kept", {"of no table": 1}, "NAME"),
     ("remote_kept", {"g": 1.5}, "TYPE"),
     ("remote_kept", {"": 1}, "NAME"),
     ("remote_prefixes", {"30": "51aa"}, "TYPE"),

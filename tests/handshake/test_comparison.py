@@ -154,6 +154,14 @@ def test_tensors_that_are_not_transferred_do_not_count():
     assert compare(MINE, draft, not_transferred=("layers.2",)).not_moved == ()
 
 
+def test_a_tensor_that_neither_worker_has_cannot_be_left_out():
+    """A misspelt name would compare the tensor that was meant, without a word."""
+    with pytest.raises(
+        KVPlanError, match=r"^NAME: cannot leave out a tensor: .* got 'layer.1' \(did you mean 'layers.1'"
+    ):
+        compare(engine("prefill")[0], MINE, not_transferred=("layer.1",))
+
+
 def parted(*dtypes: str) -> Worker:
     """A worker with K and V in views of different dtypes."""
     views = [

@@ -12,8 +12,9 @@ from typing import Final
 
 from kvplan.models import FAMILIES, REFUSED
 from kvplan.models.caches import block_indexed, mla, sparse_mla
-from kvplan.models.config import NUM_HEADS, Family
+from kvplan.models.config import Family
 from kvplan.models.families import OUTER
+from kvplan.models.names import NUM_HEADS
 
 HERE: Final = Path(__file__).parent
 PAGE: Final = HERE.parent.parent / "docs" / "reference" / "models.md"

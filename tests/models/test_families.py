@@ -12,7 +12,8 @@ import pytest
 from kvplan import KVPlanError, Model
 from kvplan.cli.model_files import load
 from kvplan.models import FAMILIES, families
-from kvplan.models.config import CACHE_KEYS, Registry, read_config
+from kvplan.models.config import Registry, read_config
+from kvplan.models.names import CACHE_KEYS
 from kvplan.models.tensors import Layers, Tensor
 
 ATTENTION = [

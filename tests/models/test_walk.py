@@ -11,8 +11,8 @@ from transformers import OlmoHybridConfig
 
 from kvplan import Model
 from kvplan.models import FAMILIES
-from kvplan.models.config import LAYER_TYPES
 from kvplan.models.families import REFUSED
+from kvplan.models.names import LAYER_TYPES
 from tests.models.walk import CLASSES, TABLE, defaults, model_types, verdict
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and transformers

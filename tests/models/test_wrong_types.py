@@ -9,7 +9,8 @@ import pytest
 
 from kvplan import KVPlanError, Model
 from kvplan.models import FAMILIES
-from kvplan.models.config import CACHE_KEYS, DRAFTS, HIDDEN, NESTED, NUM_HEADS, NUM_LAYERS, shipped_configs
+from kvplan.models.config import NESTED, shipped_configs
+from kvplan.models.names import CACHE_KEYS, DRAFTS, HIDDEN, NUM_HEADS, NUM_LAYERS
 from tests.models.test_families import FILES as HYBRIDS
 from tests.models.test_families import HEADS, LATENT
 from tests.models.test_published import FILES as PUBLISHED

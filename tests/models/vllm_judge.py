@@ -311,14 +311,12 @@ def supported() -> Any:
     return ModelRegistry.get_supported_archs()
 
 
-def allocated(config: dict[str, Any], ranks: int) -> Rows:
-    """What vLLM makes of the file on the last rank."""
+def built(config: dict[str, Any], ranks: int) -> tuple[Any, dict[str, Any]]:
+    """vLLM's configuration of a model on the last rank, and the spec of each layer that caches."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
-    from vllm.v1.kv_cache_interface import MambaSpec
 
     model_type = config["model_type"]
     with tempfile.TemporaryDirectory() as folder:
@@ -342,6 +340,16 @@ def allocated(config: dict[str, Any], ranks: int) -> Rows:
         spec = None if shares or not isinstance(layer, AttentionLayerBase) else layer.get_kv_cache_spec(vllm)
         if spec is not None:
             specs[name] = spec
+    return vllm, specs
+
+
+def allocated(config: dict[str, Any], ranks: int) -> Rows:
+    """What vLLM makes of the file on the last rank."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    model_type = config["model_type"]
+    vllm, specs = built(config, ranks)
     rows: Rows = {}
     layers = len(Model.from_config(config).layers)
     for group in get_kv_cache_groups(vllm, specs):
@@ -450,8 +458,8 @@ def shortly(error: Exception) -> str:
     return f"{type(error).__name__}{where}: {text}"[:160].strip(": ")
 
 
-def main(names: list[str]) -> int:
-    """Judge the families named, or all that kvplan reads, and then write the verdicts."""
+def prepare() -> None:
+    """Let vLLM build models of GPUs here, in this process."""
     from vllm.model_executor.models import registry
     from vllm.triton_utils import triton
 
@@ -459,6 +467,11 @@ def main(names: list[str]) -> int:
     sys.meta_path.append(Absent())
     triton.set_allocator = torch.cuda.Stream = MagicMock()
     registry._run_in_subprocess = lambda function: function()  # a process for each model would take ten seconds
+
+
+def main(names: list[str]) -> int:
+    """Judge the families named, or all that kvplan reads, and then write the verdicts."""
+    prepare()
     TYPES.update(model_types())
     by_family: dict[str, list[tuple[str, str]]] = {}
     judged = names or sorted([*FAMILIES, LING_2])

@@ -26,8 +26,8 @@ from transformers.models.auto import modeling_auto
 
 import kvplan
 from kvplan import KVPlanError, Model
-from kvplan.models.config import SIZES
 from kvplan.models.families import REFUSED
+from kvplan.models.names import SIZES
 
 TABLE: Final = Path(kvplan.__file__).parent / "models" / "families.json"
 

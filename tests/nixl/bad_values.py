@@ -10,16 +10,18 @@ import sys
 from contextlib import ExitStack
 from typing import Any, Final
 
+import attrs
 import numpy as np
 import torch
 
 from benchmarks.real_memory import placed
-from kvplan import Blocks, Status, plan_reads, region_of
+from kvplan import Blocks, Context, Status, plan_reads, region_of
 from kvplan.staging import Copy
 from kvplan.staging.copies import CopySide
 from kvplan_nixl import UCX, Envelope, NixlExecutor, settle
 from kvplan_nixl.calibrate import calibrate
-from kvplan_nixl.rearrange import TorchCopier
+from kvplan_nixl.digest import cache_digests
+from kvplan_nixl.rearrange import TorchCopier, memories_of
 from tests.bad_values import Calls, closed, page
 from tests.small import engine
 
@@ -62,6 +64,13 @@ def calls_of(stack: ExitStack) -> Calls:
     yield "NixlExecutor.notify", ours.notify, {"worker": source.key, **moving, "status": Status.FAILED}
     yield "NixlExecutor.attach", ours.attach, {"worker": placed(engine("file")[0])[0]}
     yield "NixlExecutor.disconnect", ours.disconnect, {"worker": source, "force": False}
+
+    described = engine("digested", layers=1)[0]
+    memory = torch.zeros(described.regions[0].size_bytes, dtype=torch.uint8)
+    placed_worker = attrs.evolve(described, regions=[attrs.evolve(region_of(memory), name=described.regions[0].name)])
+    held = {"worker": placed_worker, "memories": memories_of([memory])}
+    ranges = {"blocks": {"attn": Blocks([3])}, "tokens": (1, 3), "divided": ("head",), "within": Context()}
+    yield "digest.cache_digests", cache_digests, {**held, **ranges}
 
     cache = torch.zeros(64, dtype=torch.uint8)
     copier = TorchCopier({"kv": cache})

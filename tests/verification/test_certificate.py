@@ -561,6 +561,16 @@ def test_a_writer_may_describe_its_buffer_for_each_destination():
     assert "one description of the worker" in certify_error([writes, plan_writes(elsewhere, destinations[1:])])
 
 
+def test_two_writers_of_one_name_are_no_proof():
+    """In the same regions, one under the name of the other: for a destination, a buffer is described once."""
+    destinations, sources = engine("d"), engine("p", contexts=(2, 1))
+    same = [attrs.evolve(source, regions=sources[0].regions) for source in sources]
+    first, second = plan_mesh(destinations, same, "WRITE").plans
+    assert certify([first, second]).complete
+    renamed = attrs.evolve(second, local=attrs.evolve(second.local, rank=first.local.rank))
+    assert "one description of the writer" in certify_error([first, renamed])
+
+
 @pytest.mark.parametrize("change", ["name of a tensor", "context"])
 def test_sources_of_two_descriptions_are_no_proof(change):
     """Each reader's plan may be right about its own part of a source: what the source holds, only one of them knows."""

@@ -131,6 +131,16 @@ def test_both_directions_are_verified_together():
     assert (report.num_workers, report.num_bytes) == (3, 20 * TOKEN_BYTES)
 
 
+def test_a_range_of_no_group_is_refused():
+    """A misspelt name would leave out what the parts have to cover together."""
+    (plan,) = plan_mesh(engine("d"), engine("p")).plans
+    request = part(plan, Blocks([3]), Blocks([8]), (0, 3))
+    with pytest.raises(
+        KVPlanError, match=r"^NAME: cannot verify a token range: expected a group of 'attn', got 'attm'$"
+    ):
+        verify_together([request], tokens={"attm": (0, 3)})
+
+
 def test_a_part_takes_the_arguments_of_bind():
     """An unknown argument raises TypeError."""
     (plan,) = plan_mesh(engine("d"), engine("p")).plans

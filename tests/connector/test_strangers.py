@@ -1,0 +1,95 @@
+"""What engines send each other: whatever a stranger puts in the place of any part, the reader gets a KVPlanError."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan import Blocks, Context, KVPlanError
+from kvplan.connector import Handoff, Leases, Offers, Source
+from kvplan.connector.claims import ClaimAnswer, ClaimMessage, answer_claims
+from kvplan.connector.digest import Positions, TensorDigests, joined, mismatch, of_json, to_json
+from kvplan.connector.digest_requests import DigestRequests, answer_digests
+
+WRONG: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1 << 40,
+    1 << 70,
+    1.5,
+    float("nan"),
+    "",
+    "x",
+    "\ud800",
+    [],
+    [None],
+    [[]],
+    [1, 2],
+    {},
+    {"a": 1},
+)
+
+KEY = b"a secret of all engines"
+SOURCE = Source("p", "a", "127.0.0.1", 1)
+HANDOFF = Handoff(SOURCE, "r", 7, "a1", {"attn": Blocks([1, 2])}, kept={"attn": 3}, prefixes={3: "aa"})
+MESSAGE = ClaimMessage("a", (("l", "r"),), (("l", "r"),), ("q",))
+POSITIONS = Positions(Context(1, 2, 2), Context(), ((0, 3),))
+ARRAYS = np.array([0, 1]), np.ones(2, np.uint64), np.arange(2, dtype=np.uint64)
+DIGESTS = to_json([TensorDigests("layers.0", POSITIONS, {"head": 2}, *ARRAYS)])
+LEASES = Leases()
+DIGEST_REQUEST = {"start": "a", "lease": LEASES.grant("r"), "tokens": {"attn": [0, 4]}}
+
+READERS: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "claims": (lambda fields: answer_claims(Leases(), "a", ClaimMessage.of_fields(fields)), MESSAGE.fields()),
+    "answer": (
+        lambda fields: ClaimAnswer.of_fields(MESSAGE, fields),
+        {"claims": [True], "done": [True], "asks": [True]},
+    ),
+    "handoff": (Handoff.of_params, HANDOFF.params()),
+    "signed handoff": (lambda params: Handoff.of_params(params, KEY), HANDOFF.params(KEY)),
+    "offers": (
+        lambda fields: Offers.decode(json.dumps(fields).encode()),
+        {"engine_id": "p", "start": "a", "workers": ["AAAA"]},
+    ),
+    "request for digests": (lambda body: answer_digests(DigestRequests(LEASES), "a", body), DIGEST_REQUEST),
+    "digests": (of_json, DIGESTS),
+    "joined digests": (lambda record: joined([record]), DIGESTS),
+    "expected digests": (lambda record: mismatch([record], [DIGESTS]), DIGESTS),
+    "actual digests": (lambda record: mismatch([DIGESTS], [record]), DIGESTS),
+}
+
+
+def changed(value: Any) -> Iterator[Any]:
+    """The message with another value in the place of each part, and without each part."""
+    yield from WRONG
+    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        without = copy.copy(value)
+        del without[key]
+        yield without
+        for part in changed(value[key]):
+            whole = copy.copy(value)
+            whole[key] = part
+            yield whole
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_message_of_a_stranger_ends_in_a_typed_error(reader: str) -> None:
+    """Each part in turn is of another type, out of range, or missing; without a change the message is read."""
+    read, message = READERS[reader]
+    message = json.loads(json.dumps(message))
+    read(message)
+    num_refused = 0
+    for other in changed(message):
+        try:
+            read(other)
+        except KVPlanError:
+            num_refused += 1
+    assert num_refused > len(WRONG)

@@ -1,0 +1,221 @@
+"""Every public method of every public class, with one wrong value among right ones, and with nothing but wrong ones.
+
+``tests.bad_values`` lists right calls of some methods, and its golden pages what these do with wrong values. All others
+are found here by their signatures. Their right values stand below by the names of parameters, for each class.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplan import Budget, KVPlanError, PeerError, Region, View, Workspace, show
+from kvplan.connector import Access, Handoff, System
+from kvplan.display import Picture, Trace
+from kvplan.handshake import Problem
+from kvplan.plan import Table
+from kvplan.staging import Rates
+from kvplan.store import FileBackend, MemoryBackend, MemoryMover, StoreClient, StoredPart, StoreReader, parts_of
+from kvplan.testing import FakeCopier, FakeNetwork
+from kvplan.verification import FakeMemory
+from tests import bad_values
+from tests.bad_values import OURS, PLAN, REQUEST, SOURCE, STAGING, THEIRS
+from tests.test_public_values import WRONG, classes
+
+Example = tuple[Any, dict[str, Any]]
+"""An instance of a class, and right values for the parameters of its methods, by name, or by method and name."""
+
+INNER = {Table, Workspace}
+"""Their methods are steps of :mod:`kvplan.plan`, which passes them arrays of its own for every request."""
+
+SOME: Mapping[str, Any] = {**WRONG, "1 << 40": 1 << 40, "[None]": [None], "[-1]": [-1], "{None: None}": {None: None}}
+
+
+CACHED = attrs.evolve(OURS, model="m")
+"""A worker whose cache a store has: it names its model."""
+
+UNANSWERED = {"System.exchange": "PEER", "StoreClient.load": "PAGE"}
+"""Right calls that end in an error, since nobody listens, and nothing was saved."""
+
+
+def error(kind: type[KVPlanError]) -> Example:
+    """An error of a kind."""
+    plain = KVPlanError("TYPE", "read x", expected="a", got="b")
+    error = plain if kind is KVPlanError else PeerError([Problem("x", "TYPE", "no integer")], plain)
+    return error, {"path": "file", "hint": "try y"}
+
+
+def files(backend: Any) -> Example:
+    """A backend of a store with a file."""
+    page = f"{'0' * 16}/{'0' * 64}"
+    name = f"{page}/{'0' * 32}"
+    backend.put(name, [b"page"])
+    right = {"page": page, "name": name, "start": 0, "stop": 2, "chunks": [b"page"], "used_s": 1.0, "before_s": 1.0}
+    return backend, right
+
+
+def store(kind: type[StoreReader]) -> Example:
+    """The reader or the client of a store, and the prompt of a request in it."""
+    reader = kind(MemoryBackend(), CACHED, tokens_per_page=8)
+    right: dict[str, Any] = {"tokens": range(20), "facts": [(3, "image")], "chain": reader.chain(range(20))}
+    right |= {"start": 0, "step": 8, "stop": 16, "group": CACHED.groups[0], "listings": {}, "page": 0}
+    return reader, {
+        **right,
+        "tables": {"attn": REQUEST["local"]["attn"]},
+        "positions": {"attn": (0, 7)},
+        "pages.positions": (0, 7),
+    }
+
+
+def part() -> Example:
+    """The part of a page of a store."""
+    first, *_ = parts_of(CACHED, 8)
+    return first, {
+        "worker": CACHED,
+        "key": ("d", 0),
+        "region": Region("pages", 4096, first.num_bytes),
+        "num_pages": 1,
+        "descriptor": 3,
+        "offset_bytes": 0,
+    }
+
+
+def traced() -> Example:
+    """A trace of an executor and a copier."""
+    network = FakeNetwork([STAGING, THEIRS])
+    copier = FakeCopier(network.memory, STAGING.key)
+    right = {"worker": STAGING, "executor": network.executor(STAGING), "copier": copier, "path": "trace.json"}
+    return Trace(iter(range(10**6)).__next__), {**right, "track": "reads", "label": "request"}
+
+
+def examples() -> dict[type, Callable[[], Example]]:
+    """A function for each class, since methods change what they are called on."""
+    access = {"server": "10.0.0.1:1", "challenge": "0" * 32, "address": "127.0.0.1"}
+    exchange = {"peer": "prefill", "path": "/", "timeout_s": 0.1, "access": Access(), "sent": None, "port": 0}
+    system = {**exchange, "address": "127.0.0.1", "routes": {}, "name": "thread", "run": lambda: None}
+    rates = Rates("here", 1e-5, 1e-7, 1e-10, 1e-6, 1e-10)
+    return {
+        Budget: lambda: (Budget(), {"number": 3, "unit": "rows", "bytes_each": 8, "action": "plan"}),
+        KVPlanError: lambda: error(KVPlanError),
+        PeerError: lambda: error(PeerError),
+        View: lambda: (OURS.views[0], {"view_name": "k", "region": OURS.regions[0], "offset_bytes": 0}),
+        Access: lambda: (Access(), access),
+        Handoff: lambda: (Handoff(SOURCE, "r", 7, "a1", REQUEST["remote"]), {"key": b""}),
+        System: lambda: (System(), {**system, "duration_s": 0.0, "num_bytes": 4}),
+        Picture: lambda: (show(OURS), {"path": "a.svg"}),
+        Trace: traced,
+        Rates: lambda: (rates, {"path": "rates.json"}),
+        FileBackend: lambda: files(FileBackend(Path.cwd() / "store")),
+        MemoryBackend: lambda: files(MemoryBackend()),
+        MemoryMover: lambda: (MemoryMover(), {"plan": PLAN, "specs": []}),
+        StoreReader: lambda: store(StoreReader),
+        StoreClient: lambda: store(StoreClient),
+        StoredPart: part,
+        FakeCopier: lambda: (FakeCopier(FakeMemory([OURS]), OURS.key), {"ticket": None}),
+    }
+
+
+EXAMPLES = examples()
+
+
+def listed() -> set[tuple[type, str]]:
+    """The methods that ``tests.bad_values`` calls, by the classes that define them."""
+    found = set()
+    for _, function, _ in bad_values.calls():
+        for kind in type(getattr(function, "__self__", None)).__mro__:
+            found.add((kind, getattr(function, "__name__", "")))
+    return found
+
+
+def methods_of(kind: type) -> Iterator[str]:
+    """The methods of a class that have parameters, and those that it inherits from a class that is not public."""
+    bases = classes() & {*kind.__mro__[1:]}
+    inherited = {name for base in bases for name in dir(base)}
+    for name in dir(kind):
+        method = inspect.getattr_static(kind, name)
+        if name in inherited and name not in vars(kind):
+            continue
+        if not name.startswith("_") and inspect.isfunction(method) and len(inspect.signature(method).parameters) > 1:
+            yield name
+
+
+def methods() -> Iterator[tuple[type, str]]:
+    """The methods of all public classes that are neither listed elsewhere nor steps of planning."""
+    known = listed()
+    ours = [kind for kind in classes() if kind.__module__.startswith("kvplan.")]  # tests.nixl has those of kvplan_nixl
+    for kind in sorted(ours, key=lambda kind: kind.__name__):
+        for name in methods_of(kind):
+            if kind not in INNER and (kind, name) not in known:
+                yield kind, name
+
+
+METHODS = {f"{kind.__name__}.{name}": (kind, name) for kind, name in methods()}
+
+
+def usual(method: Callable[..., Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    """Right values for the parameters of a method that have one; a parameter that needs one has to."""
+    found: dict[str, Any] = {}
+    for parameter in inspect.signature(method).parameters.values():
+        keys = [key for key in (f"{method.__name__}.{parameter.name}", parameter.name) if key in right]
+        if keys:
+            found[parameter.name] = right[keys[0]]
+        elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
+            raise AssertionError(f"no example of {parameter.name} of {method.__qualname__}")
+    return found
+
+
+def arguments_of(right: Mapping[str, Any], value: Any) -> Iterator[dict[str, Any]]:
+    """The value for each parameter alone, the others right, and for all of them."""
+    for parameter in right:
+        yield {**right, parameter: value}
+    if len(right) > 1:
+        yield dict.fromkeys(right, value)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("label", METHODS)
+def test_wrong_values_end_in_typed_errors(label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is passed, no error of Python's own comes out."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    kind, name = METHODS[label]
+    example, values = EXAMPLES[kind]()
+    right, faults = usual(getattr(example, name), values), list[str]()
+    for shown, value in SOME.items():
+        for arguments in arguments_of(right, value):
+            instance, _ = EXAMPLES[kind]()
+            try:
+                result = getattr(instance, name)(**arguments)
+                if hasattr(result, "close"):
+                    result.close()
+            except KVPlanError:
+                pass
+            except Exception as error:
+                places = [parameter for parameter in arguments if arguments[parameter] is value]
+                faults.append(f"{', '.join(places)}={shown}: {type(error).__name__}: {error}")
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("label", METHODS)
+def test_right_values_are_right(label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples are good: without a wrong value nothing is refused but for want of a server."""
+    monkeypatch.chdir(tmp_path)
+    kind, name = METHODS[label]
+    instance, right = EXAMPLES[kind]()
+    method = getattr(instance, name)
+    with pytest.raises(KVPlanError, match=UNANSWERED[label]) if label in UNANSWERED else nullcontext():
+        result = method(**usual(method, right))
+        if hasattr(result, "close"):
+            result.close()
+
+
+def test_methods_are_found() -> None:
+    """Methods of classes and of those that they inherit from, where nobody has listed them."""
+    assert {"StoreClient.save", "StoreReader.find", "PeerError.with_hint"} <= {*METHODS}
+    assert not {"TransferPlan.bind", "FakeMemory.execute", "StoreClient.find"} & {*METHODS}
