@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 from kvplan.connector import Handoff, Leases, claims, handoff, leases, peer_engines, reads
+from kvplan.connector.digest_requests import DigestRequests
 from kvplan.staging import Pipeline
 from kvplan.testing.simulation import engine, fabric
 from kvplan.testing.simulation.leases import LeaseConnector
@@ -115,6 +116,10 @@ STAGING_FAULTS = [
     Fault("what is staged is read directly too", reads.Reads, "_poll_pipeline", "transfer.num_bytes > 0 or ", "", seed=19, rule="GROW"),
     Fault("a region that stalls is waited for", reads.Reads, "_poll_pipeline", "if now - self._last_chunk_at < STALL_S", "if True"),
     Fault("a staged transfer that fails goes on", Pipeline, "_poll_transfers", "status is not Status.DONE", "False", seed=85, rule="OWN"),
+]  # fmt: skip
+
+DIGEST_FAULTS = [
+    Fault("digests of a lease that is over are kept", DigestRequests, "forget", "del self._answers[request]", "pass", seed=0, rule="GROW"),
 ]  # fmt: skip
 
 Receiver, Sender = DECODE.Receiver, PREFILL.Sender

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 import attrs
 
 from kvplan.connector import Connections, fetch
+from kvplan.connector.digest_requests import fetch_digests
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.testing.simulation.fabric import Fabric, Port, VirtualCopier, VirtualExecutor
@@ -144,6 +145,7 @@ class Site:
             connect=executor.connect,
             disconnect=executor.disconnect,
             fetch_offers=partial(fetch, system=self.host),
+            fetch_digests=partial(fetch_digests, system=self.host),
             plan=self.fabric.catalog.plan,
         )
 

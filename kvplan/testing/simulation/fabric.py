@@ -118,7 +118,7 @@ class Fabric:
 
 
 @attrs.define(eq=False)
-class _CopyTicket:
+class _PendingCopies:
     """Copies under way, of which ``num_left`` are not done."""
 
     num_left: int
@@ -131,9 +131,9 @@ class VirtualCopier:
         self._fabric = fabric
         self._port = port
 
-    def begin(self, copies: Sequence[Copy]) -> _CopyTicket:
+    def begin(self, copies: Sequence[Copy]) -> _PendingCopies:
         """Plan when each copy reads and writes."""
-        ticket = _CopyTicket(len(copies))
+        ticket = _PendingCopies(len(copies))
         loop = self._port.host.loop
         for copy in copies:
             writes, reads = (self._port.memory.cells_of(ranges) for ranges in copy.ranges())
@@ -142,14 +142,14 @@ class VirtualCopier:
             loop.at(copied_at, partial(self._copy, ticket, reads, writes))
         return ticket
 
-    def _copy(self, ticket: _CopyTicket, reads: Ints, writes: Ints) -> None:
+    def _copy(self, ticket: _PendingCopies, reads: Ints, writes: Ints) -> None:
         """Copy what is there now."""
         memory = self._port.memory
         memory.cells[writes] = memory.cells[reads]
         memory.landing[writes] -= 1
         ticket.num_left -= 1
 
-    def done(self, ticket: _CopyTicket) -> bool:
+    def done(self, ticket: _PendingCopies) -> bool:
         """Return whether all copies are done."""
         return ticket.num_left == 0
 
