@@ -15,10 +15,11 @@ from kvplan.store.client import MemoryMover, Mover, StoreClient, read_file
 from kvplan.store.eviction import Evicted, Limits, evict
 from kvplan.store.pages import PageHeader
 from kvplan.store.parts import StoredPart, parts_of
-from kvplan.store.readers import StoreReader, find
+from kvplan.store.readers import Attended, StoreReader, find
 
 __all__ = [
     "PAGE_TOKENS",
+    "Attended",
     "Backend",
     "Chain",
     "Evicted",
