@@ -30,7 +30,7 @@ from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan, plan_writes
 from kvplan.store.backends import Backend
 from kvplan.store.chain import PAGE_TOKENS, Chain
-from kvplan.store.movers import MemoryMover, Mover
+from kvplan.store.mover import MemoryMover, Mover
 from kvplan.store.pages import PageHeader, check_data, check_name, pack, read_header
 from kvplan.store.parts import STATES, TOKENS, StoredPart, parts_of
 from kvplan.store.readers import (
