@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from kvplan._arrays import Ints, distinct
+from kvplan._checks import instance, members
 from kvplan.errors import KVPlanError
 from kvplan.plan import ReadSpec, TransferPlan
 
@@ -32,7 +33,7 @@ class MemoryMover:
 
     def prepare(self, plan: TransferPlan) -> None:
         """Check that all regions are in host memory."""
-        for worker in (plan.local, *plan.remotes):
+        for worker in (instance(TransferPlan, plan, "plan").local, *plan.remotes):
             kinds = {region.memory for region in worker.regions} - {"DRAM"}
             if kinds:
                 raise KVPlanError(
@@ -45,7 +46,7 @@ class MemoryMover:
 
     def move(self, specs: Sequence[ReadSpec]) -> None:
         """Copy all ranges of a length at once: there may be one for each element."""
-        for spec in specs:
+        for spec in members(ReadSpec, specs, "specs"):
             local, remote = (side.astype(np.int64) for side in spec.descriptors())
             # both sides list the same lengths
             written, read = (local, remote) if spec.operation == "READ" else (remote, local)
