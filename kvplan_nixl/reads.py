@@ -11,6 +11,7 @@ from kvplan.connector import Access, Claims, Connections, HandshakeResult, Reads
 from kvplan.connector.digest_requests import fetch_digests
 from kvplan.connector.peer_engines import HANDSHAKE_S
 from kvplan.connector.reads import Digest
+from kvplan.connector.system import SYSTEM, System
 from kvplan.describe import Worker
 from kvplan.staging import Copier, Pipeline
 from kvplan_nixl.envelope import Envelope
@@ -29,6 +30,7 @@ def make_reads(
     digest: Digest | None = None,
     on_handshake: Callable[[HandshakeResult], object] | None = None,
     budget_bytes: int = BUDGET_BYTES,
+    system: System = SYSTEM,
 ) -> Reads:
     """Return the reads of an executor's worker. Offers are envelopes of the key of ``access``.
 
@@ -51,8 +53,8 @@ def make_reads(
             connect=executor.connect,
             # Transfers with the worker are cancelled: it has another memory now, or none.
             disconnect=partial(executor.disconnect, force=True),
-            fetch_offers=partial(fetch, access=access),
-            fetch_digests=partial(fetch_digests, access=access),
+            fetch_offers=partial(fetch, access=access, system=system),
+            fetch_digests=partial(fetch_digests, access=access, system=system),
         ),
         claims=claims,
         timeout_s=timeout_s,
@@ -60,4 +62,5 @@ def make_reads(
         digest=digest,
         on_handshake=on_handshake,
         budget_bytes=budget_bytes,
+        system=system,
     )

@@ -19,8 +19,8 @@ MAX_TERMS = 25
 """What a reader can learn in one sitting. A new term takes the place of another."""
 
 PLAIN = """
-    access addresses advice advise align answer app arrays arrival assembly backend backends bind blockmap box
-    bridges broken budget cache caches candidates case catalog certificate chain chains challenges check checks
+    access addresses advice advise align answer app arrays arrival assembly backend backends background bind blockmap
+    box bridges broken budget cache caches candidates case catalog certificate chain chains challenges check checks
     choice choices chunk claim claims cli client cluster column columns command commands comparison completion
     completions condition config connections connector console contract copier copies copy cost death decoder
     defaults demo describe design diagram difference digest digests direction display disturbance doctor draw

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
+from kvplan.errors import KVPlanError
 from kvplan.models import Model
 from kvplan.models.layouts import KV
 
@@ -80,13 +81,20 @@ def items_of(text: str) -> dict[str, str]:
 
 
 def engine_of(text: str) -> tuple[str | None, str]:
-    """Return the engine that the text of a side names in its first word, and the keys after it.
+    """Return the engine that the text of a side names, if it names one, and the keys beside it.
+
+    Raises ``NAME`` if it names two.
 
     >>> engine_of("vllm,tp=4"), engine_of("tp=4")
     (('vLLM 0.33', 'tp=4'), (None, 'tp=4'))
     """
-    word, _, keys = text.partition(",")
-    return (ENGINES[word], keys) if word in ENGINES else (None, text)
+    items = text.split(",")
+    words = [item for item in items if item in ENGINES]
+    if len(words) > 1:
+        got = " and ".join(words)
+        raise KVPlanError("NAME", "read a side", expected="one engine", got=got)
+    keys = ",".join(item for item in items if item not in ENGINES)
+    return (ENGINES[words[0]] if words else None), keys
 
 
 def with_defaults(model: Model, engine: str, keys: str) -> str:

@@ -53,6 +53,20 @@ DEFAULT_NUM_BLOCKS: Final = 4096
 MODEL_KEYS: Final = ("draft", "dtype", "ssm")
 """Keys of an engine that change the model it runs."""
 
+ENGINES_KEYS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("tensor_parallel_size", "tp_size"), "tp"),
+        **dict.fromkeys(("pipeline_parallel_size", "pp_size"), "pp"),
+        **dict.fromkeys(("decode_context_parallel_size", "dcp_size"), "dcp"),
+        "prefill_context_parallel_size": "pcp",
+        **dict.fromkeys(("block_size", "page_size"), "block"),
+        "kv_cache_dtype": "dtype",
+        "mamba_ssm_cache_dtype": "ssm",
+        **dict.fromkeys(("num_gpu_blocks", "num_gpu_blocks_override"), "blocks"),
+    }
+)
+"""Our keys by the names of options of vLLM and SGLang."""
+
 LAYOUTS: Final = f"{', '.join(ORDERS)}; vLLM's NHD is LBNHC, its HND is LBHNC"
 KV_PLACES: Final = (
     "content (K beside V for each token and head), axis (K, then V, in each block and layer), "
@@ -177,8 +191,9 @@ class EngineOptions:
             key, _, value = item.partition("=")
             got = repr(key)
             if key not in readers:
-                expected = f"keys of {', '.join(readers)}"
+                # a name that is close says more than all of them
                 hint = meant(_own_key(key), [*readers, *ENGINES])
+                expected = "a key of --help" if hint else f"keys of {', '.join(readers)}"
                 raise KVPlanError("LAYOUT", action, expected=expected, got=got, hint=hint, key=key)
             if key in values:
                 expected = "each key once"
@@ -260,13 +275,13 @@ def _own_key(key: str) -> str:
 
     Any other text stays as it is.
 
-    >>> _own_key("tokens_per_block"), _own_key("page_size"), _own_key("tpp")
-    ('block', 'block', 'tpp')
+    >>> _own_key("tokens_per_block"), _own_key("tensor-parallel-size"), _own_key("tpp")
+    ('block', 'tp', 'tpp')
     """
     keys = {field.metadata["argument"]: field.name for field in attrs.fields(EngineOptions)}
     # options without an argument name have the empty text, which stands for nothing
-    keys |= {"": "", "block_size": "block", "page_size": "block"}
-    return keys.get(key, key)
+    keys |= {"": "", **ENGINES_KEYS}
+    return keys.get(key.replace("-", "_"), key)
 
 
 def _written(value: Any) -> str:

@@ -31,7 +31,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from logging import Logger
 from typing import Any, Final
 
@@ -40,6 +41,7 @@ import attrs
 from kvplan._checks import check_fields, having, instance, name, seconds
 from kvplan._text import brief_repr
 from kvplan.budget import BUDGET_BYTES, Budget
+from kvplan.connector.background import Background
 from kvplan.connector.claims import RETRY_S, Claims
 from kvplan.connector.digest import mismatch
 from kvplan.connector.digest_requests import DigestRequest
@@ -282,7 +284,7 @@ class Reads:
             Budget(budget_bytes).num_bytes,
             system,
         )
-        self._fetches = ThreadPoolExecutor(MAX_FETCHES, "kvplan digests")
+        self._fetches = Background("kvplan digests", MAX_FETCHES, system)
         # the chunks of the pipeline that have begun, and when that number was seen to change
         self._num_chunks = 0
         self._last_chunk_at = 0.0
@@ -369,8 +371,10 @@ class Reads:
                 job.digest_check = _DigestCheck(
                     self._digest,
                     _request_of(read, plan.direct, to_block_end=False),
-                    self._fetches.submit(
-                        self._connections.fetch_digests, read.source, digest_request, SILENCE_S
+                    self._fetches.begin(
+                        partial(
+                            self._connections.fetch_digests, read.source, digest_request, SILENCE_S
+                        )
                     ),
                 )
             if plan.staged is None:

@@ -19,12 +19,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from logging import Logger
-from secrets import token_hex
 from typing import Any, Final
 
 import attrs
@@ -34,8 +32,9 @@ from kvplan._checks import at_most, integer, members
 from kvplan.connector import Access, Handoff
 from kvplan.connector.access import TOKEN_BYTES
 from kvplan.connector.claims import MAX_SOURCES
-from kvplan.connector.http import MAX_ANSWER_BYTES, Route, Server, exchange
+from kvplan.connector.http import MAX_ANSWER_BYTES, Route
 from kvplan.connector.leases import LEASE_S
+from kvplan.connector.system import SYSTEM, System
 
 MAX_ROOMS: Final = 1 << 14
 """Rooms that a server keeps."""
@@ -148,10 +147,10 @@ class BootstrapServer:
         port: int,
         access: Access | None = None,
         keep_s: float = 2 * LEASE_S,
-        clock: Callable[[], float] = time.monotonic,
+        system: System = SYSTEM,
     ) -> None:
         self._keep_s = keep_s
-        self._clock = clock
+        self._clock = system.monotonic
         # The server's thread alone uses these. The oldest room is the first one.
         self._rooms: OrderedDict[int, _Room] = OrderedDict()
         self._num_bytes = 0
@@ -160,7 +159,7 @@ class BootstrapServer:
             "POST /withdraw": Route(self._withdraw, num_parts=5),
             "POST /ask": Route(self._answer, MAX_QUESTION_BYTES),
         }
-        self._server = Server(host, port, routes, access or Access())
+        self._server = system.serve(host, port, routes, access or Access())
         self.address: str = f"{host}:{self._server.port}"
 
     def close(self) -> None:
@@ -260,15 +259,17 @@ def publish(
     *,
     owner: str = "",
     access: Access | None = None,
+    system: System = SYSTEM,
 ) -> str:
     """Publish the entry of a room, or of one stage of ``stages``, in the bootstrap server there.
 
     Returns its owner, for :func:`withdraw`: that of a room's other stages, or a new one. Raises
     ``PEER``.
     """
-    owner = owner or token_hex(TOKEN_BYTES)
+    owner = owner or system.token_hex(TOKEN_BYTES)
     place = Stage(room, stage, stages, f"{entry.get('attempt')}")
-    _post(address, place.path("publish", owner), json.dumps(entry).encode(), access)
+    body = json.dumps(entry).encode()
+    _post(address, place.path("publish", owner), body, access, system)
     return owner
 
 
@@ -281,21 +282,25 @@ def withdraw(
     *,
     attempt: str | None = None,
     access: Access | None = None,
+    system: System = SYSTEM,
 ) -> None:
     """Withdraw what an owner has published. Raises ``PEER``."""
     place = Stage(room, stage, stages, f"{attempt}")
-    _post(address, place.path("withdraw", owner), b"", access)
+    _post(address, place.path("withdraw", owner), b"", access, system)
 
 
 def ask(
-    address: str, rooms: Iterable[int], access: Access | None = None
+    address: str,
+    rooms: Iterable[int],
+    access: Access | None = None,
+    system: System = SYSTEM,
 ) -> dict[int, Mapping[str, Any]]:
     """Return the entries of rooms that a bootstrap server has, of at most :data:`MAX_ASKED` rooms.
 
     Raises ``PEER`` and ``MESSAGE``.
     """
     key = b"" if access is None else access.key
-    answer = _post(address, "/ask", json.dumps([*rooms]).encode(), access)
+    answer = _post(address, "/ask", json.dumps([*rooms]).encode(), access, system)
     try:
         texts = json.loads(answer)
         return {int(room): _merge_stages(room, stages, key) for room, stages in texts.items()}
@@ -306,9 +311,9 @@ def ask(
         ) from None
 
 
-def _post(address: str, path: str, body: bytes, access: Access | None) -> bytes:
+def _post(address: str, path: str, body: bytes, access: Access | None, system: System) -> bytes:
     peer = f"the bootstrap server at {address}"
-    return exchange(peer, address, path, TIMEOUT_S, access or Access(), body)
+    return system.exchange(peer, address, path, TIMEOUT_S, access or Access(), body)
 
 
 def _merge_stages(room: str, texts: Sequence[str], key: bytes) -> Mapping[str, Any]:
@@ -344,12 +349,17 @@ class Rooms:
     """Asks bootstrap servers about rooms, on a thread for each of at most ``max_servers``."""
 
     def __init__(
-        self, logger: Logger, access: Access | None = None, max_servers: int = MAX_SERVERS
+        self,
+        logger: Logger,
+        access: Access | None = None,
+        max_servers: int = MAX_SERVERS,
+        system: System = SYSTEM,
     ) -> None:
         self._logger = logger
         self._max_servers = max_servers
         self._access = access
-        self._lock = threading.Lock()
+        self._system = system
+        self._lock = system.condition()
         # rooms by the server that is asked, each with what takes its entry
         self._wanted: dict[str, dict[int, Callable[[Any], None]]] = {}
 
@@ -365,9 +375,7 @@ class Rooms:
                 number = len(self._wanted) + 1
                 at_most(self._max_servers, number, "bootstrap servers at a time", action)
                 self._wanted[address] = {}
-                threading.Thread(
-                    target=self._run, args=(address,), name="kvplan rooms", daemon=True
-                ).start()
+                self._system.start("kvplan rooms", partial(self._run, address))
             self._wanted[address][room] = take
 
     def forget(self, room: int) -> None:
@@ -387,13 +395,14 @@ class Rooms:
                 asked = sorted(self._wanted[address])
             try:
                 for start in range(0, len(asked), MAX_ASKED):
-                    entries = ask(address, asked[start : start + MAX_ASKED], self._access)
+                    part = asked[start : start + MAX_ASKED]
+                    entries = ask(address, part, self._access, self._system)
                     self._take(address, entries)
             except KVPlanError as error:
                 self._logger.warning("%s", error)
-                time.sleep(RETRY_S)
+                self._system.sleep(RETRY_S)
             else:
-                time.sleep(ASK_S)
+                self._system.sleep(ASK_S)
 
     def _take(self, address: str, entries: Mapping[int, Mapping[str, Any]]) -> None:
         """Give the entries of rooms to those that want them."""

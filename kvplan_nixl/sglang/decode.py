@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import time
-import uuid
 from base64 import b64decode
 from collections.abc import Mapping
 from functools import partial
@@ -16,6 +14,7 @@ from sglang.srt.disaggregation.base.conn import KVTransferDestination
 
 from kvplan import Blocks, KVPlanError
 from kvplan.connector import Claims, Handoff, Read, Reads, attended, send_claims, whole_blocks
+from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import Range
 from kvplan.staging import Copier
 from kvplan_nixl.reads import make_reads
@@ -38,12 +37,13 @@ class DecodeRank(Rank):
         copier: Copier | None,
         settings: Settings,
         timeout_s: float,
+        system: System = SYSTEM,
     ) -> None:
-        super().__init__(memory)
+        super().__init__(memory, system)
         self.timeout_s = timeout_s
         self.metadata = queue.metadata_buffers
-        send = partial(send_claims, access=memory.access)
-        self.claims = Claims(logger, send, max_sources=settings.max_peers)
+        send = partial(send_claims, access=memory.access, system=system)
+        self.claims = Claims(logger, send, system, settings.max_peers)
         self.reads: Reads = make_reads(
             memory.executor,
             self.claims,
@@ -52,8 +52,9 @@ class DecodeRank(Rank):
             copier=copier,
             timeout_s=settings.handshake_timeout_s,
             budget_bytes=settings.budget_bytes,
+            system=system,
         )
-        self.rooms = Rooms(logger, memory.access, settings.max_peers)
+        self.rooms = Rooms(logger, memory.access, settings.max_peers, system)
         self.under_way: dict[str, int] = {}  # the rooms of requests whose bytes may move
         # Pages of an aborted request stay until its read has ended, however late.
         queue.transfer_queue.enable_deferred_kv_release = True
@@ -91,7 +92,7 @@ class Receiver(BaseKVReceiver):
         self._rank: DecodeRank = mgr.rank
         self._address = bootstrap_addr
         self._room = bootstrap_room
-        self._name = f"{bootstrap_room} {uuid.uuid4().hex}"  # a room may be used again
+        self._name = self._rank.name_of(bootstrap_room)
         self._entry: Mapping[str, Any] = {}
         self._handoff: Handoff | None = None
         self._row_index = -1
@@ -109,7 +110,7 @@ class Receiver(BaseKVReceiver):
         try:
             self._rank.open_room(self._room)
             self._has_room = True
-            self._stop = time.monotonic() + self._rank.timeout_s
+            self._stop = self._rank.system.monotonic() + self._rank.timeout_s
             self._rank.rooms.want(self._room, self._address, self._take)
         except KVPlanError as error:
             self._fail(error)
@@ -156,7 +157,7 @@ class Receiver(BaseKVReceiver):
 
     def _check_time(self) -> None:
         """Raise ``PEER`` if prefill has not computed the request in time."""
-        if time.monotonic() > self._stop:
+        if self._rank.system.monotonic() > self._stop:
             action = f"read request {self._room}"
             expected = f"prefill to compute it within {self._rank.timeout_s:g} s"
             raise KVPlanError("PEER", action, expected=expected, got="nothing")

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import time
-import uuid
 from base64 import b64encode
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from secrets import token_hex
+from functools import partial
 from typing import Any
 
 from sglang.srt.disaggregation.base import BaseKVSender, KVPoll
@@ -19,6 +16,8 @@ from sglang.srt.utils.network import get_local_ip_auto
 from kvplan import KVPlanError
 from kvplan.connector import Handoff, Leases, Listener, Source
 from kvplan.connector.access import TOKEN_BYTES, is_loopback
+from kvplan.connector.background import Background
+from kvplan.connector.system import SYSTEM, System
 from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.bootstrap import RETRY_S, publish, withdraw
 from kvplan_nixl.sglang.prompt import prompt_of
@@ -32,13 +31,17 @@ class PrefillRank(Rank):
     """
 
     def __init__(
-        self, memory: RankMemory, gather: Callable[[Any], list[Any]], settings: Settings
+        self,
+        memory: RankMemory,
+        gather: Callable[[Any], list[Any]],
+        settings: Settings,
+        system: System = SYSTEM,
     ) -> None:
-        super().__init__(memory)
+        super().__init__(memory, system)
         executor = memory.executor
         # Readers get the offers of all ranks from the first one.
         offers: list[bytes] = gather(executor.envelope())
-        self.leases = Leases(settings.lease_s)
+        self.leases = Leases(settings.lease_s, system.monotonic, system.token_hex)
         self.listener: Listener | None = None
         if memory.is_first:
             engine_id = memory.info.engine_id
@@ -51,14 +54,15 @@ class PrefillRank(Rank):
                 port=settings.port,
                 bind=settings.bind or host,
                 access=memory.access,
+                system=system,
             )
         sources: list[Source] = gather(self.listener and self.listener.source)
         self.source = sources[0]
         # of the rooms of all stages
-        owners: list[str] = gather(token_hex(TOKEN_BYTES))
+        owners: list[str] = gather(system.token_hex(TOKEN_BYTES))
         self.owner = owners[0]
         # Requests are published in the background, one after the other.
-        self.publisher = ThreadPoolExecutor(1, "kvplan publish")
+        self.publisher = Background("kvplan publish", 1, system)
         self._num_refused = 0
 
     def is_written(self, room: int) -> bool:
@@ -108,7 +112,7 @@ class Sender(BaseKVSender):
         self._rank: PrefillRank = mgr.rank
         self._address = bootstrap_addr
         self._room = bootstrap_room
-        self._name = f"{bootstrap_room} {uuid.uuid4().hex}"  # a room may be used again
+        self._name = self._rank.name_of(bootstrap_room)
         self._pages: list[int] = []
         self._num_tokens = 0
         self._is_sent = False
@@ -116,12 +120,13 @@ class Sender(BaseKVSender):
         self._is_published = False
         self._result: Any = None
         self._error: Exception = RuntimeError("aborted")
+        self._has_room = False
         try:
             self._rank.open_room(bootstrap_room)
+            self._has_room = True
         except KVPlanError as error:
             self._error = error
             self._result = KVPoll.Failed
-        self._is_refused = self._result is not None
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Take the number of pages to come, and the index of the request's row of metadata."""
@@ -151,8 +156,8 @@ class Sender(BaseKVSender):
             lease = rank.leases.grant(self._name)
         if rank.memory.is_first_of_stage:
             entry = self._entry(lease, state_indices or [])
-            until = time.monotonic() + rank.leases.lease_s
-            rank.publisher.submit(self._publish, entry, until)
+            until = rank.system.monotonic() + rank.leases.lease_s
+            rank.publisher.begin(partial(self._publish, entry, until))
 
     def _entry(self, lease: str, state_ids: list[Any]) -> dict[str, Any]:
         """Return what decode has to know of this stage's part of the request."""
@@ -176,7 +181,8 @@ class Sender(BaseKVSender):
     def _publish(self, entry: Any, until: float) -> None:
         """Publish the request, again and again while its pages are kept."""
         memory = self._rank.memory
-        while time.monotonic() < until:
+        system = self._rank.system
+        while system.monotonic() < until:
             try:
                 publish(
                     self._address,
@@ -186,10 +192,11 @@ class Sender(BaseKVSender):
                     memory.num_stages,
                     owner=self._rank.owner,
                     access=memory.access,
+                    system=system,
                 )
             except KVPlanError as error:
                 logger.warning("request %s is not published yet: %s", self._room, error)
-                time.sleep(RETRY_S)
+                system.sleep(RETRY_S)
             else:
                 self._is_published = True
                 return
@@ -208,6 +215,7 @@ class Sender(BaseKVSender):
                 memory.num_stages,
                 attempt=self.req.rid,
                 access=memory.access,
+                system=self._rank.system,
             )
         except KVPlanError as error:
             logger.warning("request %s is not withdrawn: %s", self._room, error)
@@ -227,21 +235,28 @@ class Sender(BaseKVSender):
     poll_pp_consensus = poll
 
     def abort(self) -> None:
-        """Give the request up; once it is published, when its reader is done."""
+        """Give the request up; once it is published, when its reader is done.
+
+        SGLang may forget one that is not sent, and call nothing more.
+        """
         self._is_aborted = True
         if not self._is_sent:
             self._result = KVPoll.Failed
+            self.clear()
 
     def clear(self) -> None:
         """Let another request have the room."""
-        if not self._is_refused:
-            self._rank.close_room(self._room)
+        if not self._has_room:
+            return
+        self._has_room = False
+        self._rank.close_room(self._room)
         if self._is_sent and self._rank.memory.is_first_of_stage:
             # after the request is published, on the same thread
-            self._rank.publisher.submit(self._withdraw)
+            self._rank.publisher.begin(self._withdraw)
 
     def failure_exception(self) -> None:
-        """Raise the reason why the request has failed."""
+        """Raise the reason why the request has failed. SGLang clears only those that are right."""
+        self.clear()
         raise self._error
 
     def get_transfer_metric(self) -> KVTransferMetric:

@@ -6,7 +6,6 @@ A request of SGLang is in a *room*, a number that it has in both engines.
 from __future__ import annotations
 
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -18,6 +17,8 @@ import torch
 from kvplan import Blocks, KVPlanError
 from kvplan.bridges import RankInfo
 from kvplan.connector import Access
+from kvplan.connector.access import TOKEN_BYTES
+from kvplan.connector.system import System
 from kvplan_nixl import NixlExecutor
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -116,11 +117,16 @@ class Rank(ABC):
     which it was read or lent. Each request takes out its own.
     """
 
-    def __init__(self, memory: RankMemory) -> None:
+    def __init__(self, memory: RankMemory, system: System) -> None:
         self.memory = memory
+        self.system = system
         self.ended: dict[str, KVPlanError | None] = {}
         self._open_rooms: set[int] = set()
         self._polled_at = 0.0
+
+    def name_of(self, room: int) -> str:
+        """Return a name for a request in a room, which may be used again."""
+        return f"{room} {self.system.token_hex(TOKEN_BYTES)}"
 
     def open_room(self, room: int) -> None:
         """Refuse a room that another request has now. Raises ``NAME``.
@@ -143,7 +149,7 @@ class Rank(ABC):
 
     def poll(self) -> None:
         """Note which requests have ended, if that was not done just now."""
-        now = time.monotonic()
+        now = self.system.monotonic()
         if now - self._polled_at >= MIN_POLL_S:
             self._polled_at = now
             self._note_ended()

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import takewhile
-from typing import Any, Final
+from typing import Any
 
 import attrs
 from vllm.config import VllmConfig
@@ -38,19 +37,14 @@ from kvplan_nixl.vllm.description import (
     check_kinds,
     first_attended,
     frees_blocks,
-    groups_of,
-    is_state,
     prompt_of,
-    tokens_per_table_block,
 )
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import KvplanStats
 from kvplan_nixl.vllm.settings import ConnectorSettings
+from kvplan_nixl.vllm.tables import BlockTables
 
 logger = init_logger(f"vllm.{__name__}")
-
-NULL_BLOCK: Final = 0
-"""The id of vLLM's null block."""
 
 
 @attrs.define(eq=False)
@@ -105,13 +99,8 @@ class Scheduler:
         self._system = system
         self._access = settings.access()
         self._caches_prefixes = bool(config.cache_config.enable_prefix_caching)
-        self._groups = groups_of(cache)
-        self._caches = {name: cache.kv_cache_groups[i] for name, i in self._groups.items()}
-        self._block_sizes = {
-            name: tokens_per_table_block(group, config) for name, group in self._caches.items()
-        }
-        self._states = {name for name, group in self._caches.items() if is_state(group)}
-        self._stops_short = any(frees_blocks(group) for group in self._caches.values())
+        self._tables = BlockTables(config, cache)
+        self._stops_short = any(frees_blocks(group) for group in self._tables.groups.values())
         self._drafts_know_next = config.num_prefill_lookahead_tokens > 0
         self._vocabulary = range(config.model_config.get_vocab_size())
         # the slots after the last position must stay zero if the engine needs them so
@@ -248,7 +237,7 @@ class Scheduler:
     def _gap(self, handoff: Handoff, tokens: Range) -> KVPlanError | None:
         """Return why a handoff lacks what positions after ``tokens`` need, None if it does not."""
         first, stop = tokens
-        if self._states and first < stop != handoff.num_tokens:
+        if self._tables.states and first < stop != handoff.num_tokens:
             return KVPlanError(
                 "TOKENS",
                 f"read {handoff.lease!r} from {handoff.source}",
@@ -259,7 +248,7 @@ class Scheduler:
                 num_tokens=handoff.num_tokens,
             )
         try:
-            for group in self._groups.keys() - self._states:
+            for group in self._tables.indices.keys() - self._tables.states:
                 self._whole_blocks(group, tokens, first, handoff)
         except KVPlanError as error:
             return error
@@ -300,12 +289,12 @@ class Scheduler:
         gap = self._gap(handoff, (reading.num_cached, stop))
         if gap is not None:
             raise gap
-        local = self._tables(blocks.get_block_ids())
+        local = self._tables.of_ids(blocks.get_block_ids())
         positions = dict[str, WholeBlocks]()
-        for group in self._groups.keys() - self._states:
+        for group in self._tables.indices.keys() - self._tables.states:
             # A group may have cached less than others.
-            first = min(reading.num_cached, self._first_uncached(group, blocks))
-            listed = self._first_listed(group, local[group])
+            first = min(reading.num_cached, self._tables.first_uncached(group, blocks))
+            listed = self._tables.first_listed(group, local[group])
             whole = self._whole_blocks(group, (first, stop), listed, handoff)
             positions[group] = whole
             # The source may lack the beginning of a group's first block here.
@@ -326,22 +315,14 @@ class Scheduler:
         self, group: str, tokens: Range, listed: int, handoff: Handoff
     ) -> WholeBlocks:
         """Return the positions of a group that are read, from ``listed`` on if they are kept."""
-        cache = self._caches[group]
+        cache = self._tables.groups[group]
         return whole_blocks(
             tokens,
             attended=first_attended(cache, tokens[1]),
-            tokens_per_block=self._block_sizes[group],
+            tokens_per_block=self._tables.block_sizes[group],
             listed=listed,
             kept=handoff.kept.get(group, 0),
         )
-
-    def _first_uncached(self, group: str, blocks: KVCacheBlocks) -> int:
-        """Return the position from which on a group's blocks are not from the prefix cache."""
-        cached = takewhile(
-            lambda block: block.is_null or block.block_hash is not None,
-            blocks.blocks[self._groups[group]],
-        )
-        return len([*cached]) * self._block_sizes[group]
 
     def _leave_uncached(self, request: str, group: str, whole: WholeBlocks) -> None:
         """Keep a block that is read in part out of the prefix cache.
@@ -362,22 +343,11 @@ class Scheduler:
             )
         if not self._caches_prefixes:
             return
-        manager = self._managers[self._groups[group]]
+        manager = self._managers[self._tables.indices[group]]
         # vLLM caches a request's blocks from this ordinal on, and takes earlier ones for cached.
         num_blocks = whole.first_whole // manager.block_size
         num_cached = manager.num_cached_block.get(request, 0)
         manager.num_cached_block[request] = max(num_cached, num_blocks)
-
-    def _tables(self, ids: Sequence[Sequence[int]]) -> dict[str, Blocks]:
-        """Return block tables by group.
-
-        Of states only the last one counts, that of the last token computed.
-        """
-        tables = {}
-        for group, index in self._groups.items():
-            block_ids = ids[index][-1:] if group in self._states else ids[index]
-            tables[group] = Blocks([*block_ids], null=NULL_BLOCK)
-        return tables
 
     def _end_claim(self, request: str) -> None:
         """End the claim of a request that is read, or will not be."""
@@ -415,12 +385,12 @@ class Scheduler:
         num_in_flight = request.num_in_flight_tokens
         num_tokens = min(request.num_computed_tokens - num_in_flight, request.num_tokens)
         # A state that has passed the last position is that of no prompt.
-        if self._states and num_tokens < request.num_computed_tokens:
+        if self._tables.states and num_tokens < request.num_computed_tokens:
             return None
-        tables = self._tables(ids)
+        tables = self._tables.of_ids(ids)
         kept = dict[str, int]()
-        for group in self._groups.keys() - self._states:
-            first_listed = self._first_listed(group, tables[group])
+        for group in self._tables.indices.keys() - self._tables.states:
+            first_listed = self._tables.first_listed(group, tables[group])
             kept[group] = max(first_listed, read_from.get(group, 0))
         # The next turn of a conversation comes when its user has read the answer.
         first_s = None if is_computed else self._settings.decoder_kv_blocks_ttl
@@ -440,18 +410,6 @@ class Scheduler:
         )
         flags = {"do_remote_prefill": is_computed, "do_remote_decode": not is_computed}
         return {**flags, **handoff.params(self._access.key)}
-
-    def _first_listed(self, group: str, blocks: Blocks) -> int:
-        """Return the position from which on a group has all blocks of a request."""
-        # the index of the last block before each gap
-        gaps = (blocks.ordinals[1:] - blocks.ordinals[:-1] > 1).nonzero()[0]
-        if not blocks.ids.size:
-            first_block = blocks.listed[1]
-        elif gaps.size:
-            first_block = int(blocks.ordinals[gaps[-1] + 1])
-        else:
-            first_block = blocks.first
-        return first_block * self._block_sizes[group]
 
     def take_step(self) -> KvplanMetadata:
         """Return the work of the workers in this step."""

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -16,12 +15,13 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvplan_nixl.vllm.base import BlockConnector
 from kvplan_nixl.vllm.store_scheduler import (
-    KvplanStoreHandshake,
     KvplanStoreMetadata,
+    KvplanStoreWorkerMetadata,
     StoreScheduler,
 )
 from kvplan_nixl.vllm.store_settings import check_store_engine, store_settings_of
@@ -53,18 +53,16 @@ class KvplanStore(BlockConnector):
 
     # In the scheduler
 
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        values = metadata.values()
-        offers = [value.offer for value in values if isinstance(value, KvplanStoreHandshake)]
-        self._scheduler.set_offers(offers)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, KvplanStoreWorkerMetadata):
+            self._scheduler.set_offers(metadata.offers)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         num_tokens = self._scheduler.count_tokens_to_load(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -84,8 +82,8 @@ class KvplanStore(BlockConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        return KvplanStoreHandshake(self._worker.offer)
+    def build_connector_worker_meta(self) -> KvplanStoreWorkerMetadata | None:
+        return self._worker.take_offer()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._get_connector_metadata()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import attrs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
 )
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -18,21 +19,26 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, KVPlanError, decode
 from kvplan.describe.blocks import Range
-from kvplan.store import Chain, FileBackend, StoreReader, find
+from kvplan.store import Attended, Chain, FileBackend, StoreReader, find
 from kvplan_nixl.settings import StoreSettings
-from kvplan_nixl.vllm.description import facts_of, groups_of
+from kvplan_nixl.vllm.description import facts_of, first_attended, frees_blocks
+from kvplan_nixl.vllm.tables import BlockTables
 
 logger = init_logger(f"vllm.{__name__}")
 
 
 @attrs.frozen
 class StoreJob:
-    """What all workers do for one request: load, or save, positions of its blocks, by group."""
+    """What all workers do for one request: load, or save, positions of its blocks, by group.
+
+    The positions end at ``stop``, or before it.
+    """
 
     request: str
     chain: Chain
     tables: dict[str, Blocks]
-    positions: Range
+    positions: dict[str, Range]
+    stop: int
 
 
 @dataclass
@@ -44,16 +50,26 @@ class KvplanStoreMetadata(KVConnectorMetadata):
 
 
 @dataclass
-class KvplanStoreHandshake(KVConnectorHandshakeMetadata):
-    """The offer of one worker, by which the scheduler knows what that can load."""
+class KvplanStoreWorkerMetadata(KVConnectorWorkerMetadata):
+    """The offers of workers, which send them once, in their first step.
 
-    offer: bytes
+    They tell the scheduler what the workers can load. A handshake would tell it before, but other
+    connectors of a MultiConnector have that.
+    """
+
+    offers: list[bytes]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KvplanStoreWorkerMetadata:
+        assert isinstance(other, KvplanStoreWorkerMetadata)
+        self.offers.extend(other.offers)
+        return self
 
 
 class StoreScheduler:
     """Finds the longest prefix of each request that all workers can load.
 
-    A finished request is saved with its answer. Its blocks stay until all workers have done so.
+    A finished request is saved with its answer. Its blocks stay until all workers have done so. Of
+    a window it still has the last blocks, and of states the last one.
     """
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig, settings: StoreSettings) -> None:
@@ -61,7 +77,15 @@ class StoreScheduler:
         self._settings = settings
         self._saves = config.kv_transfer_config.is_kv_producer
         self._loads = config.kv_transfer_config.is_kv_consumer
-        self._groups = groups_of(cache)
+        self._tables = BlockTables(config, cache)
+        groups = self._tables.groups
+        # a block of a window is loaded whole, since vLLM may share it as a whole
+        self._attended: dict[str, Attended] = {
+            name: partial(self._first_needed, name)
+            for name, group in groups.items()
+            if name not in self._tables.states and frees_blocks(group)
+        }
+        self._frees_blocks = any(frees_blocks(group) for group in groups.values())
         self._backend = FileBackend(settings.folder)
         self._readers: list[StoreReader] = []
         self._num_cached: dict[str, int] = {}
@@ -72,8 +96,14 @@ class StoreScheduler:
         """Take the offers of all workers."""
         size = self._settings.tokens_per_page
         self._readers = [
-            StoreReader(self._backend, decode(offer), tokens_per_page=size) for offer in offers
+            StoreReader(self._backend, decode(offer), tokens_per_page=size, attended=self._attended)
+            for offer in offers
         ]
+
+    def _first_needed(self, group: str, position: int) -> int:
+        """Return the start of the first block to which the token at a position attends."""
+        first = first_attended(self._tables.groups[group], position)
+        return first - first % self._tables.block_sizes[group]
 
     def _chain(self, request: Request, num_tokens: int) -> Chain | None:
         """Return the keys of a request's first positions, ``None`` if tokens do not say them."""
@@ -81,15 +111,21 @@ class StoreScheduler:
             return None
         return self._readers[0].chain(request._all_token_ids[:num_tokens], facts_of(request))
 
-    def count_tokens_to_load(self, request: Request, num_cached: int) -> int:
+    def count_tokens_to_load(self, request: Request, num_cached: int) -> int | None:
         """Return the number of positions to load after the first ``num_cached`` of a request.
 
-        A request is loaded once. Nothing is if the store fails, and the request is computed.
+        A request is loaded once. Nothing is if the store fails, and the request is computed. It is
+        ``None``, and vLLM asks again, until the workers have said what they can load.
         """
         if not self._loads or request.request_id in self._begun:
             return 0
+        if not self._readers:
+            return None
         # the prompt alone: nothing is known of the answer
-        chain = self._chain(request, request.num_prompt_tokens)
+        num_tokens = int(request.num_prompt_tokens)
+        # The engine computes the last token of a prompt, for the first one of the answer. What is
+        # before it has another window, and another state.
+        chain = self._chain(request, num_tokens - self._frees_blocks)
         if chain is None:
             return 0
         try:
@@ -98,8 +134,7 @@ class StoreScheduler:
             logger.warning("nothing is loaded of request %r: %s", request.request_id, error)
             return 0
         self._num_cached[request.request_id] = num_cached
-        # the engine computes the last token of a prompt, for the first one of the answer
-        return max(0, min(stop, int(request.num_prompt_tokens) - 1) - num_cached)
+        return max(0, min(stop, num_tokens - 1) - num_cached)
 
     def begin_load(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """Load ``num_tokens`` positions of a request into its blocks."""
@@ -108,12 +143,16 @@ class StoreScheduler:
         if chain is None:
             return
         self._begun.add(request.request_id)
-        positions = (num_cached, num_cached + num_tokens)
-        tables = self._tables(blocks.get_block_ids())
-        self._step.loads.append(StoreJob(request.request_id, chain, tables, positions))
-
-    def _tables(self, ids: Sequence[Sequence[int]]) -> dict[str, Blocks]:
-        return {group: Blocks([*ids[index]]) for group, index in self._groups.items()}
+        stop = num_cached + num_tokens
+        positions = {}
+        for group in self._tables.indices:
+            # a group may have cached less than others
+            start = min(num_cached, self._tables.first_uncached(group, blocks))
+            if group in self._attended:
+                start = max(start, self._attended[group](stop))
+            positions[group] = (stop if group in self._tables.states else min(start, stop), stop)
+        tables = self._tables.of_ids(blocks.get_block_ids())
+        self._step.loads.append(StoreJob(request.request_id, chain, tables, positions, stop))
 
     def begin_save(self, request: Request, ids: Sequence[Sequence[int]]) -> bool:
         """Save a finished request, and return whether its blocks stay until that is done."""
@@ -127,12 +166,22 @@ class StoreScheduler:
             return False
         # a step under way writes the positions of tokens that may not be the request's
         num_computed = request.num_computed_tokens - request.num_in_flight_tokens
-        chain = self._chain(request, min(num_computed, request.num_tokens))
+        num_tokens = min(num_computed, request.num_tokens)
+        chain = self._chain(request, num_tokens)
         # what is shorter than a page has no key
         if chain is None or not chain.keys:
             return False
-        positions = (0, chain.num_tokens)
-        self._step.saves.append(StoreJob(request.request_id, chain, self._tables(ids), positions))
+        tables = self._tables.of_ids(ids)
+        positions = {}
+        for group in self._tables.indices.keys() - self._tables.states:
+            first = self._tables.first_listed(group, tables[group])
+            positions[group] = (min(first, chain.num_tokens), chain.num_tokens)
+        # a state has a key where a page ends, if no later token has gone into it
+        if request.num_computed_tokens == chain.num_tokens == num_tokens:
+            for group in self._tables.states:
+                positions[group] = (num_tokens, num_tokens)
+        job = StoreJob(request.request_id, chain, tables, positions, chain.num_tokens)
+        self._step.saves.append(job)
         return True
 
     def take_step(self) -> KvplanStoreMetadata:

@@ -6,12 +6,12 @@ from typing import Any
 
 import attrs
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan.errors import KVPlanError
 from kvplan_nixl.executor import UCX, Backends
 from kvplan_nixl.settings import StoreSettings, backends_of, setting
-from kvplan_nixl.vllm.description import check_kinds, specs_of
+from kvplan_nixl.vllm.description import check_kinds, is_state
 from kvplan_nixl.vllm.drafts import WITH_CACHE
 from kvplan_nixl.vllm.settings import PLACE, check_engine, check_transfer
 
@@ -50,18 +50,18 @@ def check_store_engine(config: VllmConfig, cache: KVCacheConfig) -> None:
     """
     check_engine(config)
     check_kinds(cache)
-    for group in cache.transfer_groups:
-        for spec in specs_of(group):
-            # whose layers attend to all positions, so that any prefix is a prefix
-            if not isinstance(spec, FullAttentionSpec):
-                got = type(spec).__name__
-                raise KVPlanError(
-                    "LAYOUT", "store a cache of vLLM", expected="FullAttentionSpec", got=got
-                )
     speculative: Any = config.speculative_config
     # what drafts cache at a page's last position may depend on the next token, which no key has
     if speculative is not None and speculative.method in WITH_CACHE:
         expected = "no drafts that have a cache"
+        raise _refusal("speculative_config", expected, f"{speculative.method}")
+    has_states = any(is_state(group) for group in cache.transfer_groups)
+    # A prefix cache keeps states in blocks of its own, and drafts keep several of them.
+    if has_states and config.cache_config.mamba_cache_mode != "none":
+        expected = "none, for a model with states"
+        raise _refusal("mamba_cache_mode", expected, config.cache_config.mamba_cache_mode)
+    if has_states and speculative is not None:
+        expected = "none, for a model with states"
         raise _refusal("speculative_config", expected, f"{speculative.method}")
     if config.parallel_config.prefill_context_parallel_size > 1:
         raise _refusal("prefill_context_parallel_size", "1", "more")

@@ -18,7 +18,11 @@ from kvplan.store import FileBackend, MemoryMover, Mover, StoreClient
 from kvplan_nixl.executor import NixlExecutor
 from kvplan_nixl.mover import NixlMover
 from kvplan_nixl.vllm.description import worker_of
-from kvplan_nixl.vllm.store_scheduler import KvplanStoreMetadata, StoreJob
+from kvplan_nixl.vllm.store_scheduler import (
+    KvplanStoreMetadata,
+    KvplanStoreWorkerMetadata,
+    StoreJob,
+)
 from kvplan_nixl.vllm.store_settings import VllmStoreSettings
 
 logger = init_logger(f"vllm.{__name__}")
@@ -41,6 +45,7 @@ class StoreWorker:
         self._executor: NixlExecutor | None = None
         self._jobs: PriorityQueue[tuple[int, int, StoreJob | None]] = PriorityQueue()
         self._num_jobs = 0
+        self._has_sent_offer = False
         self._lock = threading.Lock()
         self._results = KVConnectorTransferResults()
         self._thread = threading.Thread(target=self._run, name="kvplan store", daemon=True)
@@ -63,10 +68,12 @@ class StoreWorker:
         self._thread.start()
         logger.info("%s keeps pages in %s", worker, self._settings.folder)
 
-    @property
-    def offer(self) -> bytes:
-        """The offer of the worker."""
-        return encode(self._client.worker)
+    def take_offer(self) -> KvplanStoreWorkerMetadata | None:
+        """Return the offer of the worker once, for the scheduler."""
+        if self._has_sent_offer:
+            return None
+        self._has_sent_offer = True
+        return KvplanStoreWorkerMetadata([encode(self._client.worker)])
 
     def begin(self, step: KvplanStoreMetadata) -> None:
         """Take the work of a step."""
@@ -101,10 +108,10 @@ class StoreWorker:
         # a pipeline stage may lack some groups
         groups = {group.name for group in client.groups}
         tables = {group: table for group, table in job.tables.items() if group in groups}
-        positions = dict.fromkeys(tables, job.positions)
+        positions = {group: span for group, span in job.positions.items() if group in groups}
         if priority == SAVE:
             num_saved = client.save(job.chain, tables, positions)
-            client.use(job.chain, job.chain.num_tokens)
+            client.use(job.chain, job.stop)
             logger.debug("request %r: %d new pages", job.request, num_saved)
             return
         try:
@@ -114,7 +121,7 @@ class StoreWorker:
             with self._lock:
                 self._results.failed_recving.add(job.request)
         else:
-            client.use(job.chain, job.positions[1])
+            client.use(job.chain, job.stop)
 
     def results(self) -> KVConnectorTransferResults:
         """Return the requests that have ended since the last step."""

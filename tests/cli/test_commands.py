@@ -11,6 +11,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -28,6 +29,7 @@ from kvplan.models.layouts import KV_FORMS, LETTERS, ORDERS
 from kvplan.verification import Report
 from tests.conftest import Cli
 from tests.engines.pairs import PAIRS
+from tests.pages import ROOT
 from tests.small import engine
 
 VERIFY = ("verify", "qwen3-0.6b", "--tokens", "40")
@@ -556,3 +558,14 @@ def test_an_interrupt_of_the_imports_is_a_status(cli: Cli, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
     run = cli("demo")
     assert (run.status, run.out, run.err) == (130, "", "")
+
+
+def test_an_interrupt_of_the_first_import_is_a_status(tmp_path: Path) -> None:
+    """What is installed as ``kvplan`` imports kvplan, and with it numpy, where a ^C prints no traceback either."""
+    (tmp_path / "numpy.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    program = "import sys, kvplan_command; sys.exit(kvplan_command.main())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"kvplan": "kvplan_command:main"}

@@ -169,6 +169,15 @@ def test_a_side_that_names_an_engine_has_its_defaults(cli: Cli) -> None:
     assert (first, second) == ("vLLM 0.33 runs src", "SGLang 0.5.23 runs dst")
 
 
+def test_a_side_names_one_engine_anywhere(cli: Cli) -> None:
+    """Its place does not matter, and there is no second one."""
+    first = cli("verify", "phi-4", "--layers", "1", "--src", "vllm,tp=2").out
+    assert cli("verify", "phi-4", "--layers", "1", "--src", "tp=2,vllm").out == first
+    assert cli("verify", "phi-4", "--src", "vllm,sglang").err.startswith(
+        "NAME: cannot read a side\n  got vllm and sglang"
+    )
+
+
 def test_engines_that_nobody_names_say_nothing(cli: Cli) -> None:
     """A side without a name is judged by the engine of the other side; without any name there is no judge."""
     run = cli("verify", "phi-4", "--layers", "1", "--src", "vllm,tp=4")

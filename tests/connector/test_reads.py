@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, cast
 
 import attrs
@@ -28,6 +29,7 @@ from kvplan.connector import (
     Source,
     attended,
 )
+from kvplan.connector.background import Background
 from kvplan.connector.digest_requests import DigestRequest
 from kvplan.connector.reads import ASK_S, POST_S
 from kvplan.connector.system import System
@@ -1025,3 +1027,26 @@ def test_exactly_the_positions_of_the_range_arrive(
             for position in range(stop if to_block_end else -(-stop // ours) * ours):
                 expected = position + 1 if low <= position < high else 0
                 assert (memory[tables[ours][position // ours], :, :, position % ours] == expected).all()
+
+
+def test_work_in_the_background_comes_in_order() -> None:
+    """On at most so many threads, of which none stays; an error is its own work's."""
+    begun, held = list[int](), threading.Event()
+    background = Background("kvplan test", 2)
+
+    def run(number: int) -> float:
+        begun.append(number)
+        held.wait(10)
+        return 6 / number
+
+    results = [background.begin(partial(run, number)) for number in (3, 2, 0, 1)]
+    while len(begun) < 2:
+        time.sleep(0.001)
+    assert begun == [3, 2]
+    held.set()
+    assert isinstance(results[2].exception(10), ZeroDivisionError)
+    assert [results[index].result(10) for index in (0, 1, 3)] == [2, 3, 6]
+    assert sorted(begun[2:]) == [0, 1]
+    while any(thread.name == "kvplan test" for thread in threading.enumerate()):
+        time.sleep(0.001)
+    assert background.begin(partial(run, 6)).result(10) == 1

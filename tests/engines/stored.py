@@ -1,5 +1,7 @@
 """Judges stores: ``python -m tests.engines.stored [ROW ...]``. An engine saves and is killed, another engine loads.
 
+The other one is asked what follows each answer: a conversation's next turn, whose prompt has the first turn and more.
+
 Answers must be those of the engine that saved, which computed everything, and the engine must count the cached tokens.
 The control has a store with the same pages of zeros: its answers differ, so that the bytes of pages matter.
 """
@@ -16,29 +18,54 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvplan.store import FileBackend, read_file
 from kvplan.store.pages import pack
-from tests.engines.__main__ import ENGINE, FOLDER
+from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER
 from tests.engines.models import VOCABULARY, build
 from tests.engines.process import TIMEOUT_S, Engine, free_port
 from tests.engines.sglang_judge import SglangEngine, Side
-
-ROWS: dict[str, tuple[str, Side, Side]] = {
-    "blocks 32 to 64": ("llama", Side("vllm", 32), Side("vllm", 64)),
-    "TP 1 to 2": ("llama", Side("vllm", 32), Side("vllm", 64, tp=2)),
-    "TP 2 to 1": ("llama", Side("vllm", 64, tp=2), Side("vllm", 32)),
-    "latents": ("deepseek-v3", Side("vllm", 32), Side("vllm", 64)),
-    "vLLM 32 to SGLang 16": ("llama", Side("vllm", 32), Side("sglang", 16)),
-    "SGLang 16 to vLLM 32": ("llama", Side("sglang", 16), Side("vllm", 32)),
-    "SGLang 16 to 64, TP 2 to 1": ("llama", Side("sglang", 16, tp=2), Side("sglang", 64)),
-}
-"""A model, the engine that saves, and the one that loads."""
+from tests.engines.trials import ASK, offered
 
 LENGTHS = (70, 130, 200)
 MAX_TOKENS = 12
 PAGE = 64
+ENDS_OF_PAGES = tuple(number * PAGE - MAX_TOKENS + 1 for number in (1, 2, 3))
+"""Lengths of prompts whose answers end where a page does, but for the last token, which no cache has."""
+
+ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+
+CONVERSATION = "a conversation"
+BESIDE = "beside KvplanConnector"
+
+TURNS = (Side("vllm", 32), Side("sglang", 16), Side("vllm", 64, tp=2), Side("vllm", 32))
+"""The engines that answer the turns of a conversation. Each is killed after its turn."""
+
+
+class Row(NamedTuple):
+    """A model, the engine that saves and the one that loads, the lengths of prompts, and the adapter of requests."""
+
+    model: str
+    saves: Side
+    loads: Side
+    lengths: tuple[int, ...] = LENGTHS
+    adapter: str = ""
+
+
+ROWS = {
+    "blocks 32 to 64": Row("llama", Side("vllm", 32), Side("vllm", 64)),
+    "TP 1 to 2": Row("llama", Side("vllm", 32), Side("vllm", 64, tp=2)),
+    "TP 2 to 1": Row("llama", Side("vllm", 64, tp=2), Side("vllm", 32)),
+    "latents": Row("deepseek-v3", Side("vllm", 32), Side("vllm", 64)),
+    "windows": Row("gemma-3", Side("vllm", 64), Side("vllm", 32)),
+    "states, TP 1 to 2": Row("granite-hybrid", Side("vllm", 32), Side("vllm", 32, tp=2), ENDS_OF_PAGES),
+    "adapters": Row("llama", Side("vllm", 32, more=ADAPTERS), Side("vllm", 64, more=ADAPTERS), adapter="1"),
+    "vLLM 32 to SGLang 16": Row("llama", Side("vllm", 32), Side("sglang", 16)),
+    "SGLang 16 to vLLM 32": Row("llama", Side("sglang", 16), Side("vllm", 32)),
+    "SGLang 16 to 64, TP 2 to 1": Row("llama", Side("sglang", 16, tp=2), Side("sglang", 64)),
+}
 
 
 def start(model: str, side: Side, store: Path, name: str) -> Engine:
@@ -123,8 +150,10 @@ def saved(engine: Engine, store: Path, num_pages: int) -> None:
 
     vLLM holds blocks until they are saved. SGLang does not say it: all pages have the same number of files then.
     """
-    while not isinstance(engine, SglangEngine) and engine.held()[0]:
-        pass
+    if not isinstance(engine, SglangEngine):
+        while engine.held()[0]:
+            pass
+        return
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         num_files = Counter(entry.page for entry in FileBackend(store).entries())
@@ -139,40 +168,121 @@ def forget(engine: Engine) -> None:
         pass
 
 
-def judge(row: str) -> str:
+def judge(name: str) -> str:
     """What came of a row."""
-    model, saves, loads = ROWS[row]
-    rng = random.Random(row)
-    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
-    num_pages = sum((length + MAX_TOKENS - 1) // PAGE for length in LENGTHS)
+    row = ROWS[name]
+    rng = random.Random(name)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in row.lengths]
+    mark = {"adapter": row.adapter} if row.adapter else {}
     with TemporaryDirectory() as temporary:
         store = Path(temporary) / "kv"
-        with closing_engine(start(model, saves, store, "saves")) as writer:
-            computed = answers(writer, prompts)
-            saved(writer, store, num_pages)
-        with closing_engine(start(model, loads, store, "loads")) as reader:
-            loaded = answers(reader, prompts)
-            salted = answers(reader, prompts, salt="blue")
-            saved(reader, store, 2 * num_pages)
+        with closing_engine(start(row.model, row.saves, store, "saves")) as writer:
+            answered = answers(writer, prompts, **mark)
+            saved(writer, store, num_pages(prompts))
+            # what is asked next, computed by the engine that saves, with nothing of the store
+            asked = [[*prompt, *answer, *prompt[:9]] for prompt, (answer, _) in zip(prompts, answered, strict=True)]
+            computed = answers(writer, asked, salt="computed", **mark)
+            saved(writer, store, num_pages(prompts) + num_pages(asked))
+        with closing_engine(start(row.model, row.loads, store, "loads")) as reader:
+            loaded = answers(reader, asked, **mark)
+            others = {"salt": answers(reader, asked, salt="blue", **mark)}
+            if row.adapter:
+                others["adapter"] = answers(reader, asked, adapter="2")
+            saved(reader, store, num_pages(prompts) + 2 * num_pages(asked))
             forget(reader)
             blank(store)
-            blanked = answers(reader, prompts)
+            blanked = answers(reader, asked, **mark)
             forget(reader)
             damage(store)
-            damaged = answers(reader, prompts)
+            damaged = answers(reader, asked, **mark)
     tokens = [answer for answer, _ in computed]
     findings = {
+        "nothing computed is cached": not any(cached for _, cached in [*answered, *computed]),
         "same tokens": [answer for answer, _ in loaded] == tokens,
-        "hits": [cached for _, cached in loaded] == [length // PAGE * PAGE for length in LENGTHS],
-        "another salt: same tokens": [answer for answer, _ in salted] == tokens,
-        "another salt: no hits": not any(cached for _, cached in salted),
+        "hits": [cached for _, cached in loaded]
+        == [(length + MAX_TOKENS - 1) // PAGE * PAGE for length in row.lengths],
+        "another salt: same tokens": [answer for answer, _ in others["salt"]] == tokens,
+        "another salt or adapter: no hits": not any(cached for found in others.values() for _, cached in found),
         "pages of zeros: other tokens": all(a != b for (a, _), b in zip(blanked, tokens, strict=True)),
         "damaged pages: same tokens": [answer for answer, _ in damaged][1:] == tokens[1:],
         "damaged pages: no hits": not any(cached for _, cached in damaged[1:]),
     }
+    if row.adapter:
+        findings["another adapter: other tokens"] = all(
+            a != b for (a, _), b in zip(others["adapter"], tokens, strict=True)
+        )
     wrong = [name for name, is_so in findings.items() if not is_so]
-    cached = [[number for _, number in each] for each in (computed, loaded, salted, blanked, damaged)]
-    return f"{row}: {'right' if not wrong else 'WRONG: ' + ', '.join(wrong)}; cached {cached}"
+    cached = [[number for _, number in each] for each in (computed, loaded, *others.values(), blanked, damaged)]
+    return f"{name}: {'right' if not wrong else 'WRONG: ' + ', '.join(wrong)}; cached {cached}"
+
+
+def converse() -> str:
+    """What came of a conversation that moves between engines, and returns after all have restarted."""
+    rng = random.Random(CONVERSATION)
+    said: list[int] = []
+    wrong, found, pages = [], [], 0
+    with TemporaryDirectory() as temporary:
+        store = Path(temporary) / "kv"
+        for turn, side in enumerate(TURNS):
+            stored = (len(said) - 1) // PAGE * PAGE if said else 0
+            said += [rng.randrange(3, VOCABULARY) for _ in range(70)]
+            with closing_engine(start("llama", side, store, f"turn {turn}")) as engine:
+                ((computed, num_computed),) = answers(engine, [said], salt=f"computed in turn {turn}")
+                ((answer, cached),) = answers(engine, [said])
+                # the pages of a turn, those of the last one apart, and the same with a salt
+                length = (len(said) + MAX_TOKENS - 1) // PAGE
+                pages += 2 * length - stored // PAGE
+                saved(engine, store, pages)
+            found.append(cached)
+            if (answer, num_computed, cached) != (computed, 0, stored):
+                wrong.append(f"turn {turn}")
+            said += answer
+    return f"{CONVERSATION}: {'right' if not wrong else 'WRONG: ' + ', '.join(wrong)}; cached {found}"
+
+
+def beside() -> str:
+    """What came of a store beside a transfer from prefill to decode, both of which save. A third engine loads."""
+    rng = random.Random(BESIDE)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+    with TemporaryDirectory() as temporary:
+        store = Path(temporary) / "kv"
+        kept = vllm(Side("vllm", 32), store)["kv_transfer_config"]
+        sides = []
+        for role in ("kv_producer", "kv_consumer"):
+            transfer = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"connectors": [{**CONNECTORS["kvplan"], "kv_role": role}, kept]},
+            }
+            sides.append(Side("vllm", 32, more={"kv_transfer_config": transfer}))
+        with (
+            closing_engine(start("llama", sides[0], store, "prefill")) as prefill,
+            closing_engine(start("llama", sides[1], store, "decode")) as decode,
+        ):
+            offers = [offered(answer) for answer in prefill.generate(prompts, 1, [ASK] * len(prompts))]
+            answered = [answer.tokens for answer in decode.generate(prompts, MAX_TOKENS, offers)]
+            for engine in (prefill, decode):
+                saved(engine, store, 0)
+        asked = [[*prompt, *answer, *prompt[:9]] for prompt, answer in zip(prompts, answered, strict=True)]
+        with closing_engine(start("llama", sides[1], store, "next")) as reader:
+            loaded = answers(reader, asked)
+            computed = answers(reader, asked, salt="computed")
+            answered_alone = answers(reader, prompts, salt="computed, too")
+    findings = {
+        "same tokens": [answer for answer, _ in loaded] == [answer for answer, _ in computed],
+        "same tokens of decode": answered == [answer for answer, _ in answered_alone],
+        "hits": [cached for _, cached in loaded] == [(length + MAX_TOKENS - 1) // PAGE * PAGE for length in LENGTHS],
+        "no hits": not any(cached for _, cached in [*computed, *answered_alone]),
+    }
+    wrong = [name for name, is_so in findings.items() if not is_so]
+    cached = [cached for _, cached in loaded]
+    return f"{BESIDE}: {'right' if not wrong else 'WRONG: ' + ', '.join(wrong)}; cached {cached}"
+
+
+def num_pages(prompts: list[list[int]]) -> int:
+    """How many pages prompts and their answers have, but for the last token of each."""
+    return sum((len(prompt) + MAX_TOKENS - 1) // PAGE for prompt in prompts)
 
 
 @contextmanager
@@ -186,8 +296,9 @@ def closing_engine(engine: Engine) -> Iterator[Engine]:
 
 def main() -> None:
     """Judges rows."""
-    for row in sys.argv[1:] or ROWS:
-        print(judge(row), flush=True)
+    others = {CONVERSATION: converse, BESIDE: beside}
+    for row in sys.argv[1:] or [*ROWS, *others]:
+        print(others[row]() if row in others else judge(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,28 +19,34 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, KVPlanError, Model, Worker, encode
 from kvplan.store import FileBackend, StoreClient
 from kvplan_nixl.vllm import KvplanStore
-from kvplan_nixl.vllm.store_scheduler import KvplanStoreHandshake
+from kvplan_nixl.vllm.store_scheduler import KvplanStoreWorkerMetadata
 from tests.store.engines import QWEN, EngineWithStore
 
 SIZES = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 FULL, WINDOW = FullAttentionSpec(**SIZES), SlidingWindowSpec(**SIZES, sliding_window=48)
+STATES = MambaSpec(block_size=512, shapes=((3, 8),), dtypes=(torch.float32,), mamba_type="mamba2")
 SINKS = SinkFullAttentionSpec(**SIZES, sink_len=16)
 PROMPT = [*range(100, 300)]
 
 
-def connector(folder: Path, spec: Any = FULL, speculative: Any = None, **transfer: Any) -> KvplanStore:
+def connector(
+    folder: Path, spec: Any = FULL, speculative: Any = None, mode: str = "none", **transfer: Any
+) -> KvplanStore:
     """The scheduler's part of an engine."""
     config = VllmConfig()
     config.model_config = SimpleNamespace(use_mla=False)
     config.speculative_config = speculative
+    config.cache_config.mamba_cache_mode = mode
     extra = {"folder": str(folder), **transfer.pop("extra", {})}
     settings = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", **transfer}
     config.kv_transfer_config = KVTransferConfig(
@@ -59,6 +66,16 @@ def worker_of(model: Model = QWEN) -> Worker:
     return attrs.evolve(worker, groups=groups, views=[attrs.evolve(view, group="group0") for view in worker.views])
 
 
+def blocks_of(ids: Iterable[int], num_cached: int = 0) -> KVCacheBlocks:
+    """A request's blocks, one after each of the ids; the null block is after -1. Some are of the prefix cache."""
+    blocks = []
+    for place, number in enumerate(ids):
+        blocks.append(KVCacheBlock(number + 1, is_null=number < 0))
+        if place < num_cached:
+            blocks[-1]._block_hash = b"cached"
+    return KVCacheBlocks((blocks,))
+
+
 def request_of(tokens: list[int], **options: Any) -> Request:
     """A request for some tokens."""
     return Request("r", [*tokens], SamplingParams(max_tokens=9), None, **options)
@@ -76,8 +93,19 @@ def stored(tmp_path: Path) -> Path:
 def ready(folder: Path, **options: Any) -> KvplanStore:
     """A connector that knows its worker."""
     made = connector(folder, **options)
-    made.set_xfer_handshake_metadata_pp_aware({(0, 0): KvplanStoreHandshake(encode(worker_of()))})
+    first, second = (KvplanStoreWorkerMetadata([encode(worker_of())]) for _ in range(2))
+    made.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=first.aggregate(second)))
     return made
+
+
+def test_requests_wait_until_workers_have_said_what_they_load(stored: Path) -> None:
+    """Workers say it in their first step, which the first request would miss."""
+    made = connector(stored)
+    assert made.get_num_new_matched_tokens(request_of(PROMPT), 0) == (None, False)
+    made.update_connector_output(KVConnectorOutput())
+    assert made.get_num_new_matched_tokens(request_of(PROMPT), 0) == (None, False)
+    saving = connector(stored, kv_role="kv_producer")
+    assert saving.get_num_new_matched_tokens(request_of(PROMPT), 0) == (0, False)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +116,8 @@ def ready(folder: Path, **options: Any) -> KvplanStore:
             {"kv_load_failure_policy": "fail"},
             "SETTING: cannot set kv_load_failure_policy of a store: expected recompute",
         ),
-        ({"spec": WINDOW}, "LAYOUT: cannot store a cache of vLLM: expected FullAttentionSpec, got SlidingWindowSpec"),
+        ({"spec": STATES, "mode": "align"}, "SETTING: cannot set mamba_cache_mode of a store: expected none"),
+        ({"spec": STATES, "speculative": SimpleNamespace(method="ngram")}, "SETTING: cannot set speculative_config"),
         ({"spec": SINKS}, "LAYOUT: cannot transfer a cache of vLLM: .* got SinkFullAttentionSpec"),
         ({"speculative": SimpleNamespace(method="eagle")}, "SETTING: cannot set speculative_config of a store"),
         ({"extra": {"port": 7}}, "SETTING: cannot read kv_connector_extra_config: expected known names, got 'port'"),
@@ -115,13 +144,23 @@ def test_a_request_is_loaded_once(stored: Path) -> None:
     """A load that has failed is not tried again: the request is computed."""
     found, request = ready(stored), request_of(PROMPT)
     assert found.get_num_new_matched_tokens(request, 64) == (128, True)
-    blocks = KVCacheBlocks(([KVCacheBlock(n) for n in range(13)],))
+    blocks = blocks_of(range(13), num_cached=4)
     found.update_state_after_alloc(request, blocks, 128)
     step = found.build_connector_meta(None)
     (load,) = step.loads
-    assert (load.positions, load.tables["group0"].ids.tolist()) == ((64, 192), [*range(13)])
+    assert load.tables["group0"].ids.tolist() == [*range(1, 14)]
+    assert (load.positions, load.stop) == ({"group0": (64, 192)}, 192)
     assert found.get_num_new_matched_tokens(request, 0) == (0, False)
     assert found.build_connector_meta(None).loads == []
+
+
+def test_a_group_may_have_cached_less(stored: Path) -> None:
+    """What a group has not cached is loaded too, although the engine counts it as cached."""
+    found, request = ready(stored), request_of(PROMPT)
+    found.get_num_new_matched_tokens(request, 64)
+    found.update_state_after_alloc(request, blocks_of(range(13), num_cached=2), 128)
+    (load,) = found.build_connector_meta(None).loads
+    assert load.positions == {"group0": (32, 192)}
 
 
 def test_a_store_that_is_gone_is_a_miss(stored: Path) -> None:
@@ -141,6 +180,41 @@ def test_a_finished_request_is_saved(role: str, status: Any, is_saved: bool, tmp
     made, request = ready(tmp_path / "kv", kv_role=role), request_of(PROMPT[:120])
     request.append_output_token_ids(PROMPT[120:130])
     request.num_computed_tokens, request.status = 129, status
-    assert made.request_finished(request, [*range(9)]) == (is_saved, None)
+    assert made.request_finished(request, [*range(1, 10)]) == (is_saved, None)
     saves = made.build_connector_meta(None).saves
-    assert [job.positions for job in saves] == ([(0, 128)] if is_saved else [])
+    assert [job.positions for job in saves] == ([{"group0": (0, 128)}] if is_saved else [])
+
+
+def test_a_window_has_its_last_blocks(tmp_path: Path) -> None:
+    """Of a window of 48 the store gets what vLLM has kept, and a request needs the blocks that it attends to."""
+    made, request = ready(tmp_path / "kv", spec=WINDOW), request_of(PROMPT[:190])
+    request.append_output_token_ids(PROMPT[190:200])
+    request.num_computed_tokens, request.status = 199, RequestStatus.FINISHED_STOPPED
+    assert made.request_finished(request, [0] * 7 + [*range(7, 13)]) == (True, None)
+    (save,) = made.build_connector_meta(None).saves
+    assert (save.positions, save.stop) == ({"group0": (112, 192)}, 192)
+    # the page from 128 on is whole; it is all that positions after 192 attend to
+    cache = EngineWithStore.of(QWEN, FileBackend(tmp_path / "other"), seed=5).caches[0]
+    client = StoreClient(FileBackend(tmp_path / "kv"), cache.worker)
+    client.save(client.chain(PROMPT), {"attn": Blocks(range(13))}, {"attn": (112, 192)})
+    assert made.get_num_new_matched_tokens(request_of(PROMPT), 0) == (192, True)
+    assert made.get_num_new_matched_tokens(request_of(PROMPT[:192]), 0) == (0, False)
+    again = request_of(PROMPT)
+    made.get_num_new_matched_tokens(again, 0)
+    made.update_state_after_alloc(again, blocks_of([-1] * 9 + [9, 10, 11, 12]), 192)
+    (load,) = made.build_connector_meta(None).loads
+    assert load.positions == {"group0": (144, 192)}
+
+
+@pytest.mark.parametrize("num_computed, num_in_flight, is_saved", [(128, 0, True), (130, 0, False), (129, 1, False)])
+def test_a_state_is_saved_where_a_page_ends(
+    num_computed: int, num_in_flight: int, is_saved: bool, tmp_path: Path
+) -> None:
+    """A state that other tokens have gone into is that of no prompt."""
+    made, request = ready(tmp_path / "kv", spec=STATES), request_of(PROMPT[:120])
+    request.append_output_token_ids(PROMPT[120:131])
+    request.num_computed_tokens, request.status = num_computed, RequestStatus.FINISHED_STOPPED
+    request.num_in_flight_tokens = num_in_flight
+    made.request_finished(request, [5])
+    saves = made.build_connector_meta(None).saves
+    assert [job.positions for job in saves if job.positions] == ([{"group0": (128, 128)}] if is_saved else [])

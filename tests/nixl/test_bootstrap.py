@@ -8,13 +8,25 @@ import time
 from collections.abc import Iterator
 from queue import Queue
 
+import attrs
 import pytest
 
 from kvplan import KVPlanError
-from kvplan.connector import Access
+from kvplan.connector import Access, System
 from kvplan.connector.http import exchange
 from kvplan_nixl.sglang import bootstrap
 from kvplan_nixl.sglang.bootstrap import MAX_ENTRY_BYTES, BootstrapServer, Rooms, ask, publish, withdraw
+
+
+@attrs.frozen
+class Watch(System):
+    """This machine, with a clock that shows what its list holds."""
+
+    times: list[float]
+
+    def monotonic(self) -> float:
+        return self.times[0]
+
 
 DEAD = "127.0.0.1:1"  # nobody listens there
 LOGGER = logging.getLogger("test")
@@ -98,7 +110,7 @@ def test_an_entry_is_not_overwritten(server: BootstrapServer) -> None:
 def test_entries_have_their_time_and_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """16,384 long prompts held 5.2 GB, for good; now entries are text, bounded in all, and go after a while."""
     now = [0.0]
-    server = BootstrapServer("127.0.0.1", 0, keep_s=60, clock=lambda: now[0])
+    server = BootstrapServer("127.0.0.1", 0, keep_s=60, system=Watch(now))
     monkeypatch.setattr(bootstrap, "MAX_KEPT_BYTES", 5100)
     long = {"token": "x" * 2000}
     owners = [publish(server.address, room, long) for room in (1, 2)]

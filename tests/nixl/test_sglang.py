@@ -554,6 +554,28 @@ def test_a_room_serves_one_request_at_a_time(
     senders[0].clear()
 
 
+def test_a_room_is_free_when_its_request_has_failed(
+    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer
+) -> None:
+    """SGLang clears no sender that was aborted before its pages were there, and asks others why they have failed."""
+    prefill.manager.rank.leases.lease_s = 0.05
+    aborted = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
+    aborted.abort()
+    late = sent(plugin, prefill, server)
+    until(late, KVPoll.Failed)
+    with pytest.raises(KVPlanError, match="LEASE"):
+        late.failure_exception()
+    prefill.manager.rank.publisher.begin(lambda: None).result()
+    assert ask(server.address, [ROOM]) == {}
+    prefill.manager.rank.leases.lease_s = 30.0
+    again = sent(plugin, prefill, server)
+    assert again.poll() == KVPoll.Transferring
+    aborted.clear()
+    again.abort()
+    refused = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
+    assert refused.poll() == KVPoll.Failed
+
+
 def test_a_retracted_request_fails(plugin: SimpleNamespace, decode: Side, server: BootstrapServer) -> None:
     """Prefill would have to compute its prompt and answer again, with new weights."""
     receiver = plugin.decode.Receiver(decode.manager, server.address, ROOM)
@@ -799,7 +821,7 @@ def test_stages_of_prefill(
         assert receiver.poll() == KVPoll.Bootstrapping
         senders[stage].init(len(THEIRS), 2)
         senders[stage].send(torch.tensor(pages[stage]).numpy(), [], TOKENS)
-        stages[stage].manager.rank.publisher.shutdown()
+        stages[stage].manager.rank.publisher.begin(lambda: None).result()
     until(receiver, KVPoll.WaitingForInput)
     receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
     until(receiver, KVPoll.Success)

@@ -9,15 +9,17 @@ import time
 from kvplan.testing.simulation.fleet import Simulation
 from kvplan.testing.simulation.leases import LeaseConnector
 from kvplan.testing.simulation.scenario import Scenario
-from tests.simulation.faults import FAULTS, VLLM_FAULTS
+from tests.simulation.faults import FAULTS, SGLANG_FAULTS, VLLM_FAULTS
+from tests.simulation.sglang_connector import SglangConnector, make_params
 from tests.simulation.vllm_connector import VllmConnector
 
 
 def main(num_seeds: int = 100, part: str = "") -> None:
     logging.disable(logging.CRITICAL)
-    simulations = Simulation(LeaseConnector), Simulation(VllmConnector)
-    for fault in (*FAULTS, *VLLM_FAULTS):
-        simulation = simulations[fault in VLLM_FAULTS]
+    planted = [(Simulation(LeaseConnector), fault) for fault in FAULTS]
+    planted += [(Simulation(VllmConnector), fault) for fault in VLLM_FAULTS]
+    planted += [(Simulation(SglangConnector, make_params), fault) for fault in SGLANG_FAULTS]
+    for simulation, fault in planted:
         if part not in fault.name:
             continue
         began = time.perf_counter()

@@ -18,6 +18,7 @@ import attrs
 from kvplan.connector import Handoff, Leases, claims, handoff, leases, peer_engines, reads
 from kvplan.testing.simulation import engine, fabric
 from kvplan.testing.simulation.leases import LeaseConnector
+from tests.simulation.sglang_connector import BOOTSTRAP, DECODE, MANAGER, PREFILL
 from tests.simulation.vllm_connector import SCHEDULER, WORKER
 
 
@@ -70,7 +71,7 @@ FAULTS = [
     Fault("answers are taken for others' claims", claims.SourceClaims, "take_answer", "answer.asks, strict=True", "answer.asks[::-1], strict=True"),
     Fault("questions without an answer are forgotten", claims.SourceClaims, "take_failure", "self._resolve(lease, error)", "self._sent.pop(lease)", seed=0, rule="END"),
     Fault("silence ends the thread of an engine", claims.Claims, "_run", "continue", "return", seed=0, rule="END"),
-    Fault("ended claims are sent for ever", claims.SourceClaims, "take_message", "del self._done[claim]", "pass", seed=0, rule="GROW"),
+    Fault("refused claims are kept for ever", claims.SourceClaims, "end", "self.refusals.pop(claim, None)", "self.refusals.get(claim)", seed=0, rule="GROW"),
     # Reads
     Fault("no last question is asked", LeaseCheck, "begin_last", "self.has_last_byte = True", "self.has_last_byte = self.is_confirmed = True", seed=1, rule="OWN"),
     Fault("the last question is asked before the last byte", LeaseCheck, "_take", "self.is_confirmed = self.has_last_byte", "self.is_confirmed = True", seed=48, rule="OWN"),
@@ -80,7 +81,7 @@ FAULTS = [
     Fault("a failed read ends while bytes may land", reads.Reads, "_poll_job", "if job.is_settled and (job.error is not None or is_right)", "if job.error is not None or (job.is_settled and is_right)", seed=0, rule="GIVEN"),
     Fault("the error of a transfer is not seen", reads.Reads, "_settle_transfers", "job.error = job.error or transfer.error\n        # A transfer without an error may lack bytes too.\n        if job.error is None and", "if False and", seed=85, rule="OWN"),
     Fault("an engine that is gone is not forgotten", reads.Reads, "_discard_lost", '("PEER", "TRANSFER")', "()", seed=88, rule="AGAIN"),
-    Fault("one of two transfers is awaited", reads.Reads, "_poll_job", "if all(transfer", "if any(transfer", seed=1, rule="CRASH"),
+    Fault("one of two transfers is awaited", reads.Reads, "_poll_job", "is_posted and all(transfer", "is_posted and any(transfer", seed=1, rule="CRASH"),
     # Handshakes
     Fault("a failed handshake is kept", peer_engines.PeerEngines, "_fail", "del self._peers[peer.source]\n    ", "", seed=7, rule="END"),
     Fault("a restarted engine is read by its old connection", peer_engines.PeerEngines, "_connect", "if connected is not None and connected.offer != offer:", "if connected is not None:\n            continue\n        if False:", seed=88, rule="AGAIN"),
@@ -104,4 +105,31 @@ VLLM_FAULTS = [
     Fault("a prompt is not compared", Scheduler, "_claim", "handoff.count_shared(partial(prompt_of, request))", "handoff.num_tokens", seed=1, rule="OWN"),
     Fault("the claim of a request that waits is not ended", Scheduler, "hand_over", "if reading is not None and not reading.is_begun:", "if False:", seed=0, rule="FREE"),
     Fault("requests that failed are reported while bytes may land", WORKER.Worker, "results", "finished_recving={result.request for result in results}", "finished_recving={result.request for result in results} | self._reads.late().keys()", seed=0, rule="GIVEN"),
+]  # fmt: skip
+
+Receiver, Sender = DECODE.Receiver, PREFILL.Sender
+SGLANG_FAULTS = [
+    # as in SGLang's own backends: sglang#24527, #17430, #30233, #26486
+    Fault("pages of an aborted request are freed while bytes may land", MANAGER.Manager, "is_abort_release_safe", "not self.rank.is_written(room)", "True", seed=8, rule="GIVEN"),
+    Fault("the first token is another request's", Receiver, "_write_metadata", "ctypes.memmove(row.address, content, row.num_bytes)", "pass", seed=0, rule="OWN"),
+    Fault("prefill frees pages when they are published", Sender, "poll", "KVPoll.Transferring if self._is_sent", "KVPoll.Success if self._is_sent", seed=0, rule="CLAIM"),
+    Fault("a room is opened twice", DECODE.Rank, "open_room", "room in self._open_rooms", "False"),
+    Fault("a room is read with another prompt", Receiver, "_claim", "handoff.check_prompt(prompt_of(self.req, num_tokens))", "pass", seed=17, rule="OWN"),
+    # rooms
+    Fault("a room that failed stays open", Sender, "failure_exception", "self.clear()", "pass", seed=0, rule="GROW"),
+    Fault("a room that was aborted stays open", Sender, "abort", "self.clear()", "pass", seed=0, rule="GROW"),
+    Fault("an aborted request takes its room's entry", BOOTSTRAP.Rooms, "forget", "rooms.pop(room, None)", "pass", seed=0, rule="GROW"),
+    Fault("a server that gave no answer is not asked again", BOOTSTRAP.Rooms, "_run", "self._system.sleep(RETRY_S)", "return", seed=0, rule="AGAIN"),
+    Fault("the oldest attempt is served", BOOTSTRAP._Room, "newest", "reversed(self.attempts.values())", "self.attempts.values()"),
+    Fault("a request is published once", Sender, "_publish", "system.sleep(RETRY_S)", "return"),
+    Fault("decode waits for ever", Receiver, "_check_time", "if self._rank.system.monotonic() > self._stop", "if False", seed=0, rule="END"),
+    # leases
+    Fault("decode claims no lease", Receiver, "_claim", "self._rank.claims.begin(handoff.source, handoff.lease, self._name)", "pass", seed=26, rule="RIGHT"),
+    Fault("decode ends no claim", Receiver, "clear", "rank.claims.end(self._handoff.source, self._handoff.lease, self._name)", "pass", seed=0, rule="END"),
+    Fault("prefill keeps what nobody reads", PREFILL.PrefillRank, "_note_ended", "for request in ended.late:", "for request in ():", seed=0, rule="END"),
+    Fault("the end of a read is not noted", DECODE.DecodeRank, "_note_ended", "self.under_way.pop(result.request, None)", "pass", seed=0, rule="FREE"),
+    # pages
+    Fault("positions of the last chunk alone are counted", Sender, "send", "self._num_tokens += num_kv_tokens", "self._num_tokens = num_kv_tokens", seed=1, rule="RIGHT"),
+    Fault("pages after a cached prefix count from the first", Receiver, "_read", "memory.block_tables(pages, start, ", "memory.block_tables(pages, 0, ", seed=1, rule="AGAIN"),
+    Fault("a cached prefix counts as read", Receiver, "_read", "(start, stop), window", "(stop, stop), window", seed=0, rule="OWN"),
 ]  # fmt: skip

@@ -14,11 +14,14 @@ import pytest
 
 from kvplan.testing.simulation import Connector, LeaseConnector, Scenario, Simulation, Site, shrink
 from kvplan.testing.simulation.__main__ import main
-from tests.simulation.faults import FAULTS, VLLM_FAULTS, Fault
+from tests.simulation.faults import FAULTS, SGLANG_FAULTS, VLLM_FAULTS, Fault
+from tests.simulation.sglang_connector import SglangConnector, make_params
 from tests.simulation.vllm_connector import VllmConnector
 
 NUM_SEEDS = 50
+NUM_SGLANG_SEEDS = 25
 FOUND = [fault for fault in FAULTS if fault.rule]
+SGLANG_FOUND = [fault for fault in SGLANG_FAULTS if fault.rule]
 STALE = next(fault for fault in FAULTS if fault.name == "a lease that is over stands")
 
 
@@ -44,18 +47,37 @@ def vllm() -> Iterator[Simulation]:
     simulation.close()
 
 
-@pytest.mark.parametrize("connector", [LeaseConnector, VllmConnector])
-def test_all_rules_hold(connector: Callable[[Site], Connector]) -> None:
-    """In each fleet; most requests are right, and others fail with the errors that their faults explain."""
+@pytest.fixture(scope="module")
+def sglang() -> Iterator[Simulation]:
+    simulation = Simulation(SglangConnector, make_params)
+    yield simulation
+    simulation.close()
+
+
+def ends_of(simulation: Simulation, num_seeds: int) -> Counter[str]:
+    """How requests end in fleets that keep all rules."""
     ends = Counter[str]()
-    simulation = Simulation(connector)
-    for seed in range(NUM_SEEDS):
+    for seed in range(num_seeds):
         outcome = simulation.run(Scenario.of(seed))
         assert outcome.rule == "", str(outcome)
         ends.update(outcome.ends)
+    assert ends["right"] > ends.total() / 2
+    return ends
+
+
+@pytest.mark.parametrize("connector", [LeaseConnector, VllmConnector])
+def test_all_rules_hold(connector: Callable[[Site], Connector]) -> None:
+    """In each fleet; most requests are right, and others fail with the errors that their faults explain."""
+    simulation = Simulation(connector)
+    ends = ends_of(simulation, NUM_SEEDS)
     simulation.close()
     assert {"right", "LEASE", "PEER", "PROMPT"} <= ends.keys() <= {"right", "LEASE", "PEER", "PROMPT", "TRANSFER"}
-    assert ends["right"] > ends.total() / 2
+
+
+def test_all_rules_hold_in_sglang_s_fleets(sglang: Simulation) -> None:
+    """Where requests come to both engines at once, and some in a room that another one has or had."""
+    ends = ends_of(sglang, NUM_SGLANG_SEEDS)
+    assert {"right", "PEER", "NAME", "TOKENS"} <= ends.keys() <= {"right", "LEASE", "NAME", "PEER", "PROMPT", "TOKENS"}
 
 
 @pytest.mark.parametrize("fault", FOUND, ids=[fault.name for fault in FOUND])
@@ -71,6 +93,22 @@ def test_a_planted_fault_is_found(simulation: Simulation, fault: Fault) -> None:
 def test_a_fault_in_vllm_s_connector_is_found(vllm: Simulation, fault: Fault) -> None:
     """As one in what it is made of."""
     test_a_planted_fault_is_found(vllm, fault)
+
+
+@pytest.mark.parametrize("fault", SGLANG_FOUND, ids=[fault.name for fault in SGLANG_FOUND])
+def test_a_fault_in_sglang_s_plugin_is_found(sglang: Simulation, fault: Fault) -> None:
+    """As one in vLLM's connector."""
+    test_a_planted_fault_is_found(sglang, fault)
+
+
+def test_a_seed_of_sglang_s_is_one_run(sglang: Simulation) -> None:
+    """Each random name comes from the seed; a failure is shrunk and replayed as others are."""
+    (fault,) = (fault for fault in SGLANG_FAULTS if fault.name == "decode claims no lease")
+    with fault.planted():
+        outcome = shrink(sglang, sglang.run(Scenario.of(fault.seed)))
+        assert outcome.rule == fault.rule
+        assert sglang.run(outcome.scenario).trace == outcome.trace
+    assert sglang.run(outcome.scenario).rule == ""
 
 
 def test_a_seed_is_one_run(simulation: Simulation) -> None:

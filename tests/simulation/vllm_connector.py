@@ -1,21 +1,13 @@
-"""vLLM's connector in a simulation: its scheduler's and its workers' parts, with stand-ins for vLLM's objects.
-
-vLLM itself is not imported: :func:`stand_in` gives the modules that ``kvplan_nixl.vllm`` imports from it, with the few
-values that its logic reads.
-"""
+"""vLLM's connector in a simulation: its scheduler's and its workers' parts, with stand-ins for vLLM's objects."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib
-import importlib.abc
-import importlib.machinery
 import json
 import logging
-import sys
 from collections.abc import Mapping
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -23,6 +15,7 @@ import attrs
 from kvplan.connector import Read, ReadResult, Reads
 from kvplan.errors import KVPlanError
 from kvplan.testing.simulation import EngineRequest, Promises, Site, StepReport
+from tests.simulation.stand_in import stand_in
 
 LOGGER = logging.getLogger(__name__)
 GROUP = "group0"
@@ -62,50 +55,7 @@ VALUES = {
 }
 
 
-class _StandIn(ModuleType):
-    """A module of vLLM: it has each name that is asked for, by default an empty class."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = VALUES.get(name) or type(name, (), {})
-        setattr(self, name, value)
-        return value
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds stand-ins for vLLM's modules."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] != "vllm":
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = _StandIn(spec.name)
-        module.__path__ = []
-        return module
-
-    def exec_module(self, module: ModuleType) -> None: ...
-
-
-def stand_in() -> tuple[ModuleType, ModuleType]:
-    """Return the modules of vLLM's connector for its scheduler and its workers, which see stand-ins."""
-    finder = _Finder()
-    before = set(sys.modules)
-    sys.meta_path.insert(0, finder)
-    try:
-        scheduler, worker = (importlib.import_module(f"kvplan_nixl.vllm.{name}") for name in ("scheduler", "worker"))
-    finally:
-        sys.meta_path.remove(finder)
-        # nobody else shall see them
-        for name in set(sys.modules) - before:
-            if name.partition(".")[0] == "vllm" or name.startswith("kvplan_nixl.vllm"):
-                del sys.modules[name]
-    return scheduler, worker
-
-
-SCHEDULER, WORKER = stand_in()
+SCHEDULER, WORKER = stand_in("vllm", ("scheduler", "worker"), VALUES)
 
 
 class NamedReads(Reads):

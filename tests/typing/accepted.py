@@ -70,6 +70,11 @@ def read_from_a_tensor(tensor: object, region: Region) -> View:
     )
 
 
+def version() -> None:
+    """The version is text."""
+    assert_type(kvplan.__version__, str)
+
+
 def planned(decode: list[Worker], prefill: tuple[Worker, ...]) -> TransferPlan:
     """Any iterables of workers."""
     plan = kvplan.plan_reads(decode[0], iter(prefill), not_transferred=["layers.7.k"])

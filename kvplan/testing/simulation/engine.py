@@ -46,16 +46,17 @@ class EngineRequest:
     """A request in one engine: its tokens, and how far it is.
 
     The first ``num_prompt`` of the ``tokens`` are the prompt. With ``is_for_another``, another
-    engine goes on with it. ``params`` are those of a request that was computed elsewhere. ``tell``
-    is called with the parameters for the next engine, if there are any, and the error.
+    engine goes on with it. ``params`` are those of a request that is computed elsewhere, or those
+    that both engines get. ``tell`` is called with the parameters for the next engine, if there are
+    any, and the error.
     """
 
     name: str
     tokens: list[int]
     num_answer: int
-    is_for_another: bool
-    params: Mapping[str, Any] | None
     tell: Callable[[Mapping[str, Any] | None, KVPlanError | None], None]
+    params: Mapping[str, Any] | None = None
+    is_for_another: bool = False
     num_prompt: int = attrs.field(init=False)
     labels: CellLabels = attrs.field(init=False)
     phase: Phase = Phase.WAITING
@@ -76,6 +77,11 @@ class EngineRequest:
     def is_complete(self) -> bool:
         """Return whether all tokens of the answer are there."""
         return len(self.tokens) == self.num_prompt + self.num_answer
+
+    @property
+    def first_answer(self) -> int:
+        """Return the first token of the answer."""
+        return self._answer[0]
 
     def add_token(self) -> None:
         """Generate the next token."""
@@ -101,8 +107,8 @@ class Connector(Protocol):
     def add(self, request: EngineRequest) -> None:
         """Take a request that has arrived."""
 
-    def count_readable(self, request: EngineRequest, num_cached: int) -> int:
-        """Return how many positions to read after those that are cached."""
+    def count_readable(self, request: EngineRequest, num_cached: int) -> int | None:
+        """Return how many positions to read after those that are cached, None if it must wait."""
 
     def begin_read(self, request: EngineRequest, num_tokens: int) -> None:
         """Take the blocks of a request, of which so many positions are to be read."""
@@ -307,22 +313,30 @@ class Engine:
         """Give blocks to the requests that wait, in their order, as far as there are any."""
         has_admitted = False
         for request in [*self.requests.values()]:
-            if request.phase is Phase.WAITING:
-                # others wait behind it, as in vLLM
-                if not self._give_blocks(request):
-                    break
-                has_admitted = True
+            if request.phase is not Phase.WAITING:
+                continue
+            cached = self._cached_prefix(request)
+            num_cached = len(cached) * self._tokens_per_block
+            num_read = self.connector.count_readable(request, num_cached)
+            if num_read is None:
+                continue
+            # others wait behind it, as in vLLM
+            if not self._give_blocks(request, cached, num_read):
+                break
+            has_admitted = True
         return has_admitted
 
-    def _give_blocks(self, request: EngineRequest) -> bool:
+    def _cached_prefix(self, request: EngineRequest) -> list[int]:
+        """Return the cached blocks of a request, whose last token is computed again."""
         size = self._tokens_per_block
-        # the last token is computed here, whatever is cached
         num_full = (len(request.tokens) - 1) // size
         hashes = [int(request.labels[(i + 1) * size - 1]) for i in range(num_full)]
-        # of the cached prefix, and then of what is read, or computed here
-        cached = self.pool.cached(hashes)
+        return self.pool.cached(hashes)
+
+    def _give_blocks(self, request: EngineRequest, cached: list[int], num_read: int) -> bool:
+        """Give a request blocks for what is read, or else for all that is computed here."""
+        size = self._tokens_per_block
         num_cached = len(cached) * size
-        num_read = self.connector.count_readable(request, num_cached)
         num_needed = -(-(num_cached + num_read if num_read else len(request.tokens)) // size)
         # cached blocks first, so that they are not given away for the others
         self.pool.use(cached)
@@ -347,7 +361,7 @@ class Engine:
         """Take what the connector says of the step."""
         for name, error in report.failed.items():
             request = self.requests.get(name)
-            if request is not None and request.phase is Phase.READING:
+            if request is not None and request.phase in (Phase.READING, Phase.WAITING):
                 self._end(request, error, is_wanted=False)
         for name in report.received:
             # its request has ended before

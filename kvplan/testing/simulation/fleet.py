@@ -19,6 +19,7 @@ These rules hold in every step, or the simulation ends with an error that names 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import traceback
 from collections import Counter
@@ -74,6 +75,12 @@ ELSEWHERE: Final = "-elsewhere"
 
 MakeConnector = Callable[[Site], Connector]
 
+MakeParams = Callable[[str, random.Random], Mapping[str, Any]]
+"""Makes the parameters of a request that comes to both engines, of the name of prefill's host."""
+
+SOON_S: Final = 10.0
+"""Seconds within which prefill computes a request whose failure needs an excuse."""
+
 
 @attrs.frozen
 class FleetOutcome:
@@ -97,16 +104,25 @@ class FleetOutcome:
 
 
 class Simulation:
-    """Runs scenarios with the connectors that ``make_connector`` makes, one for each start."""
+    """Runs scenarios with the connectors that ``make_connector`` makes, one for each start.
 
-    def __init__(self, make_connector: MakeConnector) -> None:
+    A request comes to the engines that read it when prefill has answered, with the parameters of
+    that answer. With ``make_params`` it comes to both at once, with the parameters that a proxy
+    makes of the name of prefill's host.
+    """
+
+    def __init__(
+        self, make_connector: MakeConnector, make_params: MakeParams | None = None
+    ) -> None:
         self._make_connector = make_connector
+        self._make_params = make_params
         self._catalog = Catalog()
         self._threads: list[TaskThread] = []
 
     def run(self, scenario: Scenario) -> FleetOutcome:
         """Run a scenario to its end, or until a rule is broken."""
-        fleet = Fleet(scenario, self._make_connector, self._catalog, TaskLoop(self._threads))
+        loop = TaskLoop(self._threads)
+        fleet = Fleet(scenario, self._make_connector, self._catalog, loop, self._make_params)
         try:
             error = fleet.run()
         finally:
@@ -129,6 +145,7 @@ class Fleet:
         make_connector: MakeConnector,
         catalog: Catalog,
         loop: TaskLoop,
+        make_params: MakeParams | None = None,
     ) -> None:
         self.scenario = scenario
         self.loop = loop
@@ -136,6 +153,11 @@ class Fleet:
         self._random = random.Random(f"{scenario.seed} fleet")
         self.ends: Counter[str] = Counter()
         self._make_connector = make_connector
+        self._make_params = make_params
+        self._params: list[Mapping[str, Any]] = []
+        # the requests with an earlier one's parameters, and when prefill has computed each
+        self._repeated: set[str] = set()
+        self._computed_at: dict[str, float] = {}
         incidents = scenario.incidents
         disturbances = tuple(item for item in incidents if isinstance(item, Disturbance))
         troubles = tuple(item for item in incidents if isinstance(item, Trouble))
@@ -241,10 +263,20 @@ class Fleet:
         """Return what checks the end of a request."""
 
         def finish(error: KVPlanError | None) -> None:
-            if error is not None and arrival.is_sure and not self.scenario.may_fail(error.code):
+            if error is not None and arrival.is_sure and not self._is_excused(arrival, error):
                 raise BrokenRuleError("RIGHT", f"{arrival.name} fails: {error}")
 
         return finish
+
+    def _is_excused(self, arrival: Arrival, error: KVPlanError) -> bool:
+        """Return whether a request may fail: its parameters are used, or prefill is slow."""
+        is_repeated = arrival.name in self._repeated
+        return is_repeated or self._is_slow(arrival) or self.scenario.may_fail(error.code)
+
+    def _is_slow(self, arrival: Arrival) -> bool:
+        """Return whether the readers of a request have waited long for prefill."""
+        computed_at = self._computed_at.get(arrival.name, math.inf)
+        return self._make_params is not None and computed_at > arrival.at + SOON_S
 
     def _rival(self, rival: Rival) -> None:
         """Start an engine again elsewhere. In the end the first one lives, or a new start of it."""
@@ -269,20 +301,49 @@ class Fleet:
 
     def _arrive(self, arrival: Arrival, finish: Callable[[KVPlanError | None], None]) -> None:
         """Let prefill compute a request, and others read it. ``finish`` gets each end."""
+        prefill = self._engine_of(arrival.prefill)
+        params = self._params_of(arrival, prefill)
+        if params is not None:
+            self._visit_all(arrival, params, finish)
 
-        def computed(params: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
-            for number, visit in enumerate(arrival.visits):
-                if params is None:
-                    break
-                name = f"{arrival.name}/{number}"
-                read = partial(self._visit, arrival, visit, name, params, finish)
-                self.loop.at(self.loop.now + visit.delay_s, read)
+        def computed(answer: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
             if error is not None:
                 finish(error)
+            elif answer is not None:
+                self._computed_at[arrival.name] = self.loop.now
+                # they have come already, if a proxy has made their parameters
+                if params is None:
+                    self._visit_all(arrival, answer, finish)
 
-        self._submit(
-            arrival.prefill, arrival.name, arrival.tokens, 1, None, computed, arrival.patience_s
-        )
+        request = self._request(arrival.name, arrival.tokens, 1, computed)
+        request.params = params
+        request.is_for_another = True
+        self._submit(prefill, request, arrival.patience_s)
+
+    def _params_of(self, arrival: Arrival, prefill: Engine) -> Mapping[str, Any] | None:
+        """Return the parameters that a proxy makes for both engines, None if prefill makes them."""
+        if self._make_params is None:
+            return None
+        params = self._make_params(prefill.host.name, self._random)
+        # when faults are over, nobody makes the same parameters twice
+        while params in self._params and self.loop.now >= HEALED_S:
+            params = self._make_params(prefill.host.name, self._random)
+        if params in self._params:
+            self._repeated.add(arrival.name)
+        self._params.append(params)
+        return params
+
+    def _visit_all(
+        self,
+        arrival: Arrival,
+        params: Mapping[str, Any],
+        finish: Callable[[KVPlanError | None], None],
+    ) -> None:
+        """Send a request to the engines that read it, each after a delay."""
+        for number, visit in enumerate(arrival.visits):
+            name = f"{arrival.name}/{number}"
+            read = partial(self._visit, arrival, visit, name, params, finish)
+            self.loop.at(self.loop.now + visit.delay_s, read)
 
     def _visit(
         self,
@@ -295,32 +356,27 @@ class Fleet:
         def ended(_: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
             finish(error)
 
-        self._submit(
-            visit.engine,
-            name,
-            visit.tokens or arrival.tokens,
-            arrival.num_answer,
-            params,
-            ended,
-            visit.patience_s,
-        )
+        tokens = visit.tokens or arrival.tokens
+        request = self._request(name, tokens, arrival.num_answer, ended)
+        request.params = params
+        self._submit(self._engine_of(visit.engine), request, visit.patience_s)
 
-    def _submit(
+    def _engine_of(self, name: str) -> Engine:
+        """Return the engine that a request comes to: half of them to a rival, while it lives."""
+        engine = self._engines[name]
+        rival = self._engines.get(name + ELSEWHERE, engine)
+        if not rival.host.is_dead and self._random.random() < 0.5:
+            engine = rival
+        return engine
+
+    def _request(
         self,
-        engine_name: str,
         name: str,
         tokens: tuple[int, ...],
         num_answer: int,
-        params: Mapping[str, Any] | None,
         tell: Callable[[Mapping[str, Any] | None, KVPlanError | None], None],
-        patience_s: float | None,
-    ) -> None:
-        """Send a request to an engine."""
-        engine = self._engines[engine_name]
-        # half of the requests come to a rival, while it lives
-        rival = self._engines.get(engine_name + ELSEWHERE, engine)
-        if not rival.host.is_dead and self._random.random() < 0.5:
-            engine = rival
+    ) -> EngineRequest:
+        """Return a request that tells its end, and is open until then."""
 
         def ended(answer: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
             del self._open[name]
@@ -328,19 +384,26 @@ class Fleet:
             tell(answer, error)
 
         self._open[name] = self.loop.now + self._end_s
+        return EngineRequest(name, [*tokens], num_answer, tell=ended)
+
+    def _submit(self, engine: Engine, request: EngineRequest, patience_s: float | None) -> None:
+        """Send a request to an engine."""
         if engine.host.is_dead:
             error = KVPlanError("PEER", "serve", expected="an engine that lives", got="a dead one")
-            ended(None, error)
+            request.tell(None, error)
             return
-        request = EngineRequest(name, [*tokens], num_answer, params is None, params, ended)
         self._requests.append(request)
         engine.add(request)
         if patience_s is not None:
-            self.loop.at(self.loop.now + patience_s, partial(engine.abort, name))
+            self.loop.at(self.loop.now + patience_s, partial(engine.abort, request.name))
 
     def _probe(self) -> dict[str, KVPlanError | None]:
         """Send a request between any two engines. Return the errors, when they have ended."""
         errors = dict[str, KVPlanError | None]()
+
+        def note(arrival: Arrival, error: KVPlanError | None) -> None:
+            errors[arrival.name] = None if self._is_slow(arrival) else error
+
         living = [name for name, engine in self._engines.items() if not engine.host.is_dead]
         for prefill in living:
             for decode in living:
@@ -350,7 +413,7 @@ class Fleet:
                     tokens = tuple(range(number, number + 11))
                     visits = (Visit(decode),)
                     arrival = Arrival(self.loop.now, name, tokens, 2, prefill, visits)
-                    self._arrive(arrival, partial(errors.__setitem__, name))
+                    self._arrive(arrival, partial(note, arrival))
         return errors
 
     def _check_end(self) -> None:

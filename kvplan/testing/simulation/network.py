@@ -104,12 +104,13 @@ class VirtualServer:
 
     def answer(self, path: str, sent: bytes | None) -> tuple[int, bytes]:
         """Return the status and the body of the answer to a question."""
-        route = self.routes.get(f"{'GET' if sent is None else 'POST'} {path}")
+        _, label, *parts = path.split("/")
+        route = self.routes.get(f"{'GET' if sent is None else 'POST'} /{label}")
         # as the real server, which has no such page
-        if route is None:
+        if route is None or len(parts) != route.num_parts:
             return 404, b""
         try:
-            answer = route.answer(sent or b"")
+            answer = route.answer(sent or b"", *parts)
         except (ValueError, TypeError, RecursionError) as error:
             return 400, str(error).encode()
         # what was answered is a promise, also if the answer is lost
@@ -128,7 +129,7 @@ class _Exchange:
 
 
 class VirtualCondition:
-    """A condition of a virtual host. One task runs at a time, so its lock is always free."""
+    """A condition of a virtual host, whose lock is always free: who holds it has the turn."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -136,17 +137,25 @@ class VirtualCondition:
 
     def __enter__(self) -> None:
         self._host.pause()
+        self._hold(1)
 
     def __exit__(self, *exception: object) -> None:
-        pass
+        self._hold(-1)
+
+    def _hold(self, change: int) -> None:
+        """Count the locks of the task that runs. A step of an engine is none, and cannot wait."""
+        if self._host.loop.is_in_task:
+            self._host.loop.running().num_locks += change
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until somebody notifies, at most for a time of the host's clock."""
         task = self._host.loop.running()
         self._waiting[task] = None
+        self._hold(-1)
         try:
             return self._host.wait(FOREVER if timeout is None else timeout)
         finally:
+            self._hold(1)
             self._waiting.pop(task, None)
 
     def notify_all(self) -> None:
@@ -212,8 +221,9 @@ class Host(System):
         return is_woken
 
     def pause(self) -> None:
-        """Let others have the turn for a moment, as where a lock is taken, but not often."""
-        if self.loop.is_in_task and self.random.random() < 0.1:
+        """Let others have the turn for a moment, as where a first lock is taken, but not often."""
+        loop = self.loop
+        if loop.is_in_task and not loop.running().num_locks and self.random.random() < 0.1:
             self.wait(0.001 * self.random.random())
 
     def sleep(self, duration_s: float) -> None:

@@ -37,8 +37,8 @@ class Event:
 class Task:
     """A function that runs on a thread of the simulation, on behalf of ``owner``.
 
-    ``may_run`` says when it may get the turn. While it waits, ``alarm`` is the event that ends the
-    wait.
+    While it waits, ``alarm`` is the event that ends the wait. It holds ``num_locks``, with which it
+    must not wait.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Task:
     is_waiting: bool = False
     is_killed: bool = False
     is_woken: bool = False
+    num_locks: int = 0
     error: BaseException | None = None
 
 
@@ -147,6 +148,8 @@ class TaskLoop:
     def wait(self, duration_s: float) -> bool:
         """Wait in a task until it is woken, at most for a time. Return whether it was woken."""
         task = self.running()
+        if task.num_locks:
+            raise AssertionError("a thread waits and holds a lock")
         # from here on somebody may wake the task
         task.is_woken = False
         task.is_waiting = True

@@ -1,0 +1,339 @@
+"""SGLang's plugin in a simulation: the ranks of prefill or decode, with stand-ins for SGLang's scheduler.
+
+The stand-in calls senders and receivers as SGLang 0.5.23 does (``disaggregation/prefill.py`` and ``decode.py``): it
+takes the worst state of all ranks, clears no sender that has failed, and keeps the pages of a failed request until no
+byte can land in them.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import numpy as np
+
+from kvplan.bridges import RankInfo
+from kvplan.connector import Access, Claims, Reads
+from kvplan.errors import KVPlanError
+from kvplan.testing.simulation import BrokenRuleError, EngineRequest, Promises, Site, StepReport
+from tests.simulation.stand_in import stand_in
+
+LOGGER = logging.getLogger(__name__)
+ROOMS_PORT = 8998
+NUM_ROWS = 128
+ROW_LENGTH = 4
+WAITING_S = 60.0
+"""Seconds for which a request waits for prefill."""
+
+
+class KVPoll(enum.IntEnum):
+    """SGLang's states of a request, of which the least one is that of all ranks."""
+
+    Failed = 0
+    Bootstrapping = 1
+    WaitingForInput = 2
+    Transferring = 3
+    Success = 4
+
+
+VALUES = {
+    "KVPoll": KVPoll,
+    "KVTransferDestination": SimpleNamespace(DEVICE="device"),
+    "get_serving": lambda: SimpleNamespace(host="127.0.0.1", weight_version="default"),
+}
+
+PREFILL, DECODE, MANAGER, BOOTSTRAP, SETTINGS = stand_in(
+    "sglang", ("prefill", "decode", "manager", "bootstrap", "settings"), VALUES
+)
+
+# questions at another pace, which are most of what happens while requests wait
+setattr(BOOTSTRAP, "ASK_S", 0.2)  # noqa: B010
+
+
+def make_params(host: str, draw: random.Random) -> dict[str, Any]:
+    """The parameters that a proxy gives to both engines: a room of few, so that some are used again.
+
+    No two hosts have the same rooms.
+    """
+    room = 10_000 * draw.randrange(60) + sum(host.encode())
+    return {"bootstrap_addr": f"{host}:{ROOMS_PORT}", "bootstrap_room": room}
+
+
+@attrs.define(eq=False)
+class Served:
+    """A request of an engine: the sender or the receiver of each rank, and its row of metadata."""
+
+    request: EngineRequest
+    parts: list[Any]
+    row: int = -1
+    is_begun: bool = False
+    is_deferred: bool = False
+
+    def poll(self) -> KVPoll:
+        """The state of all ranks."""
+        return KVPoll(min(part.poll() for part in self.parts))
+
+    def error(self) -> KVPlanError:
+        """The reason of the rank that has failed."""
+        errors = []
+        for part in self.parts:
+            try:
+                part.failure_exception()
+            except Exception as error:
+                errors.append(error)
+        # a rank that has not failed has no better reason than that it was aborted
+        found = [error for error in errors if isinstance(error, KVPlanError)]
+        return found[0] if found else KVPlanError("TRANSFER", "serve", expected="a result", got=f"{errors[0]}")
+
+    def clear(self) -> None:
+        """Let all ranks forget the request."""
+        for part in self.parts:
+            part.clear()
+
+
+class SglangConnector:
+    """``kvplan_nixl.sglang``'s ranks as a connector of the simulation."""
+
+    def __init__(self, site: Site) -> None:
+        self._host = site.host
+        self._is_prefill = site.host.name.startswith("prefill")
+        self._settings = SETTINGS.PluginSettings(host=site.host.name, port=5600, key=b"the key of all engines")
+        self._rows = np.zeros((len(site.workers), NUM_ROWS, ROW_LENGTH), np.int64)
+        self._free_rows = [*range(NUM_ROWS)]
+        self._firsts: dict[str, Any] = {}
+        self._managers = [self._manager(site, rank) for rank in range(len(site.workers))]
+        if self._is_prefill:
+            # no part of the connector: it forgets old entries when somebody asks for one
+            BOOTSTRAP.BootstrapServer(site.host.name, ROOMS_PORT, self._access, system=site.host)
+        # requests that wait or are read, those that are lent, and those that ended while bytes may land
+        self._served: dict[str, Served] = {}
+        self._failed: dict[str, KVPlanError] = {}
+        self._promises = Promises(site.host)
+        self._open_rooms: list[str] = []
+
+    @property
+    def _access(self) -> Access:
+        return Access(key=self._settings.key)
+
+    def _manager(self, site: Site, rank: int) -> Any:
+        """SGLang's manager of a rank, without the pool that it would be made of."""
+        worker = site.workers[rank]
+        page_size = worker.groups[0].tokens_per_block
+        rows = self._rows[rank]
+        args = SimpleNamespace(
+            page_size=page_size,
+            state_types=[],
+            aux_data_ptrs=[rows.ctypes.data],
+            aux_item_lens=[rows[0].nbytes],
+        )
+        memory = DECODE.RankMemory(
+            args=args,
+            info=RankInfo(worker.engine_id, rank, rank, len(site.workers)),
+            stage=0,
+            num_stages=1,
+            windows={worker.groups[0].name: None},
+            executor=SimpleNamespace(worker=worker, envelope=partial(lambda offer: offer, site.offers[rank])),
+            access=self._access,
+        )
+        manager = MANAGER.Manager.__new__(MANAGER.Manager)
+        if self._is_prefill:
+            gathered = iter([[*site.offers], [], []])
+            gather = partial(self._gather, gathered)
+            manager.rank = PREFILL.PrefillRank(memory, gather, self._settings, site.host)
+            return manager
+        queue = SimpleNamespace(metadata_buffers=None, transfer_queue=SimpleNamespace())
+        names = DECODE.DecodeRank.__init__.__globals__
+        names["make_reads"] = partial(self._make_reads, site, rank)
+        manager.rank = DECODE.DecodeRank(memory, queue, None, self._settings, WAITING_S, site.host)
+        return manager
+
+    def _gather(self, gathered: Any, value: Any) -> list[Any]:
+        """What all ranks say, of which the first one counts: each is made alone here, the first one first."""
+        values = next(gathered)
+        if not values:
+            kind = type(value).__name__ if value is not None else "Source"
+            values = [self._firsts.setdefault(kind, value)]
+        return [*values]
+
+    def _make_reads(self, site: Site, rank: int, _: Any, claims: Claims, logger: logging.Logger, **__: Any) -> Reads:
+        """The reads of a rank, over the fabric."""
+        executor = site.executors[rank]
+        return Reads(
+            site.workers[rank],
+            executor,
+            logger,
+            connections=site.connections(executor),
+            claims=claims,
+            system=site.host,
+        )
+
+    def add(self, request: EngineRequest) -> None:
+        """Take a request: SGLang makes a sender or a receiver in each rank."""
+        params = request.params
+        assert params is not None
+        place = params["bootstrap_addr"], params["bootstrap_room"]
+        kind = PREFILL.Sender if self._is_prefill else DECODE.Receiver
+        served = Served(request, [kind(manager, *place) for manager in self._managers])
+        self._served[request.name] = served
+        for part in served.parts:
+            part.req = _seen(request)
+            if not self._is_prefill:
+                part.init(0)
+
+    def count_readable(self, request: EngineRequest, num_cached: int) -> int | None:
+        """Wait until prefill has computed a request; then all of its prompt is read that is not cached."""
+        served = self._served.get(request.name)
+        if served is None or served.is_begun:
+            return 0
+        state = served.poll()
+        if state is not KVPoll.WaitingForInput:
+            return None
+        return 0 if self._is_prefill else request.num_prompt - num_cached
+
+    def begin_read(self, request: EngineRequest, num_tokens: int) -> None:
+        """Give the ranks of decode the pages to read into."""
+        served = self._served.get(request.name)
+        if self._is_prefill or served is None or served.is_begun:
+            return
+        served.is_begun = True
+        served.row = self._free_rows.pop(0)
+        self._rows[:, served.row] = 0
+        num_cached = request.num_computed - num_tokens
+        page_size = self._managers[0].rank.memory.args.page_size
+        pages = np.array(request.blocks[num_cached // page_size :])
+        for part in served.parts:
+            part.send_metadata(pages, served.row, [], num_cached)
+
+    def step(self) -> StepReport:
+        """Poll all requests, as SGLang's queues do."""
+        report = self._step_prefill() if self._is_prefill else self._step_decode()
+        # rooms are numbers; so that the simulation sees them, they are names of requests too
+        self._open_rooms = [f"request-{room}" for manager in self._managers for room in manager.rank._open_rooms]
+        return report
+
+    def _step_prefill(self) -> StepReport:
+        released, failed = [], {}
+        for name, served in [*self._served.items()]:
+            state = served.poll()
+            if not served.is_begun:
+                if state is KVPoll.Failed:
+                    failed[name] = served.error()
+                    del self._served[name]
+                continue
+            if state is KVPoll.Success:
+                served.clear()
+            elif state is KVPoll.Failed:
+                served.error()
+            else:
+                continue
+            del self._served[name]
+            self._free_rows.append(served.row)
+            released.append(name)
+        return StepReport(failed=failed, released=released)
+
+    def _step_decode(self) -> StepReport:
+        received, failed = [], {}
+        for name, served in [*self._served.items()]:
+            if served.is_deferred:
+                if self._is_drained(served):
+                    received.append(name)
+                    self._forget(name)
+                continue
+            state = served.poll()
+            if state is KVPoll.Failed:
+                failed[name] = served.error()
+                if not served.is_begun:
+                    self._forget(name)
+                elif any(part.abort_notified for part in served.parts):
+                    served.is_deferred = True
+                else:
+                    received.append(name)
+                    self._forget(name)
+            elif state is KVPoll.Success:
+                self._check_first_token(served)
+                received.append(name)
+                self._forget(name)
+        return StepReport(received, failed)
+
+    def _is_drained(self, served: Served) -> bool:
+        """Whether no byte of a request can land any more, in any rank."""
+        assert served.request.params is not None
+        room = served.request.params["bootstrap_room"]
+        # each rank looks, whatever the others say
+        answers = [manager.is_abort_release_safe(room, 0) for manager in self._managers]
+        return all(answers)
+
+    def _forget(self, name: str) -> None:
+        served = self._served.pop(name)
+        served.clear()
+        if served.row >= 0:
+            self._free_rows.append(served.row)
+
+    def _check_first_token(self, served: Served) -> None:
+        """The first token of the answer comes with the pages, in each rank."""
+        request = served.request
+        if request.is_aborted:
+            return
+        assert request.params is not None
+        expected = [request.params["bootstrap_room"], request.first_answer]
+        for rank, rows in enumerate(self._rows):
+            if rows[served.row, :2].tolist() != expected:
+                got = rows[served.row, :2].tolist()
+                raise BrokenRuleError("OWN", f"{request.name} has the metadata {got} in rank {rank}, not {expected}")
+
+    def finish(self, request: EngineRequest) -> Mapping[str, Any] | None:
+        """Lend the pages of a request that prefill has computed; give up one that is aborted."""
+        served = self._served.get(request.name)
+        if served is None:
+            return None
+        if not self._is_prefill:
+            if request.is_aborted:
+                for part in served.parts:
+                    part.abort()
+                # one that waits fails at the next look, and nobody is told
+                if not served.is_begun:
+                    self._forget(request.name)
+            return None
+        if request.is_aborted or served.is_begun:
+            for part in served.parts:
+                part.abort()
+            del self._served[request.name]
+            return None
+        self._lend(served)
+        return {}
+
+    def _lend(self, served: Served) -> None:
+        """Send the pages of all ranks, in two chunks, and the first token."""
+        request = served.request
+        assert request.params is not None
+        served.is_begun = True
+        served.row = self._free_rows.pop(0)
+        self._rows[:, served.row, :2] = request.params["bootstrap_room"], request.first_answer
+        page_size = self._managers[0].rank.memory.args.page_size
+        pages = np.array(request.blocks)
+        num_first = len(pages) // 2
+        for part in served.parts:
+            part.init(len(pages), served.row)
+            part.send(pages[:num_first], None, num_first * page_size)
+            part.send(pages[num_first:], [], request.num_computed - num_first * page_size)
+        first = self._managers[0].rank
+        self._promises.grant(next(reversed(first.leases._leases)), request.name)
+
+    def is_promised(self, request: str) -> bool:
+        return self._promises.take(request)
+
+
+def _seen(request: EngineRequest) -> Any:
+    """A request as SGLang shows it."""
+    facts: Sequence[str] = ("lora_id", "cache_salt", "input_embeds", "token_type_ids", "positional_embed_overrides")
+    return SimpleNamespace(
+        rid=request.name.partition("/")[0],
+        origin_input_ids=request.tokens[: request.num_prompt],
+        **dict.fromkeys(facts),
+    )
