@@ -4,10 +4,10 @@ A reproduction for UCX, with NIXL alone: a source does not poll for a moment, a 
 killed, and the source, which answers them when it polls again, is ended by SIGABRT. ``ucp_request_send`` of UCX
 takes any error of a reply but a lack of resources for fatal (``ucp_request.inl``: ``unexpected error: Endpoint
 timeout``), and the handler of requests to read (``ucp_get_req_handler``) answers also where the endpoint has
-failed. No setting of those that were tried helps: NIXL's error handling mode, UCX's keepalive, error handlers,
-and TCP's put.
+failed. ``docs/how-to/nixl.md`` has what became of the source with which settings.
 
-Options are those of NIXL's backend: ``ucx_error_handling_mode=none``.
+Options are those of NIXL's backend, ``ucx_error_handling_mode=none``, and of the environment of the source,
+``UCX_KEEPALIVE_INTERVAL=inf``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def agent_of(name: str, cache: np.ndarray, options: Mapping[str, str]) -> Any:
     return agent
 
 
-def lend(pipe: Connection, options: Mapping[str, str]) -> None:
+def lend(pipe: Connection, options: Mapping[str, str], environment: Mapping[str, str]) -> None:
     """Be the source, until the pipe ends."""
+    os.environ.update(environment)
     cache = np.ones(PIECE_BYTES * NUM_PIECES, np.uint8)
     agent = agent_of("source", cache, options)
     pipe.send((agent.get_agent_metadata(), cache.ctypes.data))
@@ -64,17 +65,27 @@ def read(pipe: Connection, options: Mapping[str, str], metadata: bytes, address:
         pipe.recv()
 
 
+SPAWNED: Final = multiprocessing.get_context("spawn")
+
+
+def connected_reader(options: Mapping[str, str], place: tuple[bytes, int]) -> tuple[Any, Connection]:
+    """Return a process that connects to the source, and its pipe."""
+    pipe, reader_pipe = SPAWNED.Pipe()
+    reader = SPAWNED.Process(target=read, args=(reader_pipe, options, *place), daemon=True)
+    reader.start()
+    return reader, pipe
+
+
 def main() -> None:
     """Print what becomes of the source."""
-    options = {**TCP, **dict(word.split("=", 1) for word in sys.argv[1:])}
-    spawned = multiprocessing.get_context("spawn")
-    pipe, source_pipe = spawned.Pipe()
-    source = spawned.Process(target=lend, args=(source_pipe, options), daemon=True)
+    given = dict(word.split("=", 1) for word in sys.argv[1:])
+    environment = {key: given.pop(key) for key in [*given] if key.startswith("UCX_")}
+    options = {**TCP, **given}
+    pipe, source_pipe = SPAWNED.Pipe()
+    source = SPAWNED.Process(target=lend, args=(source_pipe, options, environment), daemon=True)
     source.start()
     place = pipe.recv()
-    reader_side, reader_pipe = spawned.Pipe()
-    reader = spawned.Process(target=read, args=(reader_pipe, options, *place), daemon=True)
-    reader.start()
+    reader, reader_side = connected_reader(options, place)
     assert reader_side.recv() == "posted"
     assert source.pid is not None
     os.kill(source.pid, signal.SIGSTOP)
@@ -85,7 +96,12 @@ def main() -> None:
     reader.join()
     os.kill(source.pid, signal.SIGCONT)
     source.join(END_S)
-    print("the source lives" if source.exitcode is None else f"the source was ended: {source.exitcode}")
+    if source.exitcode is not None:
+        print(f"the source was ended: {source.exitcode}")
+        return
+    other, other_side = connected_reader(options, place)
+    print(f"the source lives, and {'serves' if other_side.poll(END_S) else 'does not serve'} another reader")
+    other.kill()
     source.kill()
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Final
 
 import click
@@ -28,6 +29,10 @@ from kvplan.errors import KVPlanError
 COMPLETION: Final = "_KVPLAN_COMPLETE"
 """The variable by which a shell asks for completions."""
 
+HINTS: Final = MappingProxyType(
+    {"the dtype": "kvplan converts no values: give both sides the same dtype="}
+)
+"""What to type where the sides of a pair differ in a field, if the error does not say it."""
 
 EPILOG: Final = f"""\
 \b
@@ -79,6 +84,8 @@ def _misread(error: click.ClickException) -> KVPlanError:
 
 def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
     """Print an error, and return the exit status."""
+    if not error.hint:
+        error = error.with_hint(HINTS.get(error.details.get("field", ""), ""))
     # only a terminal has a width that a line can be too long for
     lines = wrapped(error.lines) if sys.stderr.isatty() else error.lines
     click.echo("\n".join(lines), err=True)

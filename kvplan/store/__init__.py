@@ -11,8 +11,9 @@ from the description. The page "The format of a store" specifies keys and files.
 
 from kvplan.store.backends import Backend, FileBackend, FileEntry, MemoryBackend
 from kvplan.store.chain import PAGE_TOKENS, Chain, Fact
-from kvplan.store.client import MemoryMover, Mover, StoreClient, read_file
+from kvplan.store.client import StoreClient, read_file
 from kvplan.store.eviction import Evicted, Limits, evict
+from kvplan.store.mover import MemoryMover, Mover
 from kvplan.store.pages import PageHeader
 from kvplan.store.parts import StoredPart, parts_of
 from kvplan.store.readers import Attended, StoreReader, find

@@ -13,24 +13,24 @@ bytes is used, and two short copies are cheaper than many short writes to a file
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import attrs
 import numpy as np
 
-from kvplan._checks import having, instance, integer, interval, members
+from kvplan._checks import having, instance, integer, interval
 from kvplan._checks import name as checked_name
 from kvplan.describe.blocks import POSITION_END, Blocks, Range
 from kvplan.describe.views import Group
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
-from kvplan.plan import ReadSpec, TransferPlan, plan_writes
+from kvplan.plan import TransferPlan, plan_writes
 from kvplan.store.backends import Backend
 from kvplan.store.chain import PAGE_TOKENS, Chain
+from kvplan.store.mover import MemoryMover, Mover
 from kvplan.store.pages import PageHeader, check_data, check_name, pack, read_header
 from kvplan.store.parts import STATES, TOKENS, StoredPart, parts_of
 from kvplan.store.readers import (
@@ -48,42 +48,6 @@ BUFFER_BYTES: Final = 64 << 20
 
 BETWEEN_PAGES_S: Final = 1e-5
 """A page counts as used so long before the page in front of it."""
-
-
-class Mover(Protocol):
-    """Moves the bytes between a cache and the pages in memory, as executors do."""
-
-    def prepare(self, plan: TransferPlan) -> None:
-        """Prepare for the specs of a plan, once."""
-
-    def move(self, specs: Sequence[ReadSpec]) -> None:
-        """Move the bytes of specs, and return when all have moved. Raises what made it fail."""
-
-
-class MemoryMover:
-    """Moves bytes within the memory of this process. Raises ``MEMORY`` for other memory."""
-
-    def prepare(self, plan: TransferPlan) -> None:
-        """Check that all regions are in host memory."""
-        for worker in (instance(TransferPlan, plan, "plan").local, *plan.remotes):
-            kinds = {region.memory for region in worker.regions} - {"DRAM"}
-            if kinds:
-                raise KVPlanError(
-                    "MEMORY",
-                    f"move pages of {worker.label}",
-                    expected="regions in DRAM",
-                    got=", ".join(sorted(kinds)),
-                    hint="an executor moves other memory",
-                )
-
-    def move(self, specs: Sequence[ReadSpec]) -> None:
-        """Copy range by range."""
-        for spec in members(ReadSpec, specs, "specs"):
-            local, remote = (side[:, :2].tolist() for side in spec.descriptors())
-            # both sides list the same lengths
-            written, read = (local, remote) if spec.operation == "READ" else (remote, local)
-            for (destination, num_bytes), (source, _) in zip(written, read, strict=True):
-                ctypes.memmove(destination, source, num_bytes)
 
 
 @attrs.frozen(eq=False)

@@ -28,6 +28,7 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints
+from kvplan._checks import INT64_END, at_most
 from kvplan.budget import spend
 from kvplan.describe.axes import Axis
 from kvplan.describe.blocks import Blocks, Range
@@ -49,7 +50,7 @@ def numbering(view: View | Geometry) -> Weights:
     """Return the weights that number a tensor's bytes as ``view`` stores them: finest axis first.
 
     Axes with one element here come last. Axes of size 1 have no weight: the other side may lack
-    them.
+    them. Raises ``RANGE`` for a tensor of more bytes than 64 bits number.
     """
     sizes = {name: size for name, size in view.sizes.items() if size > 1 and name != TOKEN}
     shortest_stride = dict.fromkeys(sizes, math.inf)
@@ -61,6 +62,7 @@ def numbering(view: View | Geometry) -> Weights:
     for name in sorted(sizes, key=lambda name: shortest_stride[name]):
         weights.append((name, weight))
         weight *= sizes[name]
+    at_most(INT64_END - 1, weight, "bytes at one position", "number the bytes of a tensor")
     return tuple(weights)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvplan import (
     Axis,
+    Blocks,
     Budget,
     Context,
     Group,
@@ -25,11 +26,14 @@ from kvplan import (
     plan_mesh,
     plan_reads,
     plan_writes,
+    verify,
 )
 from kvplan.verification import Certificate
 from kvplan.verification.certificate import Pieces
 from tests.counted import numbers_of
 from tests.small import engine
+
+ONE_BLOCK = {"attn": Blocks([1])}
 
 MAMBA = Model.shipped("nemotron-h-8b")
 PLANS = {
@@ -584,6 +588,22 @@ def test_sources_of_two_descriptions_are_no_proof(change):
     assert certify(first).complete
     assert certify(second).complete
     assert "one description of the worker" in certify_error([first, second])
+
+
+@pytest.mark.parametrize("check", [certify, lambda plan: verify(plan, local=ONE_BLOCK, remote=ONE_BLOCK)])
+def test_a_tensor_of_too_many_bytes_is_not_numbered(check):
+    """An offer may state any size of an axis, of which it stores a part: numbers of bytes would not fit 64 bits."""
+    (mine,), (other,) = (
+        [attrs.evolve(worker, views=[larger(view) for view in worker.views]) for worker in engine(name)]
+        for name in "dp"
+    )
+    with pytest.raises(KVPlanError, match=r"^RANGE: cannot number the bytes of a tensor: expected at most "):
+        check(plan_reads(mine, [other]))
+
+
+def larger(view):
+    """A view with its part of a tensor whose head axis has 2**62 elements."""
+    return attrs.evolve(view, axes=[attrs.evolve(a, size=1 << 62) if a.name == "head" else a for a in view.axes])
 
 
 def test_a_period_of_many_positions_is_refused_before_it_is_listed():
