@@ -39,7 +39,7 @@ MemoryDigest = Callable[[VirtualExecutor, Request], Mapping[str, Any]]
 
 
 @attrs.frozen
-class _Lent:
+class _HeldBlocks:
     """A request that is lent, and its blocks."""
 
     request: str
@@ -129,7 +129,7 @@ class LeaseConnector:
         self._executors = site.executors
         self._digest = digest
         # by lease: the request that is lent, and its blocks
-        self._lent: dict[str, _Lent] = {}
+        self._lent: dict[str, _HeldBlocks] = {}
         # by request: the workers that have not reported it
         self._unreported: dict[str, int] = {}
         self._promises = Promises(host)
@@ -242,7 +242,7 @@ class LeaseConnector:
         lease = self._leases.grant(request.name)
         self._promises.grant(lease, request.name)
         blocks = {self._group: Blocks(request.blocks)}
-        self._lent[lease] = _Lent(request.name, blocks)
+        self._lent[lease] = _HeldBlocks(request.name, blocks)
         handoff = Handoff(
             source=self._listener.source,
             lease=lease,
