@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
 import pytest
 
 from kvplan import Blocks, KVPlanError, Status
@@ -15,7 +16,7 @@ from kvplan.testing.simulation.catalog import Catalog, Shape
 from kvplan.testing.simulation.fabric import Fabric, Port, Trouble, VirtualExecutor
 from kvplan.testing.simulation.memory import LabelledMemory, Numbers
 from kvplan.testing.simulation.network import Disturbance, Host, Network
-from kvplan.testing.simulation.scenario import Death, Freeze, Rival, Scenario
+from kvplan.testing.simulation.scenario import HEALED_S, Death, Freeze, Member, Rival, Scenario
 from kvplan.testing.simulation.tasks import TaskLoop, TaskThread
 
 
@@ -215,3 +216,37 @@ def test_incidents_know_their_engines() -> None:
     assert scenario.may_fail("PEER")
     assert Disturbance(0.0, 1.0, "a", "b").engines == ("a", "b")
     assert Trouble(0.0, 1.0, "a", 1.0).engines == ("a",)
+
+
+def test_a_moment_excuses_no_lease_that_ends() -> None:
+    """Unless clocks are so far apart that one renewal which is lost is too much."""
+    moment = Disturbance(1.0, 4.0, "*", "*", loss=1.0)
+    for rates, excused in (((1.0, 1.03), False), ((0.5, 2.0), True)):
+        members = tuple(Member(f"engine-{rate}", rate=rate) for rate in rates)
+        scenario = Scenario(1, members, (moment,))
+        assert scenario.may_fail("LEASE") == excused
+        assert scenario.may_fail("PEER")
+    long = attrs.evolve(moment, ends_at=9.0)
+    assert Scenario(1, (), (long,)).may_fail("LEASE")
+    assert not Scenario(1, (), (Trouble(0.0, 9.0, "*", 1.0, 60.0),)).may_fail("LEASE")
+    assert str(Scenario(1, (), (long, moment))).count("Disturbance") == 2
+
+
+def test_nothing_begins_when_faults_are_over() -> None:
+    """An engine that would start again later stays dead."""
+    incidents = [incident for seed in range(300) for incident in Scenario.of(seed).incidents]
+    restarts = [incident.restarts_at for incident in incidents if isinstance(incident, Death)]
+    assert None in restarts
+    assert max(at for at in restarts if at is not None) < HEALED_S
+
+
+def test_no_thread_waits_with_a_lock(world: World) -> None:
+    """Engines would wait for it too."""
+
+    def run() -> None:
+        with world.decode.host.condition():
+            world.decode.host.sleep(1.0)
+
+    world.decode.host.start("holds a lock", run)
+    world.run()
+    assert [str(error) for error in world.loop.errors] == ["a thread waits and holds a lock"]
