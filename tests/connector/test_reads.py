@@ -806,6 +806,27 @@ def test_a_silent_source_is_asked_again(one: Callable[..., World], monkeypatch: 
     assert world.until(1)["r"].error is None
 
 
+def test_silence_counts_from_the_last_answer(one: Callable[..., World]) -> None:
+    """A source that was heard of a while ago is not gone as soon as one question has no answer."""
+    world, now = one(), [0.0]
+    world.watch.clocks.append(lambda: now[0])
+    world.reads.begin(world.read("first"))
+    world.until(1)
+    world.executor.held = True
+    world.reads.begin(world.read())
+    for now[0] in (0.0, 6.0, 12.0, 18.0):
+        world.reads.poll()
+    world.sources.silent = True
+    for now[0] in (24.0, 30.0, 36.0, 42.0):
+        world.reads.poll()
+        assert world.reads.late() == {}
+    for now[0] in (48.0, 54.0):
+        world.reads.poll()
+    assert [*world.reads.late()] == ["r"]
+    world.executor.held = False
+    assert world.until(1)["r"].error is not None
+
+
 @pytest.mark.parametrize("held", [False, True])
 def test_a_source_that_stays_silent_is_gone(
     one: Callable[..., World], monkeypatch: pytest.MonkeyPatch, held: bool

@@ -200,7 +200,7 @@ SEEDS = {"llama, other weights": 1, "llama, another EAGLE": 1}
 ABSENT = {"mamba-2": ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
 """Keys of COMMON that files of a model do not state."""
 
-ADAPTED = ("llama",)
+ADAPTED = ("llama", "qwen3")
 """Models that have the LoRA adapters 1 and 2."""
 
 TARGETS = ("q_proj", "k_proj", "v_proj")

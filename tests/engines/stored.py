@@ -61,7 +61,7 @@ ROWS = {
     "latents": Row("deepseek-v3", Side("vllm", 32), Side("vllm", 64)),
     "windows": Row("gemma-3", Side("vllm", 64), Side("vllm", 32)),
     "states, TP 1 to 2": Row("granite-hybrid", Side("vllm", 32), Side("vllm", 32, tp=2), ENDS_OF_PAGES),
-    "adapters": Row("llama", Side("vllm", 32, more=ADAPTERS), Side("vllm", 64, more=ADAPTERS), adapter="1"),
+    "adapters": Row("qwen3", Side("vllm", 32, more=ADAPTERS), Side("vllm", 64, more=ADAPTERS), adapter="1"),
     "vLLM 32 to SGLang 16": Row("llama", Side("vllm", 32), Side("sglang", 16)),
     "SGLang 16 to vLLM 32": Row("llama", Side("sglang", 16), Side("vllm", 32)),
     "SGLang 16 to 64, TP 2 to 1": Row("llama", Side("sglang", 16, tp=2), Side("sglang", 64)),

@@ -576,6 +576,29 @@ def test_a_room_is_free_when_its_request_has_failed(
     assert refused.poll() == KVPoll.Failed
 
 
+def test_an_abort_ends_what_nobody_reads_yet(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
+) -> None:
+    """SGLang polls what it has aborted: a sender without its pages, and a receiver that waits, have failed."""
+    sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
+    receiver = received(plugin, decode, server)
+    for ends in (sender, receiver):
+        ends.abort()
+        assert ends.poll() == KVPoll.Failed
+        with pytest.raises(RuntimeError, match="aborted"):
+            ends.failure_exception()
+    receiver.clear()
+
+
+def test_the_last_chunk_is_wanted_though_it_is_empty(
+    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer
+) -> None:
+    """States come with it; any other chunk without a page is left out."""
+    sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
+    chunks = [(1, False), (0, False), (0, True), (1, True)]
+    assert [sender.should_send_kv_chunk(*chunk) for chunk in chunks] == [True, False, True, True]
+
+
 def test_a_retracted_request_fails(plugin: SimpleNamespace, decode: Side, server: BootstrapServer) -> None:
     """Prefill would have to compute its prompt and answer again, with new weights."""
     receiver = plugin.decode.Receiver(decode.manager, server.address, ROOM)

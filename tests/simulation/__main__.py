@@ -9,14 +9,18 @@ import time
 from kvplan.testing.simulation.fleet import Simulation
 from kvplan.testing.simulation.leases import LeaseConnector
 from kvplan.testing.simulation.scenario import Scenario
-from tests.simulation.faults import FAULTS, SGLANG_FAULTS, VLLM_FAULTS
+from tests.simulation.faults import DIGEST_FAULTS, FAULTS, SGLANG_FAULTS, STAGING_FAULTS, VLLM_FAULTS
 from tests.simulation.sglang_connector import SglangConnector, make_params
+from tests.simulation.staged_connector import StagedConnector
+from tests.simulation.verified_connector import VerifiedConnector
 from tests.simulation.vllm_connector import VllmConnector
 
 
 def main(num_seeds: int = 100, part: str = "") -> None:
     logging.disable(logging.CRITICAL)
     planted = [(Simulation(LeaseConnector), fault) for fault in FAULTS]
+    planted += [(Simulation(StagedConnector), fault) for fault in STAGING_FAULTS]
+    planted += [(Simulation(VerifiedConnector), fault) for fault in DIGEST_FAULTS]
     planted += [(Simulation(VllmConnector), fault) for fault in VLLM_FAULTS]
     planted += [(Simulation(SglangConnector, make_params), fault) for fault in SGLANG_FAULTS]
     for simulation, fault in planted:

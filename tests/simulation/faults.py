@@ -16,6 +16,8 @@ from typing import Any
 import attrs
 
 from kvplan.connector import Handoff, Leases, claims, handoff, leases, peer_engines, reads
+from kvplan.connector.digest_requests import DigestRequests
+from kvplan.staging import Pipeline
 from kvplan.testing.simulation import engine, fabric
 from kvplan.testing.simulation.leases import LeaseConnector
 from tests.simulation.sglang_connector import BOOTSTRAP, DECODE, MANAGER, PREFILL
@@ -105,6 +107,19 @@ VLLM_FAULTS = [
     Fault("a prompt is not compared", Scheduler, "_claim", "handoff.count_shared(partial(prompt_of, request))", "handoff.num_tokens", seed=1, rule="OWN"),
     Fault("the claim of a request that waits is not ended", Scheduler, "hand_over", "if reading is not None and not reading.is_begun:", "if False:", seed=0, rule="FREE"),
     Fault("requests that failed are reported while bytes may land", WORKER.Worker, "results", "finished_recving={result.request for result in results}", "finished_recving={result.request for result in results} | self._reads.late().keys()", seed=0, rule="GIVEN"),
+]  # fmt: skip
+
+STAGING_FAULTS = [
+    Fault("a slot is filled again while it is copied", Pipeline, "_may_begin", "work.slot == following.chunk.buffer_slot or not is_same_plan", "not is_same_plan", seed=4, rule="OWN"),
+    Fault("two plans share a staging region", Pipeline, "_may_begin", " or not is_same_plan", "", seed=1, rule="OWN"),
+    Fault("copies are not awaited", Pipeline, "_copy", "not self._copier.done(ticket)", "False and (yield)", seed=0, rule="GIVEN"),
+    Fault("what is staged is read directly too", reads.Reads, "_poll_pipeline", "transfer.num_bytes > 0 or ", "", seed=19, rule="GROW"),
+    Fault("a region that stalls is waited for", reads.Reads, "_poll_pipeline", "if now - self._last_chunk_at < STALL_S", "if True"),
+    Fault("a staged transfer that fails goes on", Pipeline, "_poll_transfers", "status is not Status.DONE", "False", seed=85, rule="OWN"),
+]  # fmt: skip
+
+DIGEST_FAULTS = [
+    Fault("digests of a lease that is over are kept", DigestRequests, "forget", "del self._answers[request]", "pass", seed=0, rule="GROW"),
 ]  # fmt: skip
 
 Receiver, Sender = DECODE.Receiver, PREFILL.Sender

@@ -14,14 +14,19 @@ import pytest
 
 from kvplan.testing.simulation import Connector, LeaseConnector, Scenario, Simulation, Site, shrink
 from kvplan.testing.simulation.__main__ import main
-from tests.simulation.faults import FAULTS, SGLANG_FAULTS, VLLM_FAULTS, Fault
+from tests.simulation.faults import DIGEST_FAULTS, FAULTS, SGLANG_FAULTS, STAGING_FAULTS, VLLM_FAULTS, Fault
 from tests.simulation.sglang_connector import SglangConnector, make_params
+from tests.simulation.staged_connector import StagedConnector
+from tests.simulation.verified_connector import VerifiedConnector
 from tests.simulation.vllm_connector import VllmConnector
 
 NUM_SEEDS = 50
 NUM_SGLANG_SEEDS = 25
+NUM_STAGED_SEEDS = 20
+NUM_VERIFIED_SEEDS = 3
 FOUND = [fault for fault in FAULTS if fault.rule]
 SGLANG_FOUND = [fault for fault in SGLANG_FAULTS if fault.rule]
+STAGING_FOUND = [fault for fault in STAGING_FAULTS if fault.rule]
 STALE = next(fault for fault in FAULTS if fault.name == "a lease that is over stands")
 
 
@@ -99,6 +104,44 @@ def test_a_fault_in_vllm_s_connector_is_found(vllm: Simulation, fault: Fault) ->
 def test_a_fault_in_sglang_s_plugin_is_found(sglang: Simulation, fault: Fault) -> None:
     """As one in vLLM's connector."""
     test_a_planted_fault_is_found(sglang, fault)
+
+
+@pytest.fixture(scope="module")
+def staged() -> Iterator[Simulation]:
+    simulation = Simulation(StagedConnector)
+    yield simulation
+    simulation.close()
+
+
+def test_all_rules_hold_where_requests_are_staged(staged: Simulation) -> None:
+    """Chunk by chunk through a region of each worker, by copies that take a while."""
+    assert ends_of(staged, NUM_STAGED_SEEDS).keys() <= {"right", "LEASE", "PEER", "PROMPT", "TRANSFER"}
+
+
+@pytest.mark.parametrize("fault", STAGING_FOUND, ids=[fault.name for fault in STAGING_FOUND])
+def test_a_fault_of_staging_is_found(simulation: Simulation, staged: Simulation, fault: Fault) -> None:
+    """And in no fleet that does not stage."""
+    test_a_planted_fault_is_found(staged, fault)
+    with fault.planted():
+        assert simulation.run(Scenario.of(fault.seed)).rule == ""
+
+
+@pytest.fixture(scope="module")
+def verified() -> Iterator[Simulation]:
+    simulation = Simulation(VerifiedConnector)
+    yield simulation
+    simulation.close()
+
+
+def test_all_rules_hold_where_digests_are_compared(verified: Simulation) -> None:
+    """No request that is right has other digests than its source."""
+    assert ends_of(verified, NUM_VERIFIED_SEEDS).keys() <= {"right", "LEASE", "PEER", "PROMPT"}
+
+
+@pytest.mark.parametrize("fault", DIGEST_FAULTS, ids=[fault.name for fault in DIGEST_FAULTS])
+def test_a_fault_of_digests_is_found(simulation: Simulation, verified: Simulation, fault: Fault) -> None:
+    """And in no fleet that compares none."""
+    test_a_fault_of_staging_is_found(simulation, verified, fault)
 
 
 def test_a_seed_of_sglang_s_is_one_run(sglang: Simulation) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 
 import attrs
 
-from kvplan.describe import Worker
+from kvplan.describe import Region, Worker
 from kvplan.handshake import encode
 from kvplan.models import Model
 from kvplan.plan import TransferPlan, plan_reads
@@ -29,6 +29,14 @@ MODEL: Final = Model.from_config(
 MAX_TOKENS: Final = 248
 """Positions for which an engine has memory. It may use fewer blocks than there are."""
 
+STAGING: Final = "staging"
+"""The staging region of each worker, which a connector may use."""
+
+STAGING_BYTES: Final = 1 << 11
+"""The length of a staging region: a request takes several chunks."""
+
+STAGING_ADDRESS: Final = 1 << 50
+
 
 @attrs.frozen
 class Shape:
@@ -45,14 +53,16 @@ class Shape:
         return 1 + MAX_TOKENS // self.tokens_per_block
 
     def workers(self, name: str) -> tuple[Worker, ...]:
-        """Return the workers of an engine of this shape."""
-        return self.model.engine(
+        """Return the workers of an engine of this shape, each with a staging region."""
+        workers = self.model.engine(
             name,
             tp=self.tp,
             tokens_per_block=self.tokens_per_block,
             layout=self.layout,
             num_blocks=self.num_blocks,
         )
+        staging = Region(STAGING, STAGING_ADDRESS, STAGING_BYTES)
+        return tuple(attrs.evolve(worker, regions=(*worker.regions, staging)) for worker in workers)
 
 
 SHAPES: Final = (

@@ -14,9 +14,10 @@ from typing import Any, Final, Protocol
 import attrs
 
 from kvplan.connector import Connections, fetch
+from kvplan.connector.digest_requests import fetch_digests
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
-from kvplan.testing.simulation.fabric import Fabric, Port, VirtualExecutor
+from kvplan.testing.simulation.fabric import Fabric, Port, VirtualCopier, VirtualExecutor
 from kvplan.testing.simulation.memory import CellLabels, LabelledMemory, Numbers, prefix_labels
 from kvplan.testing.simulation.network import Host
 
@@ -125,11 +126,15 @@ class Connector(Protocol):
 
 @attrs.frozen(eq=False)
 class Site:
-    """What a connector gets of its engine: the host, its workers, their executors and offers."""
+    """What a connector gets of its engine: the host, and its workers with what belongs to each.
+
+    The ``copiers`` are for a region of each worker, the one that is called ``staging``.
+    """
 
     host: Host
     workers: Sequence[Worker]
     executors: Sequence[VirtualExecutor]
+    copiers: Sequence[VirtualCopier]
     offers: Sequence[bytes]
     fabric: Fabric
 
@@ -140,6 +145,7 @@ class Site:
             connect=executor.connect,
             disconnect=executor.disconnect,
             fetch_offers=partial(fetch, system=self.host),
+            fetch_digests=partial(fetch_digests, system=self.host),
             plan=self.fabric.catalog.plan,
         )
 
@@ -246,8 +252,9 @@ class Engine:
         # requests that have ended while bytes may still land
         self._landing: dict[str, list[int]] = {}
         executors = [VirtualExecutor(fabric, port) for port in ports]
+        copiers = [VirtualCopier(fabric, port) for port in ports]
         offers = [fabric.register(port) for port in ports]
-        self.connector = make_connector(Site(host, workers, executors, offers, fabric))
+        self.connector = make_connector(Site(host, workers, executors, copiers, offers, fabric))
         self._interval_s = 0.0
         self._is_stepping = False
         self._arrived: list[EngineRequest] = []

@@ -9,6 +9,7 @@ that fails has the status RUNNING until no byte of it can land, as rule E2 of
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -29,6 +30,7 @@ from kvplan.executor import (
     unprepared,
 )
 from kvplan.plan import ReadSpec, Table, TransferPlan
+from kvplan.staging import Copy
 from kvplan.testing.simulation.catalog import Catalog
 from kvplan.testing.simulation.memory import LabelledMemory
 from kvplan.testing.simulation.network import Host
@@ -113,6 +115,43 @@ class Fabric:
         token = port.host.token_hex(TOKEN_CHARACTERS // 2)
         self.ports[token] = port
         return token.encode() + self.catalog.offer(port.worker)
+
+
+@attrs.define(eq=False)
+class _PendingCopies:
+    """Copies under way, of which ``num_left`` are not done."""
+
+    num_left: int
+
+
+class VirtualCopier:
+    """The :class:`~kvplan.staging.Copier` of a worker: each copy takes a while."""
+
+    def __init__(self, fabric: Fabric, port: Port) -> None:
+        self._fabric = fabric
+        self._port = port
+
+    def begin(self, copies: Sequence[Copy]) -> _PendingCopies:
+        """Plan when each copy reads and writes."""
+        ticket = _PendingCopies(len(copies))
+        loop = self._port.host.loop
+        for copy in copies:
+            writes, reads = (self._port.memory.cells_of(ranges) for ranges in copy.ranges())
+            self._port.memory.landing[writes] += 1
+            copied_at = loop.now + 0.02 * self._fabric.random.random()
+            loop.at(copied_at, partial(self._copy, ticket, reads, writes))
+        return ticket
+
+    def _copy(self, ticket: _PendingCopies, reads: Ints, writes: Ints) -> None:
+        """Copy what is there now."""
+        memory = self._port.memory
+        memory.cells[writes] = memory.cells[reads]
+        memory.landing[writes] -= 1
+        ticket.num_left -= 1
+
+    def done(self, ticket: _PendingCopies) -> bool:
+        """Return whether all copies are done."""
+        return ticket.num_left == 0
 
 
 class VirtualExecutor:

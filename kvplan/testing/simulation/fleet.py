@@ -45,7 +45,7 @@ from kvplan.testing.simulation.engine import (
     EngineRequest,
     Site,
 )
-from kvplan.testing.simulation.fabric import Fabric, Trouble, VirtualExecutor
+from kvplan.testing.simulation.fabric import Fabric, Trouble, VirtualCopier, VirtualExecutor
 from kvplan.testing.simulation.memory import NUMBER_BITS, Numbers
 from kvplan.testing.simulation.network import Disturbance, Host, Network
 from kvplan.testing.simulation.scenario import (
@@ -438,6 +438,7 @@ _NOT_OF_A_CONNECTOR: Final = (
     Logger,
     MethodType,
     TransferPlan,
+    VirtualCopier,
     VirtualExecutor,
     Worker,
     type,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
+
+import attrs
 
 from kvplan.connector import (
     Claims,
@@ -20,13 +22,28 @@ from kvplan.connector import (
 )
 from kvplan.connector.leases import LEASE_S
 from kvplan.describe import Blocks
+from kvplan.describe.blocks import Request
 from kvplan.errors import KVPlanError
+from kvplan.staging import Pipeline
+from kvplan.testing.simulation.catalog import STAGING
 from kvplan.testing.simulation.engine import EngineRequest, Site, StepReport
+from kvplan.testing.simulation.fabric import VirtualExecutor
 from kvplan.testing.simulation.network import Host
 
 KEY: Final = b"the key of all engines"
 
 PORT: Final = 5600
+
+MemoryDigest = Callable[[VirtualExecutor, Request], Mapping[str, Any]]
+"""Digests the local blocks of a request in the memory of an executor's worker."""
+
+
+@attrs.frozen
+class _HeldBlocks:
+    """A request that is lent, and its blocks."""
+
+    request: str
+    blocks: Mapping[str, Blocks]
 
 
 class Promises:
@@ -69,9 +86,16 @@ class Promises:
 
 
 class LeaseConnector:
-    """The scheduler's part and all workers' parts of a connector in one."""
+    """The scheduler's part and all workers' parts of a connector in one.
 
-    def __init__(self, site: Site) -> None:
+    With ``is_staged`` requests go through the workers' staging regions where that is faster. With
+    ``digest``, which digests a request's blocks in the memory of an executor's worker, readers
+    compare what has arrived.
+    """
+
+    def __init__(
+        self, site: Site, *, is_staged: bool = False, digest: MemoryDigest | None = None
+    ) -> None:
         host = site.host
         self._host = host
         self._group = site.workers[0].groups[0].name
@@ -94,10 +118,18 @@ class LeaseConnector:
                 logger,
                 connections=site.connections(executor),
                 claims=Claims(logger, send, host),
+                pipeline=Pipeline(executor, STAGING, copier) if is_staged else None,
+                digest=None if digest is None else partial(digest, executor),
                 system=host,
             )
-            for worker, executor in zip(site.workers, site.executors, strict=True)
+            for worker, executor, copier in zip(
+                site.workers, site.executors, site.copiers, strict=True
+            )
         ]
+        self._executors = site.executors
+        self._digest = digest
+        # by lease: the request that is lent, and its blocks
+        self._lent: dict[str, _HeldBlocks] = {}
         # by request: the workers that have not reported it
         self._unreported: dict[str, int] = {}
         self._promises = Promises(host)
@@ -169,6 +201,7 @@ class LeaseConnector:
         """Poll all workers: a request is received when each of them has reported it."""
         ended = self._leases.take_ended()
         released = [*ended.done, *ended.late]
+        self._digest_lent({*released})
         received = []
         failed = dict[str, KVPlanError]()
         for reads in self._reads:
@@ -186,6 +219,19 @@ class LeaseConnector:
             self._end_claim(name)
         return StepReport(received, failed, released)
 
+    def _digest_lent(self, released: set[str]) -> None:
+        """Forget the digests of released requests, and compute those that readers ask for."""
+        for lease, lent in [*self._lent.items()]:
+            if lent.request in released:
+                del self._lent[lease]
+                self._listener.digests.forget(lease)
+        for asked in self._listener.digests.take():
+            if self._digest is not None and asked.lease in self._lent:
+                binding: Request = {"local": self._lent[asked.lease].blocks, "remote": {}}
+                binding["tokens"] = dict(asked.tokens)
+                digests = [dict(self._digest(executor, binding)) for executor in self._executors]
+                self._listener.digests.put(asked, digests)
+
     def finish(self, request: EngineRequest) -> Mapping[str, Any] | None:
         """Lend the blocks of a request that was computed for another engine."""
         unread = self._unread.pop(request.name, None)
@@ -195,12 +241,14 @@ class LeaseConnector:
             return None
         lease = self._leases.grant(request.name)
         self._promises.grant(lease, request.name)
+        blocks = {self._group: Blocks(request.blocks)}
+        self._lent[lease] = _HeldBlocks(request.name, blocks)
         handoff = Handoff(
             source=self._listener.source,
             lease=lease,
             num_tokens=request.num_computed,
             prompt=prompt_digest(request.tokens[: request.num_computed]),
-            blocks={self._group: Blocks(request.blocks)},
+            blocks=blocks,
         )
         params: Mapping[str, Any] = json.loads(json.dumps(handoff.params(KEY)))
         return params

@@ -1,0 +1,264 @@
+"""Changes of the connectors' code that the simulation or a unit test must notice.
+
+``python -m tests.simulation.mutants --count 200 --seed 1`` draws changes: a comparison, a condition, a sum, a constant,
+a statement that is left out. Each is made in a process of its own, which first runs fleets of a fixed set of seeds and
+then, if all rules hold, the unit tests of the code. It prints what survives, and the score.
+
+What only messages and logs say does not change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import attrs
+import pytest
+
+CONNECTOR_TESTS = (
+    "tests/connector/test_claims.py",
+    "tests/connector/test_digest_requests.py",
+    "tests/connector/test_handoff.py",
+    "tests/connector/test_leases.py",
+    "tests/connector/test_listener.py",
+    "tests/connector/test_reads.py",
+)
+SGLANG_TESTS = ("tests/nixl/test_bootstrap.py", "tests/nixl/test_sglang.py")
+TESTS = {
+    **{
+        f"kvplan.connector.{name}": CONNECTOR_TESTS
+        for name in (
+            "background",
+            "claims",
+            "digest_requests",
+            "handoff",
+            "leases",
+            "listener",
+            "peer_engines",
+            "reads",
+        )
+    },
+    "kvplan_nixl.vllm.scheduler": (),
+    **{f"kvplan_nixl.sglang.{name}": SGLANG_TESTS for name in ("bootstrap", "decode", "prefill", "rank")},
+}
+"""The unit tests of each module, of which vLLM's scheduler has none without vLLM."""
+
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+}
+STATEMENTS = (ast.Expr, ast.Assign, ast.AugAssign, ast.Delete, ast.Raise, ast.Continue, ast.Break)
+UNHEARD = ("KVPlanError", "logger", "_logger")
+"""Names in what is said alone."""
+
+NUM_SEEDS = 8
+LIMIT_S = 150
+PROCESSOR_S = 50
+"""Seconds by the clock, and of a processor, after which a mutant has hung."""
+
+
+@attrs.frozen
+class Mutant:
+    """A change of a module: the node of its syntax tree by its number, and its new text."""
+
+    module: str
+    line: int
+    old: str
+    new: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line}: {self.old} -> {self.new}"
+
+
+def is_heard(node: ast.AST) -> bool:
+    """Whether a node is more than a message, an annotation or a check of types."""
+    if isinstance(node, ast.Call):
+        names = [part.id for part in ast.walk(node.func) if isinstance(part, ast.Name)]
+        names += [part.attr for part in ast.walk(node.func) if isinstance(part, ast.Attribute)]
+        return not {*names} & {*UNHEARD}
+    return not isinstance(node, ast.Assert | ast.JoinedStr)
+
+
+def parts(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes inside a node that are heard."""
+    for field, value in ast.iter_fields(node):
+        if field in ("annotation", "returns", "decorator_list", "args") and not isinstance(node, ast.Call):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and is_heard(child):
+                yield child
+                yield from parts(child)
+
+
+def changes(node: ast.AST) -> Iterator[Callable[[ast.AST], ast.AST]]:
+    """What a node may become; each change gets a copy of it."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
+        yield lambda twin: _with(twin, ops=[SWAPS[type(node.ops[0])](), *node.ops[1:]])
+    if isinstance(node, ast.BoolOp | ast.BinOp) and type(node.op) in SWAPS:
+        yield lambda twin: _with(twin, op=SWAPS[type(node.op)]())
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield lambda twin: node.operand
+    if isinstance(node, ast.If | ast.While | ast.IfExp) and not isinstance(node.test, ast.Constant):
+        yield lambda twin: _with(twin, test=ast.UnaryOp(ast.Not(), node.test))
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool | int):
+        new = not node.value if isinstance(node.value, bool) else node.value + 1
+        yield lambda twin: ast.Constant(new)
+    is_local = isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) for target in node.targets)
+    is_text = isinstance(node, ast.Expr) and (isinstance(node.value, ast.Constant) or not is_heard(node.value))
+    if isinstance(node, STATEMENTS) and not is_local and not is_text:
+        yield lambda twin: ast.Pass()
+
+
+def _with(node: ast.AST, **fields: Any) -> ast.AST:
+    for field, value in fields.items():
+        setattr(node, field, value)
+    return node
+
+
+def mutants_of(module: str) -> list[Mutant]:
+    """All mutants of a module's functions."""
+    path = Path(*module.split(".")).with_suffix(".py")
+    tree = ast.parse(path.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    nodes = [part for function in functions for part in parts(function)]
+    mutants = []
+    for node in {id(node): node for node in nodes}.values():
+        for change in changes(node):
+            twin = change(copy.deepcopy(node))
+            fields = vars(node).copy()
+            kind = node.__class__
+            old = ast.unparse(node).partition("\n")[0]
+            new = ast.unparse(twin).partition("\n")[0]
+            # for a moment the node is its twin, so that the tree can be written
+            node.__class__ = twin.__class__
+            vars(node).clear()
+            vars(node).update(vars(twin))
+            vars(node).setdefault("lineno", fields.get("lineno"))
+            source = ast.unparse(tree)
+            node.__class__ = kind
+            vars(node).clear()
+            vars(node).update(fields)
+            mutants.append(Mutant(module, fields["lineno"], old, new, source))
+    return mutants
+
+
+class Planter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Loads a mutant in the place of its module."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self._mutant.module:
+            return None
+        return importlib.util.spec_from_loader(name, self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self._mutant.source, f"<{self._mutant}>", "exec"), module.__dict__)
+
+
+def verdict(mutant: Mutant) -> str:
+    """What notices a mutant: the rule that a fleet breaks, or the unit tests; nothing if it survives."""
+    sys.meta_path.insert(0, Planter(mutant))
+    logging.disable(logging.CRITICAL)
+    try:
+        from kvplan.testing.simulation import LeaseConnector, Scenario, Simulation
+        from tests.simulation.sglang_connector import SglangConnector, make_params
+        from tests.simulation.vllm_connector import VllmConnector
+    except Exception as error:
+        return f"import: {error!r}"
+    simulations = {
+        "kvplan.": [Simulation(LeaseConnector), Simulation(VllmConnector), Simulation(SglangConnector, make_params)],
+        "kvplan_nixl.vllm.": [Simulation(VllmConnector)],
+        "kvplan_nixl.sglang.": [Simulation(SglangConnector, make_params)],
+    }
+    for prefix, chosen in simulations.items():
+        if mutant.module.startswith(prefix):
+            for seed in range(NUM_SEEDS):
+                for simulation in chosen:
+                    outcome = simulation.run(Scenario.of(seed))
+                    if outcome.error is not None:
+                        return outcome.rule
+    logging.disable(logging.NOTSET)
+    tests = TESTS[mutant.module]
+    options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider"]
+    is_noticed = bool(tests) and pytest.main([*options, *tests]) != 0
+    return "unit tests" if is_noticed else ""
+
+
+def judge(mutant: Mutant) -> str:
+    """The verdict on a mutant, from a process of its own; one that hangs is noticed."""
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.setsid()
+        signal.alarm(LIMIT_S)
+        resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_S, PROCESSOR_S))
+        os.close(reading)
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        os.write(writing, (verdict(mutant) or "survives").encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as answer:
+        text = answer.read().decode()
+    os.waitpid(process, 0)
+    return text or "ends the process, or hangs"
+
+
+def main() -> None:
+    """Judge a sample of mutants."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=200, help="mutants to draw")
+    parser.add_argument("--seed", type=int, default=1, help="the seed of the sample")
+    parser.add_argument("--part", default="", help="part of the modules' names")
+    options = parser.parse_args()
+    mutants = [mutant for module in TESTS if options.part in module for mutant in mutants_of(module)]
+    print(f"{len(mutants)} mutants", flush=True)
+    sample = random.Random(options.seed).sample(mutants, min(options.count, len(mutants)))
+    verdicts = Counter[str]()
+    for number, mutant in enumerate(sample):
+        began = time.perf_counter()
+        text = judge(mutant)
+        verdicts[text.partition(":")[0]] += 1
+        print(f"{number} {text}: {mutant} ({time.perf_counter() - began:.0f} s)", flush=True)
+    num_noticed = verdicts.total() - verdicts["survives"]
+    print(dict(verdicts.most_common()), f"score {num_noticed / verdicts.total():.1%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
