@@ -197,11 +197,17 @@ def verdict(mutant: Mutant) -> str:
     try:
         from kvplan.testing.simulation import LeaseConnector, Scenario, Simulation
         from tests.simulation.sglang_connector import SglangConnector, make_params
+        from tests.simulation.staged_connector import StagedConnector
         from tests.simulation.vllm_connector import VllmConnector
     except Exception as error:
         return f"import: {error!r}"
     simulations = {
-        "kvplan.": [Simulation(LeaseConnector), Simulation(VllmConnector), Simulation(SglangConnector, make_params)],
+        "kvplan.": [
+            Simulation(LeaseConnector),
+            Simulation(VllmConnector),
+            Simulation(SglangConnector, make_params),
+            Simulation(StagedConnector),
+        ],
         "kvplan_nixl.vllm.": [Simulation(VllmConnector)],
         "kvplan_nixl.sglang.": [Simulation(SglangConnector, make_params)],
     }
