@@ -7,6 +7,7 @@ from base64 import b64encode
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.base import BaseKVSender, KVPoll
 from sglang.srt.disaggregation.base.conn import KVTransferMetric
@@ -61,9 +62,20 @@ class PrefillRank(Rank):
         # of the rooms of all stages
         owners: list[str] = gather(system.token_hex(TOKEN_BYTES))
         self.owner = owners[0]
-        # Requests are published in the background, one after the other.
-        self.publisher = Background("kvplan publish", 1, system)
+        # by the address of a bootstrap server, while there are requests that name it
+        self._publishers: WeakValueDictionary[str, Background] = WeakValueDictionary()
         self._num_refused = 0
+
+    def publisher_of(self, address: str) -> Background:
+        """Return what publishes requests in a bootstrap server, one after the other.
+
+        One that does not answer holds up no others: requests say which one is theirs.
+        """
+        publisher = self._publishers.get(address)
+        if publisher is None:
+            publisher = Background("kvplan publish", 1, self.system)
+            self._publishers[address] = publisher
+        return publisher
 
     def is_written(self, room: int) -> bool:
         """Return no: readers write nothing here."""
@@ -111,6 +123,7 @@ class Sender(BaseKVSender):
         self.kv_mgr = mgr
         self._rank: PrefillRank = mgr.rank
         self._address = bootstrap_addr
+        self._publisher = self._rank.publisher_of(bootstrap_addr)
         self._room = bootstrap_room
         self._name = self._rank.name_of(bootstrap_room)
         self._pages: list[int] = []
@@ -157,7 +170,7 @@ class Sender(BaseKVSender):
         if rank.memory.is_first_of_stage:
             entry = self._entry(lease, state_indices or [])
             until = rank.system.monotonic() + rank.leases.lease_s
-            rank.publisher.begin(partial(self._publish, entry, until))
+            self._publisher.begin(partial(self._publish, entry, until))
 
     def _entry(self, lease: str, state_ids: list[Any]) -> dict[str, Any]:
         """Return what decode has to know of this stage's part of the request."""
@@ -252,7 +265,7 @@ class Sender(BaseKVSender):
         self._rank.close_room(self._room)
         if self._is_sent and self._rank.memory.is_first_of_stage:
             # after the request is published, on the same thread
-            self._rank.publisher.begin(self._withdraw)
+            self._publisher.begin(self._withdraw)
 
     def failure_exception(self) -> None:
         """Raise the reason why the request has failed. SGLang clears only those that are right."""

@@ -223,9 +223,9 @@ def decode(plugin: SimpleNamespace) -> Side:
 THEIRS, OURS = [9, 3, 30, 12, 7, 8, 1, 22, 5, 6], [4, 1, 8]
 
 
-def sent(plugin: SimpleNamespace, prefill: Side, server: BootstrapServer) -> Any:
+def sent(plugin: SimpleNamespace, prefill: Side, server: BootstrapServer, room: int = ROOM) -> Any:
     """A request that prefill has computed in two chunks."""
-    sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
+    sender = plugin.prefill.Sender(prefill.manager, server.address, room)
     sender.req = request_of()
     assert sender.poll() == KVPoll.WaitingForInput
     sender.init(len(THEIRS), 2)
@@ -508,6 +508,20 @@ def test_a_bootstrap_server_that_is_late(plugin: SimpleNamespace, prefill: Side,
     server.close()
 
 
+def test_a_bootstrap_server_that_is_gone_holds_up_no_other(
+    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer
+) -> None:
+    """Requests name their server: one that nobody answers for is asked again, while others are published."""
+    gone = BootstrapServer("127.0.0.1", 0)
+    gone.close()
+    sent(plugin, prefill, gone, ROOM + 1)
+    sent(plugin, prefill, server)
+    until_s = time.monotonic() + 10
+    while not ask(server.address, [ROOM]):
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
 OTHERS: list[dict[str, Any]] = [
     {"origin_input_ids": [*range(TOKENS - 1), 99]},
     {"lora_id": "sql"},
@@ -565,7 +579,7 @@ def test_a_room_is_free_when_its_request_has_failed(
     until(late, KVPoll.Failed)
     with pytest.raises(KVPlanError, match="LEASE"):
         late.failure_exception()
-    prefill.manager.rank.publisher.begin(lambda: None).result()
+    prefill.manager.rank.publisher_of(server.address).begin(lambda: None).result()
     assert ask(server.address, [ROOM]) == {}
     prefill.manager.rank.leases.lease_s = 30.0
     again = sent(plugin, prefill, server)
@@ -844,7 +858,7 @@ def test_stages_of_prefill(
         assert receiver.poll() == KVPoll.Bootstrapping
         senders[stage].init(len(THEIRS), 2)
         senders[stage].send(torch.tensor(pages[stage]).numpy(), [], TOKENS)
-        stages[stage].manager.rank.publisher.begin(lambda: None).result()
+        stages[stage].manager.rank.publisher_of(server.address).begin(lambda: None).result()
     until(receiver, KVPoll.WaitingForInput)
     receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
     until(receiver, KVPoll.Success)
