@@ -13,8 +13,8 @@ from tests import bad_values
 from tests.pages import ROOT
 
 GOLDEN = ROOT / "tests" / "golden" / "bad-values.txt"
-NO_CALLS = ("Executor", "Copier", "Fact", "Request", "Status")
-"""Protocols, types of mappings and of pairs, and an enumeration."""
+NO_CALLS = ("Attended", "Executor", "Copier", "Fact", "Request", "Status")
+"""Protocols, types of functions, mappings and pairs, and an enumeration."""
 
 GENERATED = ("store", "display.trace", "connector.system")
 """What :mod:`tests.test_public_values` calls by its signatures, without a list."""

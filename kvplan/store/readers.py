@@ -153,7 +153,8 @@ class StoreReader:
         start, stop = interval(positions, "positions", POSITION_END)
         size = self.tokens_per_page
         if instance(Group, group, "group").tokens_per_block is None:
-            return range(stop // size - 1, stop // size)
+            # there is none before the first position
+            return range(max(stop // size - 1, 0), stop // size)
         return range(start // size, -(-stop // size)) if start < stop else range(0)
 
     def find(self, chain: Chain, *, start: int = 0, step: int | None = None) -> int:

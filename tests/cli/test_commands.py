@@ -562,7 +562,9 @@ def test_an_interrupt_of_the_imports_is_a_status(cli: Cli, monkeypatch: pytest.M
 
 def test_an_interrupt_of_the_first_import_is_a_status(tmp_path: Path) -> None:
     """What is installed as ``kvplan`` imports kvplan, and with it numpy, where a ^C prints no traceback either."""
-    (tmp_path / "numpy.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    # a process in the background of a shell ignores the signal
+    interrupt = "signal.signal(signal.SIGINT, signal.default_int_handler)\nos.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "numpy.py").write_text(f"import os, signal\n{interrupt}")
     program = "import sys, kvplan_command; sys.exit(kvplan_command.main())"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)

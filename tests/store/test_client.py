@@ -148,6 +148,12 @@ def test_states_are_found_where_they_were_kept() -> None:
     for before, after in zip(writer.caches, again.caches, strict=True):
         states = [view.name for view in before.worker.views if view.group == "state"]
         assert {k: before.contents([6])[k] for k in states} == {k: after.contents([6])[k] for k in states}
+    # without the first page there is no prefix, nor a state that ends one
+    chain = again.caches[0].client.chain(PROMPT)
+    page = f"{chain.space}/{chain.keys[0]}"
+    for part in backend.files(page):
+        backend.delete(f"{page}/{part}")
+    assert again.find(PROMPT) == 0
 
 
 def test_a_small_buffer_is_filled_again_and_again() -> None:
