@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import importlib
 from html import escape
+from typing import Final
 
 from kvplan.errors import KVPlanError
+
+STYLE: Final = "font-family: monospace; white-space: pre; overflow-x: auto"
 
 
 def svg(value: object) -> str | None:
@@ -26,5 +29,5 @@ def svg(value: object) -> str | None:
 def html(value: object) -> str:
     """Return what :func:`kvplan.explain` says of a value, as HTML."""
     explanation: str = importlib.import_module("kvplan.display").explain(value)
-    # Notebooks show such an element in the letters of their texts, in which no column is straight.
-    return f'<pre style="font-family: monospace">{escape(explanation)}</pre>'
+    # Notebooks would show it in the letters of their texts, and break the rows of a table.
+    return f'<pre style="{STYLE}">{escape(explanation)}</pre>'
