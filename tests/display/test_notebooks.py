@@ -39,7 +39,8 @@ def test_a_worker_and_a_plan_are_pictures(value: Worker) -> None:
 def test_other_values_are_texts(value: Model) -> None:
     """What :func:`kvplan.explain` says, as HTML."""
     text = escape(explain(value))
-    assert value._repr_html_() == f'<pre style="font-family: monospace; white-space: pre; overflow-x: auto">{text}</pre>'
+    style = "font-family: monospace; white-space: pre; overflow-x: auto"
+    assert value._repr_html_() == f'<pre style="{style}">{text}</pre>'
 
 
 def test_what_cannot_be_drawn_has_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
