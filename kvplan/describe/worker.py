@@ -28,7 +28,7 @@ import numpy as np
 from kvplan import _notebook
 from kvplan._arrays import Ints
 from kvplan._checks import at_most, check_fields, integer, members, name, wrong_type
-from kvplan._text import count, fold, meant
+from kvplan._text import count, fold, meant, shown
 from kvplan.budget import spend
 from kvplan.describe._overlap import describe_overlap, overlaps
 from kvplan.describe.axes import MAX_SEGMENTS, most_segments
@@ -385,3 +385,26 @@ def _device(region: Region) -> tuple[str, int]:
 def _distances(joined: Mapping[str, _RegionPlace]) -> dict[str, int]:
     """Return the distance of each region from the first one of its chain."""
     return {region: place.distance_bytes for region, place in joined.items()}
+
+
+def checked_names(values: Iterable[str], *workers: Worker) -> tuple[str, ...]:
+    """Return the names of tensors that are not transferred.
+
+    Each must be the name of a tensor of some of ``workers``: others would be left out by mistake,
+    or are misspelled. Raises ``NAME``.
+    """
+    names = members(str, values, "not_transferred")
+    tensors = itertools.chain.from_iterable(worker.tensors for worker in workers)
+    known_names = dict.fromkeys(tensors)
+    for label in names:
+        if label not in known_names:
+            stages = "a rank without the tensor, as of another stage, need not leave it out"
+            raise KVPlanError(
+                "NAME",
+                "leave out a tensor",
+                expected="the name of a tensor of some worker in not_transferred",
+                got=shown(label),
+                hint=meant(label, known_names) or stages,
+                name=label,
+            )
+    return names

@@ -14,12 +14,11 @@ from typing import Final, NamedTuple
 import attrs
 
 from kvplan import _notebook
-from kvplan._checks import members, wrong_type
-from kvplan._text import brief_repr, count, fold, meant, shown
+from kvplan._checks import wrong_type
+from kvplan._text import brief_repr, count, fold
 from kvplan.describe.axes import Axis, global_sizes
 from kvplan.describe.views import TOKEN, Geometry
-from kvplan.describe.worker import Worker
-from kvplan.errors import KVPlanError
+from kvplan.describe.worker import Worker, checked_names
 
 REFUSED: Final = "refused"
 NOT_MOVED: Final = "not moved"
@@ -135,7 +134,7 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
     for worker in (local, remote):
         if not isinstance(worker, Worker):
             raise wrong_type("a side of a comparison", "a Worker", worker)
-    not_transferred = _checked_names(not_transferred, (*local.tensors, *remote.tensors))
+    not_transferred = checked_names(not_transferred, local, remote)
     tensors_of: dict[Difference, list[str]] = {}
     # layers are often equal on both sides, and are compared once then
     differences_of: dict[tuple[StoredViews, StoredViews], list[Difference]] = {}
@@ -155,22 +154,6 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
     skipped = {*local.tensors, *not_transferred}
     not_moved = tuple(tensor for tensor in remote.tensors if tensor not in skipped)
     return Comparison(local.label, remote.label, tuple(differences), not_moved)
-
-
-def _checked_names(values: Collection[str], known_names: Collection[str]) -> tuple[str, ...]:
-    """Return the names of tensors to leave out, each of which a worker has."""
-    names = members(str, values, "not_transferred")
-    for name in names:
-        if name not in known_names:
-            raise KVPlanError(
-                "NAME",
-                "leave out a tensor",
-                expected="the name of a tensor of either worker in not_transferred",
-                got=shown(name),
-                hint=meant(name, known_names),
-                name=name,
-            )
-    return names
 
 
 def _worker_differences(local: Worker, remote: Worker) -> Iterator[Difference]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvplan._arrays import Ints, read_only
 from kvplan._checks import ID_END, at_most, interval, wrong_type
-from kvplan._text import shown
+from kvplan._text import few, shown
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens, check_listed
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
@@ -121,10 +121,11 @@ def check_names(group_names: Collection[str], names: Iterable[str], subject: str
     """Raise ``NAME`` for a name that no group has."""
     for name in names:
         if name not in group_names:
+            known_names = few([repr(group) for group in sorted(group_names)], ", ")
             raise KVPlanError(
                 "NAME",
                 f"bind a {subject}",
-                expected=f"a group of {', '.join(map(repr, sorted(group_names))) or 'none'}",
+                expected=f"a group of {known_names or 'none'}",
                 got=shown(name),
                 group=name,
             )

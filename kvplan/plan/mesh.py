@@ -17,11 +17,11 @@ from kvplan import _notebook
 from kvplan._checks import members
 from kvplan._text import brief_repr
 from kvplan.budget import BUDGET_BYTES, limited
-from kvplan.describe.worker import Key, Worker
+from kvplan.describe.worker import Key, Worker, checked_names
 from kvplan.plan.cost import Cost, cost
 from kvplan.plan.pairs import plan_pairs, shares
 from kvplan.plan.specs import READ, direction_of
-from kvplan.plan.transfer import TransferPlan, checked_names, checked_workers
+from kvplan.plan.transfer import TransferPlan, checked_workers
 
 
 @attrs.frozen

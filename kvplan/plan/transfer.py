@@ -19,10 +19,9 @@ import numpy as np
 from kvplan import _notebook
 from kvplan._arrays import read_only
 from kvplan._checks import instance, members, wrong_type
-from kvplan._text import shown
 from kvplan.budget import limited
 from kvplan.describe.blocks import Blocks, Tokens, check_apart, check_blocks
-from kvplan.describe.worker import Key, Worker
+from kvplan.describe.worker import Key, Worker, checked_names
 from kvplan.errors import KVPlanError
 from kvplan.plan.bind import (
     Terms,
@@ -289,26 +288,6 @@ def checked_workers(
             "WORKER", f"plan with {subject}", expected="each worker once", got=got, worker=label
         )
     return workers
-
-
-def checked_names(values: Iterable[str], *workers: Worker) -> tuple[str, ...]:
-    """Return the names of tensors that are not transferred.
-
-    Each must be the name of a tensor of some of ``workers``: others would be left out by mistake,
-    or are misspelled. Raises ``NAME``.
-    """
-    names = members(str, values, "not_transferred")
-    for name in names:
-        if not any(name in worker.tensors for worker in workers):
-            raise KVPlanError(
-                "NAME",
-                "leave out a tensor",
-                expected="the name of a tensor of some worker in not_transferred",
-                got=shown(name),
-                hint="a rank without the tensor, as of another stage, need not leave it out",
-                name=name,
-            )
-    return names
 
 
 def plan_reads(

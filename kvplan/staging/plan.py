@@ -33,14 +33,14 @@ from kvplan._text import count
 from kvplan.budget import limited
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens
 from kvplan.describe.views import Group, Region
-from kvplan.describe.worker import Worker
+from kvplan.describe.worker import Worker, checked_names
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import in_tokens, position_of, slots
 from kvplan.plan.bind import range_of, wanted
 from kvplan.plan.cells import Cell
 from kvplan.plan.pairs import PairPlanner, Share, plan_pairs, shares
 from kvplan.plan.specs import READ, WRITE, Direction, ReadSpec
-from kvplan.plan.transfer import SIDE_NAMES, TransferPlan, checked_names, checked_workers
+from kvplan.plan.transfer import SIDE_NAMES, TransferPlan, checked_workers
 from kvplan.staging.buffers import (
     Demand,
     Pool,
