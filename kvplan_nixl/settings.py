@@ -20,6 +20,7 @@ from kvplan.connector.leases import LEASE_S
 from kvplan.connector.peer_engines import HANDSHAKE_S
 from kvplan.errors import KVPlanError
 from kvplan.store import PAGE_TOKENS
+from kvplan.store.client import BUFFER_BYTES
 from kvplan_nixl.agent import checked_backends
 from kvplan_nixl.executor import UCX, Backends
 
@@ -160,9 +161,22 @@ class StoreSettings(NamedSettings):
 
     folder: str = setting(name, "")
     tokens_per_page: int = setting(integer, PAGE_TOKENS)
-    buffer_bytes: int = setting(integer, 64 << 20)
+    buffer_bytes: int = setting(integer, BUFFER_BYTES)
     model: str = setting(name, "")
     weights: str = setting(name, "")
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], place: str) -> Self:
+        """Return the settings in ``values``, which have a folder. Raises as others do."""
+        settings = super().read(values, place)
+        if not settings.folder:
+            raise store_refusal("folder", "the folder of a store", "none")
+        return settings
+
+
+def store_refusal(label: str, expected: str, got: str) -> KVPlanError:
+    """Return the error for a setting with which nothing is stored rightly."""
+    return KVPlanError("SETTING", f"set {label} of a store", expected=expected, got=got)
 
 
 @attrs.frozen(kw_only=True)

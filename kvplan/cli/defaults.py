@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
+from kvplan.bridges.assembly import FP8_DTYPES
 from kvplan.errors import KVPlanError
 from kvplan.models import Model
 from kvplan.models.layouts import KV
@@ -17,11 +18,6 @@ SGLANG: Final = "SGLang 0.5.23"
 
 ENGINES: Final = MappingProxyType({"vllm": VLLM, "sglang": SGLANG})
 """Engines by the word that stands for their defaults in ``--src vllm,tp=4``."""
-
-DTYPE_WORDS: Final = MappingProxyType(
-    {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-)
-"""The dtypes that engines' own words mean (``--kv-cache-dtype``)."""
 
 ROW_WORDS: Final = ("fp8", "fp8_e4m3", "fp8_ds_mla")
 """The words that make vLLM and SGLang keep sparse latents in rows of fp8 values and scales.
@@ -43,7 +39,7 @@ def stored_dtype(model: Model, word: str | None) -> str | None:
     has_rows = any(tensor.plain_axes for tensor in model.tensors)
     if word is None or (has_rows and word in ROW_WORDS):
         return None
-    return DTYPE_WORDS.get(word, word)
+    return FP8_DTYPES.get(word, word)
 
 
 def has_index(model: Model) -> bool:

@@ -15,12 +15,12 @@ import click
 
 from kvplan._checks import integer
 from kvplan._text import meant
+from kvplan.bridges.assembly import FP8_DTYPES
 from kvplan.cli.caches import cache_lines, caches_of
 from kvplan.cli.completion import completed_keys, completed_models, completed_types
 from kvplan.cli.console import wrapped
 from kvplan.cli.defaults import (
     AUTO,
-    DTYPE_WORDS,
     ENGINES,
     ROW_WORDS,
     engine_of,
@@ -263,7 +263,7 @@ VALUES_OF_KEYS: Final[Mapping[str, Sequence[str]]] = MappingProxyType(
         "conv": CONV_ORDERS,
         "scales": SCALES,
         "draft": Model.names(),
-        "dtype": tuple(dict.fromkeys((*ITEMSIZE, *DTYPE_WORDS, *ROW_WORDS))),
+        "dtype": tuple(dict.fromkeys((*ITEMSIZE, *FP8_DTYPES, *ROW_WORDS))),
         "ssm": tuple(ITEMSIZE),
     }
 )

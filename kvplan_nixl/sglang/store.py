@@ -14,8 +14,9 @@ from transformers import PretrainedConfig
 
 from kvplan import Blocks, KVPlanError
 from kvplan.bridges import RankInfo, from_sglang
+from kvplan.bridges.assembly import FP8_DTYPES
 from kvplan.store import Chain, FileBackend, StoreClient, StoreReader
-from kvplan_nixl.settings import StoreSettings
+from kvplan_nixl.settings import StoreSettings, store_refusal
 from kvplan_nixl.sglang.description import dtype_name, model_of, require
 from kvplan_nixl.sglang.rank import logger
 from kvplan_nixl.sglang.store_prompts import PromptPages
@@ -31,8 +32,8 @@ UNSERVED: Final = MappingProxyType({"attn_cp_size": 1, "dcp_size": 1})
 WITHOUT_CACHE: Final = (None, "NGRAM")
 """Algorithms of speculative decoding whose drafts have no cache, by SGLang's names."""
 
-FP8_DTYPES: Final = MappingProxyType({"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"})
-"""The dtypes of caches that SGLang stores as bytes, by its own names."""
+FP8_WORDS: Final = ("fp8_e4m3", "fp8_e5m2")
+"""SGLang's words for dtypes of caches whose values it stores as bytes."""
 
 
 class KvplanStore(HiCacheStorage):
@@ -46,10 +47,8 @@ class KvplanStore(HiCacheStorage):
         extra = storage_config.extra_config or {}
         values = {label: extra[label] for label in extra.keys() - OF_SGLANG}
         self._settings = StoreSettings.read(values, PLACE)
-        if not self._settings.folder:
-            raise _refusal("folder", "the folder of a store", "none")
         if not extra.get("interface_v1"):
-            raise _refusal("interface_v1", "1", "0, with which SGLang copies each page")
+            raise store_refusal("interface_v1", "1", "0, with which SGLang copies each page")
         self._check_engine()
         self._lock = threading.Lock()
         self.prompt_to_save: PromptPages | None = None
@@ -106,11 +105,11 @@ class KvplanStore(HiCacheStorage):
             # SGLang's scheduler may search too
             with self._lock:
                 chain = self._chain(prompt)
-                found = self._reader.find(chain, start=start, step=prompt.page_size)
+                end = self._reader.find(chain, start=start, step=prompt.page_size)
         except KVPlanError as error:
             logger.warning("nothing is loaded of a prompt: %s", error)
             return 0
-        return (min(found, stop) - start) // prompt.page_size
+        return (min(end, stop) - start) // prompt.page_size
 
     def _chain(self, prompt: PromptPages) -> Chain:
         return self._reader.chain(prompt.tokens, prompt.facts)
@@ -193,8 +192,8 @@ def _cached_dtype(dtype: torch.dtype) -> str | None:
     if name != "uint8":
         return name
     setting = get_model().kv_cache_dtype
-    if setting not in FP8_DTYPES:
-        require("kv_cache_dtype", " or ".join(FP8_DTYPES), setting)
+    if setting not in FP8_WORDS:
+        require("kv_cache_dtype", " or ".join(FP8_WORDS), setting)
     return FP8_DTYPES[setting]
 
 
@@ -215,7 +214,3 @@ def _prompt_of(extra_info: Any) -> PromptPages:
             hint="set module_path to kvplan_nixl.sglang, which hooks SGLang's cache",
         )
     return prompt
-
-
-def _refusal(label: str, expected: str, got: str) -> KVPlanError:
-    return KVPlanError("SETTING", f"set {label} in {PLACE}", expected=expected, got=got)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from functools import cache as once
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -18,7 +18,7 @@ CONTROLLER: Final = (
 )
 
 
-@once
+@cache
 def hook_cache() -> None:
     """Hook what SGLang's cache does with its storage. Other storages stay as they are."""
     hooks = {
@@ -99,6 +99,8 @@ def _back_up(original: Any, tree: Any, node_id: Any) -> None:
     store.prompt_to_save = _backed_up(tree, node_id)
     if store.prompt_to_save is not None:
         original(tree, node_id)
+        # what else SGLang writes is of another prompt
+        store.prompt_to_save = None
 
 
 def _write(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 import attrs
@@ -29,17 +28,13 @@ from vllm.v1.request import Request
 
 from kvplan import Context, KVPlanError, Model, Worker
 from kvplan.bridges import RankInfo, from_vllm
+from kvplan.bridges.assembly import FP8_DTYPES
 from kvplan.bridges.vllm import shared_attention
 from kvplan.connector import prompt_digest
 from kvplan.describe.blocks import POSITION_END
 from kvplan_nixl.vllm.drafts import with_drafts
 from kvplan_nixl.vllm.settings import ModelSettings
 from kvplan_nixl.weights import adapter_of, weights_of
-
-FP8_DTYPES: Final = MappingProxyType(
-    {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-)
-"""The dtypes of caches that vLLM stores as bytes, by its own names."""
 
 
 def specs_of(group: Any) -> list[Any]:

@@ -8,9 +8,8 @@ import attrs
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvplan.errors import KVPlanError
 from kvplan_nixl.executor import UCX, Backends
-from kvplan_nixl.settings import StoreSettings, backends_of, setting
+from kvplan_nixl.settings import StoreSettings, backends_of, setting, store_refusal
 from kvplan_nixl.vllm.description import check_kinds, is_state
 from kvplan_nixl.vllm.drafts import WITH_CACHE
 from kvplan_nixl.vllm.settings import PLACE, check_engine, check_transfer
@@ -34,12 +33,10 @@ def store_settings_of(config: VllmConfig) -> VllmStoreSettings:
     assert transfer is not None
     check_transfer(transfer)
     settings = VllmStoreSettings.read(transfer.kv_connector_extra_config, PLACE)
-    if not settings.folder:
-        raise _refusal("folder", "the folder of a store", "none")
     # a page may be evicted or damaged, which must not fail a request
     policy = transfer.kv_load_failure_policy
     if policy != "recompute":
-        raise _refusal("kv_load_failure_policy", "recompute", policy)
+        raise store_refusal("kv_load_failure_policy", "recompute", policy)
     return settings
 
 
@@ -54,18 +51,14 @@ def check_store_engine(config: VllmConfig, cache: KVCacheConfig) -> None:
     # what drafts cache at a page's last position may depend on the next token, which no key has
     if speculative is not None and speculative.method in WITH_CACHE:
         expected = "no drafts that have a cache"
-        raise _refusal("speculative_config", expected, f"{speculative.method}")
+        raise store_refusal("speculative_config", expected, f"{speculative.method}")
     has_states = any(is_state(group) for group in cache.transfer_groups)
     # A prefix cache keeps states in blocks of its own, and drafts keep several of them.
     if has_states and config.cache_config.mamba_cache_mode != "none":
         expected = "none, for a model with states"
-        raise _refusal("mamba_cache_mode", expected, config.cache_config.mamba_cache_mode)
+        raise store_refusal("mamba_cache_mode", expected, config.cache_config.mamba_cache_mode)
     if has_states and speculative is not None:
         expected = "none, for a model with states"
-        raise _refusal("speculative_config", expected, f"{speculative.method}")
+        raise store_refusal("speculative_config", expected, f"{speculative.method}")
     if config.parallel_config.prefill_context_parallel_size > 1:
-        raise _refusal("prefill_context_parallel_size", "1", "more")
-
-
-def _refusal(label: str, expected: str, got: str) -> KVPlanError:
-    return KVPlanError("SETTING", f"set {label} of a store", expected=expected, got=got)
+        raise store_refusal("prefill_context_parallel_size", "1", "more")
