@@ -34,7 +34,7 @@ import pytest
 from benchmarks.real_memory import PeerProcess, placed
 from kvplan import Blocks, Model, ReadSpec, TransferPlan, Worker, plan_reads
 from kvplan.connector import Claims, Connections, Offers, Read, Reads, Source
-from kvplan.connector.reads import MAX_TRANSFER_IDS
+from kvplan.connector.read import MAX_TRANSFER_IDS
 from kvplan.plan.bind import MAX_IDS
 from kvplan_nixl import UCX, NixlExecutor, TransferEvent, settle
 from kvplan_nixl.agent import Agent
@@ -190,7 +190,7 @@ def test_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         reads = Reads(local, executor, LOGGER, connections=connections, claims=cast(Claims, Answers()))
         for number in range(2 * rounds + 2):
             limit = (MAX_TRANSFER_IDS, MAX_IDS)[number % 2]
-            monkeypatch.setattr("kvplan.connector.reads.MAX_TRANSFER_IDS", limit)
+            monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_IDS", limit)
             request = Read(
                 request=f"{number}",
                 source=source,

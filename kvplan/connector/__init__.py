@@ -17,7 +17,8 @@ from kvplan.connector.leases import EndedLeases, Leases
 from kvplan.connector.listener import Listener, Offers, fetch, send_claims
 from kvplan.connector.peer_engines import Connections, HandshakeResult
 from kvplan.connector.prompt import prompt_digest
-from kvplan.connector.reads import Read, ReadResult, Reads
+from kvplan.connector.read import Read, ReadResult
+from kvplan.connector.reads import Reads
 from kvplan.connector.system import System
 
 __all__ = [

@@ -11,8 +11,8 @@
   does not fail with it, since the network may have healed meanwhile: it shakes hands again.
 - R4: A request is right only if its source says, after the last byte, that the lease stands: until
   then it has given the blocks to no other request. No clock is compared. While bytes move, the
-  source is asked every :data:`ASK_S`; a request fails if the lease is over, or if no answer came
-  for :data:`SILENCE_S`.
+  source is asked every :data:`~kvplan.connector.lease_check.ASK_S`; a request fails if the lease is
+  over, or if no answer came for :data:`~kvplan.connector.lease_check.SILENCE_S`.
 - R5: With a pipeline, an engine is read from through its staging region if that takes less time for
   a request of :data:`~kvplan.connector.peer_engines.USUAL_TOKENS` positions. A request that waits
   while nothing has entered the region for :data:`STALL_S` is read directly: the transfer that holds
@@ -22,15 +22,15 @@
   cannot digest the same elements, such as heads that are divided unevenly, the log says that the
   request was not verified.
 - R7: A step hands over transfers for about :data:`POST_S`, since the engine's other requests wait
-  meanwhile. So a read of many descriptors is cut into transfers of :data:`MAX_TRANSFER_IDS` ids,
-  and each :meth:`Reads.poll` hands over some, until the read has failed.
+  meanwhile. So a read of many descriptors is cut into transfers of
+  :data:`~kvplan.connector.read.MAX_TRANSFER_IDS` ids, and each :meth:`Reads.poll` hands over some,
+  until the read has failed.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from logging import Logger
@@ -38,14 +38,14 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import check_fields, having, instance, name, seconds
-from kvplan._text import brief_repr
+from kvplan._checks import having, instance, name, seconds
 from kvplan.budget import BUDGET_BYTES, Budget
 from kvplan.connector.background import Background
 from kvplan.connector.claims import RETRY_S, Claims
 from kvplan.connector.digest import mismatch
 from kvplan.connector.digest_requests import DigestRequest
 from kvplan.connector.handoff import Source
+from kvplan.connector.lease_check import SILENCE_S, LeaseCheck
 from kvplan.connector.peer_engines import (
     HANDSHAKE_S,
     Connections,
@@ -54,19 +54,14 @@ from kvplan.connector.peer_engines import (
     PeerEngines,
     PeerPlan,
 )
+from kvplan.connector.read import Read, ReadResult, cut, error_of, request_of
 from kvplan.connector.system import SYSTEM, System
-from kvplan.describe.blocks import Blocks, Range, Request
+from kvplan.describe.blocks import Request
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Status, Transfer
 from kvplan.plan import ReadSpec, TransferPlan
 from kvplan.staging import Pipeline, StagedTransfer
-
-ASK_S: Final = 5.0
-"""Seconds after which a source is asked about a lease whose bytes still move."""
-
-SILENCE_S: Final = 30.0
-"""Seconds without an answer after which a source counts as gone."""
 
 MAX_FETCHES: Final = 8
 """Requests whose digests are fetched at a time."""
@@ -77,60 +72,8 @@ STALL_S: Final = 2.0
 POST_S: Final = 0.02
 """Seconds of an engine's step in which transfers are handed over."""
 
-MAX_TRANSFER_IDS: Final = 4096
-"""The most ids of a transfer. UCX takes up to 16 us to begin a descriptor over TCP."""
-
 Digest = Callable[[Request], Mapping[str, Any]]
 """Computes the digests of a request's local blocks, for the comparison of rule R6."""
-
-
-@attrs.frozen(kw_only=True)
-class Read:
-    """The part of a request that a worker reads: block tables of both sides and ranges, by group.
-
-    Groups that the worker or the source lacks are ignored. The source keeps its blocks under
-    ``lease``. With ``to_block_end`` the positions after the last one, up to where a block of either
-    side ends, may get whatever the source holds there: a block that moves whole takes far fewer
-    descriptors.
-    """
-
-    request: str
-    source: Source
-    lease: str
-    local: Mapping[str, Blocks]
-    remote: Mapping[str, Blocks]
-    tokens: Mapping[str, Range]
-    to_block_end: bool = False
-
-    __repr__ = brief_repr
-
-    def __attrs_post_init__(self) -> None:
-        instance(Source, self.source, "source of a read")
-        instance(bool, self.to_block_end, "to_block_end of a read")
-        for field in ("local", "remote", "tokens"):
-            instance(Mapping, getattr(self, field), f"{field} of a read")
-        check_fields(self, "a read", name, "request", "lease")
-
-
-@attrs.frozen
-class ReadResult:
-    """The end of a read: its error, or the ``num_bytes`` that moved in ``seconds``.
-
-    It took ``post_seconds`` until all transfers were handed over, ``transfer_seconds`` until all
-    had ended, and ``seconds`` until the read was right. ``is_staged`` if bytes went through a
-    pipeline. ``num_descriptors`` is 0 where the executor does not count them.
-    """
-
-    request: str
-    error: KVPlanError | None = None
-    num_bytes: int = 0
-    seconds: float = 0.0
-    post_seconds: float = 0.0
-    transfer_seconds: float = 0.0
-    num_descriptors: int = 0
-    is_staged: bool = False
-
-    __repr__ = brief_repr
 
 
 @attrs.frozen(eq=False)
@@ -139,57 +82,6 @@ class _PendingRead:
 
     read: Read
     came_at: float
-
-
-@attrs.define(eq=False)
-class _LeaseCheck:
-    """The questions to a source about the lease of one read, by rule R4.
-
-    ``asked_at`` is when the source was last asked. ``confirmed_at`` is when it was asked the last
-    question that it answered with yes. ``error`` says that the lease is over, or the source silent.
-    """
-
-    read: Read
-    claims: Claims
-    logger: Logger
-    system: System
-    asked_at: float
-    confirmed_at: float
-    answer: Future[None] | None = None
-    has_last_byte: bool = False
-    is_confirmed: bool = False  # the lease stood when the last byte had come
-    error: KVPlanError | None = None
-
-    def begin_last(self) -> None:
-        """Ask once more, since the last byte has come. Earlier questions say nothing about it."""
-        self.has_last_byte = True
-        self.asked_at = -math.inf
-        self.answer = None
-
-    def poll(self) -> None:
-        """Take the answer that has come, and ask again when it is time."""
-        now = self.system.monotonic()
-        if self.answer is not None and self.answer.done():
-            error = self.answer.exception()
-            self.answer = None
-            self._take(error, now)
-        interval_s = RETRY_S if self.has_last_byte else ASK_S
-        is_over = self.is_confirmed or self.error is not None
-        if self.answer is None and not is_over and now - self.asked_at >= interval_s:
-            self.asked_at = now
-            self.answer = self.claims.ask(self.read.source, self.read.lease)
-
-    def _take(self, error: BaseException | None, now: float) -> None:
-        if error is None:
-            self.confirmed_at = self.asked_at
-            self.is_confirmed = self.has_last_byte
-        elif not isinstance(error, KVPlanError):
-            raise error
-        elif error.code == "LEASE" or now - self.confirmed_at > SILENCE_S:
-            self.error = error
-        else:
-            request = self.read.request
-            self.logger.warning("request %r is not confirmed yet: %s", request, error)
 
 
 @attrs.frozen(eq=False)
@@ -211,7 +103,7 @@ class _Job:
 
     read: Read
     plan: TransferPlan
-    lease_check: _LeaseCheck
+    lease_check: LeaseCheck
     began_at: float
     digest_check: _DigestCheck | None = None
     transfers: list[Transfer | StagedTransfer] = attrs.field(factory=list)
@@ -226,7 +118,7 @@ class _Job:
         """Return the result of a read that has ended at ``now``."""
         return ReadResult(
             request=self.read.request,
-            error=self.error and _error_of(self.read, self.error),
+            error=self.error and error_of(self.read, self.error),
             num_bytes=sum(transfer.num_bytes for transfer in self.transfers),
             seconds=now - self.began_at,
             post_seconds=self.post_seconds,
@@ -354,12 +246,12 @@ class Reads:
             self._begin(read)
         else:
             assert peer.error is not None
-            self._report(ReadResult(read.request, _error_of(read, peer.error)))
+            self._report(ReadResult(read.request, error_of(read, peer.error)))
 
     def _start(self, read: Read, plan: PeerPlan) -> None:
         """Start the transfers of a read. From now on it has a job, whatever fails."""
         now = self._system.monotonic()
-        lease_check = _LeaseCheck(
+        lease_check = LeaseCheck(
             read, self._claims, self._logger, self._system, asked_at=now, confirmed_at=now
         )
         job = _Job(read, plan.direct, lease_check, began_at=now)
@@ -370,7 +262,7 @@ class Reads:
                 digest_request = DigestRequest.of(read.lease, read.tokens)
                 job.digest_check = _DigestCheck(
                     self._digest,
-                    _request_of(read, plan.direct, to_block_end=False),
+                    request_of(read, plan.direct, to_block_end=False),
                     self._fetches.begin(
                         partial(
                             self._connections.fetch_digests, read.source, digest_request, SILENCE_S
@@ -380,7 +272,7 @@ class Reads:
             if plan.staged is None:
                 self._start_directly(job)
             else:
-                request = _request_of(read, plan.direct, to_block_end=read.to_block_end)
+                request = request_of(read, plan.direct, to_block_end=read.to_block_end)
                 job.transfers.append(plan.staged.submit(read.request, request))
                 job.post_seconds = self._system.monotonic() - now
         except KVPlanError as error:
@@ -388,9 +280,9 @@ class Reads:
 
     def _start_directly(self, job: _Job) -> None:
         """Start transfers with each worker that has some of the bytes."""
-        request = _request_of(job.read, job.plan, to_block_end=job.read.to_block_end)
+        request = request_of(job.read, job.plan, to_block_end=job.read.to_block_end)
         for spec in job.plan.bind(**request):
-            job.unposted.extend(_cut(spec))
+            job.unposted.extend(cut(spec))
         self._post(job)
 
     def _post(self, job: _Job) -> None:
@@ -527,55 +419,3 @@ class Reads:
             message = "request %r is not read from %s: %s"
             self._logger.error(message, result.request, source, result.error)
         self._results.append(result)
-
-
-def _cut(spec: ReadSpec) -> Iterator[ReadSpec]:
-    """Cut what is read from a worker into transfers of at most :data:`MAX_TRANSFER_IDS` ids."""
-    if spec.local_ids.size <= MAX_TRANSFER_IDS:
-        if spec.local_ids.size:
-            yield spec
-        return
-    for start in range(0, spec.local_ids.size, MAX_TRANSFER_IDS):
-        part = slice(start, start + MAX_TRANSFER_IDS)
-        local_ids = spec.local_ids[part]
-        yield attrs.evolve(spec, local_ids=local_ids, remote_ids=spec.remote_ids[part], shapes=())
-
-
-def _error_of(read: Read, error: KVPlanError) -> KVPlanError:
-    """Return the error of a read, with what was to be read."""
-    return error.with_details(request=read.request, source=read.source, lease=read.lease)
-
-
-def _request_of(read: Read, plan: TransferPlan, *, to_block_end: bool) -> Request:
-    """Return the arguments of :meth:`TransferPlan.bind`: of groups that the plan's workers have.
-
-    With ``to_block_end``, ranges end with a block.
-    """
-    local_groups = {group.name for group in plan.local.groups}
-    remote_groups = set[str]()
-    for remote in plan.remotes:
-        remote_groups.update(group.name for group in remote.groups)
-    tokens = dict[str, Range]()
-    for group, span in read.tokens.items():
-        if group in local_groups:
-            tokens[group] = _extended(plan, group, *span) if to_block_end else span
-    return {
-        "local": {group: read.local[group] for group in read.local if group in local_groups},
-        "remote": {group: read.remote[group] for group in read.remote if group in remote_groups},
-        "tokens": tokens,
-    }
-
-
-def _extended(plan: TransferPlan, group: str, start: int, stop: int) -> Range:
-    """Return a range of positions that ends with the first block of either side that ends."""
-    if start == stop:
-        return start, stop
-    block_sizes = set[int]()
-    for pair in plan.pairs:
-        for group_pair in pair.group_pairs:
-            if group_pair.groups[0].name == group:
-                sizes = (side.tokens_per_block for side in group_pair.groups)
-                block_sizes.update(size for size in sizes if size is not None)
-    # the end of the block that has the last position, for each size
-    block_ends = [-(-stop // size) * size for size in block_sizes]
-    return start, min(block_ends, default=stop)

@@ -31,7 +31,8 @@ from kvplan.connector import (
 )
 from kvplan.connector.background import Background
 from kvplan.connector.digest_requests import DigestRequest
-from kvplan.connector.reads import ASK_S, POST_S
+from kvplan.connector.lease_check import ASK_S
+from kvplan.connector.reads import POST_S
 from kvplan.connector.system import System
 from kvplan.staging import Pipeline
 from kvplan.testing import FakeCopier, FakeExecutor, FakeNetwork
@@ -438,7 +439,7 @@ def ticking(seconds: float) -> Callable[[], float]:
 
 def slow_posts(monkeypatch: pytest.MonkeyPatch) -> World:
     """A world that has met its engine, whose reads are cut into transfers of 4 ids, each of which takes a step."""
-    monkeypatch.setattr("kvplan.connector.reads.MAX_TRANSFER_IDS", 4)
+    monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_IDS", 4)
     (local,) = engine("decode", order="NH")
     world = World(local, engine("prefill", tp=2))
     world.fill()
@@ -760,14 +761,14 @@ def test_the_source_is_asked_after_the_last_byte(one: Callable[..., World], monk
     world.reads.begin(world.read("first"))
     world.until(1)
     world.sources.asked.clear()
-    monkeypatch.setattr("kvplan.connector.reads.ASK_S", 0.0)
+    monkeypatch.setattr("kvplan.connector.lease_check.ASK_S", 0.0)
     world.executor.held = True
     world.reads.begin(world.read())
     for _ in range(5):
         assert world.reads.poll() == []
     assert len(world.sources.asked) >= 4
     world.sources.over = {"lease of r"}
-    monkeypatch.setattr("kvplan.connector.reads.ASK_S", 1000.0)
+    monkeypatch.setattr("kvplan.connector.lease_check.ASK_S", 1000.0)
     world.reads.poll()
     assert world.reads.late() == {} or world.reads.poll() == []
     world.executor.held = False
@@ -783,7 +784,7 @@ def test_a_request_that_loses_its_lease_is_late(one: Callable[..., World], monke
     world.reads.begin(world.read("hangs"))
     world.reads.begin(world.read("waits"))
     assert (world.reads.poll(), world.reads.late()) == ([], {})
-    monkeypatch.setattr("kvplan.connector.reads.ASK_S", 0.0)
+    monkeypatch.setattr("kvplan.connector.lease_check.ASK_S", 0.0)
     world.sources.over = {"lease of hangs"}
     for _ in range(3):
         assert world.reads.poll() == []
@@ -797,7 +798,7 @@ def test_a_request_that_loses_its_lease_is_late(one: Callable[..., World], monke
 def test_a_silent_source_is_asked_again(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
     """No answer is no refusal: the request waits for one, and is right when it comes."""
     world = one()
-    monkeypatch.setattr("kvplan.connector.reads.RETRY_S", 0.0)
+    monkeypatch.setattr("kvplan.connector.lease_check.RETRY_S", 0.0)
     world.sources.silent = True
     world.reads.begin(world.read())
     while len(world.sources.asked) < 3:
@@ -846,7 +847,7 @@ def test_a_source_that_stays_silent_is_gone(
             assert world.reads.poll() == []
         assert [*world.reads.late()] == ["r"]
         world.executor.held = False
-    monkeypatch.setattr("kvplan.connector.reads.RETRY_S", 0.0)
+    monkeypatch.setattr("kvplan.connector.lease_check.RETRY_S", 0.0)
     assert "PEER: cannot reach" in str(world.until(1)["r"].error)
 
 

@@ -708,7 +708,7 @@ def test_pages_of_a_read_that_hangs_stay(
         receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
         while not decode.manager.rank.reads._jobs:
             assert receiver.poll() == KVPoll.Transferring
-        hanging.setattr("kvplan.connector.reads.ASK_S", 0.0)
+        hanging.setattr("kvplan.connector.lease_check.ASK_S", 0.0)
         prefill.manager.rank.leases.end(receiver._handoff.lease, receiver._name)
         until(receiver, KVPoll.Failed)
         with pytest.raises(KVPlanError, match=r"LEASE: .* expected a lease that stands, got one that is over"):

@@ -17,6 +17,7 @@ import attrs
 
 from kvplan.connector import Handoff, Leases, claims, handoff, leases, peer_engines, reads
 from kvplan.connector.digest_requests import DigestRequests
+from kvplan.connector.lease_check import LeaseCheck
 from kvplan.staging import Pipeline
 from kvplan.testing.simulation import engine, fabric
 from kvplan.testing.simulation.leases import LeaseConnector
@@ -54,7 +55,6 @@ class Fault:
             setattr(self.owner, self.function, original)
 
 
-LeaseCheck = reads._LeaseCheck
 Lease = leases._Lease
 FAULTS = [
     # Leases

@@ -49,9 +49,11 @@ TESTS = {
             "claims",
             "digest_requests",
             "handoff",
+            "lease_check",
             "leases",
             "listener",
             "peer_engines",
+            "read",
             "reads",
         )
     },

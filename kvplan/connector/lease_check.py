@@ -1,0 +1,72 @@
+"""Lease checks: a source is asked whether the lease of a read stands, rule R4 of reads."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from logging import Logger
+from typing import Final
+
+import attrs
+
+from kvplan.connector.claims import RETRY_S, Claims
+from kvplan.connector.read import Read
+from kvplan.connector.system import System
+from kvplan.errors import KVPlanError
+
+ASK_S: Final = 5.0
+"""Seconds after which a source is asked about a lease whose bytes still move."""
+
+SILENCE_S: Final = 30.0
+"""Seconds without an answer after which a source counts as gone."""
+
+
+@attrs.define(eq=False)
+class LeaseCheck:
+    """The questions to a source about the lease of one read, by rule R4.
+
+    ``asked_at`` is when the source was last asked. ``confirmed_at`` is when it was asked the last
+    question that it answered with yes. ``error`` says that the lease is over, or the source silent.
+    """
+
+    read: Read
+    claims: Claims
+    logger: Logger
+    system: System
+    asked_at: float
+    confirmed_at: float
+    answer: Future[None] | None = None
+    has_last_byte: bool = False
+    is_confirmed: bool = False  # the lease stood when the last byte had come
+    error: KVPlanError | None = None
+
+    def begin_last(self) -> None:
+        """Ask once more, since the last byte has come. Earlier questions say nothing about it."""
+        self.has_last_byte = True
+        self.asked_at = -math.inf
+        self.answer = None
+
+    def poll(self) -> None:
+        """Take the answer that has come, and ask again when it is time."""
+        now = self.system.monotonic()
+        if self.answer is not None and self.answer.done():
+            error = self.answer.exception()
+            self.answer = None
+            self._take(error, now)
+        interval_s = RETRY_S if self.has_last_byte else ASK_S
+        is_over = self.is_confirmed or self.error is not None
+        if self.answer is None and not is_over and now - self.asked_at >= interval_s:
+            self.asked_at = now
+            self.answer = self.claims.ask(self.read.source, self.read.lease)
+
+    def _take(self, error: BaseException | None, now: float) -> None:
+        if error is None:
+            self.confirmed_at = self.asked_at
+            self.is_confirmed = self.has_last_byte
+        elif not isinstance(error, KVPlanError):
+            raise error
+        elif error.code == "LEASE" or now - self.confirmed_at > SILENCE_S:
+            self.error = error
+        else:
+            request = self.read.request
+            self.logger.warning("request %r is not confirmed yet: %s", request, error)
