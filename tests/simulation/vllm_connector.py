@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +56,39 @@ VALUES = {
 
 
 SCHEDULER, WORKER = stand_in("vllm", ("scheduler", "worker"), VALUES)
+SPEC_NAMES = {"full": "FullAttentionSpec", "window": "SlidingWindowSpec", "state": "MambaSpec"}
+"""vLLM's names for the kinds of a cache group."""
+
+KEY = b"the key of all engines"
+
+
+def cache_of(kinds: Iterable[str], block_size: int, window: int = 0, *, is_zeroed: bool = False) -> Any:
+    """Return vLLM's description of a cache with groups of these kinds."""
+    groups = []
+    for kind in kinds:
+        spec = SCHEDULER.check_kinds.__globals__[SPEC_NAMES[kind]]()
+        spec.block_size = block_size
+        spec.dcp_sharded = False
+        spec.tokens_per_state = 1
+        spec.sliding_window = window
+        groups.append(SimpleNamespace(kv_cache_spec=spec, layer_names=[]))
+    return SimpleNamespace(
+        kv_cache_groups=groups,
+        transfer_group_ids=(*range(len(groups)),),
+        transfer_groups=groups,
+        needs_kv_cache_zeroing=is_zeroed,
+    )
+
+
+def config_of(engine_id: str, *, is_producer: bool = True, caches_prefixes: bool = True, num_drafts: int = 0) -> Any:
+    """Return the part of vLLM's configuration that a connector reads."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(is_kv_producer=is_producer, engine_id=engine_id),
+        cache_config=SimpleNamespace(enable_prefix_caching=caches_prefixes),
+        num_prefill_lookahead_tokens=num_drafts,
+        model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+    )
 
 
 class NamedReads(Reads):
@@ -86,22 +119,9 @@ class VllmConnector:
     def __init__(self, site: Site) -> None:
         host = site.host
         self._block_size = site.workers[0].groups[0].tokens_per_block or 1
-        spec = SCHEDULER.check_kinds.__globals__["FullAttentionSpec"]()
-        spec.block_size = self._block_size
-        spec.dcp_sharded = False
-        spec.tokens_per_state = 1
-        group = SimpleNamespace(kv_cache_spec=spec, layer_names=[])
-        cache = SimpleNamespace(
-            kv_cache_groups=[group], transfer_group_ids=(0,), transfer_groups=[group], needs_kv_cache_zeroing=False
-        )
-        config = SimpleNamespace(
-            kv_transfer_config=SimpleNamespace(is_kv_producer=True, engine_id=site.workers[0].engine_id),
-            cache_config=SimpleNamespace(enable_prefix_caching=True),
-            num_prefill_lookahead_tokens=0,
-            model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
-            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        )
-        settings = SCHEDULER.ConnectorSettings(host=host.name, port=5600, key=b"the key of all engines")
+        cache = cache_of(["full"], self._block_size)
+        config = config_of(site.workers[0].engine_id)
+        settings = SCHEDULER.ConnectorSettings(host=host.name, port=5600, key=KEY)
         self._scheduler = SCHEDULER.Scheduler(config, cache, settings, host)
         self._scheduler.set_managers([SimpleNamespace(block_size=self._block_size, num_cached_block={})])
         self._scheduler.serve_offers(site.offers)
