@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from kvplan import KVPlanError
-from kvplan.connector import Handoff, Source, fetch
+from kvplan.connector import Handoff, fetch
 from kvplan.connector.access import Access
 from kvplan.connector.digest_requests import DigestRequest, fetch_digests
+from kvplan.testing.simulation.fleet import places_of
 from kvplan.testing.simulation.network import Host, Network
 from kvplan.testing.simulation.tasks import TaskLoop, TaskThread
 from tests.simulation.vllm_connector import KEY, SCHEDULER, RequestStatus, cache_of, config_of
@@ -540,7 +541,7 @@ def test_a_lease_that_is_over_is_not_read(engines: Engines) -> None:
     assert observed(prefill) == {"num_notifications_after_expiry": [1]}
     # the claim is forgotten with its request
     decode.end_reads({"r", "of another engine"})
-    assert decode._reading == {}
+    assert [*places_of(params["remote_lease"], decode)] == []
 
 
 def test_requests_that_nobody_reads_are_named(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
@@ -648,7 +649,8 @@ def test_an_engine_that_is_closed_answers_nobody(engines: Engines) -> None:
 
 def test_workers_digest_what_readers_ask_for(engines: Engines) -> None:
     """Of a lease that stands, from the blocks that are lent; replicas are asked once."""
-    prefill, decode = engines.start("full"), engines.start("full", name="decode")
+    prefill = engines.start("full")
+    engines.start("full", name="decode")
     handoff = Handoff.of_params(computed(prefill), KEY)
     host = engines.hosts["decode"]
     asked = DigestRequest.of(handoff.lease, {"group0": (0, PROMPT)})
@@ -659,23 +661,30 @@ def test_workers_digest_what_readers_ask_for(engines: Engines) -> None:
     assert step.digests.keys() == {asked}
     assert step.digests[asked]["group0"].ids.tolist() == [*range(1, 8)]
     assert prefill.take_step().digests == {}
-    digest = {"boxes": [], "digests": []}
+    digest: dict[str, Any] = {"boxes": [], "digests": []}
     prefill.take_digests(SimpleNamespace(digests={asked: [digest, digest]}))
     engines.run(1.0)
     assert answers == [[digest]]
-    # the lease ends between the question and the step
-    other = DigestRequest.of(handoff.lease, {"group0": (0, 8)})
-    host.start("ask again", lambda: answers.append(_code(handoff.source, other, host)))
+
+
+def test_a_lease_that_has_ended_is_not_digested(engines: Engines) -> None:
+    """Between a reader's question and the step of its source; nothing of the lease is kept."""
+    prefill = engines.start("full")
+    engines.start("full", name="decode")
+    handoff = Handoff.of_params(computed(prefill), KEY)
+    host = engines.hosts["decode"]
+    asked = DigestRequest.of(handoff.lease, {"group0": (0, 8)})
+    codes: list[str] = []
+
+    def ask() -> None:
+        with pytest.raises(KVPlanError) as caught:
+            fetch_digests(handoff.source, asked, 1.0, Access(key=KEY), host)
+        codes.append(caught.value.code)
+
+    host.start("ask", ask)
     engines.run(0.01)
     prefill.reset()
     assert prefill.take_step().digests == {}
-    assert prefill._lent == {}
-    decode.take_digests(SimpleNamespace(digests={asked: [digest]}))
-
-
-def _code(source: Source, asked: DigestRequest, host: Host) -> str:
-    try:
-        fetch_digests(source, asked, 1.0, Access(key=KEY), host)
-    except KVPlanError as error:
-        return error.code
-    return ""
+    assert [*places_of(handoff.lease, prefill)] == []
+    engines.run(5.0)
+    assert codes == ["PEER"]
