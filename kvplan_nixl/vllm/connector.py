@@ -12,6 +12,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    CopyBlocksOp,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
@@ -88,7 +89,7 @@ class KvplanConnector(BlockConnector):
         self._scheduler.begin_read(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduler.take_step()
+        return self._scheduler.take_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.end_reads(connector_output.finished_recving or set())
@@ -120,6 +121,9 @@ class KvplanConnector(BlockConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
 
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        self._worker.set_copies(copy_operation)
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         # vLLM tells a connector nothing of those beside it: they are in the one around all of them.
         group = get_kv_transfer_group()
@@ -131,6 +135,12 @@ class KvplanConnector(BlockConnector):
         step = self._get_connector_metadata()
         assert isinstance(step, KvplanMetadata)
         self._worker.begin(step)
+
+    def wait_for_save(self) -> None:
+        """Wait until a host cache has what may be lent after this step."""
+        step = self._get_connector_metadata()
+        assert isinstance(step, KvplanMetadata)
+        self._worker.save(step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()

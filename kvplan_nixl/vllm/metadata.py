@@ -32,12 +32,14 @@ class KvplanHandshakeMetadata(KVConnectorHandshakeMetadata):
 class KvplanMetadata(KVConnectorMetadata):
     """The work of all workers in one step.
 
-    ``reads`` begin. ``digests`` are to be computed, of the blocks by group of each request.
+    ``reads`` begin. ``saves`` are the blocks by group of each request that may be lent after this
+    step. ``digests`` are to be computed, of the blocks by group of each request.
     ``refused`` has the errors of requests that cannot be read. The blocks of ``released`` requests
     are free.
     """
 
     reads: list[Read] = field(default_factory=list)
+    saves: list[Mapping[str, Blocks]] = field(default_factory=list)
     digests: dict[DigestRequest, Mapping[str, Blocks]] = field(default_factory=dict)
     refused: dict[str, KVPlanError] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)

@@ -5,7 +5,7 @@ It decides which requests are read, and whose blocks stay for a reader.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import attrs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
@@ -41,7 +42,7 @@ from kvplan_nixl.vllm.description import (
 )
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import KvplanStats
-from kvplan_nixl.vllm.settings import ConnectorSettings
+from kvplan_nixl.vllm.settings import ConnectorSettings, uses_host_cache
 from kvplan_nixl.vllm.tables import BlockTables
 
 logger = init_logger(f"vllm.{__name__}")
@@ -114,6 +115,9 @@ class Scheduler:
         self._claims = Claims(logger, send, system, settings.max_peers)
         self._reader = system.token_hex(TOKEN_BYTES)  # of this start
         self._reading: dict[str, _Reading] = {}
+        self._uses_host_cache = uses_host_cache(config.kv_transfer_config)
+        # those that are computed for another engine
+        self._computing: dict[str, Request] = {}
         # by request and group: the first position that was read, if its block was read in part
         self._read_from: dict[str, dict[str, int]] = {}
         self._step = KvplanMetadata()
@@ -171,6 +175,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Take a request that has arrived: claim its lease, or shorten its prompt for decode."""
         params = request.kv_transfer_params or {}
+        if _is_computed(request):
+            self._computing[request.request_id] = request
         # The next turn of a conversation has the last one's handoff, and asks for another.
         is_next_turn = _is_computed(request) and params.get("remote_block_ids")
         if params.get("do_remote_prefill") or is_next_turn:
@@ -367,6 +373,7 @@ class Scheduler:
         Returns None if nobody reads it; then its blocks are free.
         """
         params = request.kv_transfer_params or {}
+        self._computing.pop(request.request_id, None)
         reading = self._reading.get(request.request_id)
         # A request may be aborted before it was read.
         if reading is not None and not reading.is_begun:
@@ -411,13 +418,15 @@ class Scheduler:
         flags = {"do_remote_prefill": is_computed, "do_remote_decode": not is_computed}
         return {**flags, **handoff.params(self._access.key)}
 
-    def take_step(self) -> KvplanMetadata:
-        """Return the work of the workers in this step."""
+    def take_step(self, scheduled: SchedulerOutput) -> KvplanMetadata:
+        """Return the work of the workers in a step."""
         ended = self._leases.take_ended()
         self._record_leases(ended)
         step = self._step
         self._step = KvplanMetadata()
         step.released.update(ended.done, ended.late)
+        if self._uses_host_cache:
+            step.saves.extend(self._saves(scheduled))
         if self._listener is not None:
             for request in step.released:
                 self._listener.digests.forget(self._lent.pop(request).lease)
@@ -427,6 +436,19 @@ class Scheduler:
                 if digest_request.lease in tables_by_lease:
                     step.digests[digest_request] = tables_by_lease[digest_request.lease]
         return step
+
+    def _saves(self, scheduled: SchedulerOutput) -> Iterator[dict[str, Blocks]]:
+        """Yield the block tables of requests that may be lent after a step: all of a prompt's.
+
+        They may begin with blocks from the prefix cache, which nobody has copied yet.
+        """
+        for name, num_tokens in scheduled.num_scheduled_tokens.items():
+            request = self._computing.get(name)
+            if request is None:
+                continue
+            if request.num_computed_tokens + num_tokens >= request.num_prompt_tokens:
+                blocks = [manager.req_to_blocks[name] for manager in self._managers]
+                yield self._tables.of_ids(KVCacheBlocks(tuple(blocks)).get_block_ids())
 
     def reset(self) -> None:
         """Free the blocks of all requests that were handed over: their readers fail."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
@@ -38,7 +38,7 @@ HONOURED: Final = frozenset(
 
 HINTS: Final = MappingProxyType(
     {
-        "kv_buffer_device": "kvplan reads into the cache itself, without host buffers",
+        "kv_buffer_device": "leave it out, or set cpu where NIXL does not reach the device",
         "kv_port": f"the listener's port is VLLM_NIXL_SIDE_CHANNEL_PORT, or port in {PLACE}",
         "enable_permute_local_kv": "leave it out: kvplan reads caches of any layout",
     }
@@ -105,7 +105,8 @@ def settings_of(config: VllmConfig) -> ConnectorSettings:
     """
     transfer = config.kv_transfer_config
     assert transfer is not None
-    check_transfer(transfer)
+    has_host_cache = uses_host_cache(transfer)
+    check_transfer(transfer, HONOURED | {"kv_buffer_device"} if has_host_cache else HONOURED)
     values = {
         **secrets_beside(transfer.kv_connector_extra_config, os.environ),
         "host": envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
@@ -113,19 +114,38 @@ def settings_of(config: VllmConfig) -> ConnectorSettings:
         **_renamed(transfer.kv_connector_extra_config),
     }
     settings = ConnectorSettings.read(values, PLACE)
+    if has_host_cache and settings.bidirectional_kv_xfer:
+        raise KVPlanError(
+            "SETTING",
+            f"set bidirectional_kv_xfer in {PLACE}",
+            expected="false, with kv_buffer_device cpu",
+            got="true",
+            hint="each token that decode answers would be copied to main memory",
+        )
     port = settings.port and settings.port + config.parallel_config.data_parallel_index
     return attrs.evolve(settings, port=port)
 
 
-def check_transfer(transfer: Any) -> None:
+def check_transfer(transfer: Any, honoured: Collection[str] = HONOURED) -> None:
     """Refuse fields of vLLM's configuration that change nothing here, unless they are default."""
     for field in dataclasses.fields(transfer):
-        if field.name not in HONOURED:
-            default = field.default
-            if field.default_factory is not dataclasses.MISSING:
-                default = field.default_factory()
+        if field.name not in honoured:
+            default = _default(field)
             hint = HINTS.get(field.name, "leave it out: kvplan has no use for it")
             _check_default(field.name, getattr(transfer, field.name), default, hint)
+
+
+def uses_host_cache(transfer: Any) -> bool:
+    """Return whether bytes move through main memory, since NIXL does not reach the device."""
+    fields = {field.name: field for field in dataclasses.fields(transfer)}
+    default = _default(fields["kv_buffer_device"])
+    return bool(transfer.kv_buffer_device == "cpu" != default)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def _renamed(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    CopyBlocksOp,
+    KVConnectorTransferResults,
+)
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import Blocks, KVPlanError, tails
@@ -22,9 +26,10 @@ from kvplan_nixl.digest import cache_digests
 from kvplan_nixl.reads import make_reads
 from kvplan_nixl.rearrange import memories_of, set_zero, with_staging
 from kvplan_nixl.vllm.description import worker_of
+from kvplan_nixl.vllm.host_cache import HostCache, check_platform
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import KvplanStats
-from kvplan_nixl.vllm.settings import ConnectorSettings
+from kvplan_nixl.vllm.settings import ConnectorSettings, uses_host_cache
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -43,6 +48,7 @@ class Worker:
         self._cache = cache
         self._settings = settings
         self._executor: NixlExecutor | None = None
+        self._host_cache: HostCache | None = None
         self._access = settings.access()
         send = partial(send_claims, access=self._access, system=system)
         self._claims = Claims(logger, send, system, settings.max_peers)
@@ -51,8 +57,12 @@ class Worker:
         self.stats = KvplanStats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Describe the worker's caches and register them with NIXL."""
+        """Describe the worker's caches and register them with NIXL, or those in main memory."""
         settings = self._settings
+        if uses_host_cache(self._config.kv_transfer_config):
+            check_platform(current_platform)
+            self._host_cache = HostCache(self._cache, kv_caches)
+            kv_caches = self._host_cache.tensors
         worker = worker_of(self._config, self._cache, kv_caches, settings)
         worker, copier = with_staging(worker, settings.staging_bytes)
         self._memories = memories_of(kv_caches.values())
@@ -70,6 +80,17 @@ class Worker:
         )
         logger.info("%s", worker)
 
+    def set_copies(self, copy_blocks: CopyBlocksOp) -> None:
+        """Take the operation by which vLLM's platform copies blocks to main memory and back."""
+        if self._host_cache is not None:
+            self._host_cache.set_copies(copy_blocks)
+
+    def save(self, step: KvplanMetadata) -> None:
+        """Copy what may be lent after a step to main memory, where it is read from."""
+        if self._host_cache is not None:
+            for tables in step.saves:
+                self._host_cache.save(tables)
+
     def envelope(self) -> bytes:
         """Return the worker's envelope."""
         assert self._executor is not None
@@ -85,6 +106,8 @@ class Worker:
         for read in step.reads:
             try:
                 # before any byte moves: transfers write into the same blocks
+                if self._host_cache is not None:
+                    self._host_cache.begin_read(read, self._reads.worker.groups)
                 if self._cache.needs_kv_cache_zeroing:
                     self._clear_tail(read)
             except KVPlanError as error:
@@ -139,6 +162,8 @@ class Worker:
         results = self._reads.poll()
         for result in results:
             self.stats.record_read(result)
+            if self._host_cache is not None:
+                self._host_cache.end_read(result)
         self.stats.count_total("num_failed_notifications", self._claims.num_unanswered)
         # vLLM ends a failed request at once. It frees the blocks when finished_recving has it: not
         # while bytes may still move.
