@@ -104,12 +104,14 @@ def judge(pair_name: str, connector: str) -> str:
             extra |= settings.pop("kv_connector_extra_config", {})
             role = {"prefill": "kv_producer", "decode": "kv_consumer"}[side]
             role = settings.pop("kv_role", role)
+            buffers = {"kv_buffer_device": "cpu"} if "copies" in settings else {}
             transfer = {
                 **CONNECTORS[connector],
                 "kv_role": role,
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": extra,
                 **({"engine_id": name} if name else {}),
+                **buffers,
             }
             log = FOLDER / "logs" / f"{pair_name} {connector} {side} {len(engines)}.log".replace(" ", "_")
             if not alone and connector != "nothing":

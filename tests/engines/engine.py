@@ -15,6 +15,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.sampling_params import RequestOutputKind
 
 import tests.engines.yielding.sitecustomize  # noqa: F401  # for this process, which is forked
+from tests.engines import device
 from tests.engines.flips import flip_bits
 from tests.engines.hosts import Host, enter
 
@@ -35,6 +36,8 @@ def serve(
         enter(host)
     # vLLM 0.32's kernel for CPUs returns no state from inside a prompt. So chunks have to end where a state is cached.
     MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
+    if "copies" in settings:
+        device.install(settings.pop("copies"))
     config = EngineArgs(**settings).create_engine_config()
     # vLLM turns it off on a CPU, whatever the settings say.
     config.scheduler_config.async_scheduling = settings.get("async_scheduling", False)

@@ -73,6 +73,7 @@ ALIKE: dict[str, Any] = {"kv_connector_extra_config": {"model": "alike"}}  # the
 KEYED: dict[str, Any] = {"kv_connector_extra_config": {"key": "a secret of all engines", "verify": True}}
 OTHER_KEY: dict[str, Any] = {"kv_connector_extra_config": {"key": "a secret of other engines"}}
 ON_HOSTS: dict[str, Any] = {"kv_connector_extra_config": {"key": "a secret of all engines"}}
+THROUGH_HOST: dict[str, Any] = {"copies": ("d2h", "h2d")}  # bytes move through main memory
 VERIFIED: dict[str, Any] = {"kv_connector_extra_config": {"verify": True}}
 
 
@@ -267,6 +268,25 @@ PAIRS = {
     "llama 32->64, verified": Pair("llama", side(32), side(64, **VERIFIED), "flipped"),
     "granite-hybrid TP 1->2, verified": Pair("granite-hybrid", side(), side(tp=2, **VERIFIED)),
     "gemma-3 64->32 TP 2->1, verified": Pair("gemma-3", side(64, tp=2), side(32, **VERIFIED), "flipped"),
+    "llama 32->64, through main memory": Pair("llama", side(32, **THROUGH_HOST), side(64, **THROUGH_HOST)),
+    "llama 64->32, through main memory, chunked": Pair(
+        "llama", side(64, **THROUGH_HOST, **CHUNKED), side(32, **THROUGH_HOST, **CHUNKED)
+    ),
+    "llama 32->64, through main memory, 200 in flight": Pair(
+        "llama", side(32, **THROUGH_HOST, **SMALL, **ASYNC), side(64, **THROUGH_HOST, **SMALL, **ASYNC), "burst"
+    ),
+    "llama 64->32, through main memory, prefix on decode": Pair(
+        "llama", side(64), side(32, **THROUGH_HOST, enable_prefix_caching=True), "prefix"
+    ),
+    "llama 32->64, through main memory, prefix on prefill": Pair(
+        "llama", side(32, **THROUGH_HOST, enable_prefix_caching=True), side(64), "prefix_on_prefill"
+    ),
+    "gemma-3 32->64, through main memory, shared prefix": Pair(
+        "gemma-3", side(32, **THROUGH_HOST, **CACHED), side(64, **THROUGH_HOST, **CACHED), "shared_prefix"
+    ),
+    "granite-hybrid, through main memory": Pair("granite-hybrid", side(**THROUGH_HOST), side(**THROUGH_HOST)),
+    "llama, nothing copied from prefill": Pair("llama", side(copies=("h2d",)), side(), "not_copied"),
+    "llama, nothing copied to decode": Pair("llama", side(), side(copies=("d2h",)), "not_copied"),
     "llama 32->64, n-grams": Pair("llama", side(32, **NGRAM), side(64, **NGRAM), "drafted"),
     "llama 64->32, n-grams on decode": Pair("llama", side(64, **CACHED), side(32, **NGRAM), "drafted"),
     "gemma-3 32->64, n-grams on decode": Pair("gemma-3", side(32, **CACHED), side(64, **NGRAM), "drafted"),

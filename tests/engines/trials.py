@@ -108,6 +108,24 @@ def prefix(start: Start) -> Outcome:
     return answers, agreed(tokens, prefill, decode)
 
 
+def prefix_on_prefill(start: Start) -> Outcome:
+    """Prefill has the first half of each prompt cached, which it has computed for nobody else."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens = prompts(2, (100, 150, 200))
+    prefill.generate([prompt[: len(prompt) // 2] for prompt in tokens], 1)
+    answers = moved(prefill, decode, tokens)
+    idle(prefill, decode)
+    return answers, agreed(tokens, prefill, decode)
+
+
+def not_copied(start: Start) -> Outcome:
+    """A control: an engine leaves out a copy between main memory and its device, so that answers have to be wrong."""
+    answers, right = transfer(start)
+    if [answer.tokens for answer in answers] == right:
+        raise AssertionError("void: the tokens are right without a copy")
+    return [], []
+
+
 def burst(start: Start) -> Outcome:
     """200 requests of mixed lengths in flight, each sent to decode as soon as prefill has answered."""
     prefill, decode = start("prefill").ready(), start("decode").ready()

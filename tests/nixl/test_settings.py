@@ -112,7 +112,7 @@ def test_no_message_shows_a_secret(vllm: Any) -> None:
 
 @pytest.mark.parametrize(
     "name, value",
-    [("kv_buffer_device", "cpu"), ("kv_port", 5), ("enable_permute_local_kv", True), ("kv_of_tomorrow", 1)],
+    [("kv_buffer_device", "xpu"), ("kv_port", 5), ("enable_permute_local_kv", True), ("kv_of_tomorrow", 1)],
 )
 def test_what_vllm_offers_and_kvplan_lacks_is_refused(vllm: Any, name: str, value: Any) -> None:
     """Each field of vLLM's configuration is, also one of a version to come."""
@@ -125,6 +125,15 @@ def test_what_vllm_offers_and_kvplan_lacks_is_refused(vllm: Any, name: str, valu
 def test_vllms_own_defaults_pass(vllm: Any) -> None:
     """They say what kvplan does anyway."""
     read(vllm, kv_buffer_device="cuda", kv_port=14579, kv_load_failure_policy="recompute")
+
+
+def test_bytes_may_move_through_main_memory(vllm: Any) -> None:
+    """Then decode does not hand over what it answers, token by token."""
+    read(vllm, kv_buffer_device="cpu")
+    assert vllm.uses_host_cache(Transfer(kv_buffer_device="cpu"))
+    assert not vllm.uses_host_cache(Transfer())
+    error = settings_error(vllm, {"bidirectional_kv_xfer": True}, kv_buffer_device="cpu")
+    assert (error.code, error.got) == ("SETTING", "true")
 
 
 def test_nixl_connectors_settings_are_read_or_refused(vllm: Any) -> None:
