@@ -43,6 +43,16 @@ UNSERVED: Final = MappingProxyType(
 )
 """Settings of SGLang that the plugin would ignore, or that move or lay out memory in other ways."""
 
+UNSERVED_PARALLEL: Final = MappingProxyType(
+    {
+        "attn_dcp_size": 1,
+        "enable_cp_tp_group_sharing": False,
+        "enable_dsa_cache_layer_split": False,
+        "enable_kv_cache_sharding": False,
+    }
+)
+"""Settings of SGLang that divide positions, pages, layers or states among ranks in other ways."""
+
 
 class Manager(BaseKVManager):
     """A rank as SGLang sees it. Its ``rank``, of prefill or decode, begins with :meth:`start`."""
@@ -82,8 +92,11 @@ class Manager(BaseKVManager):
         variable = "SGLANG_DISAGG_STAGING_BUFFER"
         require(variable, False, getattr(envs, variable).get())
         parallel = get_parallel()
-        for width in ("attn_dcp_size", "attn_cp_size"):
-            require(width, 1, getattr(parallel, width))
+        for setting, expected in UNSERVED_PARALLEL.items():
+            require(setting, expected, getattr(parallel, setting))
+        # SGLang divides a prompt on prefill alone, and a draft's heads in another way then.
+        if not self._is_prefill or queue.draft_token_to_kv_pool is not None:
+            require("attn_cp_size", 1, parallel.attn_cp_size)
         algorithm = queue.scheduler.spec_algorithm.name
         if algorithm not in DRAFTING:
             require("speculative_algorithm", " or ".join(sorted(DRAFTING)), algorithm)
@@ -107,6 +120,7 @@ class Manager(BaseKVManager):
             info=info,
             stage=parallel.pp_rank,
             num_stages=parallel.pp_size,
+            is_first_of_stage=info.tp_rank == 0 and parallel.attn_cp_rank == 0,
             windows=windows,
             executor=NixlExecutor(worker, settings.backends, key=access.key),
             access=access,
@@ -178,7 +192,11 @@ def serve_rooms(host: str, port: int) -> BootstrapServer:
 
 
 def _rank_info(parallel: Any) -> RankInfo:
-    """Return the place of this rank among those with the same requests, which are one engine."""
+    """Return the place of this rank among those with the same requests, which are one engine.
+
+    Ranks of context parallelism have the same cache: each computes a part of a prompt, and takes
+    keys and values of the others' parts, ``materialize_full_kv`` in sglang/srt/layers/cp.
+    """
     rank_in_world = parallel.world_group.rank_in_group
     ranks = gather(parallel, rank_in_world)
     engine_id, *_ = gather(parallel, f"sglang-{uuid.uuid4().hex[:12]}")

@@ -55,14 +55,16 @@ class MetadataRow(NamedTuple):
 class RankMemory:
     """A rank's memory, registered with NIXL, and the rank's place in its engine.
 
-    ``args`` are SGLang's KVArgs. ``stage`` of ``num_stages`` is the pipeline stage. ``windows`` has
-    the window of each token group, None of full attention. ``access`` has the engines' key.
+    ``args`` are SGLang's KVArgs. ``stage`` of ``num_stages`` is the pipeline stage, which has one
+    rank that ``is_first_of_stage``. ``windows`` has the window of each token group, None of full
+    attention. ``access`` has the engines' key.
     """
 
     args: Any
     info: RankInfo
     stage: int
     num_stages: int
+    is_first_of_stage: bool
     windows: Mapping[str, int | None]
     executor: NixlExecutor
     access: Access
@@ -71,11 +73,6 @@ class RankMemory:
     def is_first(self) -> bool:
         """Return whether the rank is the first one of its engine."""
         return self.info.rank == 0
-
-    @property
-    def is_first_of_stage(self) -> bool:
-        """Return whether the rank is the first one of its pipeline stage."""
-        return self.info.tp_rank == 0
 
     def block_tables(
         self, pages: Sequence[int], first: int, num_tokens: int, state_ids: Sequence[Any]

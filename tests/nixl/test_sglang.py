@@ -51,8 +51,8 @@ class World:
         self._said: list[Any] = [None] * size
         self._barrier = threading.Barrier(size, timeout=10)
 
-    def parallel(self, rank: int, *, dp: bool = False) -> SimpleNamespace:
-        """What SGLang tells a rank, which is a pipeline stage or has requests of its own."""
+    def parallel(self, rank: int, kind: str = "stages") -> SimpleNamespace:
+        """What SGLang tells a rank, of pipeline stages, of context parallelism, or with requests of its own."""
         size = len(self._said)
 
         def gather(found: list[Any], one: Any) -> None:
@@ -63,12 +63,16 @@ class World:
 
         world = SimpleNamespace(rank_in_group=rank, world_size=size, cpu_group=gather)
         return SimpleNamespace(
-            pp_rank=0 if dp else rank,
-            pp_size=1 if dp else size,
-            attn_dp_rank=rank if dp else 0,
-            attn_dp_size=size if dp else 1,
+            pp_rank=rank if kind == "stages" else 0,
+            pp_size=size if kind == "stages" else 1,
+            attn_dp_rank=rank if kind == "dp" else 0,
+            attn_dp_size=size if kind == "dp" else 1,
             attn_dcp_size=1,
-            attn_cp_size=1,
+            attn_cp_rank=rank if kind == "cp" else 0,
+            attn_cp_size=size if kind == "cp" else 1,
+            enable_cp_tp_group_sharing=False,
+            enable_dsa_cache_layer_split=False,
+            enable_kv_cache_sharding=False,
             attn_tp_group=SimpleNamespace(rank_in_group=0, world_size=1),
             world_group=world,
         )
@@ -749,6 +753,9 @@ def test_a_request_that_nobody_reads(
     [
         ("attn_dcp_size", 4, "attn_dcp_size = 1, got 4"),
         ("attn_cp_size", 2, "attn_cp_size = 1, got 2"),
+        ("enable_cp_tp_group_sharing", True, "enable_cp_tp_group_sharing = False, got True"),
+        ("enable_dsa_cache_layer_split", True, "enable_dsa_cache_layer_split = False, got True"),
+        ("enable_kv_cache_sharding", True, "enable_kv_cache_sharding = False, got True"),
         ("spec_algorithm", SimpleNamespace(name="DFLASH"), ".* = EAGLE or EAGLE3 or NGRAM or NONE or .*, got DFLASH"),
         ("state_types", ["swa", "dsa_tail"], r"state_types = \['swa'\], got \['swa', 'dsa_tail'\]"),
         ("state_types", ["swa"], "num_groups = 2, got 1"),
@@ -769,15 +776,15 @@ def test_what_is_not_served(monkeypatch: pytest.MonkeyPatch, decode: Side, field
 
 
 def two_ranks(
-    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, mode: str, page: int, *, dp: bool = False
+    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, mode: str, page: int, kind: str = "stages"
 ) -> list[Side]:
-    """An engine of two ranks: pipeline stages, each with a layer, or with requests of their own."""
+    """An engine of two ranks: pipeline stages, each with a layer, or of another kind, with all layers."""
     world, here = World(2), threading.local()
     monkeypatch.setattr(plugin.manager, "get_parallel", lambda: here.parallel)
 
     def start(rank: int) -> Side:
-        here.parallel = world.parallel(rank, dp=dp)
-        side = Side(plugin, mode, page, layers=range(2) if dp else range(rank, rank + 1))
+        here.parallel = world.parallel(rank, kind)
+        side = Side(plugin, mode, page, layers=range(rank, rank + 1) if kind == "stages" else range(2))
         for memory in (side.k, side.v):
             memory.copy_(torch.randn(memory.shape))
         return side
@@ -792,7 +799,7 @@ def test_ranks_with_requests_of_their_own(
     plugin: SimpleNamespace, prefill: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With DP attention each rank of decode is an engine of its own, and claims and reads its own requests."""
-    ranks = two_ranks(plugin, monkeypatch, "decode", 16, dp=True)
+    ranks = two_ranks(plugin, monkeypatch, "decode", 16, "dp")
     for number, rank in enumerate(ranks):
         assert rank.manager.rank.memory.is_first
         receiver = moved(plugin, prefill, rank, server)
@@ -806,7 +813,7 @@ def test_ranks_of_prefill_with_requests_of_their_own(
     plugin: SimpleNamespace, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With DP attention each rank of prefill is an engine of its own: a handoff says which one has the pages."""
-    ranks = two_ranks(plugin, monkeypatch, "prefill", 4, dp=True)
+    ranks = two_ranks(plugin, monkeypatch, "prefill", 4, "dp")
     sources = {rank.manager.rank.source for rank in ranks}
     assert len(sources) == 2
     for number, rank in enumerate(ranks):
@@ -867,6 +874,38 @@ def test_stages_of_prefill(
     assert [sender.poll_pp_consensus() for sender in senders] == [KVPoll.Transferring, KVPoll.Success]
     receiver.clear()
     until(senders[0], KVPoll.Success)
+
+
+def test_context_parallelism_of_prefill(
+    plugin: SimpleNamespace, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks have the same cache. One of them publishes the request and waits for its readers."""
+    first, second = two_ranks(plugin, monkeypatch, "prefill", 4, "cp")
+    assert first.manager.rank.source == second.manager.rank.source
+    for memory, copied in ((first.k, second.k), (first.v, second.v)):
+        copied.copy_(memory)
+    receiver = received(plugin, decode, server)
+    senders = [plugin.prefill.Sender(side.manager, server.address, ROOM) for side in (second, first)]
+    for sender in senders:
+        assert not ask(server.address, [ROOM])
+        sender.req = request_of()
+        sender.init(len(THEIRS), 2)
+        sender.send(torch.tensor(THEIRS).numpy(), [], TOKENS)
+        sender._publisher.begin(lambda: None).result()
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    until(receiver, KVPoll.Success)
+    assert torch.equal(decode.rows(OURS), first.rows(THEIRS))
+    assert [sender.poll() for sender in senders] == [KVPoll.Success, KVPoll.Transferring]
+    receiver.clear()
+    until(senders[1], KVPoll.Success)
+
+
+def test_a_draft_beside_context_parallelism_is_refused(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang divides the heads of a draft among all ranks, also those of context parallelism."""
+    monkeypatch.setattr(PARALLEL, "attn_cp_size", 2)
+    with pytest.raises(KVPlanError, match="expected attn_cp_size = 1, got 2"):
+        Side(plugin, "prefill", 4, draft_heads=1)
 
 
 def test_stages_of_decode(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
