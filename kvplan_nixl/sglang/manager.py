@@ -92,8 +92,8 @@ class Manager(BaseKVManager):
         variable = "SGLANG_DISAGG_STAGING_BUFFER"
         require(variable, False, getattr(envs, variable).get())
         parallel = get_parallel()
-        for setting, expected in UNSERVED_PARALLEL.items():
-            require(setting, expected, getattr(parallel, setting))
+        for setting, size_or_switch in UNSERVED_PARALLEL.items():
+            require(setting, size_or_switch, getattr(parallel, setting))
         # SGLang divides a prompt on prefill alone, and a draft's heads in another way then.
         if not self._is_prefill or queue.draft_token_to_kv_pool is not None:
             require("attn_cp_size", 1, parallel.attn_cp_size)

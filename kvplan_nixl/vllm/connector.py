@@ -36,7 +36,7 @@ from kvplan_nixl.vllm.metadata import (
 )
 from kvplan_nixl.vllm.metrics import KvplanPromMetrics, KvplanStats
 from kvplan_nixl.vllm.scheduler import Scheduler
-from kvplan_nixl.vllm.settings import check_engine, settings_of
+from kvplan_nixl.vllm.settings import check_engine, settings_of, uses_host_cache
 from kvplan_nixl.vllm.worker import Worker
 
 
@@ -55,6 +55,7 @@ class KvplanConnector(BlockConnector):
         check_drafts(vllm_config, kv_cache_config)
         check_engine(vllm_config)
         settings = settings_of(vllm_config)
+        self._has_host_cache = uses_host_cache(vllm_config.kv_transfer_config)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = Scheduler(vllm_config, kv_cache_config, settings)
         else:
@@ -89,7 +90,9 @@ class KvplanConnector(BlockConnector):
         self._scheduler.begin_read(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduler.take_step(scheduler_output)
+        if self._has_host_cache:
+            self._scheduler.save(scheduler_output)
+        return self._scheduler.take_step()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.end_reads(connector_output.finished_recving or set())

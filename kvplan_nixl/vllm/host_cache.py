@@ -1,13 +1,13 @@
 """The cache of a device whose memory NIXL does not reach, a second time in main memory.
 
 Bytes between engines move from and to main memory. vLLM's platform copies blocks between it and the
-device: of a request that is lent, all of them before anyone may read it, and of one that is read,
-those that have arrived before the engine goes on with it.
+device: of a request that may be lent, what a step has computed when it ends, and of one that is
+read, what has arrived before the engine goes on with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvplan import Blocks, Group, KVPlanError
+from kvplan import Group, KVPlanError
 from kvplan.connector import Read, ReadResult
 from kvplan_nixl.vllm.description import groups_of
 
@@ -63,9 +63,9 @@ class HostCache:
         """Take the operation by which the platform copies blocks."""
         self._copy_blocks = copy_blocks
 
-    def save(self, tables: Mapping[str, Blocks]) -> None:
-        """Copy all blocks of a request from the device."""
-        self._copy({group: tables[group].ids for group in self._layers}, "d2h")
+    def save(self, blocks: Mapping[str, Collection[int]]) -> None:
+        """Copy blocks of each group from the device."""
+        self._copy({group: np.array([*ids], np.int32) for group, ids in blocks.items()}, "d2h")
 
     def begin_read(self, read: Read, groups: Iterable[Group]) -> None:
         """Prepare for a read into the blocks of a worker's groups.

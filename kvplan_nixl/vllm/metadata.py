@@ -32,14 +32,14 @@ class KvplanHandshakeMetadata(KVConnectorHandshakeMetadata):
 class KvplanMetadata(KVConnectorMetadata):
     """The work of all workers in one step.
 
-    ``reads`` begin. ``saves`` are the blocks by group of each request that may be lent after this
-    step. ``digests`` are to be computed, of the blocks by group of each request.
+    ``reads`` begin. ``saves`` are blocks by group that others may read from main memory once this
+    step has computed them. ``digests`` are to be computed, of the blocks by group of each request.
     ``refused`` has the errors of requests that cannot be read. The blocks of ``released`` requests
     are free.
     """
 
     reads: list[Read] = field(default_factory=list)
-    saves: list[Mapping[str, Blocks]] = field(default_factory=list)
+    saves: dict[str, set[int]] = field(default_factory=dict)
     digests: dict[DigestRequest, Mapping[str, Blocks]] = field(default_factory=dict)
     refused: dict[str, KVPlanError] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)

@@ -5,7 +5,7 @@ It decides which requests are read, and whose blocks stay for a reader.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ from kvplan_nixl.vllm.description import (
 )
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import KvplanStats
-from kvplan_nixl.vllm.settings import ConnectorSettings, uses_host_cache
+from kvplan_nixl.vllm.settings import ConnectorSettings
 from kvplan_nixl.vllm.tables import BlockTables
 
 logger = init_logger(f"vllm.{__name__}")
@@ -115,9 +115,8 @@ class Scheduler:
         self._claims = Claims(logger, send, system, settings.max_peers)
         self._reader = system.token_hex(TOKEN_BYTES)  # of this start
         self._reading: dict[str, _Reading] = {}
-        self._uses_host_cache = uses_host_cache(config.kv_transfer_config)
-        # those that are computed for another engine
-        self._computing: dict[str, Request] = {}
+        # those that others may read when they have finished
+        self._lendable: dict[str, Request] = {}
         # by request and group: the first position that was read, if its block was read in part
         self._read_from: dict[str, dict[str, int]] = {}
         self._step = KvplanMetadata()
@@ -175,14 +174,20 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Take a request that has arrived: claim its lease, or shorten its prompt for decode."""
         params = request.kv_transfer_params or {}
-        if _is_computed(request):
-            self._computing[request.request_id] = request
+        if self._is_lendable(request):
+            self._lendable[request.request_id] = request
         # The next turn of a conversation has the last one's handoff, and asks for another.
         is_next_turn = _is_computed(request) and params.get("remote_block_ids")
         if params.get("do_remote_prefill") or is_next_turn:
             self._reading[request.request_id] = self._claim(request)
         if self._stops_short and _is_computed(request) and request.num_prompt_tokens > 1:
             self._stop_short(request)
+
+    def _is_lendable(self, request: Request) -> bool:
+        """Return whether others may read a request when it has finished."""
+        params = request.kv_transfer_params or {}
+        is_answered = params.get("do_remote_prefill") and self._settings.bidirectional_kv_xfer
+        return self._listener is not None and bool(_is_computed(request) or is_answered)
 
     def _claim(self, request: Request) -> _Reading:
         try:
@@ -372,8 +377,7 @@ class Scheduler:
 
         Returns None if nobody reads it; then its blocks are free.
         """
-        params = request.kv_transfer_params or {}
-        self._computing.pop(request.request_id, None)
+        self._lendable.pop(request.request_id, None)
         reading = self._reading.get(request.request_id)
         # A request may be aborted before it was read.
         if reading is not None and not reading.is_begun:
@@ -384,8 +388,7 @@ class Scheduler:
             RequestStatus.FINISHED_STOPPED,
         )
         is_computed = _is_computed(request)
-        is_answered = params.get("do_remote_prefill") and self._settings.bidirectional_kv_xfer
-        is_wanted = (is_computed or is_answered) and is_done and any(ids)
+        is_wanted = self._is_lendable(request) and is_done and any(ids)
         if not is_wanted or self._listener is None:
             return None
         # A step under way writes the positions of tokens that may not be the request's.
@@ -418,15 +421,32 @@ class Scheduler:
         flags = {"do_remote_prefill": is_computed, "do_remote_decode": not is_computed}
         return {**flags, **handoff.params(self._access.key)}
 
-    def take_step(self, scheduled: SchedulerOutput) -> KvplanMetadata:
-        """Return the work of the workers in a step."""
+    def save(self, scheduled: SchedulerOutput) -> None:
+        """Have workers copy to main memory what a step computes of requests that may be lent.
+
+        What was cached or read of a request is copied in its first step, and in that after it was
+        preempted, since nobody has copied these blocks for it yet.
+        """
+        begun = {request.req_id for request in scheduled.scheduled_new_reqs}
+        begun |= scheduled.scheduled_cached_reqs.resumed_req_ids
+        for name in self._lendable.keys() & scheduled.num_scheduled_tokens.keys():
+            request = self._lendable[name]
+            stop = request.num_computed_tokens + scheduled.num_scheduled_tokens[name]
+            # Where drafts of a step under way are refused, positions are computed once more.
+            num_computed = request.num_computed_tokens - request.num_in_flight_tokens
+            first = 0 if name in begun else max(0, num_computed)
+            tables = KVCacheBlocks(tuple(manager.req_to_blocks[name] for manager in self._managers))
+            for group, blocks in self._tables.of_ids(tables.get_block_ids()).items():
+                ids = self._tables.within(group, blocks, (first, stop))
+                self._step.saves.setdefault(group, set()).update(ids)
+
+    def take_step(self) -> KvplanMetadata:
+        """Return the work of the workers in this step."""
         ended = self._leases.take_ended()
         self._record_leases(ended)
         step = self._step
         self._step = KvplanMetadata()
         step.released.update(ended.done, ended.late)
-        if self._uses_host_cache:
-            step.saves.extend(self._saves(scheduled))
         if self._listener is not None:
             for request in step.released:
                 self._listener.digests.forget(self._lent.pop(request).lease)
@@ -436,19 +456,6 @@ class Scheduler:
                 if digest_request.lease in tables_by_lease:
                     step.digests[digest_request] = tables_by_lease[digest_request.lease]
         return step
-
-    def _saves(self, scheduled: SchedulerOutput) -> Iterator[dict[str, Blocks]]:
-        """Yield the block tables of requests that may be lent after a step: all of a prompt's.
-
-        They may begin with blocks from the prefix cache, which nobody has copied yet.
-        """
-        for name, num_tokens in scheduled.num_scheduled_tokens.items():
-            request = self._computing.get(name)
-            if request is None:
-                continue
-            if request.num_computed_tokens + num_tokens >= request.num_prompt_tokens:
-                blocks = [manager.req_to_blocks[name] for manager in self._managers]
-                yield self._tables.of_ids(KVCacheBlocks(tuple(blocks)).get_block_ids())
 
     def reset(self) -> None:
         """Free the blocks of all requests that were handed over: their readers fail."""

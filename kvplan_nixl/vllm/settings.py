@@ -114,14 +114,6 @@ def settings_of(config: VllmConfig) -> ConnectorSettings:
         **_renamed(transfer.kv_connector_extra_config),
     }
     settings = ConnectorSettings.read(values, PLACE)
-    if has_host_cache and settings.bidirectional_kv_xfer:
-        raise KVPlanError(
-            "SETTING",
-            f"set bidirectional_kv_xfer in {PLACE}",
-            expected="false, with kv_buffer_device cpu",
-            got="true",
-            hint="each token that decode answers would be copied to main memory",
-        )
     port = settings.port and settings.port + config.parallel_config.data_parallel_index
     return attrs.evolve(settings, port=port)
 

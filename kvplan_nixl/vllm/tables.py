@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import Blocks
+from kvplan.describe.blocks import Range
 from kvplan_nixl.vllm.description import groups_of, is_state, tokens_per_table_block
 
 NULL_BLOCK: Final = 0
@@ -43,6 +44,16 @@ class BlockTables:
             block_ids = ids[index][-1:] if group in self.states else ids[index]
             tables[group] = Blocks([*block_ids], null=NULL_BLOCK)
         return tables
+
+    def within(self, group: str, blocks: Blocks, tokens: Range) -> list[int]:
+        """Return the ids of a group's blocks that hold some of these positions, or its state."""
+        ids: list[int] = blocks.ids.tolist()
+        if group not in self.states:
+            first, stop = tokens
+            size = self.block_sizes[group]
+            is_within = (blocks.ordinals >= first // size) & (blocks.ordinals * size < stop)
+            ids = blocks.ids[is_within].tolist()
+        return ids
 
     def first_listed(self, group: str, blocks: Blocks) -> int:
         """Return the position from which on a group has all blocks of a request."""

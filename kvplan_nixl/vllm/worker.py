@@ -88,8 +88,7 @@ class Worker:
     def save(self, step: KvplanMetadata) -> None:
         """Copy what may be lent after a step to main memory, where it is read from."""
         if self._host_cache is not None:
-            for tables in step.saves:
-                self._host_cache.save(tables)
+            self._host_cache.save(step.saves)
 
     def envelope(self) -> bytes:
         """Return the worker's envelope."""

@@ -285,6 +285,9 @@ PAIRS = {
         "gemma-3", side(32, **THROUGH_HOST, **CACHED), side(64, **THROUGH_HOST, **CACHED), "shared_prefix"
     ),
     "granite-hybrid, through main memory": Pair("granite-hybrid", side(**THROUGH_HOST), side(**THROUGH_HOST)),
+    "llama 64<->32, through main memory, to and fro": Pair(
+        "llama", side(64, **TURNS, **THROUGH_HOST), side(32, **TURNS, **THROUGH_HOST), "turns"
+    ),
     "llama, nothing copied from prefill": Pair("llama", side(copies=("h2d",)), side(), "not_copied"),
     "llama, nothing copied to decode": Pair("llama", side(), side(copies=("d2h",)), "not_copied"),
     "llama 32->64, n-grams": Pair("llama", side(32, **NGRAM), side(64, **NGRAM), "drafted"),

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 from kvplan import Blocks, Context, Group, KVPlanError
 from kvplan.connector import Read, ReadResult, Source
-from kvplan_nixl.vllm import scheduler as scheduler_module
+from kvplan_nixl.vllm import connector as connector_module
 from kvplan_nixl.vllm.host_cache import HostCache, check_platform
 from tests.engines.test_next_turns import ASKED, BLOCK, PROMPT, blocks_of, request_of, start
 
@@ -111,7 +111,7 @@ def test_groups_that_share_memory() -> None:
     host = host_cache_of(tensors, [["full", "other"], ["state"]])
     assert host.tensors["full"].data_ptr() == host.tensors["state"].data_ptr()
     before = memory.clone()
-    host.save({"group0": Blocks([1, 2]), "group1": Blocks([3])})
+    host.save({"group0": {1, 2}, "group1": {3}})
     saved = host.tensors["state"]
     assert torch.equal(saved[1:4], before[1:4])
     assert (saved[4:] == STALE).all()
@@ -156,40 +156,81 @@ def test_a_platform_that_copies_nothing_is_refused() -> None:
     assert refusal.value.code == "SETTING"
 
 
+class Step(NamedTuple):
+    """What a scheduler has computed of a request, and computes next. The request has ``begun`` in this step."""
+
+    num_computed: int
+    num_scheduled: int
+    begun: str = ""
+    num_in_flight: int = 0
+
+
 @pytest.fixture
-def host_start(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Starts schedulers whose workers have a cache in main memory."""
-    monkeypatch.setattr(scheduler_module, "uses_host_cache", lambda transfer: True)
-    return start
+def saves_of(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Returns the blocks of each group that workers save in a step of a request."""
+    monkeypatch.setattr(connector_module, "uses_host_cache", lambda transfer: True)
+
+    def saves(kinds: tuple[str, ...], step: Step, params: Any, **settings: Any) -> dict[str, list[int]]:
+        connector = start(*kinds, **settings)
+        request = request_of([*range(PROMPT)], params)
+        connector.on_new_request(request)
+        request.num_computed_tokens, request.num_in_flight_tokens = step.num_computed, step.num_in_flight
+        tables = blocks_of(kinds, step.num_computed + step.num_scheduled).blocks
+        connector._scheduler.set_managers([SimpleNamespace(req_to_blocks={"r": table}) for table in tables])
+        scheduled = SimpleNamespace(
+            num_scheduled_tokens={"r": step.num_scheduled, "another": 3},
+            scheduled_new_reqs=[SimpleNamespace(req_id="r")] if step.begun == "new" else [],
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids={"r"} if step.begun == "resumed" else set()),
+        )
+        saved = connector.build_connector_meta(scheduled).saves
+        assert connector.build_connector_meta(SimpleNamespace(**{**vars(scheduled), "num_scheduled_tokens": {}}))
+        return {group: sorted(ids) for group, ids in saved.items()}
+
+    return saves
 
 
-def saves_of(connector: Any, kinds: tuple[str, ...], num_computed: int, num_scheduled: int, params: Any) -> Any:
-    """What workers copy in a step that computes positions of a prompt."""
-    request = request_of([*range(PROMPT)], params)
-    connector.on_new_request(request)
-    request.num_computed_tokens = num_computed
-    blocks = blocks_of(kinds, num_computed + num_scheduled).blocks
-    managers = [SimpleNamespace(req_to_blocks={"r": of_group}) for of_group in blocks]
-    connector._scheduler.set_managers(managers)
-    scheduled = SimpleNamespace(num_scheduled_tokens={"r": num_scheduled})
-    return connector.build_connector_meta(scheduled).saves
+KINDS = ("full", "window", "state")
+IDS = [*range(1, -(-PROMPT // BLOCK) + 1)]  # of a prompt
 
 
+@pytest.mark.parametrize("begun", ["new", "resumed"])
 @pytest.mark.parametrize("num_cached", [0, 3 * BLOCK])
-def test_all_blocks_of_a_prompt_are_saved(host_start: Callable[..., Any], num_cached: int) -> None:
+def test_all_blocks_of_a_request_are_saved_when_it_begins(
+    saves_of: Callable[..., Any], num_cached: int, begun: str
+) -> None:
     """Those of the prefix cache too, which another request has computed. Of states there is the last."""
-    kinds = ("full", "window", "state")
-    (saved,) = saves_of(host_start(*kinds), kinds, num_cached, PROMPT - num_cached, ASKED)
-    ids = [*range(1, -(-PROMPT // BLOCK) + 1)]
-    expected = {"group0": ids, "group1": ids[3:], "group2": ids[-1:]}
-    assert {group: blocks.ids.tolist() for group, blocks in saved.items()} == expected
+    saved = saves_of(KINDS, Step(num_cached, PROMPT - num_cached, begun), ASKED)
+    assert saved == {"group0": IDS, "group1": IDS[3:], "group2": IDS[-1:]}
 
 
-def test_nothing_is_saved_of_what_nobody_may_read(host_start: Callable[..., Any]) -> None:
-    """That is a prompt without its last chunk, and one that is computed for no other engine."""
-    assert saves_of(host_start("full"), ("full",), 0, PROMPT - 1, ASKED) == []
-    assert saves_of(host_start("full"), ("full",), 0, PROMPT, None) == []
+@pytest.mark.parametrize(("num_in_flight", "first"), [(0, 5), (1, 4), (BLOCK + 1, 3), (6 * BLOCK, 0)])
+def test_then_what_each_step_computes_is_saved(saves_of: Callable[..., Any], num_in_flight: int, first: int) -> None:
+    """Also what steps under way may compute once more: they were for drafts that may be refused."""
+    saved = saves_of(("full", "state"), Step(5 * BLOCK, PROMPT - 5 * BLOCK, num_in_flight=num_in_flight), ASKED)
+    assert saved == {"group0": IDS[first:], "group1": IDS[-1:]}
+
+
+def test_an_answer_is_saved_if_the_next_turn_may_read_it(saves_of: Callable[..., Any]) -> None:
+    params = {"do_remote_prefill": True}
+    step = Step(PROMPT, 1)
+    assert saves_of(("full",), step, params, bidirectional_kv_xfer=True) == {"group0": IDS[-1:]}
+    assert saves_of(("full",), step, params) == {}
+
+
+def test_nothing_is_saved_of_what_nobody_may_read(saves_of: Callable[..., Any]) -> None:
+    assert saves_of(("full",), Step(0, PROMPT, "new"), None) == {}
 
 
 def test_nothing_is_saved_without_a_cache_in_main_memory(start: Callable[..., Any]) -> None:
-    assert saves_of(start("full"), ("full",), 0, PROMPT, ASKED) == []
+    connector = start("full")
+    connector.on_new_request(request_of([*range(PROMPT)], ASKED))
+    assert connector.build_connector_meta(None).saves == {}
+
+
+def test_a_request_that_has_finished_is_forgotten(start: Callable[..., Any]) -> None:
+    connector = start("full")
+    request = request_of([*range(PROMPT)], ASKED)
+    connector.on_new_request(request)
+    assert connector._scheduler._lendable
+    connector.request_finished_all_groups(request, ([],))
+    assert not connector._scheduler._lendable

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvplan import Worker
 from kvplan.bridges import RankInfo, from_sglang
 from tests.engine_memory import DIM, GQA, HEADS, MLA, TABLES, TOKENS, check, heads, kv, latent_of
 
@@ -90,7 +91,7 @@ def mine(strategy: Any, chunk: SimpleNamespace, values: Any) -> Any:
 @pytest.mark.parametrize("size", [2, 3])
 def test_k_and_v(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Two ranks of TP, each with its heads, and with several ranks of context parallelism: all have all positions."""
-    workers = []
+    workers: list[Worker] = []
     for tp_rank in range(2):
         held = heads(tp_rank, 2)
 

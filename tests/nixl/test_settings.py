@@ -128,12 +128,10 @@ def test_vllms_own_defaults_pass(vllm: Any) -> None:
 
 
 def test_bytes_may_move_through_main_memory(vllm: Any) -> None:
-    """Then decode does not hand over what it answers, token by token."""
+    """Where the device is no CPU, whose cache NIXL reaches."""
     read(vllm, kv_buffer_device="cpu")
     assert vllm.uses_host_cache(Transfer(kv_buffer_device="cpu"))
     assert not vllm.uses_host_cache(Transfer())
-    error = settings_error(vllm, {"bidirectional_kv_xfer": True}, kv_buffer_device="cpu")
-    assert (error.code, error.got) == ("SETTING", "true")
 
 
 def test_nixl_connectors_settings_are_read_or_refused(vllm: Any) -> None:

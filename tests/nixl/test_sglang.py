@@ -901,7 +901,9 @@ def test_context_parallelism_of_prefill(
     until(senders[1], KVPoll.Success)
 
 
-def test_a_draft_beside_context_parallelism_is_refused(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_beside_context_parallelism_is_refused(
+    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SGLang divides the heads of a draft among all ranks, also those of context parallelism."""
     monkeypatch.setattr(PARALLEL, "attn_cp_size", 2)
     with pytest.raises(KVPlanError, match="expected attn_cp_size = 1, got 2"):
