@@ -137,6 +137,18 @@ def test_transfers_are_slow_or_break(breaks: bool) -> None:
     world.close()
 
 
+def test_workers_that_exchange_nothing_need_no_connection(world: World) -> None:
+    """Of two ranks at equal TP, a rank reads from one; the other read is done at once."""
+    catalog = world.fabric.catalog
+    (local, _), remotes = (catalog.workers(f"{role} of two", Shape(tp=2)) for role in ("decode", "prefill"))
+    tables = {"attn": Blocks([1, 2])}
+    moving, idle = catalog.plan(local, remotes).bind(local=tables, remote=tables, tokens=(0, 8))
+    assert (moving.num_bytes > 0, idle.num_bytes) == (True, 0)
+    transfer = world.executor.start(idle, "r")
+    assert (transfer.status, world.executor.poll(transfer)) == (Status.DONE, Status.DONE)
+    assert code(world.executor.start, moving, "r") == "PEER"
+
+
 def exchanges(world: World, path: str, *, sent: bytes | None = None) -> list[str]:
     """Ask the prefill host from decode, and return what comes."""
     got: list[str] = []
@@ -206,6 +218,29 @@ def test_tasks_wait_and_steps_do_not(world: World) -> None:
     world.decode.host.start("of a dead host", woken.clear)
     world.loop.close()
     assert woken
+
+
+def test_a_task_that_was_woken_and_dies_does_not_go_on(world: World) -> None:
+    """What would have let it go on comes when it has ended."""
+    went_on: list[bool] = []
+    condition = world.decode.host.condition()
+
+    def run() -> None:
+        with condition:
+            condition.wait(50.0)
+        went_on.append(True)
+
+    def wake_and_die() -> None:
+        with condition:
+            condition.notify_all()
+        world.decode.host.die()
+
+    world.decode.host.start("waits", run)
+    world.loop.at(1.0, wake_and_die)
+    world.run()
+    assert went_on == []
+    assert world.loop.errors == []
+    assert world.loop.num_tasks == 0
 
 
 def test_incidents_know_their_engines() -> None:

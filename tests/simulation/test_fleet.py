@@ -1,0 +1,94 @@
+"""Fleets that a test makes by hand: what seeds seldom draw."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import attrs
+import pytest
+
+from kvplan.testing.simulation import EngineRequest, FleetOutcome, LeaseConnector, Scenario, Simulation, Site, shrink
+from kvplan.testing.simulation.fleet import MakeConnector
+from kvplan.testing.simulation.scenario import Arrival, Death, Incident, Member, Visit
+
+MEMBERS = (Member("prefill-0"), Member("decode-0"))
+ARRIVAL = Arrival(1.0, "request-0", (*range(11),), 3, "prefill-0", (Visit("decode-0"),))
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Connectors log each fault that they suffer."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def outcome_of(*incidents: Incident, connector: MakeConnector = LeaseConnector) -> FleetOutcome:
+    """How a fleet of two engines ends."""
+    simulation = Simulation(connector)
+    outcome = simulation.run(Scenario(0, MEMBERS, incidents))
+    simulation.close()
+    return outcome
+
+
+def test_an_engine_that_dies_takes_its_requests_with_it() -> None:
+    """The request had arrived, and its step comes too late; a second death changes nothing."""
+    # at both engines; so is that which a fleet asks for when faults are over
+    assert outcome_of(ARRIVAL).ends == {"right": 4}
+    deaths = Death(1.0005, "prefill-0", 2.0), Death(1.0006, "prefill-0", None)
+    outcome = outcome_of(ARRIVAL, *deaths)
+    assert outcome.rule == ""
+    assert outcome.ends == {"PEER": 1, "right": 2}
+    trace = "\n".join(outcome.trace)
+    assert trace.count("prefill-0  dies") == 1
+    assert trace.count("prefill-0  start 2") == 1
+    assert "request-0 " not in trace
+
+
+def test_a_thread_of_a_connector_that_ends_with_an_error_is_found() -> None:
+    """Nobody awaits it, and no request notices."""
+
+    class Brittle(LeaseConnector):
+        def __init__(self, site: Site) -> None:
+            super().__init__(site)
+            site.host.start("brittle", self.run)
+
+        def run(self) -> None:
+            raise ZeroDivisionError
+
+    outcome = outcome_of(connector=Brittle)
+    assert outcome.rule == "CRASH"
+    assert "ZeroDivisionError() in test_fleet.py, run" in str(outcome)
+
+
+def test_what_a_failure_needs_is_made_plain() -> None:
+    """A death stays as it is; a request loses its readers, its patience and all but a few tokens."""
+    num_starts: dict[str, int] = {}
+
+    class Forgetful(LeaseConnector):
+        """Crashes at a request of another start of its engine."""
+
+        def __init__(self, site: Site) -> None:
+            super().__init__(site)
+            name = site.host.name
+            # the virtual clock of a scenario begins anew
+            num_starts[name] = num_starts.get(name, 0) + 1 if site.host.loop.now else 1
+            self._is_first = num_starts[name] == 1
+
+        def add(self, request: EngineRequest) -> None:
+            super().add(request)
+            assert self._is_first or request.name != ARRIVAL.name
+
+    death = Death(0.5, "prefill-0", 0.75)
+    arrival = attrs.evolve(ARRIVAL, patience_s=20.0)
+    simulation = Simulation(Forgetful)
+    members = (attrs.evolve(MEMBERS[0], rate=2.0, takes_newest=True), *MEMBERS[1:])
+    outcome = simulation.run(Scenario(0, members, (arrival, death)))
+    assert outcome.rule == "CRASH"
+    shrunk = shrink(simulation, outcome)
+    simulation.close()
+    assert shrunk.rule == "CRASH"
+    assert shrunk.scenario.members == MEMBERS[:1]
+    plain = attrs.evolve(ARRIVAL, tokens=ARRIVAL.tokens[:3], num_answer=1, visits=())
+    assert shrunk.scenario.incidents == (plain, death)
