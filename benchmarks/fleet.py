@@ -3,24 +3,29 @@
 Each prefill engine offers its workers, and the rank opens the offers, plans and connects. NIXL's part, the keys to
 registered memory, is stood in for by as many bytes of metadata. Figures are processor time, and memory that is still
 held, a peer: the time of the first half of the handshakes, and the memory of the others, since tracing memory takes
-time. ``benchmarks.doors`` has what a message takes.
+time. Offers are fetched apart, over loopback with a key, in the time of both ends: as they are, and as they would be
+without the metadata of workers that the rank does not read. ``benchmarks.doors`` has what a message takes.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import random
 import statistics
 import time
 import tracemalloc
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, Final
 
 from kvplan import Model, Worker, decode, encode
-from kvplan.connector import Connections, Offers, Source
+from kvplan.connector import Access, Connections, Leases, Listener, Offers, Source, fetch
 from kvplan.connector.peer_engines import PeerEngines
 
 PEERS: Final = 32
+FETCHES: Final = 40
+ACCESS: Final = Access(key=b"a secret of all engines")
 METADATA_BYTES_PER_REGION: Final = 1600
 """130 kB of NIXL's metadata for the 80 regions of a worker, over InfiniBand."""
 
@@ -38,7 +43,7 @@ class Nothing:
 def offer_of(worker: Worker) -> bytes:
     """Return the offer of a worker, with room for NIXL's metadata behind its length."""
     described = encode(worker)
-    metadata = bytes(METADATA_BYTES_PER_REGION * len(worker.regions))
+    metadata = random.Random(worker.rank).randbytes(METADATA_BYTES_PER_REGION * len(worker.regions))
     return len(described).to_bytes(8, "little") + described + metadata
 
 
@@ -74,10 +79,22 @@ def shake_hands(peers: PeerEngines, peer_name: str) -> float:
     return (time.process_time() - began) * 1e3
 
 
+def fetch_ms(offers: Sequence[bytes]) -> float:
+    """Fetch offers from a listener, and return the milliseconds of processor time of both."""
+    with closing(Listener("prefill", "127.0.0.1", offers, Leases(), access=ACCESS)) as listener:
+        began = time.process_time()
+        for _ in range(FETCHES):
+            fetch(listener.source, 60.0, ACCESS)
+        return (time.process_time() - began) * 1e3 / FETCHES
+
+
 def main() -> None:
     """Print a table: bytes, processor time and memory of a peer."""
-    print("| model, TP of decode and prefill | offers, kB | ms | held, kB | 512 peers: s, MB |")
-    print("|---|---:|---:|---:|---:|")
+    print(
+        "| model, TP of decode and prefill | offers, kB: all, needed | fetched, ms: all, needed | ms | held, kB "
+        "| 512 peers: s, MB |"
+    )
+    print("|---|---:|---:|---:|---:|---:|")
     for model_name, decode_tp, prefill_tp in MODELS:
         model = Model.shipped(model_name)
         local = model.engine("decode", tp=decode_tp, num_blocks=8192)[0]
@@ -97,10 +114,16 @@ def main() -> None:
         gc.collect()
         held_bytes = tracemalloc.get_traced_memory()[0] / len(traced)
         tracemalloc.stop()
-        offered_kb = sum(map(len, answers[traced[0]])) / 1e3
+        offers = answers[traced[0]]
+        plan = peers.use(Source(traced[0], "1", "127.0.0.1", 1)).plan
+        assert plan is not None
+        # a description says which metadata is needed
+        needed = [offer if offer in plan.offers.values() else encode(open_offer(offer)) for offer in offers]
+        kb = ", ".join(f"{sum(map(len, sent)) / 1e3:.0f}" for sent in (offers, needed))
+        fetched_ms = ", ".join(f"{fetch_ms(sent):.1f}" for sent in (offers, needed))
         of_fleet = f"{ms * 0.512:.0f}, {held_bytes * 512 / 1e6:.0f}"
         engines = f"{model_name}, {decode_tp}, {prefill_tp}"
-        print(f"| {engines} | {offered_kb:.0f} | {ms:.0f} | {held_bytes / 1e3:.0f} | {of_fleet} |")
+        print(f"| {engines} | {kb} | {fetched_ms} | {ms:.0f} | {held_bytes / 1e3:.0f} | {of_fleet} |")
 
 
 if __name__ == "__main__":
