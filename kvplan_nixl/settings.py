@@ -60,7 +60,8 @@ def switch(value: Any, subject: str) -> bool:
     return is_on
 
 
-def _at_least_one(value: Any, subject: str) -> int:
+def at_least_one(value: Any, subject: str) -> int:
+    """Return ``value``, which must be an integer of 1 or more."""
     return integer(value, subject, low=1)
 
 
@@ -196,7 +197,7 @@ class Settings(NamedSettings):
     staging_bytes: int = setting(integer, 0)
     handshake_timeout_s: float = setting(seconds, HANDSHAKE_S)
     budget_bytes: int = setting(integer, BUDGET_BYTES)
-    max_peers: int = setting(_at_least_one, MAX_SOURCES)
+    max_peers: int = setting(at_least_one, MAX_SOURCES)
     model: str = setting(name, "")
     weights: str = setting(name, "")
     key: bytes = setting(_secret, b"")

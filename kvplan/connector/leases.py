@@ -9,10 +9,14 @@
 - L3: A lease that is over stays over. No claim brings it back, since its blocks may be another
   request's, and whoever asks is told. No two leases have one name, and nobody can guess one: a late
   message about the first lease of a request does not end the second.
+- L4: A request may be lent while it is computed, as far as it is: its lease has no end of time
+  before all is computed. One that is given up is revoked before its blocks are free, so whoever has
+  read a part of it reads no other part.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -99,13 +103,48 @@ class Leases:
 
         The first lease is of ``first_s``, or of ``lease_s``.
         """
-        name(request, "name of a request")
         duration_s = self.lease_s if first_s is None else seconds(first_s, "first_s")
+        return self._grant(request, duration_s)
+
+    def grant_early(self, request: str) -> str:
+        """Keep the blocks of a request that is still computed, until :meth:`begin_first`.
+
+        Returns the name of the lease. :meth:`revoke` it if the request is given up.
+        """
+        return self._grant(request, math.inf)
+
+    def _grant(self, request: str, duration_s: float) -> str:
+        name(request, "name of a request")
         with self._lock:
             # a name of its own, also if the request is lent again, by rule L3
             lease = f"{request} {self._token(LEASE_TOKEN_BYTES)}"
             self._leases[lease] = _Lease(request, self._clock() + duration_s)
         return lease
+
+    def begin_first(self, lease: str) -> bool:
+        """Let the first lease of a request begin, since all of it is computed.
+
+        Returns whether the lease stands: readers of a part may be done, so that it is over.
+        """
+        with self._lock:
+            if name(lease, "lease") not in self._leases:
+                return False
+            self._leases[lease].ends_at = self._clock() + self.lease_s
+            return True
+
+    def revoke(self, lease: str) -> None:
+        """End a lease whose blocks are not to be read any more; :meth:`take_ended` is silent of it.
+
+        >>> leases = Leases()
+        >>> lease = leases.grant_early("request 1")
+        >>> leases.claim(lease, "decode 1")
+        True
+        >>> leases.revoke(lease)
+        >>> leases.stands(lease), leases.begin_first(lease), leases.take_ended().done
+        (False, False, ())
+        """
+        with self._lock:
+            self._leases.pop(name(lease, "lease"), None)
 
     def claim(self, lease: str, reader: str) -> bool:
         """Claim a lease for a reader, or renew the claim, and return whether the lease stands."""

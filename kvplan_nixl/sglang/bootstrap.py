@@ -3,7 +3,8 @@
 A room is the number that a request has in both engines. Whoever has computed it publishes an entry,
 a JSON object: a ``handoff``, the parameters of a :class:`~kvplan.connector.Handoff`, and either the
 ``metadata`` that SGLang's prefill sends or the first ``token`` of the answer, which is all that
-another engine's prefill knows. It withdraws the entry when the request has been read.
+another engine's prefill knows. An entry without either is of a prompt that is computed in part, and
+another one follows. The entry is withdrawn when the request has been read.
 
 - B1: The server reads no entry. It keeps them as text, for a time, and in bounded memory: a new one
   is refused where there is no place, and never takes that of another room.
@@ -12,7 +13,8 @@ another engine's prefill knows. It withdraws the entry when the request has been
 - B3: Each pipeline stage of SGLang's prefill has block tables of its own, and publishes an entry
   with them. The room has an entry, with all block tables, once all stages have published theirs.
   Entries with another ``attempt`` are of another request in the same room, so no stage of one is
-  merged with the other's.
+  merged with the other's. A stage may publish again under its lease, when it has computed more:
+  what all stages have computed is what the room's entry has.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from logging import Logger
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import attrs
 
 from kvplan import Blocks, KVPlanError
-from kvplan._checks import at_most, integer, members
+from kvplan._checks import at_most, instance, integer
 from kvplan.connector import Access, Handoff
 from kvplan.connector.access import TOKEN_BYTES
 from kvplan.connector.claims import MAX_SOURCES
@@ -56,8 +58,8 @@ MAX_STAGES: Final = 1 << 8
 MAX_ASKED: Final = 1 << 10
 """Rooms in one question."""
 
-MAX_QUESTION_BYTES: Final = 24 * MAX_ASKED
-"""The length of a question: a room has at most 20 digits."""
+MAX_QUESTION_BYTES: Final = 64 * MAX_ASKED
+"""The length of a question: a room has at most 20 digits, and the name of a version 32."""
 
 ROOM_END: Final = 1 << 64
 
@@ -83,10 +85,10 @@ class Stage:
     number: int = 1
     attempt: str = ""
 
-    def path(self, action: str, owner: str) -> str:
-        """Return the path at which an owner publishes or withdraws the stage's entry."""
-        attempt = hashlib.blake2b(self.attempt.encode(), digest_size=TOKEN_BYTES).hexdigest()
-        return f"/{action}/{self.room}/{self.index}/{self.number}/{attempt}/{owner}"
+    def path(self, action: str, *names: str) -> str:
+        """Return the path at which the stage's entry is published or withdrawn."""
+        place = [action, f"{self.room}", f"{self.index}", f"{self.number}", _hashed(self.attempt)]
+        return "/".join(["", *place, *names])
 
     @classmethod
     def of_path(cls, room: str, index: str, number: str, attempt: str) -> Stage:
@@ -100,20 +102,36 @@ class Stage:
         )
 
 
+def _hashed(text: str) -> str:
+    """Return a name of a text that a path can have."""
+    return hashlib.blake2b(text.encode(), digest_size=TOKEN_BYTES).hexdigest()
+
+
+class _Entry(NamedTuple):
+    """What a stage has published, and the name of the lease under which it did."""
+
+    lease: str
+    text: str
+
+
 @attrs.define(eq=False)
 class _Room:
-    """The entries of a room by attempt, the newest last, and by stage."""
+    """The entries of a room by attempt, the newest last, and by stage.
+
+    ``version`` is a new name whenever somebody publishes.
+    """
 
     owner: str
-    expires_at: float
-    attempts: OrderedDict[str, dict[Stage, str]] = attrs.field(factory=OrderedDict)
+    expires_at: float = 0.0
+    version: str = ""
+    attempts: OrderedDict[str, dict[Stage, _Entry]] = attrs.field(factory=OrderedDict)
 
     def newest(self) -> list[str]:
         """Return the entries of all stages of the newest attempt that has them, none without."""
         for entries in reversed(self.attempts.values()):
             stages = sorted(entries, key=lambda stage: stage.index)
             if {stage.number for stage in stages} == {len(stages)}:
-                return [entries[stage] for stage in stages]
+                return [entries[stage].text for stage in stages]
         return []
 
     @property
@@ -122,8 +140,8 @@ class _Room:
         return sum(map(_num_bytes, self.attempts.values()))
 
 
-def _num_bytes(entries: Mapping[Stage, str]) -> int:
-    return sum(len(entry) + ENTRY_BYTES for entry in entries.values())
+def _num_bytes(entries: Mapping[Stage, _Entry]) -> int:
+    return sum(len(entry.text) + ENTRY_BYTES for entry in entries.values())
 
 
 class BootstrapServer:
@@ -151,11 +169,12 @@ class BootstrapServer:
     ) -> None:
         self._keep_s = keep_s
         self._clock = system.monotonic
+        self._token = system.token_hex
         # The server's thread alone uses these. The oldest room is the first one.
         self._rooms: OrderedDict[int, _Room] = OrderedDict()
         self._num_bytes = 0
         routes = {
-            "POST /publish": Route(self._publish, MAX_ENTRY_BYTES, num_parts=5),
+            "POST /publish": Route(self._publish, MAX_ENTRY_BYTES, num_parts=6),
             "POST /withdraw": Route(self._withdraw, num_parts=5),
             "POST /ask": Route(self._answer, MAX_QUESTION_BYTES),
         }
@@ -167,16 +186,16 @@ class BootstrapServer:
         self._server.close()
 
     def _publish(self, body: bytes, *parts: str) -> bytes:
-        *place, owner = parts
+        *place, lease, owner = parts
         # the path has everything that the server needs to know
         stage = Stage.of_path(*place)
-        entry = body.decode()
+        entry = _Entry(lease, body.decode())
         self._expire()
         # a room of nobody is made, and kept only if the entry is
         room = self._room(stage.room, owner)
         entries = room.attempts.get(stage.attempt, {})
-        # A stage that publishes another entry has computed the attempt again, and so will others.
-        if entries.get(stage, entry) != entry:
+        # A stage with another lease has computed the attempt again, and so will others.
+        if entries.get(stage, entry).lease != lease:
             entries = {}
         entries = {**entries, stage: entry}
         # All limits are checked before anything changes.
@@ -191,6 +210,7 @@ class BootstrapServer:
             room.attempts.popitem(last=False)
         self._num_bytes += room.num_bytes
         room.expires_at = self._clock() + self._keep_s
+        room.version = self._token(TOKEN_BYTES)
         self._rooms[stage.room] = room
         self._rooms.move_to_end(stage.room)
         return b""
@@ -200,7 +220,7 @@ class BootstrapServer:
         room = self._rooms.get(number)
         if room is None:
             at_most(MAX_ROOMS, len(self._rooms) + 1, "rooms", "publish")
-            return _Room(owner, 0.0)
+            return _Room(owner)
         if room.owner != owner:
             expected = "the owner of the room"
             raise KVPlanError("NAME", f"use room {number}", expected=expected, got="another one")
@@ -223,21 +243,26 @@ class BootstrapServer:
         return b""
 
     def _answer(self, body: bytes) -> bytes:
-        """Return the entries of rooms that have one, as many as an answer takes."""
-        rooms = members(int, json.loads(body), "rooms")
+        """Return what rooms have that the asker has not seen, as much as an answer takes.
+
+        A question has the version of each room that was seen last.
+        """
+        seen = instance(Mapping, json.loads(body), "rooms")
         self._expire()
-        entries = dict[int, list[str]]()
+        answer = dict[int, tuple[str, list[str]]]()
         num_bytes = 0
-        for number in rooms[:MAX_ASKED]:
+        for number in [*map(int, seen)][:MAX_ASKED]:
             room = self._rooms.get(number)
-            newest = [] if room is None else room.newest()
+            if room is None or room.version == seen[f"{number}"]:
+                continue
+            newest = room.newest()
             # twice, as strings in JSON
             num_bytes += 2 * sum(map(len, newest)) + ENTRY_BYTES
             if num_bytes > MAX_ANSWER_BYTES:
                 break
             if newest:
-                entries[number] = newest
-        return json.dumps(entries).encode()
+                answer[number] = room.version, newest
+        return json.dumps(answer).encode()
 
     def _expire(self) -> None:
         """Forget the rooms that were kept for long enough."""
@@ -268,8 +293,10 @@ def publish(
     """
     owner = owner or system.token_hex(TOKEN_BYTES)
     place = Stage(room, stage, stages, f"{entry.get('attempt')}")
+    handoff = entry.get("handoff")
+    lease = handoff.get("remote_lease") if isinstance(handoff, Mapping) else None
     body = json.dumps(entry).encode()
-    _post(address, place.path("publish", owner), body, access, system)
+    _post(address, place.path("publish", _hashed(f"{lease}"), owner), body, access, system)
     return owner
 
 
@@ -299,11 +326,35 @@ def ask(
 
     Raises ``PEER`` and ``MESSAGE``.
     """
+    contents = ask_again(address, dict.fromkeys(rooms, ""), access, system)
+    return {room: content.entry for room, content in contents.items()}
+
+
+@attrs.frozen
+class RoomContent:
+    """The entry of a room, and the version by which it is known."""
+
+    version: str
+    entry: Mapping[str, Any]
+
+
+def ask_again(
+    address: str,
+    versions: Mapping[int, str],
+    access: Access | None = None,
+    system: System = SYSTEM,
+) -> dict[int, RoomContent]:
+    """Return what rooms have whose last seen ``versions`` are given: those that have changed since.
+
+    Raises ``PEER`` and ``MESSAGE``.
+    """
     key = b"" if access is None else access.key
-    answer = _post(address, "/ask", json.dumps([*rooms]).encode(), access, system)
+    answer = _post(address, "/ask", json.dumps(versions).encode(), access, system)
     try:
-        texts = json.loads(answer)
-        return {int(room): _merge_stages(room, stages, key) for room, stages in texts.items()}
+        contents = dict[int, RoomContent]()
+        for room, (version, stages) in json.loads(answer).items():
+            contents[int(room)] = RoomContent(f"{version}", _merge_stages(room, stages, key))
+        return contents
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         expected = "entries by room"
         raise KVPlanError(
@@ -317,16 +368,17 @@ def _post(address: str, path: str, body: bytes, access: Access | None, system: S
 
 
 def _merge_stages(room: str, texts: Sequence[str], key: bytes) -> Mapping[str, Any]:
-    """Return the first stage's entry with the block tables of all.
+    """Return the entry of the stage that has computed least, with the block tables of all stages.
 
-    An entry that cannot be read has no handoff, but an ``error`` that says why.
+    Its ``leases`` are those of all stages. An entry that cannot be read has no handoff, but an
+    ``error`` that says why.
     """
     try:
         # what a stranger may have published
-        entries = [json.loads(text) for text in texts]
+        entries = [_checked(json.loads(text)) for text in texts]
         if len(entries) == 1:
-            return _checked(entries[0])
-        handoffs = [Handoff.of_params(_checked(entry).get("handoff", {}), key) for entry in entries]
+            return entries[0]
+        handoffs = [Handoff.of_params(entry.get("handoff", {}), key) for entry in entries]
     except (ValueError, RecursionError) as error:
         return {"error": f"room {room}: {error}"}
     blocks = dict[str, Blocks]()
@@ -334,8 +386,26 @@ def _merge_stages(room: str, texts: Sequence[str], key: bytes) -> Mapping[str, A
     for handoff in handoffs:
         blocks.update(handoff.blocks)
         kept.update(handoff.kept)
-    merged = attrs.evolve(handoffs[0], blocks=blocks, kept=kept)
-    return {**entries[0], "handoff": merged.params(key)}
+    # of those that have computed all, the first one, whose lease is claimed
+    progress = [
+        (handoff.num_tokens, is_whole(entry))
+        for handoff, entry in zip(handoffs, entries, strict=True)
+    ]
+    least = progress.index(min(progress))
+    merged = attrs.evolve(
+        handoffs[least],
+        source=handoffs[0].source,
+        lease=handoffs[0].lease,
+        blocks=blocks,
+        kept=kept,
+    )
+    leases = [handoff.lease for handoff in handoffs]
+    return {**entries[least], "handoff": merged.params(key), "leases": leases}
+
+
+def is_whole(entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry is of a whole prompt, which the first token of the answer follows."""
+    return "metadata" in entry or "token" in entry
 
 
 def _checked(entry: Any) -> Mapping[str, Any]:
@@ -343,6 +413,14 @@ def _checked(entry: Any) -> Mapping[str, Any]:
     if not isinstance(entry, dict):
         raise ValueError("an entry that is no object")
     return entry
+
+
+@attrs.define(eq=False)
+class _WantedRoom:
+    """A room that is asked for: what takes its entries, and the version that was taken last."""
+
+    take: Callable[[Any], bool]
+    version: str = ""
 
 
 class Rooms:
@@ -360,14 +438,14 @@ class Rooms:
         self._access = access
         self._system = system
         self._lock = system.condition()
-        # rooms by the server that is asked, each with what takes its entry
-        self._wanted: dict[str, dict[int, Callable[[Any], None]]] = {}
+        # by the server that is asked
+        self._wanted: dict[str, dict[int, _WantedRoom]] = {}
 
-    def want(self, room: int, address: str, take: Callable[[Any], None]) -> None:
-        """Ask for a room until it has an entry, or is forgotten.
+    def want(self, room: int, address: str, take: Callable[[Any], bool]) -> None:
+        """Ask for a room until it has a whole entry, or is forgotten.
 
-        ``take`` is called with the entry, on the thread that has asked. It must not wait or raise.
-        Raises ``RANGE`` if too many servers are asked.
+        ``take`` is called with each new entry, on the thread that has asked, and returns whether it
+        is whole. It must not wait or raise. Raises ``RANGE`` if too many servers are asked.
         """
         with self._lock:
             if address not in self._wanted:
@@ -376,10 +454,10 @@ class Rooms:
                 at_most(self._max_servers, number, "bootstrap servers at a time", action)
                 self._wanted[address] = {}
                 self._system.start("kvplan rooms", partial(self._run, address))
-            self._wanted[address][room] = take
+            self._wanted[address][room] = _WantedRoom(take)
 
     def forget(self, room: int) -> None:
-        """Ask for a room no more. Its entry is taken before that, or never."""
+        """Ask for a room no more. An entry of it is taken before that, or never."""
         with self._lock:
             for rooms in self._wanted.values():
                 rooms.pop(room, None)
@@ -392,24 +470,28 @@ class Rooms:
                     del self._wanted[address]
                     return
                 # the lock is not held while the server is asked
-                asked = sorted(self._wanted[address])
+                wanted = self._wanted[address]
+                asked = [(room, wanted[room].version) for room in sorted(wanted)]
             try:
                 for start in range(0, len(asked), MAX_ASKED):
-                    part = asked[start : start + MAX_ASKED]
-                    entries = ask(address, part, self._access, self._system)
-                    self._take(address, entries)
+                    versions = dict(asked[start : start + MAX_ASKED])
+                    contents = ask_again(address, versions, self._access, self._system)
+                    self._take(address, contents)
             except KVPlanError as error:
                 self._logger.warning("%s", error)
                 self._system.sleep(RETRY_S)
             else:
                 self._system.sleep(ASK_S)
 
-    def _take(self, address: str, entries: Mapping[int, Mapping[str, Any]]) -> None:
+    def _take(self, address: str, contents: Mapping[int, RoomContent]) -> None:
         """Give the entries of rooms to those that want them."""
         with self._lock:
-            wanted = self._wanted[address]
-            for room, entry in entries.items():
-                take = wanted.pop(room, None)
+            rooms = self._wanted[address]
+            for room, content in contents.items():
                 # A room that was forgotten meanwhile stays so.
-                if take is not None:
-                    take(entry)
+                wanted = rooms.get(room)
+                if wanted is None:
+                    continue
+                wanted.version = content.version
+                if wanted.take(content.entry):
+                    del rooms[room]

@@ -1,4 +1,9 @@
-"""Decode: a request waits until prefill has published it, and then its pages are read."""
+"""Decode: a request waits until prefill has published it, and then its pages are read.
+
+Prefill may publish a part of a prompt first, which is read while the rest is computed. One read
+follows the other. Positions that were read count only if the whole prompt is published under the
+same leases: then no page of it was another request's meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import attrs
 from sglang.srt.disaggregation.base import BaseKVReceiver, KVPoll
 from sglang.srt.disaggregation.base.conn import KVTransferDestination
 
@@ -19,7 +25,7 @@ from kvplan.describe.blocks import Range
 from kvplan.staging import Copier
 from kvplan_nixl.reads import make_reads
 from kvplan_nixl.settings import Settings
-from kvplan_nixl.sglang.bootstrap import Rooms
+from kvplan_nixl.sglang.bootstrap import Rooms, is_whole
 from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
 
@@ -72,13 +78,35 @@ class DecodeRank(Rank):
         self.ended.update(self.reads.late())
 
 
+@attrs.frozen
+class Published:
+    """What prefill has published of a request: a part of its prompt, or the whole.
+
+    ``leases`` are those of all stages.
+    """
+
+    handoff: Handoff
+    leases: tuple[str, ...]
+    is_whole: bool
+    entry: Mapping[str, Any]
+
+
+@attrs.frozen
+class Pages:
+    """A request's pages on decode: those from position ``start`` on, and those of its states."""
+
+    pages: list[int]
+    states: list[Any]
+    start: int
+
+
 class Receiver(BaseKVReceiver):
     """A request of one rank. All ranks ask for it and read their part of it.
 
     SGLang allocates the request's pages when it leaves ``Bootstrapping``, which is when prefill has
-    computed it. The first rank claims the lease then, and until all ranks are done. It does so on
-    the thread that has asked: SGLang polls no receiver while it is paused or resumes requests that
-    it has retracted, and leases would end meanwhile.
+    published it, in part or as a whole. The first rank claims the lease then, and until all ranks
+    are done. It does so on the thread that has asked: SGLang polls no receiver while it is paused
+    or resumes requests that it has retracted, and leases would end meanwhile.
     """
 
     req: Any
@@ -93,8 +121,11 @@ class Receiver(BaseKVReceiver):
         self._address = bootstrap_addr
         self._room = bootstrap_room
         self._name = self._rank.name_of(bootstrap_room)
-        self._entry: Mapping[str, Any] = {}
-        self._handoff: Handoff | None = None
+        self._published: Published | None = None
+        self._pages: Pages | None = None
+        self._num_read = 0  # positions that are read, or in the cached prefix
+        self._reading_stop = 0  # where the read under way ends
+        self._is_complete = False  # whether that is the whole prompt's end
         self._row_index = -1
         self._stop = math.inf
         self._is_aborted = False
@@ -137,23 +168,31 @@ class Receiver(BaseKVReceiver):
     def _advance(self) -> Any:
         """Continue the request, and return its state. Raises the reason why it fails."""
         rank = self._rank
-        if self._handoff is None:
-            if self._refusal is not None:
-                raise self._refusal
+        rank.poll()
+        if self._name in rank.ended:
+            error = rank.ended.pop(self._name)
+            if error is not None:
+                raise error
+            self._num_read = self._reading_stop
+        if self._name in rank.under_way:
+            return KVPoll.Transferring
+        if self._refusal is not None:
+            raise self._refusal
+        published = self._published
+        if published is None:
             self._check_time()
             return KVPoll.Bootstrapping
         # SGLang allocates pages now, and calls send_metadata.
-        if self._row_index < 0:
+        if self._pages is None:
             return KVPoll.WaitingForInput
-        rank.poll()
-        if self._name not in rank.ended:
-            return KVPoll.Transferring
-        error = rank.ended.pop(self._name)
-        if error is not None or self._is_aborted:
-            raise error or self._error
-        self._write_metadata()
-        self.conclude_state = KVPoll.Success
-        return self.conclude_state
+        if self._is_aborted:
+            raise self._error
+        if self._is_complete:
+            self._write_metadata(published.entry)
+            self.conclude_state = KVPoll.Success
+            return self.conclude_state
+        self._read_on(published, self._pages)
+        return KVPoll.Transferring
 
     def _check_time(self) -> None:
         """Raise ``PEER`` if prefill has not computed the request in time."""
@@ -162,31 +201,47 @@ class Receiver(BaseKVReceiver):
             expected = f"prefill to compute it within {self._rank.timeout_s:g} s"
             raise KVPlanError("PEER", action, expected=expected, got="nothing")
 
-    def _take(self, entry: Any) -> None:
-        """Take what prefill has published, or the reason why this request fails."""
+    def _take(self, entry: Any) -> bool:
+        """Take what prefill has published, or the reason why this request fails.
+
+        Returns whether nothing more is to come.
+        """
         try:
-            self._claim(entry)
+            published = self._claim(entry)
         except Exception as error:  # whatever it is, this request fails, and no others
             self._refusal = error
+            return True
+        self._stop = self._rank.system.monotonic() + self._rank.timeout_s
+        self._published = published
+        return published.is_whole
 
-    def _claim(self, entry: Any) -> None:
-        """Take what prefill has published, if it is of this prompt, and claim its lease."""
+    def _claim(self, entry: Any) -> Published:
+        """Return what prefill has published, if it is of this prompt, and claim its lease."""
         if "error" in entry:
             action = f"read what room {self._room} has"
             expected = "an entry of each stage"
             raise KVPlanError("MESSAGE", action, expected=expected, got=f"{entry['error']}")
         handoff = Handoff.of_params(entry.get("handoff"), self._rank.memory.access.key)
         num_tokens = len(self.req.origin_input_ids)
-        if handoff.num_tokens != num_tokens:
-            expected = f"{num_tokens} positions"
-            got = f"{handoff.num_tokens} computed"
+        has_all = is_whole(entry)
+        is_right = handoff.num_tokens == num_tokens if has_all else handoff.num_tokens < num_tokens
+        if not is_right:
+            quantity = "" if has_all else "less than "
+            expected = f"{quantity}{num_tokens} positions"
+            got = f"{handoff.num_tokens} computed, {'with' if has_all else 'without'} a first token"
             raise KVPlanError("TOKENS", f"read request {self._room}", expected=expected, got=got)
-        handoff.check_prompt(prompt_of(self.req, num_tokens))
+        handoff.check_prompt(prompt_of(self.req, handoff.num_tokens))
+        leases = (handoff.lease, *entry.get("leases", ()))
+        known = self._published
+        if known is not None and known.leases != leases:
+            action = f"read request {self._room}"
+            expected = f"more of what was published under {known.leases[0]!r}"
+            hint = "prefill has given it up, and computed it again"
+            raise KVPlanError("LEASE", action, expected=expected, got=f"{leases[0]!r}", hint=hint)
         # One claim serves all ranks: SGLang clears receivers when those of all ranks have ended.
-        if self._rank.memory.is_first:
+        if known is None and self._rank.memory.is_first:
             self._rank.claims.begin(handoff.source, handoff.lease, self._name)
-        self._entry = entry
-        self._handoff = handoff
+        return Published(handoff, leases, has_all, entry)
 
     def send_metadata(
         self,
@@ -197,27 +252,66 @@ class Receiver(BaseKVReceiver):
         destination: Any = KVTransferDestination.DEVICE,
     ) -> None:
         """Read into these pages what prefill has computed, from the end of the cached prefix on."""
-        handoff = self._handoff
-        assert handoff is not None
         assert aux_index is not None
+        published = self._published
+        assert published is not None
         self._row_index = aux_index
-        start = decode_prefix_len or 0
+        self._num_read = decode_prefix_len or 0
+        self._pages = Pages(kv_indices.tolist(), state_indices or [], self._num_read)
         try:
-            read = self._read(handoff, kv_indices.tolist(), state_indices or [], start)
+            self._read_on(published, self._pages)
         except KVPlanError as error:
             self._fail(error)
-            return
-        # From now on the pages stay until the read has ended.
-        self._rank.under_way[self._name] = self._room
-        self._rank.reads.begin(read)
 
-    def _read(self, handoff: Handoff, pages: list[int], states: list[int], start: int) -> Read:
-        """Return what is read into these pages, from position ``start`` on."""
+    def _read_on(self, published: Published, pages: Pages) -> None:
+        """Begin to read what prefill has computed, from the end of what is read on."""
+        rank = self._rank
+        handoff = published.handoff
+        page_size = rank.memory.args.page_size
+        if published.is_whole:
+            stop = handoff.num_tokens
+            self._is_complete = True
+            read = self._read_whole(handoff, pages)
+        else:
+            # a page that is not full comes with the next part
+            stop = handoff.num_tokens // page_size * page_size
+            if stop <= self._num_read:
+                self._check_more(handoff)
+                return
+            read = self._read_tokens(handoff, pages, stop)
+        self._reading_stop = stop
+        # From now on the pages stay until the read has ended.
+        rank.under_way[self._name] = self._room
+        rank.reads.begin(read)
+
+    def _check_more(self, handoff: Handoff) -> None:
+        """Raise the reason why prefill will not publish more, if there is one."""
+        self._check_time()
+        refusal = self._rank.claims.refusal(handoff.source, handoff.lease, self._name)
+        if refusal is not None:
+            raise refusal
+
+    def _read_tokens(self, handoff: Handoff, pages: Pages, stop: int) -> Read:
+        """Return the next part of the positions, without windows and states."""
+        memory = self._rank.memory
+        return Read(
+            request=self._name,
+            source=handoff.source,
+            lease=handoff.lease,
+            local=memory.token_tables(pages.pages, pages.start),
+            remote=handoff.blocks,
+            tokens={memory.token_group: (self._num_read, stop)},
+        )
+
+    def _read_whole(self, handoff: Handoff, pages: Pages) -> Read:
+        """Return the positions that are not read yet, with all windows and states."""
         memory = self._rank.memory
         stop = handoff.num_tokens
-        local = memory.block_tables(pages, start, stop, states)
+        local = memory.block_tables(pages.pages, pages.start, stop, pages.states)
         tokens = dict[str, Range]()
         for group, window in memory.windows.items():
+            # a window was not read before
+            start = pages.start if window else self._num_read
             kept = handoff.kept.get(group, 0)
             tokens[group] = self._positions((start, stop), window, local[group], kept)
         return Read(
@@ -240,18 +334,18 @@ class Receiver(BaseKVReceiver):
         whole = whole_blocks(tokens, first_attended, page_size, first_listed, kept)
         return whole.start, whole.stop
 
-    def _write_metadata(self) -> None:
+    def _write_metadata(self, entry: Mapping[str, Any]) -> None:
         """Write the first token, and what belongs to it, where SGLang looks for them."""
         rank = self._rank
         rows = rank.memory.metadata_rows(self._row_index)
         # Another engine's prefill knows the token alone; the rows may be an earlier request's.
-        if "token" in self._entry:
+        if "token" in entry:
             for row in rows:
                 ctypes.memset(row.address, 0, row.num_bytes)
-            rank.metadata.output_ids[self._row_index, 0] = self._entry["token"]
+            rank.metadata.output_ids[self._row_index, 0] = entry["token"]
             rank.metadata.bootstrap_room[self._row_index, 0] = self._room
             return
-        contents = [b64decode(text) for text in self._entry["metadata"]]
+        contents = [b64decode(text) for text in entry["metadata"]]
         sizes = [len(content) for content in contents]
         row_sizes = [row.num_bytes for row in rows]
         if sizes != row_sizes:
@@ -285,9 +379,10 @@ class Receiver(BaseKVReceiver):
             rank.close_room(self._room)
             self._has_room = False
         rank.ended.pop(self._name, None)
-        if self._handoff is not None and rank.memory.is_first:
-            rank.claims.end(self._handoff.source, self._handoff.lease, self._name)
-            self._handoff = None
+        if self._published is not None and rank.memory.is_first:
+            handoff = self._published.handoff
+            rank.claims.end(handoff.source, handoff.lease, self._name)
+            self._published = None
 
     def failure_exception(self) -> None:
         """Raise the reason why the request has failed."""

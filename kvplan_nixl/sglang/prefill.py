@@ -1,4 +1,10 @@
-"""Prefill: a request's pages are lent when it is computed, until decode has read them."""
+"""Prefill: a request's pages are lent when they are computed, until decode has read them.
+
+A prompt that SGLang computes in chunks is published several times, as far as it is computed: decode
+reads a chunk while the next one is computed. SGLang keeps the pages of a request that it computes,
+so nothing else holds them until the last chunk. A request that is given up is never published as a
+whole, and its lease is revoked.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +20,15 @@ from sglang.srt.disaggregation.base.conn import KVTransferMetric
 from sglang.srt.runtime_context import get_serving
 from sglang.srt.utils.network import get_local_ip_auto
 
-from kvplan import KVPlanError
+from kvplan import Blocks, KVPlanError
 from kvplan.connector import Handoff, Leases, Listener, Source
 from kvplan.connector.access import TOKEN_BYTES, is_loopback
 from kvplan.connector.background import Background
 from kvplan.connector.system import SYSTEM, System
-from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.bootstrap import RETRY_S, publish, withdraw
 from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
+from kvplan_nixl.sglang.settings import PluginSettings
 
 
 class PrefillRank(Rank):
@@ -35,11 +41,12 @@ class PrefillRank(Rank):
         self,
         memory: RankMemory,
         gather: Callable[[Any], list[Any]],
-        settings: Settings,
+        settings: PluginSettings,
         system: System = SYSTEM,
     ) -> None:
         super().__init__(memory, system)
         executor = memory.executor
+        self.early_tokens: int = settings.early_tokens
         # Readers get the offers of all ranks from the first one.
         offers: list[bytes] = gather(executor.envelope())
         self.leases = Leases(settings.lease_s, system.monotonic, system.token_hex)
@@ -77,6 +84,14 @@ class PrefillRank(Rank):
             self._publishers[address] = publisher
         return publisher
 
+    def give_up(self, request: str, lease: str) -> None:
+        """Forget a request that is not computed to its end, and the lease that it may have."""
+        if lease:
+            self.leases.revoke(lease)
+            # its readers may have been done before
+            self._note_ended()
+            self.ended.pop(request, None)
+
     def is_written(self, room: int) -> bool:
         """Return no: readers write nothing here."""
         return False
@@ -106,12 +121,16 @@ def _default_host() -> str:
 class Sender(BaseKVSender):
     """A request of one rank, which collects its pages.
 
-    The first rank of each pipeline stage publishes the stage's pages. The first one of all waits
-    until they are read, and SGLang frees no stage's pages before.
+    The first rank of each pipeline stage publishes the stage's pages. The first one of all has the
+    lease and waits until they are read, and SGLang frees no stage's pages before.
     """
 
     req: Any
     """SGLang's request, which is set from outside."""
+
+    _early_send_wait_event: Any = None
+    """What SGLang sets where the forward pass that computes a chunk may still run: pages of a
+    prefix that another request computes, before the first chunk of this one."""
 
     def __init__(
         self,
@@ -131,6 +150,8 @@ class Sender(BaseKVSender):
         self._is_sent = False
         self._is_aborted = False
         self._is_published = False
+        self._lease = ""  # none yet
+        self._num_published = 0
         self._result: Any = None
         self._error: Exception = RuntimeError("aborted")
         self._has_room = False
@@ -153,36 +174,70 @@ class Sender(BaseKVSender):
     def send(
         self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None
     ) -> None:
-        """Collect pages. With the last ones, the request is lent and published."""
+        """Collect pages, and lend and publish the request: with the last ones, the whole of it."""
         assert num_kv_tokens is not None
         self._pages += kv_indices.tolist()
         self._num_tokens += num_kv_tokens
+        wait_event = self._early_send_wait_event
+        self._early_send_wait_event = None
+        rank = self._rank
         if len(self._pages) < self._num_pages:
+            if self._num_tokens - self._num_published >= rank.early_tokens:
+                self._num_published = self._num_tokens
+                self._publish_early(wait_event)
             return
         self._is_sent = True
-        rank = self._rank
-        lease = self._name  # of another rank, which waits for the readers
-        # The lease is the first rank's, before anybody can know of it. Other ranks are done.
+        self._lend()
+        # Other ranks are done when the first one says that readers are.
         if rank.listener is None:
             self._result = KVPoll.Success
         else:
-            lease = rank.leases.grant(self._name)
+            rank.leases.begin_first(self._lease)
         if rank.memory.is_first_of_stage:
-            entry = self._entry(lease, state_indices or [])
+            memory = rank.memory
+            num_tokens = self._num_tokens
+            tables = memory.block_tables(self._pages, 0, num_tokens, state_indices or [])
+            kept = {group: tables[group].first * memory.args.page_size for group in memory.windows}
+            entry = self._entry(num_tokens, tables, kept)
+            entry["metadata"] = [b64encode(row).decode() for row in self._metadata()]
             until = rank.system.monotonic() + rank.leases.lease_s
-            self._publisher.begin(partial(self._publish, entry, until))
+            self._publisher.begin(partial(self._publish_until, until, entry))
 
-    def _entry(self, lease: str, state_ids: list[Any]) -> dict[str, Any]:
-        """Return what decode has to know of this stage's part of the request."""
-        memory = self._rank.memory
+    def _lend(self) -> None:
+        """Have a lease, before anybody can know of it. Ranks other than the first have a name."""
+        if not self._lease:
+            rank = self._rank
+            is_lender = rank.listener is not None
+            self._lease = rank.leases.grant_early(self._name) if is_lender else self._name
+
+    def _publish_early(self, wait_event: Any) -> None:
+        """Publish the pages that are computed, when ``wait_event`` says that they are."""
+        if not self._rank.memory.is_first_of_stage:
+            return
+        self._lend()
+        pages = [*self._pages]
         num_tokens = self._num_tokens
-        tables = memory.block_tables(self._pages, 0, num_tokens, state_ids)
-        kept = {group: tables[group].first * memory.args.page_size for group in memory.windows}
+
+        def publish_pages() -> None:
+            if wait_event is not None:
+                wait_event.synchronize()
+            # there may be more by now, or nothing any more
+            if self._is_aborted or self._num_tokens > num_tokens:
+                return
+            entry = self._entry(num_tokens, self._rank.memory.token_tables(pages), {})
+            self._publish(entry)
+
+        self._publisher.begin(publish_pages)
+
+    def _entry(
+        self, num_tokens: int, tables: dict[str, Blocks], kept: dict[str, int]
+    ) -> dict[str, Any]:
+        """Return what decode has to know of this stage's part of the request."""
+        rank = self._rank
         prompt = prompt_of(self.req, num_tokens)
-        handoff = Handoff(self._rank.source, lease, num_tokens, prompt, tables, kept)
+        handoff = Handoff(rank.source, self._lease, num_tokens, prompt, tables, kept)
         return {
-            "handoff": handoff.params(memory.access.key),
-            "metadata": [b64encode(row).decode() for row in self._metadata()],
+            "handoff": handoff.params(rank.memory.access.key),
             "attempt": self.req.rid,  # equal in all stages
         }
 
@@ -191,28 +246,31 @@ class Sender(BaseKVSender):
         rows = self._rank.memory.metadata_rows(self._row_index)
         return [ctypes.string_at(row.address, row.num_bytes) for row in rows]
 
-    def _publish(self, entry: Any, until: float) -> None:
+    def _publish_until(self, until: float, entry: Any) -> None:
         """Publish the request, again and again while its pages are kept."""
-        memory = self._rank.memory
         system = self._rank.system
-        while system.monotonic() < until:
-            try:
-                publish(
-                    self._address,
-                    self._room,
-                    entry,
-                    memory.stage,
-                    memory.num_stages,
-                    owner=self._rank.owner,
-                    access=memory.access,
-                    system=system,
-                )
-            except KVPlanError as error:
-                logger.warning("request %s is not published yet: %s", self._room, error)
-                system.sleep(RETRY_S)
-            else:
-                self._is_published = True
-                return
+        while system.monotonic() < until and not self._publish(entry):
+            system.sleep(RETRY_S)
+
+    def _publish(self, entry: Any) -> bool:
+        """Publish an entry, and return whether that was possible."""
+        memory = self._rank.memory
+        try:
+            publish(
+                self._address,
+                self._room,
+                entry,
+                memory.stage,
+                memory.num_stages,
+                owner=self._rank.owner,
+                access=memory.access,
+                system=self._rank.system,
+            )
+        except KVPlanError as error:
+            logger.warning("request %s is not published yet: %s", self._room, error)
+            return False
+        self._is_published = True
+        return True
 
     def _withdraw(self) -> None:
         """Withdraw what was published, since nobody reads it any more; else it is kept a while."""
@@ -263,7 +321,9 @@ class Sender(BaseKVSender):
             return
         self._has_room = False
         self._rank.close_room(self._room)
-        if self._is_sent and self._rank.memory.is_first_of_stage:
+        if not self._is_sent:
+            self._rank.give_up(self._name, self._lease)
+        if self._lease and self._rank.memory.is_first_of_stage:
             # after the request is published, on the same thread
             self._publisher.begin(self._withdraw)
 

@@ -74,6 +74,20 @@ class RankMemory:
         """Return whether the rank is the first one of its engine."""
         return self.info.rank == 0
 
+    @property
+    def token_group(self) -> str:
+        """Return the name of the group whose pages hold all positions."""
+        return self.executor.worker.groups[0].name
+
+    def token_tables(self, pages: Sequence[int], first: int = 0) -> dict[str, Blocks]:
+        """Return block tables by group, of ``pages`` with the positions from ``first`` on.
+
+        Those of windows and states are empty.
+        """
+        tables = {group.name: Blocks([]) for group in self.executor.worker.groups}
+        tables[self.token_group] = Blocks(pages, first // self.args.page_size)
+        return tables
+
     def block_tables(
         self, pages: Sequence[int], first: int, num_tokens: int, state_ids: Sequence[Any]
     ) -> dict[str, Blocks]:
@@ -82,11 +96,10 @@ class RankMemory:
         ``pages`` hold the positions from ``first`` on. ``state_ids`` has an array of pages or slots
         for each of the cache's states, as SGLang lists them.
         """
-        token_group, *state_groups = (group.name for group in self.executor.worker.groups)
-        page_size = self.args.page_size
+        _, *state_groups = (group.name for group in self.executor.worker.groups)
         # of the whole prompt, also if ``pages`` begin later
-        num_pages = -(-num_tokens // page_size)
-        tables = {token_group: Blocks(pages, first // page_size)}
+        num_pages = -(-num_tokens // self.args.page_size)
+        tables = self.token_tables(pages, first)
         next_group = iter(state_groups)
         for kind, array in zip(self.args.state_types, state_ids, strict=True):
             if kind.value in PAGED_WITH_TOKENS:

@@ -449,7 +449,7 @@ def test_another_length_is_refused(
     """Prefill has computed one position less than decode's prompt has: a page more or less would not show it."""
     sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server, TOKENS + 1)
     until(receiver, KVPoll.Failed)
-    with pytest.raises(Exception, match="TOKENS: cannot read request 5: expected 38 positions, got 37 computed"):
+    with pytest.raises(Exception, match="TOKENS: cannot read request 5: expected 38 positions, got 37 computed, with"):
         receiver.failure_exception()
     receiver.clear()
     assert sender.poll() == KVPoll.Transferring  # what it has computed is for another reader
@@ -490,11 +490,11 @@ def test_a_handoff_without_a_token(
     sender = sent(plugin, prefill, server)
     publish(server.address, ROOM, {"handoff": published(server)["handoff"]}, owner=prefill.manager.rank.owner)
     receiver = received(plugin, decode, server)
-    until(receiver, KVPoll.WaitingForInput)
-    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
     until(receiver, KVPoll.Failed)
+    with pytest.raises(KVPlanError, match="expected less than 37 positions, got 37 computed, without a first token"):
+        receiver.failure_exception()
     receiver.clear()
-    until(sender, KVPoll.Success)
+    sender.abort()
 
 
 def test_a_bootstrap_server_that_is_late(plugin: SimpleNamespace, prefill: Side, decode: Side) -> None:
@@ -713,7 +713,7 @@ def test_pages_of_a_read_that_hangs_stay(
         while not decode.manager.rank.reads._jobs:
             assert receiver.poll() == KVPoll.Transferring
         hanging.setattr("kvplan.connector.lease_check.ASK_S", 0.0)
-        prefill.manager.rank.leases.end(receiver._handoff.lease, receiver._name)
+        prefill.manager.rank.leases.end(receiver._published.handoff.lease, receiver._name)
         until(receiver, KVPoll.Failed)
         with pytest.raises(KVPlanError, match=r"LEASE: .* expected a lease that stands, got one that is over"):
             receiver.failure_exception()
@@ -925,12 +925,12 @@ def part(stage: int, attempt: str = "a", pages: int = 7) -> dict[str, Any]:
     """What a pipeline stage publishes."""
     group = f"attn.pp{stage}"
     source = Source("prefill", "a", "127.0.0.1", 5600 + stage)
-    handoff = Handoff(source, "lease", 4, "8f2c", {group: Blocks([pages])}, {group: stage})
+    handoff = Handoff(source, f"lease {pages}", 4, "8f2c", {group: Blocks([pages])}, {group: stage})
     return {"handoff": handoff.params(), "metadata": stage, "attempt": attempt}
 
 
 def test_a_room_has_the_stages_of_one_request(server: BootstrapServer) -> None:
-    """However often a stage publishes. A stage that publishes something else computes the request again."""
+    """However often a stage publishes. A stage that publishes under another lease computes the request again."""
     for stage in (0, 1, 1):
         publish(server.address, ROOM, part(stage), stage, 2, owner=OWNER)
     entry = ask(server.address, [ROOM])[ROOM]
@@ -1064,3 +1064,220 @@ def test_doors_open_where_sglang_says(
         else:
             with pytest.raises(KVPlanError, match=f"PEER: cannot listen on 0.0.0.0 {got}: .*trust_network"):
                 start()
+
+
+# Prompts that prefill computes in chunks
+
+
+class Chunks:
+    """A request that prefill computes in chunks, which it publishes, and decode reads."""
+
+    def __init__(self, plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer) -> None:
+        assert prefill.manager.rank.early_tokens == 1024
+        prefill.manager.rank.early_tokens = 1
+        self.sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
+        self.sender.req = request_of()
+        self.sender.init(len(THEIRS), 2)
+        self.receiver = received(plugin, decode, server)
+
+    def send(self, start: int, stop: int, states: Any = None) -> None:
+        """Compute the pages from ``start`` to ``stop``."""
+        num_tokens = min(stop * 4, TOKENS) - start * 4
+        self.sender.send(torch.tensor(THEIRS[start:stop]).numpy(), states, num_tokens)
+
+    def read(self, cached: int = 0) -> None:
+        """Let decode read what is published, until nothing moves."""
+        until(self.receiver, KVPoll.WaitingForInput)
+        self.receiver.send_metadata(torch.tensor(OURS[cached // 16 :]).numpy(), 3, [], cached)
+        self.settle()
+
+    def settle(self) -> None:
+        """Poll decode until nothing moves."""
+        rank = self.receiver._rank
+        while self.receiver._name in rank.under_way:
+            assert self.receiver.poll() == KVPoll.Transferring
+            time.sleep(0.001)
+        assert self.receiver.poll() == KVPoll.Transferring
+
+
+@pytest.fixture
+def chunks(plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer) -> Chunks:
+    return Chunks(plugin, prefill, decode, server)
+
+
+def test_a_chunk_is_read_before_the_next_one(prefill: Side, decode: Side, chunks: Chunks) -> None:
+    """As far as decode's pages are full; what has arrived does not move again."""
+    chunks.send(0, 6)
+    chunks.read()
+    ours, theirs = decode.rows(OURS), prefill.rows(THEIRS)
+    assert torch.equal(ours[:, :, :16], theirs[:, :, :16])
+    assert not ours[:, :, 16:].any()
+    assert chunks.sender.poll() == KVPoll.WaitingForInput
+    early_pages = decode.k[:, 4 * 16 : 5 * 16].fill_(7).clone()
+    chunks.send(6, 10, [])
+    until(chunks.receiver, KVPoll.Success)
+    assert torch.equal(decode.rows(OURS)[:, :, 16:], theirs[:, :, 16:])
+    assert torch.equal(decode.k[:, 4 * 16 : 5 * 16], early_pages)
+    assert decode.metadata.output_ids[3, 0] == 29
+    assert chunks.sender.poll() == KVPoll.Transferring
+    chunks.receiver.clear()
+    until(chunks.sender, KVPoll.Success)
+
+
+@pytest.mark.parametrize("cached, first_read", [(0, 0), (16, 16), (32, 32)])
+def test_chunks_begin_where_decode_s_prefix_ends(
+    prefill: Side, decode: Side, chunks: Chunks, cached: int, first_read: int
+) -> None:
+    """Also if the prefix reaches further than what is computed."""
+    chunks.send(0, 5)
+    chunks.read(cached)
+    chunks.send(5, 10, [])
+    until(chunks.receiver, KVPoll.Success)
+    ours, theirs = decode.rows(OURS), prefill.rows(THEIRS)
+    assert torch.equal(ours[:, :, first_read:], theirs[:, :, first_read:])
+    assert not ours[:, :, :first_read].any()
+    chunks.receiver.clear()
+
+
+def test_few_positions_are_not_published_alone(prefill: Side, chunks: Chunks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two reads of little take longer than one."""
+    prefill.manager.rank.early_tokens = 24
+    published = []
+    monkeypatch.setattr(chunks.sender, "_publish", lambda entry: published.append(entry["handoff"]))
+    for start, stop in ((0, 5), (5, 6), (6, 9), (9, 10)):
+        chunks.send(start, stop, [] if stop == 10 else None)
+        chunks.sender._publisher.begin(lambda: None).result()
+    assert [handoff["remote_num_tokens"] for handoff in published[:2]] == [24, TOKENS]
+
+
+def test_a_window_comes_with_the_last_chunk(plugin: SimpleNamespace, server: BootstrapServer) -> None:
+    """Prefill gives up its earlier pages while it computes."""
+    prefill, decode = Side(plugin, "prefill", 4, 7), Side(plugin, "decode", 16, 7)
+    for memory in (prefill.k, prefill.v):
+        memory.copy_(torch.randn(memory.shape))
+    chunks = Chunks(plugin, prefill, decode, server)
+    theirs, ours = [*range(20, 30)], [6, 2, 5]
+    chunks.send(0, 6)
+    until(chunks.receiver, KVPoll.WaitingForInput)
+    chunks.receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [torch.tensor(ours[1:]).numpy()], 0)
+    chunks.settle()
+    assert torch.equal(decode.rows(OURS)[:, 1, :16], prefill.rows(THEIRS)[:, 1, :16])
+    assert not decode.rows(ours)[:, 0].any()
+    chunks.send(6, 10, [torch.tensor(theirs[7:]).numpy()])
+    until(chunks.receiver, KVPoll.Success)
+    assert torch.equal(decode.rows(OURS)[:, 1], prefill.rows(THEIRS)[:, 1])
+    assert torch.equal(decode.rows(ours)[:, 0, 28:], prefill.rows(theirs)[:, 0, 28:])
+    chunks.receiver.clear()
+
+
+def test_stages_publish_chunks(
+    plugin: SimpleNamespace, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is ahead of the other: what both have computed is read."""
+    stages = two_ranks(plugin, monkeypatch, "prefill", 4)
+    both = [Chunks(plugin, stage, decode, server) for stage in stages]
+    both[1].receiver.clear()
+    receiver = both[0].receiver
+    both[0].send(0, 5)
+    both[0].send(5, 10, [])
+    assert receiver.poll() == KVPoll.Bootstrapping
+    both[1].send(0, 5)
+    both[0].read()
+    assert torch.equal(decode.rows(OURS)[:, 0, :16], stages[0].rows(THEIRS)[:, 0, :16])
+    assert not decode.rows(OURS)[:, :, 16:].any()
+    both[1].send(5, 10, [])
+    until(receiver, KVPoll.Success)
+    for i in range(2):
+        assert torch.equal(decode.rows(OURS)[:, i], stages[i].rows(THEIRS)[:, i])
+    receiver.clear()
+    until(both[0].sender, KVPoll.Success)
+    assert both[1].sender.poll() == KVPoll.Success
+
+
+def test_a_request_that_prefill_gives_up(
+    prefill: Side, decode: Side, chunks: Chunks, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are another request's at once: its lease is over, its room empty, and decode fails."""
+    monkeypatch.setattr("kvplan.connector.claims.RENEW_S", 0.01)
+    chunks.send(0, 6)
+    chunks.read()
+    lease = chunks.receiver._published.handoff.lease
+    chunks.sender.abort()
+    assert not prefill.manager.rank.leases.stands(lease)
+    until(chunks.receiver, KVPoll.Failed)
+    with pytest.raises(KVPlanError, match=r"LEASE: .* got one that is over"):
+        chunks.receiver.failure_exception()
+    chunks.receiver.clear()
+    prefill.manager.rank.publisher_of(server.address).begin(lambda: None).result()
+    assert ask(server.address, [ROOM]) == {}
+
+
+def test_a_request_that_is_computed_again(
+    plugin: SimpleNamespace, prefill: Side, chunks: Chunks, server: BootstrapServer
+) -> None:
+    """Its early pages may have been another request's in between: decode takes no page of the second attempt."""
+    chunks.send(0, 6)
+    chunks.read()
+    chunks.sender.abort()
+    sent(plugin, prefill, server)
+    until(chunks.receiver, KVPoll.Failed)
+    with pytest.raises(KVPlanError, match=r"LEASE: cannot read request 5: expected more of what was published under"):
+        chunks.receiver.failure_exception()
+    chunks.receiver.clear()
+
+
+@pytest.mark.parametrize("is_polled", [False, True])
+def test_decode_gives_up_between_chunks(prefill: Side, decode: Side, chunks: Chunks, *, is_polled: bool) -> None:
+    """Nothing moves, so its pages are free; prefill computes to the end, and nobody has to read."""
+    chunks.send(0, 6)
+    chunks.read()
+    chunks.receiver.abort()
+    assert chunks.receiver.poll() == KVPoll.Failed
+    assert decode.manager.is_abort_release_safe(ROOM, 0)
+    chunks.receiver.clear()
+    if is_polled:
+        deadline = time.monotonic() + 10
+        while len(prefill.manager.rank.leases):
+            prefill.manager.rank.poll()
+            assert time.monotonic() < deadline
+    chunks.send(6, 10, [])
+    until(chunks.sender, KVPoll.Success)
+    assert not prefill.manager.rank.ended
+
+
+def test_a_request_that_both_give_up_leaves_nothing(prefill: Side, decode: Side, chunks: Chunks) -> None:
+    """Decode is done with it before prefill gives it up."""
+    chunks.send(0, 6)
+    chunks.read()
+    chunks.receiver.abort()
+    chunks.receiver.clear()
+    deadline = time.monotonic() + 10
+    while len(prefill.manager.rank.leases):
+        assert time.monotonic() < deadline
+    chunks.sender.abort()
+    prefill.manager.rank.poll()
+    assert not prefill.manager.rank.ended
+    assert not decode.manager.rank.under_way
+
+
+def test_prefill_that_computes_no_further(decode: Side, chunks: Chunks) -> None:
+    """Decode waits for the next chunk as long as for the first one."""
+    chunks.send(0, 6)
+    decode.manager.rank.timeout_s = 0.2
+    chunks.read()
+    until(chunks.receiver, KVPoll.Failed)
+    with pytest.raises(KVPlanError, match=r"PEER: .* expected prefill to compute it within 0\.2 s"):
+        chunks.receiver.failure_exception()
+    chunks.receiver.clear()
+
+
+def test_a_chunk_that_is_not_computed_yet_is_not_published(chunks: Chunks, server: BootstrapServer) -> None:
+    """SGLang sends a cached prefix while the forward pass of the request that has it may still run."""
+    is_computed = threading.Event()
+    chunks.sender._early_send_wait_event = SimpleNamespace(synchronize=is_computed.wait)
+    chunks.send(0, 6)
+    time.sleep(0.05)
+    assert ask(server.address, [ROOM]) == {}
+    is_computed.set()
+    until(chunks.receiver, KVPoll.WaitingForInput)
+    chunks.receiver.clear()
