@@ -58,7 +58,10 @@ class Side(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A prefill engine, a decode engine and a trial of them. Prefill keeps pages that nobody reads for ``lease_s``."""
+    """A prefill engine, a decode engine and a trial of them.
+
+    Prefill keeps pages that nobody reads for ``lease_s``, and publishes ``early_tokens`` of a prompt before the rest.
+    """
 
     model: str
     prefill: Side
@@ -67,10 +70,14 @@ class Pair(NamedTuple):
     lease_s: int = 60
     transports: str = ""
     key: str = ""
+    early_tokens: int = 1024
 
 
 CHUNKED = {"chunked_prefill_size": 64, "disable_overlap_schedule": True}
 """Prompts are computed in chunks; with overlap scheduling, SGLang's prefill stops there on a CPU."""
+
+VERBOSE = {"log_level": "debug"}
+"""The log has each read."""
 
 TWO_STAGES = {"pp_size": 2}
 
@@ -153,6 +160,30 @@ PAIRS = {
     "SGLang 16 -> 64, PP 2->1, aborted": Pair(
         "llama", Side("sglang", 16, more=TWO_STAGES), Side("sglang", 64), "aborted", lease_s=30
     ),
+    "SGLang 16 -> 64, chunk by chunk": Pair(
+        "llama",
+        Side("sglang", 16, more=CHUNKED),
+        Side("sglang", 64, more=VERBOSE),
+        "chunks",
+        lease_s=300,
+        early_tokens=1,
+    ),
+    "SGLang 16 -> 32, PP 2->1, chunk by chunk": Pair(
+        "llama",
+        Side("sglang", 16, more={**CHUNKED, **TWO_STAGES}),
+        Side("sglang", 32, more=VERBOSE),
+        "chunks",
+        lease_s=300,
+        early_tokens=1,
+    ),
+    "SGLang 16 -> 32, TP 1->2, aborted chunk by chunk": Pair(
+        "llama",
+        Side("sglang", 16, more=CHUNKED),
+        Side("sglang", 32, tp=2),
+        "aborted",
+        lease_s=30,
+        early_tokens=1,
+    ),
     "SGLang 16 -> 64, two adapters": Pair("llama", Side("sglang", 16), Side("sglang", 64), "adapters", lease_s=30),
     "SGLang 16 -> 64, structured output": Pair("llama", Side("sglang", 16), Side("sglang", 64), "structured"),
     "SGLang 16 -> 64, log probabilities": Pair("llama", Side("sglang", 16), Side("sglang", 64), "scored"),
@@ -174,7 +205,7 @@ PAIRS = {
 
 LONGER = [one + more for one, more in zip(prompts(1), prompts(3), strict=True)]
 PROMPTS = [*LONGER, *(prompt for seed in (1, 2, 4, 5) for prompt in prompts(seed))]
-BURSTS = {"burst": 200, "aborted": 40, "retracted": 40, "paused": 40}
+BURSTS = {"burst": 200, "chunks": 60, "aborted": 40, "retracted": 40, "paused": 40}
 """Trials with prompts of BURST, and how many."""
 
 BURST = prompts(6, [random.Random(0).randrange(2, 300) for _ in range(200)])
@@ -271,6 +302,7 @@ class Engines:
             }
             more = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": f"{self.pair.lease_s}"}
             more |= {"UCX_TLS": self.pair.transports} if self.pair.transports else {}
+            more |= {"KVPLAN_EARLY_TOKENS": f"{self.pair.early_tokens}"} if role == "prefill" else {}
             more |= {"KVPLAN_KEY": self.pair.key} if self.pair.key else {}
             engine = SglangEngine(settings, log, **more)
         self._ports[engine] = port
@@ -301,7 +333,8 @@ class Engines:
             if time.monotonic() > deadline:
                 raise EngineFailedError("hung: prefill publishes nothing")
             time.sleep(0.01)
-            found |= ask(f"127.0.0.1:{port}", rooms, self.access)
+            entries = ask(f"127.0.0.1:{port}", rooms, self.access)
+            found |= {room: entry for room, entry in entries.items() if bootstrap.is_whole(entry)}
         return {room: found[room] for room in rooms}
 
     def begin(self, tokens: Sequence[list[int]], entries: Mapping[int, Any]) -> list[str]:
@@ -372,9 +405,17 @@ class Engines:
 
     def burst(self) -> Outcome:
         """Requests reach both engines at once, more than either has pages for."""
-        tokens = BURST[: BURSTS["burst"]]
+        tokens = BURST[: BURSTS[self.pair.trial]]
         _, names = self.submit(tokens)
         return [self.decode.wait(name) for name in names], self.right(tokens)
+
+    def chunks(self) -> Outcome:
+        """Requests of many chunks reach both engines at once, and decode reads a chunk after the other."""
+        outcome = self.burst()
+        num_reads = self.decode.log.read_text().count(" is read: ")
+        if num_reads < 1.5 * len(outcome[0]):
+            raise AssertionError(f"void: {num_reads} reads")
+        return outcome
 
     def aborted(self) -> Outcome:
         """Half of the requests are aborted on both engines: some before they are read, some while."""
