@@ -322,12 +322,12 @@ def ask(
     access: Access | None = None,
     system: System = SYSTEM,
 ) -> dict[int, Mapping[str, Any]]:
-    """Return the entries of rooms that a bootstrap server has, of at most :data:`MAX_ASKED` rooms.
+    """Return the entries of whole prompts that rooms have, of at most :data:`MAX_ASKED` rooms.
 
     Raises ``PEER`` and ``MESSAGE``.
     """
     contents = ask_again(address, dict.fromkeys(rooms, ""), access, system)
-    return {room: content.entry for room, content in contents.items()}
+    return {room: content.entry for room, content in contents.items() if not is_part(content.entry)}
 
 
 @attrs.frozen
@@ -388,7 +388,7 @@ def _merge_stages(room: str, texts: Sequence[str], key: bytes) -> Mapping[str, A
         kept.update(handoff.kept)
     # of those that have computed all, the first one, whose lease is claimed
     progress = [
-        (handoff.num_tokens, is_whole(entry))
+        (handoff.num_tokens, not is_part(entry))
         for handoff, entry in zip(handoffs, entries, strict=True)
     ]
     least = progress.index(min(progress))
@@ -403,9 +403,9 @@ def _merge_stages(room: str, texts: Sequence[str], key: bytes) -> Mapping[str, A
     return {**entries[least], "handoff": merged.params(key), "leases": leases}
 
 
-def is_whole(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry is of a whole prompt, which the first token of the answer follows."""
-    return "metadata" in entry or "token" in entry
+def is_part(entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry is of a prompt that is computed in part, so that another follows."""
+    return entry.keys().isdisjoint(("metadata", "token", "error"))
 
 
 def _checked(entry: Any) -> Mapping[str, Any]:

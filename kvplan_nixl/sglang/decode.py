@@ -25,7 +25,7 @@ from kvplan.describe.blocks import Range
 from kvplan.staging import Copier
 from kvplan_nixl.reads import make_reads
 from kvplan_nixl.settings import Settings
-from kvplan_nixl.sglang.bootstrap import Rooms, is_whole
+from kvplan_nixl.sglang.bootstrap import Rooms, is_part
 from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
 
@@ -223,7 +223,7 @@ class Receiver(BaseKVReceiver):
             raise KVPlanError("MESSAGE", action, expected=expected, got=f"{entry['error']}")
         handoff = Handoff.of_params(entry.get("handoff"), self._rank.memory.access.key)
         num_tokens = len(self.req.origin_input_ids)
-        has_all = is_whole(entry)
+        has_all = not is_part(entry)
         is_right = handoff.num_tokens == num_tokens if has_all else handoff.num_tokens < num_tokens
         if not is_right:
             quantity = "" if has_all else "less than "

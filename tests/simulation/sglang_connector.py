@@ -67,11 +67,15 @@ def make_params(host: str, draw: random.Random) -> dict[str, Any]:
 
 @attrs.define(eq=False)
 class Served:
-    """A request of an engine: the sender or the receiver of each rank, and its row of metadata."""
+    """A request of an engine: the sender or the receiver of each rank, and its row of metadata.
+
+    Prefill has sent its first ``num_sent`` pages.
+    """
 
     request: EngineRequest
     parts: list[Any]
     row: int = -1
+    num_sent: int = 0
     is_begun: bool = False
     is_deferred: bool = False
 
@@ -103,7 +107,9 @@ class SglangConnector:
     def __init__(self, site: Site) -> None:
         self._host = site.host
         self._is_prefill = site.host.name.startswith("prefill")
-        self._settings = SETTINGS.PluginSettings(host=site.host.name, port=5600, key=b"the key of all engines")
+        self._settings = SETTINGS.PluginSettings(
+            host=site.host.name, port=5600, key=b"the key of all engines", early_tokens=1
+        )
         self._rows = np.zeros((len(site.workers), NUM_ROWS, ROW_LENGTH), np.int64)
         self._free_rows = [*range(NUM_ROWS)]
         self._firsts: dict[str, Any] = {}
@@ -198,15 +204,19 @@ class SglangConnector:
         return 0 if self._is_prefill else request.num_prompt - num_cached
 
     def begin_read(self, request: EngineRequest, num_tokens: int) -> None:
-        """Give the ranks of decode the pages to read into."""
+        """Give the ranks a row of metadata, and those of decode the pages to read into."""
         served = self._served.get(request.name)
-        if self._is_prefill or served is None or served.is_begun:
+        if served is None or served.is_begun:
             return
-        served.is_begun = True
         served.row = self._free_rows.pop(0)
         self._rows[:, served.row] = 0
+        page_size = self._page_size
+        if self._is_prefill:
+            for part in served.parts:
+                part.init(-(-request.num_prompt // page_size), served.row)
+            return
+        served.is_begun = True
         num_cached = request.num_computed - num_tokens
-        page_size = self._managers[0].rank.memory.args.page_size
         pages = np.array(request.blocks[num_cached // page_size :])
         for part in served.parts:
             part.send_metadata(pages, served.row, [], num_cached)
@@ -214,8 +224,10 @@ class SglangConnector:
     def step(self) -> StepReport:
         """Poll all requests, as SGLang's queues do."""
         report = self._step_prefill() if self._is_prefill else self._step_decode()
-        # rooms are numbers; so that the simulation sees them, they are names of requests too
+        # rooms are numbers; so that the simulation sees them, they are names of requests too, as leases are
         self._open_rooms = [f"request-{room}" for manager in self._managers for room in manager.rank._open_rooms]
+        if self._is_prefill:
+            self._open_rooms += [f"request-{lease}" for lease in self._managers[0].rank.leases._leases]
         return report
 
     def _step_prefill(self) -> StepReport:
@@ -225,7 +237,9 @@ class SglangConnector:
             if not served.is_begun:
                 if state is KVPoll.Failed:
                     failed[name] = served.error()
-                    del self._served[name]
+                    self._drop(name)
+                elif served.row >= 0:
+                    self._send_chunk(served)
                 continue
             if state is KVPoll.Success:
                 served.clear()
@@ -233,8 +247,7 @@ class SglangConnector:
                 served.error()
             else:
                 continue
-            del self._served[name]
-            self._free_rows.append(served.row)
+            self._drop(name)
             released.append(name)
         return StepReport(failed=failed, released=released)
 
@@ -271,8 +284,11 @@ class SglangConnector:
         return all(answers)
 
     def _forget(self, name: str) -> None:
+        self._served[name].clear()
+        self._drop(name)
+
+    def _drop(self, name: str) -> None:
         served = self._served.pop(name)
-        served.clear()
         if served.row >= 0:
             self._free_rows.append(served.row)
 
@@ -304,27 +320,42 @@ class SglangConnector:
         if request.is_aborted or served.is_begun:
             for part in served.parts:
                 part.abort()
-            del self._served[request.name]
+            # what was lent of it is not promised any more
+            if served.num_sent:
+                self._promises.take(request.name)
+            self._drop(request.name)
             return None
         self._lend(served)
         return {}
 
+    @property
+    def _page_size(self) -> int:
+        page_size: int = self._managers[0].rank.memory.args.page_size
+        return page_size
+
+    def _send_chunk(self, served: Served) -> None:
+        """Send the full pages that are computed since the last chunk."""
+        num_full = served.request.num_computed // self._page_size
+        self._send(served, num_full, None, num_full * self._page_size)
+
     def _lend(self, served: Served) -> None:
-        """Send the pages of all ranks, in two chunks, and the first token."""
+        """Send the last pages of all ranks, and the first token."""
         request = served.request
         assert request.params is not None
         served.is_begun = True
-        served.row = self._free_rows.pop(0)
         self._rows[:, served.row, :2] = request.params["bootstrap_room"], request.first_answer
-        page_size = self._managers[0].rank.memory.args.page_size
-        pages = np.array(request.blocks)
-        num_first = len(pages) // 2
+        self._send(served, len(request.blocks), [], request.num_computed)
+
+    def _send(self, served: Served, num_pages: int, states: Any, num_tokens: int) -> None:
+        """Send pages up to the ``num_pages``-th, which hold the first ``num_tokens`` positions."""
+        if num_pages == served.num_sent:
+            return
+        pages = np.array(served.request.blocks[served.num_sent : num_pages])
         for part in served.parts:
-            part.init(len(pages), served.row)
-            part.send(pages[:num_first], None, num_first * page_size)
-            part.send(pages[num_first:], [], request.num_computed - num_first * page_size)
-        first = self._managers[0].rank
-        self._promises.grant(next(reversed(first.leases._leases)), request.name)
+            part.send(pages, states, num_tokens - served.num_sent * self._page_size)
+        if served.num_sent == 0:
+            self._promises.grant(served.parts[0]._lease, served.request.name)
+        served.num_sent = num_pages
 
     def is_promised(self, request: str) -> bool:
         return self._promises.take(request)
