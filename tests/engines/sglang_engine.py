@@ -33,7 +33,7 @@ STANDINS = Path(__file__).with_name("standins")
 
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
-    "SGLANG_HOST_IP": "127.0.0.1",
+    "SGLANG_HOST_IP": os.environ.get("SGLANG_HOST_IP", "127.0.0.1"),
     "PYTHONPATH": os.pathsep.join([str(STANDINS), *filter(None, [os.environ.get("PYTHONPATH")])]),
 }
 

@@ -37,6 +37,7 @@ from kvplan.connector.leases import LEASE_S
 from kvplan_nixl.sglang import bootstrap
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
 from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER, main, verdict
+from tests.engines.hosts import Host
 from tests.engines.process import TIMEOUT_S, Answer, Engine, EngineFailedError, free_port
 from tests.engines.served import Server, answered, sglang_proxy
 from tests.engines.sglang_engine import ENVIRONMENT, SETTINGS
@@ -214,12 +215,14 @@ Outcome = tuple[list[Answer], list[list[int]]]
 
 
 class SglangEngine(Engine):
-    """One SGLang engine. ``settings`` are SGLang's own."""
+    """One SGLang engine, which may be on a host of its own. ``settings`` are SGLang's own."""
 
-    def __init__(self, settings: dict[str, Any], log: Path, **environment: str) -> None:
+    def __init__(self, settings: dict[str, Any], log: Path, host: Host | None = None, **environment: str) -> None:
         self.log = log
         self._pipe, theirs = multiprocessing.Pipe()
         command = [sys.executable, "-m", "tests.engines.sglang_engine", f"{theirs.fileno()}", json.dumps(settings)]
+        if host is not None:
+            command = ["ip", "netns", "exec", host.name, *command]
         with log.open("w") as output:
             self._process: Any = subprocess.Popen(
                 command,
@@ -304,7 +307,7 @@ class Engines:
             more |= {"UCX_TLS": self.pair.transports} if self.pair.transports else {}
             more |= {"KVPLAN_EARLY_TOKENS": f"{self.pair.early_tokens}"} if role == "prefill" else {}
             more |= {"KVPLAN_KEY": self.pair.key} if self.pair.key else {}
-            engine = SglangEngine(settings, log, **more)
+            engine = SglangEngine(settings, log, None, **more)
         self._ports[engine] = port
         self._ending.callback(engine.kill)
         return engine
