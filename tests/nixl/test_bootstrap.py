@@ -57,7 +57,9 @@ def test_what_is_published_later_is_found(server: BootstrapServer) -> None:
     assert all(entries.empty() for entries in queues)
     publish(server.address, 7, {"token": 1})
     assert [entries.get(timeout=10) for entries in queues] == [{"token": 1}] * 2
+    deadline = time.monotonic() + 10
     while any(thread.name == "kvplan rooms" for thread in threading.enumerate()):  # which end when nothing is wanted
+        assert time.monotonic() < deadline
         time.sleep(0.001)
     assert all(entries.empty() for entries in queues)
 

@@ -1101,8 +1101,10 @@ class Chunks:
 
 
 @pytest.fixture
-def chunks(plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer) -> Chunks:
-    return Chunks(plugin, prefill, decode, server)
+def chunks(plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer) -> Iterator[Chunks]:
+    chunks = Chunks(plugin, prefill, decode, server)
+    yield chunks
+    chunks.receiver.clear()
 
 
 def test_a_chunk_is_read_before_the_next_one(prefill: Side, decode: Side, chunks: Chunks) -> None:
