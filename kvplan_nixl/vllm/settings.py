@@ -38,7 +38,7 @@ HONOURED: Final = frozenset(
 
 HINTS: Final = MappingProxyType(
     {
-        "kv_buffer_device": "leave it out, or set cpu where NIXL does not reach the device",
+        "kv_buffer_device": "leave it out; KvplanConnector alone takes cpu instead",
         "kv_port": f"the listener's port is VLLM_NIXL_SIDE_CHANNEL_PORT, or port in {PLACE}",
         "enable_permute_local_kv": "leave it out: kvplan reads caches of any layout",
     }
