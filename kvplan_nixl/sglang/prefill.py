@@ -221,8 +221,8 @@ class Sender(BaseKVSender):
         def publish_pages() -> None:
             if wait_event is not None:
                 wait_event.synchronize()
-            # there may be more by now, or nothing any more
-            if self._is_aborted or self._num_tokens > num_tokens:
+            # another one may follow by now, or nothing any more
+            if self._is_aborted or self._is_sent or self._num_published > num_tokens:
                 return
             entry = self._entry(num_tokens, self._rank.memory.token_tables(pages), {})
             self._publish(entry)

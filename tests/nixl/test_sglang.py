@@ -1286,6 +1286,18 @@ def test_a_chunk_that_is_not_computed_yet_is_not_published(chunks: Chunks, serve
     chunks.receiver.clear()
 
 
+def test_a_chunk_that_waited_is_published_unless_a_later_one_is(prefill: Side, chunks: Chunks) -> None:
+    """A few positions more, which are not published, do not hold it up."""
+    prefill.manager.rank.early_tokens = 8
+    is_free = threading.Event()
+    chunks.sender._publisher.begin(is_free.wait)
+    for start, stop in ((0, 2), (2, 6), (6, 7)):
+        chunks.send(start, stop)
+    is_free.set()
+    until(chunks.receiver, KVPoll.WaitingForInput)
+    assert chunks.receiver._published.handoff.num_tokens == 24
+
+
 def test_a_part_is_for_those_who_ask_again(chunks: Chunks, server: BootstrapServer) -> None:
     """A proxy gets whole prompts alone; who has seen a version gets the next one."""
     chunks.send(0, 6)
