@@ -146,6 +146,23 @@ def test_messages_without_an_answer_are_counted() -> None:
     claims.close()
 
 
+def test_silence_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """When it begins, and again after an answer; all messages without one are counted."""
+    silent = [True, True, False, True]
+
+    def send(source: Source, message: ClaimMessage) -> ClaimAnswer:
+        if silent.pop(0):
+            raise SILENCE
+        return yes(message)
+
+    claims = Claims(LOGGER, send)
+    for num_logged in (1, 1, 1, 2):
+        claims.ask(SOURCE, "l").exception(10)
+        assert caplog.text.count("leases may end, since claims get no answer") == num_logged
+    assert claims.num_unanswered == 3
+    claims.close()
+
+
 def test_a_thread_without_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """When nothing is claimed any more, an engine's thread ends; a later claim starts another one."""
     monkeypatch.setattr("kvplan.connector.claims.IDLE_S", 0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import socket
@@ -18,6 +19,7 @@ from kvplan.connector import Claims, Leases, Listener, Offers, Source, fetch, se
 from kvplan.connector.access import Access
 from kvplan.connector.claims import ClaimMessage
 from kvplan.connector.http import Route, Server
+from kvplan.connector.listener import MAX_PARTS
 
 LOGGER = logging.getLogger("test")
 
@@ -48,6 +50,24 @@ def test_an_address_is_translated(leases: Leases) -> None:
     reachable = attrs.evolve(listener.source, host="127.0.0.1")
     assert fetch(reachable, timeout_s=10).workers == (b"offer",)
     listener.close()
+
+
+def test_a_listener_that_is_closed_answers_nobody(leases: Leases) -> None:
+    """The port is free again."""
+    listener = Listener("prefill", "127.0.0.1", [], leases)
+    listener.close()
+    with pytest.raises(KVPlanError, match="PEER"):
+        fetch(listener.source, timeout_s=1)
+    again = Listener("prefill", "127.0.0.1", [], leases, port=listener.source.port)
+    assert fetch(again.source, timeout_s=10).workers == ()
+    again.close()
+
+
+def test_an_answer_has_as_many_parts_as_may_be() -> None:
+    """Brackets and commas are counted, each worker's comma among them."""
+    num_workers = MAX_PARTS - 3
+    data = json.dumps({"engine_id": "p", "start": "a", "workers": [""] * num_workers}).encode()
+    assert len(Offers.decode(data).workers) == num_workers
 
 
 @pytest.mark.parametrize(

@@ -732,6 +732,7 @@ def test_an_engine_that_is_not_read_from_is_forgotten(monkeypatch: pytest.Monkey
     assert world.connected == ["prefill/0", "not prefill/0", "other/0"]
     world.reads.begin(world.read("c"))
     assert world.until(1)["c"].error is None
+    assert world.connected == ["prefill/0", "not prefill/0", "other/0", "prefill/0"]
 
 
 def test_a_request_of_an_earlier_start_fails_alone(one: Callable[..., World]) -> None:

@@ -497,6 +497,32 @@ def test_a_handoff_without_a_token(
     sender.abort()
 
 
+def test_a_token_of_another_size_is_refused(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
+) -> None:
+    """Its rows are not those of this engine's SGLang: nothing is written into them."""
+    sent(plugin, prefill, server)
+    entry = {**published(server), "metadata": ["AAAA"]}
+    publish(server.address, ROOM, entry, owner=prefill.manager.rank.owner)
+    receiver = received(plugin, decode, server)
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    until(receiver, KVPoll.Failed)
+    with pytest.raises(KVPlanError, match=r"SIZE: cannot read the first token .* got \[3\]"):
+        receiver.failure_exception()
+    receiver.clear()
+
+
+def test_claims_that_come_too_late_are_logged_once(prefill: Side, caplog: pytest.LogCaptureFixture) -> None:
+    """Each claim, however often the engine looks."""
+    rank = prefill.manager.rank
+    for _ in range(2):
+        rank.leases.claim("a lease that is over", "decode")
+        for _ in range(3):
+            rank._note_ended()
+    assert caplog.text.count("1 claims came for leases that are over") == 2
+
+
 def test_a_bootstrap_server_that_is_late(plugin: SimpleNamespace, prefill: Side, decode: Side) -> None:
     """Prefill publishes again until somebody takes it."""
     gone = BootstrapServer("127.0.0.1", 0)
@@ -948,6 +974,17 @@ def test_a_room_has_the_stages_of_one_request(server: BootstrapServer) -> None:
         "attn.pp0": [9],
         "attn.pp1": [8],
     }
+
+
+@pytest.mark.parametrize(
+    "num_attempts", [kvplan_nixl.sglang.bootstrap.MAX_ATTEMPTS, kvplan_nixl.sglang.bootstrap.MAX_ATTEMPTS + 1]
+)
+def test_a_room_keeps_few_attempts(server: BootstrapServer, num_attempts: int) -> None:
+    """The newest ones: of one attempt too many, the oldest is gone when its last stage comes."""
+    for number in range(num_attempts):
+        publish(server.address, ROOM, part(0, f"{number}"), 0, 2, owner=OWNER)
+    publish(server.address, ROOM, part(1, "0"), 1, 2, owner=OWNER)
+    assert (ROOM in ask(server.address, [ROOM])) == (num_attempts == kvplan_nixl.sglang.bootstrap.MAX_ATTEMPTS)
 
 
 def test_no_stage_of_one_attempt_is_joined_with_another(server: BootstrapServer) -> None:

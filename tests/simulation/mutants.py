@@ -4,7 +4,7 @@
 a statement that is left out. Each is made in a process of its own, which first runs fleets of a fixed set of seeds and
 then, if all rules hold, the unit tests of the code. It prints what survives, and the score.
 
-What only messages and logs say does not change.
+What only messages and logs say does not change, nor do :data:`EQUIVALENT` statements.
 """
 
 from __future__ import annotations
@@ -83,6 +83,17 @@ STATEMENTS = (ast.Expr, ast.Assign, ast.AugAssign, ast.Delete, ast.Raise, ast.Co
 UNHEARD = ("KVPlanError", "logger", "_logger")
 """Names in what is said alone."""
 
+TEXTS = ("__repr__", "__str__")
+"""Functions that return what is said alone."""
+
+EQUIVALENT = {
+    "strict": "lengths agree: a check of the code itself, as assertions are",
+    "self._system.monotonic() - peer.used_at > MAX_AGE_S": "at one moment of an hour",
+    "system.sleep(RETRY_S)": "a server is asked more often, and answers the same",
+    "self._system.sleep(RETRY_S)": "a server is asked more often, and answers the same",
+}
+"""Arguments and code whose change changes no answer, and why."""
+
 NUM_SEEDS = 8
 LIMIT_S = 150
 PROCESSOR_S = 50
@@ -104,7 +115,11 @@ class Mutant:
 
 
 def is_heard(node: ast.AST) -> bool:
-    """Whether a node is more than a message, an annotation or a check of types."""
+    """Whether a node is more than a message, an annotation or a check of types, and is not equivalent."""
+    if (isinstance(node, ast.keyword) and node.arg in EQUIVALENT) or (
+        isinstance(node, ast.expr) and ast.unparse(node) in EQUIVALENT
+    ):
+        return False
     if isinstance(node, ast.Call):
         names = [part.id for part in ast.walk(node.func) if isinstance(part, ast.Name)]
         names += [part.attr for part in ast.walk(node.func) if isinstance(part, ast.Attribute)]
@@ -152,7 +167,7 @@ def mutants_of(module: str) -> list[Mutant]:
     """All mutants of a module's functions."""
     path = Path(*module.split(".")).with_suffix(".py")
     tree = ast.parse(path.read_text())
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name not in TEXTS]
     nodes = [part for function in functions for part in parts(function)]
     mutants = []
     for node in {id(node): node for node in nodes}.values():
