@@ -6,10 +6,19 @@ import logging
 import sys
 import time
 
+import attrs
+
 from kvplan.testing.simulation.fleet import Simulation
 from kvplan.testing.simulation.leases import LeaseConnector
-from kvplan.testing.simulation.scenario import Scenario
-from tests.simulation.faults import DIGEST_FAULTS, FAULTS, SGLANG_FAULTS, STAGING_FAULTS, VLLM_FAULTS
+from tests.simulation.faults import (
+    DIGEST_FAULTS,
+    FAULTS,
+    HYBRID_FAULTS,
+    HYBRID_VLLM_FAULTS,
+    SGLANG_FAULTS,
+    STAGING_FAULTS,
+    VLLM_FAULTS,
+)
 from tests.simulation.sglang_connector import SglangConnector, make_params
 from tests.simulation.staged_connector import StagedConnector
 from tests.simulation.verified_connector import VerifiedConnector
@@ -19,9 +28,10 @@ from tests.simulation.vllm_connector import VllmConnector
 def main(num_seeds: int = 100, part: str = "") -> None:
     logging.disable(logging.CRITICAL)
     planted = [(Simulation(LeaseConnector), fault) for fault in FAULTS]
+    planted += [(Simulation(LeaseConnector), fault) for fault in HYBRID_FAULTS]
     planted += [(Simulation(StagedConnector), fault) for fault in STAGING_FAULTS]
     planted += [(Simulation(VerifiedConnector), fault) for fault in DIGEST_FAULTS]
-    planted += [(Simulation(VllmConnector), fault) for fault in VLLM_FAULTS]
+    planted += [(Simulation(VllmConnector), fault) for fault in (*VLLM_FAULTS, *HYBRID_VLLM_FAULTS)]
     planted += [(Simulation(SglangConnector, make_params), fault) for fault in SGLANG_FAULTS]
     for simulation, fault in planted:
         if part not in fault.name:
@@ -30,7 +40,7 @@ def main(num_seeds: int = 100, part: str = "") -> None:
         outcome = None
         with fault.planted():
             for seed in range(num_seeds):
-                outcome = simulation.run(Scenario.of(seed))
+                outcome = simulation.run(attrs.evolve(fault, seed=seed).scenario)
                 if outcome.error is not None:
                     break
         assert outcome is not None

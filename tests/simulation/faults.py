@@ -19,15 +19,16 @@ from kvplan.connector import Handoff, Leases, claims, handoff, leases, peer_engi
 from kvplan.connector.digest_requests import DigestRequests
 from kvplan.connector.lease_check import LeaseCheck
 from kvplan.staging import Pipeline
-from kvplan.testing.simulation import engine, fabric
+from kvplan.testing.simulation import MODELS, Scenario, engine, fabric
+from kvplan.testing.simulation import leases as leases_connector
 from kvplan.testing.simulation.leases import LeaseConnector
 from tests.simulation.sglang_connector import BOOTSTRAP, DECODE, MANAGER, PREFILL
-from tests.simulation.vllm_connector import SCHEDULER, WORKER
+from tests.simulation.vllm_connector import DESCRIPTION, SCHEDULER, WORKER
 
 
 @attrs.frozen
 class Fault:
-    """A change of a function: ``old`` text becomes ``new``."""
+    """A change of a function: ``old`` text becomes ``new``. ``model`` names that of the fleets that show it."""
 
     name: str
     owner: Any
@@ -36,6 +37,12 @@ class Fault:
     new: str
     seed: int = -1
     rule: str = ""
+    model: str = "attention"
+
+    @property
+    def scenario(self) -> Scenario:
+        """The first scenario that shows the fault."""
+        return Scenario.of(self.seed, MODELS[self.model])
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -92,8 +99,8 @@ FAULTS = [
     Fault("a handoff serves any prompt", Handoff, "check_prompt", 'name(digest, "digest of a prompt") != self.prompt', "False", seed=6, rule="OWN"),
     Fault("a table of blocks loses its first one", handoff, "_read_table", "Blocks(ids, first)", "Blocks(ids[1:], first) if len(ids) > 3 else Blocks(ids, first)", seed=1, rule="RIGHT"),
     # the engine's side
-    Fault("positions are off by one", LeaseConnector, "_read", "(request.num_computed - num_tokens, request.num_computed)", "(request.num_computed - num_tokens + 1, request.num_computed)", seed=0, rule="OWN"),
-    Fault("a block is cached that was read in part", LeaseConnector, "_read", "request.num_computed)},\n        to_block_end=True", "request.num_computed - 1)},\n        to_block_end=False", seed=0, rule="OWN"),
+    Fault("positions are off by one", LeaseConnector, "_read", "(whole.start, whole.stop)", "(whole.start + 1, whole.stop)", seed=0, rule="OWN"),
+    Fault("a block is cached that was read in part", LeaseConnector, "_read", "tokens=tokens,\n        to_block_end=True", "tokens={name: (start, stop - 1) for name, (start, stop) in tokens.items()},\n        to_block_end=False", seed=0, rule="OWN"),
     Fault("a request is received when one worker has read it", LeaseConnector, "step", "if not self._unreported[result.request]:\n                del self._unreported[result.request]", "if self._unreported[result.request] == len(self._reads) - 1:\n                pass", seed=0, rule="GIVEN"),
     Fault("a request that failed is freed at once", engine.Engine, "_end", "is_landing = request.phase is Phase.READING", "is_landing = False", seed=0, rule="REPORT"),
     Fault("a block is cached before it is received", engine.Engine, "_give_blocks", "request.phase = Phase.READING", "request.phase = Phase.READING; request.num_computed += num_read; self._register(request, 0); request.num_computed -= num_read", seed=0, rule="OWN"),
@@ -107,6 +114,27 @@ VLLM_FAULTS = [
     Fault("a prompt is not compared", Scheduler, "_claim", "handoff.count_shared(partial(prompt_of, request))", "handoff.num_tokens", seed=1, rule="OWN"),
     Fault("the claim of a request that waits is not ended", Scheduler, "hand_over", "if reading is not None and not reading.is_begun:", "if False:", seed=0, rule="FREE"),
     Fault("requests that failed are reported while bytes may land", WORKER.Worker, "results", "finished_recving={result.request for result in results}", "finished_recving={result.request for result in results} | self._reads.late().keys()", seed=0, rule="GIVEN"),
+]  # fmt: skip
+
+HYBRID_FAULTS = [
+    # windows
+    Fault("a freed block is one of the request's", LeaseConnector, "_tables", ", null=NULL_BLOCK", "", seed=1, rule="RIGHT", model="windows"),
+    Fault("a block is cached of which a window has a part", LeaseConnector, "_read", "whole.first_whole // size", "0", seed=125, rule="OWN", model="windows"),
+    Fault("a block whose beginning is missing counts as whole", leases_connector, "whole_blocks", "-(-start // size) * size", "start // size * size", seed=125, rule="OWN", model="windows"),
+    Fault("all positions before a window are kept", LeaseConnector, "finish", "blocks[group.name].first * group.tokens_per_block", "0", seed=5, rule="RIGHT", model="windows"),
+    Fault("a window is one position longer than prefill keeps it", leases_connector, "whole_blocks", "max(first, attended)", "max(first, attended - 1)", seed=5, rule="RIGHT", model="windows"),
+    Fault("a window is read from one position too late", leases_connector, "whole_blocks", "max(first_wanted, kept)", "max(first_wanted, kept + (kept > 0))", seed=1, rule="OWN", model="windows"),
+    # states
+    Fault("a state is read from another request's slot", LeaseConnector, "_tables", "ids[-1:]", "[max(1, ids[-1] - 1)]", seed=0, rule="OWN", model="states"),
+    Fault("prefill computes the last token too", LeaseConnector, "add", "request.is_for_another and is_passing", "False", seed=0, rule="AGAIN", model="states"),
+]  # fmt: skip
+
+HYBRID_VLLM_FAULTS = [
+    Fault("the first block of a state counts", SCHEDULER.BlockTables, "of_ids", "ids[index][-1:]", "ids[index][:1]", seed=0, rule="OWN", model="states"),
+    Fault("a prompt with a state does not stop short", Scheduler, "add", "self._stops_short and", "False and", seed=0, rule="AGAIN", model="states"),
+    Fault("a window begins one position too early", DESCRIPTION, "_first_attended", " + 1)", ")", seed=5, rule="RIGHT", model="windows"),
+    Fault("vLLM caches blocks that were read in part", Scheduler, "_leave_uncached", "max(num_cached, num_blocks)", "num_cached", seed=125, rule="OWN", model="windows"),
+    Fault("a window keeps what it has freed", SCHEDULER.BlockTables, "first_listed", "first_block * self", "0 * self", seed=5, rule="RIGHT", model="windows"),
 ]  # fmt: skip
 
 STAGING_FAULTS = [

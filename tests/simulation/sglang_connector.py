@@ -217,7 +217,7 @@ class SglangConnector:
             return
         served.is_begun = True
         num_cached = request.num_computed - num_tokens
-        pages = np.array(request.blocks[num_cached // page_size :])
+        pages = np.array(request.blocks["attn"][num_cached // page_size :])
         for part in served.parts:
             part.send_metadata(pages, served.row, [], num_cached)
 
@@ -344,13 +344,13 @@ class SglangConnector:
         assert request.params is not None
         served.is_begun = True
         self._rows[:, served.row, :2] = request.params["bootstrap_room"], request.first_answer
-        self._send(served, len(request.blocks), [], request.num_computed)
+        self._send(served, len(request.blocks["attn"]), [], request.num_computed)
 
     def _send(self, served: Served, num_pages: int, states: Any, num_tokens: int) -> None:
         """Send pages up to the ``num_pages``-th, which hold the first ``num_tokens`` positions."""
         if num_pages == served.num_sent:
             return
-        pages = np.array(served.request.blocks[served.num_sent : num_pages])
+        pages = np.array(served.request.blocks["attn"][served.num_sent : num_pages])
         for part in served.parts:
             part.send(pages, states, num_tokens - served.num_sent * self._page_size)
         if served.num_sent == 0:

@@ -40,7 +40,7 @@ class World:
         """A host's memory, at another start if it is asked for again."""
         (worker,) = self.fabric.catalog.workers(name, Shape())
         host = Host(name, self.network, random.Random(f"{name} {len(self.fabric.ports)}"))
-        return Port(host, worker, LabelledMemory(worker, Numbers.of([worker])))
+        return Port(host, worker, LabelledMemory(worker, Shape().groups, Numbers.of([worker])))
 
     def run(self, seconds: float = 100.0) -> None:
         """Let all events of some time happen."""
@@ -77,12 +77,12 @@ def test_a_transfer_moves_the_labels_of_its_source(world: World) -> None:
     transfer = world.executor.start(world.spec, "r")
     assert world.executor.poll(transfer) is Status.RUNNING
     assert code(world.executor.release, transfer) == "TRANSFER"
-    assert world.decode.memory.is_landing(1)
-    assert not world.decode.memory.is_landing(3)
+    assert world.decode.memory.is_landing("attn", 1)
+    assert not world.decode.memory.is_landing("attn", 3)
     world.run()
     assert world.executor.poll(transfer) is Status.DONE
     world.executor.release(transfer)
-    assert not world.decode.memory.is_landing(1)
+    assert not world.decode.memory.is_landing("attn", 1)
     assert world.decode.memory.cells.sum() == 7 * world.spec.num_bytes
     world.executor.notify(("prefill", 0), "r", Status.FAILED)
     assert world.executor.notices() == ()

@@ -12,15 +12,33 @@ from collections.abc import Callable, Iterator
 import attrs
 import pytest
 
-from kvplan.testing.simulation import Connector, LeaseConnector, Scenario, Simulation, Site, shrink
+from kvplan.testing.simulation import (
+    MODELS,
+    Connector,
+    LeaseConnector,
+    Scenario,
+    Simulation,
+    Site,
+    shrink,
+)
 from kvplan.testing.simulation.__main__ import main
-from tests.simulation.faults import DIGEST_FAULTS, FAULTS, SGLANG_FAULTS, STAGING_FAULTS, VLLM_FAULTS, Fault
+from tests.simulation.faults import (
+    DIGEST_FAULTS,
+    FAULTS,
+    HYBRID_FAULTS,
+    HYBRID_VLLM_FAULTS,
+    SGLANG_FAULTS,
+    STAGING_FAULTS,
+    VLLM_FAULTS,
+    Fault,
+)
 from tests.simulation.sglang_connector import SglangConnector, make_params
 from tests.simulation.staged_connector import StagedConnector
 from tests.simulation.verified_connector import VerifiedConnector
 from tests.simulation.vllm_connector import VllmConnector
 
 NUM_SEEDS = 50
+NUM_HYBRID_SEEDS = 25
 NUM_SGLANG_SEEDS = 25
 NUM_STAGED_SEEDS = 20
 NUM_VERIFIED_SEEDS = 3
@@ -59,11 +77,11 @@ def sglang() -> Iterator[Simulation]:
     simulation.close()
 
 
-def ends_of(simulation: Simulation, num_seeds: int) -> Counter[str]:
+def ends_of(simulation: Simulation, num_seeds: int, model: str = "attention") -> Counter[str]:
     """How requests end in fleets that keep all rules."""
     ends = Counter[str]()
     for seed in range(num_seeds):
-        outcome = simulation.run(Scenario.of(seed))
+        outcome = simulation.run(Scenario.of(seed, MODELS[model]))
         assert outcome.rule == "", str(outcome)
         ends.update(outcome.ends)
     assert ends["right"] > ends.total() / 2
@@ -79,6 +97,30 @@ def test_all_rules_hold(connector: Callable[[Site], Connector]) -> None:
     assert {"right", "LEASE", "PEER", "PROMPT"} <= ends.keys() <= {"right", "LEASE", "PEER", "PROMPT", "TRANSFER"}
 
 
+@pytest.mark.parametrize("connector", [LeaseConnector, VllmConnector])
+@pytest.mark.parametrize("model", ["windows", "states"])
+def test_all_rules_hold_with_windows_and_states(connector: Callable[[Site], Connector], model: str) -> None:
+    """Of which each token needs the last positions alone, or what the last one has left; requests end alike."""
+    simulation = Simulation(connector)
+    ends = ends_of(simulation, NUM_HYBRID_SEEDS, model)
+    simulation.close()
+    assert {"right", "LEASE", "PEER", "PROMPT"} <= ends.keys() <= {"right", "LEASE", "PEER", "PROMPT", "TRANSFER"}
+
+
+@pytest.mark.parametrize("fault", HYBRID_FAULTS, ids=[fault.name for fault in HYBRID_FAULTS])
+def test_a_fault_of_windows_or_states_is_found(simulation: Simulation, fault: Fault) -> None:
+    """In fleets whose model has them, and in no other fleet of that seed."""
+    test_a_planted_fault_is_found(simulation, fault)
+    with fault.planted():
+        assert simulation.run(Scenario.of(fault.seed)).rule == ""
+
+
+@pytest.mark.parametrize("fault", HYBRID_VLLM_FAULTS, ids=[fault.name for fault in HYBRID_VLLM_FAULTS])
+def test_a_fault_of_windows_or_states_in_vllm_s_connector_is_found(vllm: Simulation, fault: Fault) -> None:
+    """As one in what it is made of."""
+    test_a_fault_of_windows_or_states_is_found(vllm, fault)
+
+
 def test_all_rules_hold_in_sglang_s_fleets(sglang: Simulation) -> None:
     """Where requests come to both engines at once, and some in a room that another one has or had."""
     ends = ends_of(sglang, NUM_SGLANG_SEEDS)
@@ -88,7 +130,7 @@ def test_all_rules_hold_in_sglang_s_fleets(sglang: Simulation) -> None:
 @pytest.mark.parametrize("fault", FOUND, ids=[fault.name for fault in FOUND])
 def test_a_planted_fault_is_found(simulation: Simulation, fault: Fault) -> None:
     """The seed that shows it breaks the rule, and breaks none without the fault."""
-    scenario = Scenario.of(fault.seed)
+    scenario = fault.scenario
     with fault.planted():
         assert simulation.run(scenario).rule == fault.rule
     assert simulation.run(scenario).rule == ""
@@ -182,11 +224,22 @@ def test_a_failure_is_shrunk(simulation: Simulation) -> None:
     assert shrink(simulation, right) is right
 
 
+def test_a_failure_with_states_is_shrunk(simulation: Simulation) -> None:
+    """To engines that run the same model, on shapes as plain as may be."""
+    (fault,) = (fault for fault in HYBRID_FAULTS if fault.name == "a state is read from another request's slot")
+    with fault.planted():
+        shrunk = shrink(simulation, simulation.run(fault.scenario))
+    assert shrunk.rule == fault.rule
+    assert len(shrunk.scenario.incidents) <= 1
+    assert {member.shape.model for member in shrunk.scenario.members} == {MODELS["states"]}
+    assert {member.shape.tp for member in shrunk.scenario.members} == {1}
+
+
 def test_the_command_runs_seeds(capsys: pytest.CaptureFixture[str]) -> None:
     """One with its trace, or several; one that breaks a rule is shrunk, and the status is 1."""
     assert main(["--seed", "1"]) == 0
     assert "seed 1: all rules hold" in capsys.readouterr().out
-    assert main(["--seeds", "2"]) == 0
+    assert main(["--seeds", "2", "--model", "windows"]) == 0
     assert capsys.readouterr().out == "2 seeds: all rules hold\n"
     with STALE.planted():
         assert main(["--seed", f"{STALE.seed}", "--seeds", "5"]) == 1

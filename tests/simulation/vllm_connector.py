@@ -15,11 +15,10 @@ import attrs
 from kvplan.connector import Read, ReadResult, Reads
 from kvplan.errors import KVPlanError
 from kvplan.testing.simulation import EngineRequest, Promises, Site, StepReport
+from kvplan.testing.simulation.catalog import NULL_BLOCK
 from tests.simulation.stand_in import stand_in
 
 LOGGER = logging.getLogger(__name__)
-GROUP = "group0"
-"""The name of the one cache group, by ``groups_of``."""
 
 
 class RequestStatus(enum.Enum):
@@ -55,7 +54,7 @@ VALUES = {
 }
 
 
-SCHEDULER, WORKER = stand_in("vllm", ("scheduler", "worker"), VALUES)
+SCHEDULER, WORKER, DESCRIPTION = stand_in("vllm", ("scheduler", "worker", "description"), VALUES)
 SPEC_NAMES = {"full": "FullAttentionSpec", "window": "SlidingWindowSpec", "state": "MambaSpec"}
 """vLLM's names for the kinds of a cache group."""
 
@@ -66,7 +65,7 @@ def cache_of(kinds: Iterable[str], block_size: int, window: int = 0, *, is_zeroe
     """Return vLLM's description of a cache with groups of these kinds."""
     groups = []
     for kind in kinds:
-        spec = SCHEDULER.check_kinds.__globals__[SPEC_NAMES[kind]]()
+        spec = getattr(DESCRIPTION, SPEC_NAMES[kind])()
         spec.block_size = block_size
         spec.dcp_sharded = False
         spec.tokens_per_state = 1
@@ -92,14 +91,15 @@ def config_of(engine_id: str, *, is_producer: bool = True, caches_prefixes: bool
 
 
 class NamedReads(Reads):
-    """Reads of workers whose one group has the name of a model's, which keep the errors of requests."""
+    """Reads of workers whose groups have the names of a model's, which keep the errors of requests."""
 
     errors: dict[str, KVPlanError]
 
     def begin(self, read: Read) -> None:
-        (group,) = self.worker.groups
-        name = group.name
-        local, remote, tokens = {name: read.local[GROUP]}, {name: read.remote[GROUP]}, {name: read.tokens[GROUP]}
+        names = {f"group{index}": group.name for index, group in enumerate(self.worker.groups)}
+        local = {names[key]: table for key, table in read.local.items()}
+        remote = {names[key]: table for key, table in read.remote.items()}
+        tokens = {names[key]: positions for key, positions in read.tokens.items()}
         super().begin(attrs.evolve(read, local=local, remote=remote, tokens=tokens))
 
     def poll(self) -> list[ReadResult]:
@@ -118,12 +118,16 @@ class VllmConnector:
 
     def __init__(self, site: Site) -> None:
         host = site.host
-        self._block_size = site.workers[0].groups[0].tokens_per_block or 1
-        cache = cache_of(["full"], self._block_size)
+        self._groups = site.groups
+        self._block_size = site.groups[0].tokens_per_block
+        kinds = ["state" if group.is_state else "window" if group.window else "full" for group in site.groups]
+        window = max((group.window or 0 for group in site.groups if not group.is_state), default=0)
+        cache = cache_of(kinds, self._block_size, window)
         config = config_of(site.workers[0].engine_id)
         settings = SCHEDULER.ConnectorSettings(host=host.name, port=5600, key=KEY)
         self._scheduler = SCHEDULER.Scheduler(config, cache, settings, host)
-        self._scheduler.set_managers([SimpleNamespace(block_size=self._block_size, num_cached_block={})])
+        self._managers = [SimpleNamespace(block_size=self._block_size, num_cached_block={}) for _ in kinds]
+        self._scheduler.set_managers(self._managers)
         self._scheduler.serve_offers(site.offers)
         self._workers = [WORKER.Worker(config, cache, settings, host) for _ in site.workers]
         for worker, described, executor in zip(self._workers, site.workers, site.executors, strict=True):
@@ -154,11 +158,15 @@ class VllmConnector:
             cache_salt=None,
             lora_request=None,
             mm_features=(),
+            prompt_token_ids=None,
             prompt_embeds=None,
         )
 
     def add(self, request: EngineRequest) -> None:
-        self._scheduler.add(self._seen(request))
+        seen = self._seen(request)
+        self._scheduler.add(seen)
+        # it may have shortened the prompt, of the same list
+        request.num_prompt = seen.num_prompt_tokens
 
     def count_readable(self, request: EngineRequest, num_cached: int) -> int:
         number: int = self._scheduler.count_tokens_to_read(self._seen(request), num_cached)
@@ -166,12 +174,24 @@ class VllmConnector:
 
     def begin_read(self, request: EngineRequest, num_tokens: int) -> None:
         num_cached = (request.num_computed - num_tokens) // self._block_size
-        blocks = [
-            SimpleNamespace(is_null=False, block_hash=ordinal if ordinal < num_cached else None)
-            for ordinal in range(len(request.blocks))
+        tables = [
+            [
+                SimpleNamespace(
+                    is_null=block == NULL_BLOCK,
+                    block_hash=ordinal if ordinal < num_cached and block != NULL_BLOCK else None,
+                )
+                for ordinal, block in enumerate(request.blocks[group.name])
+            ]
+            for group in self._groups
         ]
-        table = SimpleNamespace(blocks=[blocks], get_block_ids=lambda: ([*request.blocks],))
+        table = SimpleNamespace(blocks=tables, get_block_ids=lambda: self._ids(request))
         self._scheduler.begin_read(self._seen(request), table, num_tokens)
+        for group, manager in zip(self._groups, self._managers, strict=True):
+            request.num_partial[group.name] = manager.num_cached_block.pop(request.name, 0)
+
+    def _ids(self, request: EngineRequest) -> tuple[list[int], ...]:
+        """Return the ids of a request's blocks, by group."""
+        return tuple([*request.blocks.get(group.name, [])] for group in self._groups)
 
     def step(self) -> StepReport:
         metadata = self._scheduler.take_step()
@@ -193,7 +213,7 @@ class VllmConnector:
         return StepReport(received, failed, sorted(metadata.released))
 
     def finish(self, request: EngineRequest) -> Mapping[str, Any] | None:
-        params = self._scheduler.hand_over(self._seen(request), ([*request.blocks],))
+        params = self._scheduler.hand_over(self._seen(request), self._ids(request))
         if params is None:
             return None
         self._promises.grant(params["remote_lease"], request.name)

@@ -16,7 +16,7 @@ seed 1: all rules hold (566 steps; requests: 4 LEASE, 1 PROMPT, 25 right)
 ``python -m kvplan.testing.simulation --seed 1`` prints what happens in that fleet.
 """
 
-from kvplan.testing.simulation.catalog import Shape
+from kvplan.testing.simulation.catalog import MODELS, CacheGroup, Shape
 from kvplan.testing.simulation.engine import (
     BrokenRuleError,
     Connector,
@@ -30,7 +30,9 @@ from kvplan.testing.simulation.scenario import Scenario
 from kvplan.testing.simulation.shrink import shrink
 
 __all__ = [
+    "MODELS",
     "BrokenRuleError",
+    "CacheGroup",
     "Connector",
     "EngineRequest",
     "FleetOutcome",

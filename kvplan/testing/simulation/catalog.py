@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Final
 
 import attrs
@@ -12,19 +13,47 @@ from kvplan.handshake import encode
 from kvplan.models import Model
 from kvplan.plan import TransferPlan, plan_reads
 
-MODEL: Final = Model.from_config(
+SIZES: Final = {
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 2,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 50_000,
+}
+
+MODELS: Final = MappingProxyType(
     {
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "hidden_size": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 2,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 50_000,
+        "attention": Model.from_config({"model_type": "llama", "num_hidden_layers": 2, **SIZES}),
+        "windows": Model.from_config(
+            {
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 2,
+                "layer_types": ["full_attention", "sliding_attention"],
+                "sliding_window": 10,
+                **SIZES,
+            }
+        ),
+        "states": Model.from_config(
+            {
+                "model_type": "nemotron_h",
+                "hybrid_override_pattern": "*M",
+                "mamba_num_heads": 4,
+                "mamba_head_dim": 2,
+                "n_groups": 4,
+                "ssm_state_size": 2,
+                "conv_kernel": 2,
+                **SIZES,
+            }
+        ),
     }
 )
-"""The model of all engines: small, since bytes differ by their labels and not by their number."""
+"""Models of fleets: with full attention, with a window beside it, and with a recurrent state.
+
+They are small, since bytes differ by their labels and not by their number."""
+
+STATE_WINDOW: Final = 2
+"""A token needs the state after the token before it."""
 
 MAX_TOKENS: Final = 248
 """Positions for which an engine has memory. It may use fewer blocks than there are."""
@@ -38,6 +67,33 @@ STAGING_BYTES: Final = 1 << 11
 STAGING_ADDRESS: Final = 1 << 50
 
 
+NULL_BLOCK: Final = 0
+"""The block that stands where a request has none, as in vLLM."""
+
+
+@attrs.frozen
+class CacheGroup:
+    """A group of a cache: the positions of a block, and how many of them a token needs.
+
+    These are the last ones of a ``window``, the token's own among them. Of a recurrent state, a
+    token needs what it was after the token before: a window of two. A block has the state after
+    the last position that it has passed.
+    """
+
+    name: str
+    tokens_per_block: int
+    window: int | None = None
+    is_state: bool = False
+
+    def first_needed(self, num_computed: int) -> int:
+        """Return the first position that is needed to go on after so many."""
+        return 0 if self.window is None else max(0, num_computed - self.window + 1)
+
+    def first_written(self, start: int, stop: int) -> int:
+        """Return the first of some positions that stay when the last one is computed."""
+        return stop - 1 if self.is_state else start
+
+
 @attrs.frozen
 class Shape:
     """How an engine divides and stores the cache of a model."""
@@ -45,12 +101,23 @@ class Shape:
     tp: int = 1
     tokens_per_block: int = 4
     layout: str = "LBHNC"
-    model: Model = attrs.field(default=MODEL, repr=False)
+    model: Model = attrs.field(default=MODELS["attention"], repr=False)
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of blocks in memory; block 0 is vLLM's null block."""
+        """Return the number of blocks in memory, the null block among them."""
         return 1 + MAX_TOKENS // self.tokens_per_block
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """Return the groups of the cache, whose blocks have equally many positions."""
+        windows = self.model.windows
+        groups = []
+        for name in self.model.groups:
+            is_state = name not in windows
+            window = STATE_WINDOW if is_state else windows[name]
+            groups.append(CacheGroup(name, self.tokens_per_block, window, is_state))
+        return tuple(groups)
 
     def workers(self, name: str) -> tuple[Worker, ...]:
         """Return the workers of an engine of this shape, each with a staging region."""

@@ -17,12 +17,17 @@ from kvplan.connector import Connections, fetch
 from kvplan.connector.digest_requests import fetch_digests
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
+from kvplan.testing.simulation.catalog import NULL_BLOCK, CacheGroup
 from kvplan.testing.simulation.fabric import Fabric, Port, VirtualCopier, VirtualExecutor
 from kvplan.testing.simulation.memory import CellLabels, LabelledMemory, Numbers, prefix_labels
 from kvplan.testing.simulation.network import Host
 
 MAX_TOKENS_PER_STEP: Final = 16
 """Positions of one request that an engine computes in a step."""
+
+
+Tables = dict[str, list[int]]
+"""The blocks of a request by cache group, in the order of its positions."""
 
 
 class BrokenRuleError(AssertionError):
@@ -49,7 +54,9 @@ class EngineRequest:
     The first ``num_prompt`` of the ``tokens`` are the prompt. With ``is_for_another``, another
     engine goes on with it. ``params`` are those of a request that is computed elsewhere, or those
     that both engines get. ``tell`` is called with the parameters for the next engine, if there are
-    any, and the error.
+    any, and the error. ``blocks`` has a table for each group of the cache, with the null block
+    where the request needs none any more. Of the blocks of a group that ``num_partial`` counts,
+    some were read in part: nobody finds them in the prefix cache.
     """
 
     name: str
@@ -61,7 +68,8 @@ class EngineRequest:
     num_prompt: int = attrs.field(init=False)
     labels: CellLabels = attrs.field(init=False)
     phase: Phase = Phase.WAITING
-    blocks: list[int] = attrs.field(factory=list)
+    blocks: dict[str, list[int]] = attrs.field(factory=dict)
+    num_partial: dict[str, int] = attrs.field(factory=dict)
     num_computed: int = 0
     is_aborted: bool = False
 
@@ -83,6 +91,11 @@ class EngineRequest:
     def first_answer(self) -> int:
         """Return the first token of the answer."""
         return self._answer[0]
+
+    def stop_short(self) -> None:
+        """Leave the last token of the prompt to the engine that goes on."""
+        del self.tokens[-1]
+        self.num_prompt -= 1
 
     def add_token(self) -> None:
         """Generate the next token."""
@@ -128,11 +141,13 @@ class Connector(Protocol):
 class Site:
     """What a connector gets of its engine: the host, and its workers with what belongs to each.
 
-    The ``copiers`` are for a region of each worker, the one that is called ``staging``.
+    The ``groups`` are those of the cache, in each worker. The ``copiers`` are for a region of each
+    worker, the one that is called ``staging``.
     """
 
     host: Host
     workers: Sequence[Worker]
+    groups: Sequence[CacheGroup]
     executors: Sequence[VirtualExecutor]
     copiers: Sequence[VirtualCopier]
     offers: Sequence[bytes]
@@ -162,8 +177,7 @@ class BlockPool:
     ) -> None:
         self._check = check
         self._takes_newest = takes_newest
-        # block 0 is vLLM's null block
-        self._free: dict[int, None] = dict.fromkeys(range(1, num_blocks))
+        self._free: dict[int, None] = dict.fromkeys(range(NULL_BLOCK + 1, num_blocks))
         self._num_users = [0] * num_blocks
         self._hash_of: dict[int, int] = {}
         self._by_hash: dict[int, int] = {}
@@ -174,10 +188,8 @@ class BlockPool:
         """Return the number of blocks that nobody uses."""
         return len(self._free)
 
-    def take(self, number: int) -> list[int] | None:
-        """Return free blocks, None if there are not as many."""
-        if number > len(self._free):
-            return None
+    def take(self, number: int) -> list[int]:
+        """Return free blocks, of which there are as many."""
         blocks = []
         # as vLLM does, or the other way round
         for _ in range(number):
@@ -192,14 +204,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def cached(self, hashes: Sequence[int]) -> list[int]:
-        """Return the blocks of the longest prefix that is cached."""
-        blocks = list[int]()
-        for block_hash in hashes:
-            if block_hash not in self._by_hash:
-                break
-            blocks.append(self._by_hash[block_hash])
-        return blocks
+    def cached(self, hashes: Sequence[int]) -> list[int] | None:
+        """Return the blocks with some hashes, None unless all are cached."""
+        blocks = [self._by_hash.get(block_hash, NULL_BLOCK) for block_hash in hashes]
+        return None if NULL_BLOCK in blocks else blocks
 
     def use(self, blocks: Sequence[int]) -> None:
         """Use cached blocks once more."""
@@ -230,6 +238,7 @@ class Engine:
         self,
         host: Host,
         workers: Sequence[Worker],
+        groups: Sequence[CacheGroup],
         pool: Callable[[Callable[[int], None]], BlockPool],
         fabric: Fabric,
         numbers: Numbers,
@@ -241,20 +250,25 @@ class Engine:
         self.host = host
         self.requests: dict[str, EngineRequest] = {}
         self._trace = trace
-        self._memories = [LabelledMemory(worker, numbers) for worker in workers]
+        self._memories = [LabelledMemory(worker, groups, numbers) for worker in workers]
         ports = [
             Port(host, worker, memory)
             for worker, memory in zip(workers, self._memories, strict=True)
         ]
-        self._tokens_per_block = self._memories[0].tokens_per_block
-        self.pool: BlockPool = pool(self._check_block)
-        self._lent: dict[str, list[int]] = {}
+        self._groups = groups
+        self._tokens_per_block = groups[0].tokens_per_block
+        self.pools: dict[str, BlockPool] = {
+            group.name: pool(partial(self._check_block, group.name)) for group in groups
+        }
+        self._lent: dict[str, Tables] = {}
         # requests that have ended while bytes may still land
-        self._landing: dict[str, list[int]] = {}
+        self._landing: dict[str, Tables] = {}
         executors = [VirtualExecutor(fabric, port) for port in ports]
         copiers = [VirtualCopier(fabric, port) for port in ports]
         offers = [fabric.register(port) for port in ports]
-        self.connector = make_connector(Site(host, workers, executors, copiers, offers, fabric))
+        self.connector = make_connector(
+            Site(host, workers, groups, executors, copiers, offers, fabric)
+        )
         self._interval_s = 0.0
         self._is_stepping = False
         self._arrived: list[EngineRequest] = []
@@ -322,36 +336,57 @@ class Engine:
         for request in [*self.requests.values()]:
             if request.phase is not Phase.WAITING:
                 continue
-            cached = self._cached_prefix(request)
-            num_cached = len(cached) * self._tokens_per_block
+            num_cached, cached = self._cached_prefix(request)
             num_read = self.connector.count_readable(request, num_cached)
             if num_read is None:
                 continue
             # others wait behind it, as in vLLM
-            if not self._give_blocks(request, cached, num_read):
+            if not self._give_blocks(request, num_cached, cached, num_read):
                 break
             has_admitted = True
         return has_admitted
 
-    def _cached_prefix(self, request: EngineRequest) -> list[int]:
-        """Return the cached blocks of a request, whose last token is computed again."""
+    def _cached_prefix(self, request: EngineRequest) -> tuple[int, Tables]:
+        """Return the length of the longest prefix that all groups have, and its blocks.
+
+        They have what the next position needs. The last token is computed again.
+        """
         size = self._tokens_per_block
         num_full = (len(request.tokens) - 1) // size
         hashes = [int(request.labels[(i + 1) * size - 1]) for i in range(num_full)]
-        return self.pool.cached(hashes)
+        for num_blocks in range(num_full, 0, -1):
+            tables: Tables = {}
+            for group in self._groups:
+                first = group.first_needed(num_blocks * size) // size
+                blocks = self.pools[group.name].cached(hashes[first:num_blocks])
+                if blocks is None:
+                    break
+                tables[group.name] = [NULL_BLOCK] * first + blocks
+            else:
+                return num_blocks * size, tables
+        return 0, {group.name: [] for group in self._groups}
 
-    def _give_blocks(self, request: EngineRequest, cached: list[int], num_read: int) -> bool:
-        """Give a request blocks for what is read, or else for all that is computed here."""
-        size = self._tokens_per_block
-        num_cached = len(cached) * size
-        num_needed = -(-(num_cached + num_read if num_read else len(request.tokens)) // size)
+    def _give_blocks(
+        self, request: EngineRequest, num_cached: int, cached: Tables, num_read: int
+    ) -> bool:
+        """Give a request blocks for what is read, or else for all that is computed here.
+
+        What a window or a state passes gets blocks when it is computed.
+        """
+        num_tokens = num_cached + num_read if num_read else len(request.tokens)
+        firsts = {
+            group.name: group.first_needed(num_tokens)
+            for group in self._groups
+            if num_read or group.window is None
+        }
         # cached blocks first, so that they are not given away for the others
-        self.pool.use(cached)
-        blocks = self.pool.take(num_needed - len(cached))
-        if blocks is None:
-            self.pool.free(cached)
+        for name, table in cached.items():
+            self.pools[name].use([block for block in table if block != NULL_BLOCK])
+        if not self._extend(cached, firsts, num_tokens):
+            self._free(cached)
             return False
-        request.blocks = [*cached, *blocks]
+        request.blocks = cached
+        request.num_partial = {}
         request.num_computed = num_cached
         if num_read:
             request.phase = Phase.READING
@@ -360,9 +395,29 @@ class Engine:
         else:
             request.phase = Phase.RUNNING
         message = f"{request.name} {request.phase.value}: {num_cached} cached, {num_read} to read"
-        self._trace(self.host.name, f"{message}, blocks {request.blocks}")
+        self._trace(self.host.name, f"{message}, blocks {_words(request.blocks)}")
         self.connector.begin_read(request, num_read)
         return True
+
+    def _extend(self, tables: Tables, firsts: Mapping[str, int], num_tokens: int) -> bool:
+        """Give tables blocks from the first position by group on. Return whether all have them."""
+        num_blocks = -(-num_tokens // self._tokens_per_block)
+        # the ordinal of the first new block
+        ordinals = {}
+        for name, first in firsts.items():
+            ordinals[name] = max(first // self._tokens_per_block, len(tables[name]))
+            if self.pools[name].num_free < num_blocks - ordinals[name]:
+                return False
+        for name, ordinal in ordinals.items():
+            table = tables[name]
+            table += [NULL_BLOCK] * (min(ordinal, num_blocks) - len(table))
+            table += self.pools[name].take(num_blocks - ordinal)
+        return True
+
+    def _free(self, tables: Tables) -> None:
+        """Use the blocks of tables no more."""
+        for name, table in tables.items():
+            self.pools[name].free([block for block in table if block != NULL_BLOCK])
 
     def _take(self, report: StepReport) -> bool:
         """Take what the connector says of the step."""
@@ -373,7 +428,7 @@ class Engine:
         for name in report.received:
             # its request has ended before
             if name in self._landing:
-                self.pool.free(self._landing.pop(name))
+                self._free(self._landing.pop(name))
                 continue
             request = self.requests.get(name)
             if request is None or request.phase is not Phase.READING:
@@ -386,8 +441,8 @@ class Engine:
                 raise BrokenRuleError("REPORT", f"{name} is released, which is not lent")
             if self.connector.is_promised(name):
                 raise BrokenRuleError("CLAIM", f"{name} is released, which a reader claims")
-            self._trace(self.host.name, f"{name} is released: blocks {self._lent[name]}")
-            self.pool.free(self._lent.pop(name))
+            self._trace(self.host.name, f"{name} is released: blocks {_words(self._lent[name])}")
+            self._free(self._lent.pop(name))
         return bool(report.failed or report.received or report.released)
 
     def _compute(self) -> bool:
@@ -404,26 +459,28 @@ class Engine:
         start = request.num_computed
         stop = min(len(request.tokens), start + MAX_TOKENS_PER_STEP)
         # the answer needs further blocks
-        num_missing = -(-stop // self._tokens_per_block) - len(request.blocks)
-        if num_missing > 0:
-            while (blocks := self.pool.take(num_missing)) is None:
-                if self._preempt() is request:
-                    return
-            request.blocks += blocks
-        # all positions so far are attended to, in each worker
+        firsts = {group.name: group.first_written(start, stop) for group in self._groups}
+        while not self._extend(request.blocks, firsts, stop):
+            if self._preempt() is request:
+                return
+        # all that the next position needs is attended to, in each worker
         for memory in self._memories:
-            wrong = memory.wrong_position(request.blocks, request.labels, 0, start)
-            if wrong is not None:
-                position, label = wrong
-                block = request.blocks[position // self._tokens_per_block]
-                raise BrokenRuleError(
-                    "OWN",
-                    f"{request.name} attends to position {position} in block {block} of "
-                    f"{self.host.name}, which has {self._name_of(label)}",
-                )
-            memory.write(request.blocks, request.labels, start, stop)
+            for group in self._groups:
+                table = request.blocks[group.name]
+                first = group.first_needed(start)
+                wrong = memory.wrong_position(group.name, table, request.labels, first, start)
+                if wrong is not None:
+                    position, label = wrong
+                    block = table[position // self._tokens_per_block]
+                    raise BrokenRuleError(
+                        "OWN",
+                        f"{request.name} attends to position {position} in block {block} of "
+                        f"{self.host.name}, which has {self._name_of(label)}",
+                    )
+                memory.write(group.name, table, request.labels, firsts[group.name], stop)
         request.num_computed = stop
         self._register(request, start)
+        self._free_passed(request)
         if stop == len(request.tokens):
             request.add_token()
             if request.is_complete:
@@ -432,17 +489,30 @@ class Engine:
     def _register(self, request: EngineRequest, start: int) -> None:
         """Let others find the full blocks of a request."""
         size = self._tokens_per_block
-        for ordinal in range(start // size, request.num_computed // size):
-            block_hash = int(request.labels[(ordinal + 1) * size - 1])
-            self.pool.register(request.blocks[ordinal], block_hash)
+        for group in self._groups:
+            first = group.first_written(start, request.num_computed) // size
+            first = max(first, request.num_partial.get(group.name, 0))
+            for ordinal in range(first, request.num_computed // size):
+                block = request.blocks[group.name][ordinal]
+                if block != NULL_BLOCK:
+                    block_hash = int(request.labels[(ordinal + 1) * size - 1])
+                    self.pools[group.name].register(block, block_hash)
+
+    def _free_passed(self, request: EngineRequest) -> None:
+        """Free the blocks that windows and states have passed."""
+        for group in self._groups:
+            table = request.blocks[group.name]
+            num_passed = group.first_needed(request.num_computed) // self._tokens_per_block
+            self._free({group.name: table[:num_passed]})
+            table[:num_passed] = [NULL_BLOCK] * num_passed
 
     def _preempt(self) -> EngineRequest:
         """Take the blocks of the request that runs and came last, which begins again."""
         running = [request for request in self.requests.values() if request.phase is Phase.RUNNING]
         request = running[-1]
         self._trace(self.host.name, f"{request.name} is preempted")
-        self.pool.free(request.blocks)
-        request.blocks = []
+        self._free(request.blocks)
+        request.blocks = {group.name: [] for group in self._groups}
         request.num_computed = 0
         request.phase = Phase.WAITING
         return request
@@ -462,11 +532,16 @@ class Engine:
         elif params is not None:
             self._lent[request.name] = request.blocks
         else:
-            self.pool.free(request.blocks)
+            self._free(request.blocks)
         request.tell(params, error)
 
-    def _check_block(self, block: int) -> None:
+    def _check_block(self, group: str, block: int) -> None:
         """Refuse to give a block away while a byte may land in it."""
-        if any(memory.is_landing(block) for memory in self._memories):
+        if any(memory.is_landing(group, block) for memory in self._memories):
             message = f"block {block} of {self.host.name} is given away while bytes may land in it"
             raise BrokenRuleError("GIVEN", message)
+
+
+def _words(tables: Tables) -> str:
+    """Return the tables of all groups as text."""
+    return " ".join(map(str, tables.values()))

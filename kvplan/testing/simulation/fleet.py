@@ -240,6 +240,7 @@ class Fleet:
         self._engines[host.name] = Engine(
             host,
             self._workers[member.name],
+            member.shape.groups,
             partial(BlockPool, member.num_blocks, takes_newest=member.takes_newest),
             self._fabric,
             self._numbers,
@@ -422,9 +423,10 @@ class Fleet:
             # its memory is gone
             if engine.host.is_dead:
                 continue
-            if engine.pool.num_free < engine.pool.num_blocks:
-                message = f"{name} has {engine.pool.num_free} of {engine.pool.num_blocks} blocks"
-                raise BrokenRuleError("FREE", message)
+            for pool in engine.pools.values():
+                if pool.num_free < pool.num_blocks:
+                    message = f"{name} has {pool.num_free} of {pool.num_blocks} blocks"
+                    raise BrokenRuleError("FREE", message)
             for place in places_of("request-", engine.connector):
                 raise BrokenRuleError("GROW", f"{name} remembers {place}")
         if self.loop.num_tasks:

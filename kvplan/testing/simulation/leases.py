@@ -1,4 +1,4 @@
-"""A connector made of :mod:`kvplan.connector`, for requests with one table of blocks."""
+"""A connector made of :mod:`kvplan.connector`, for any groups of a cache."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from kvplan.connector import (
     Reads,
     prompt_digest,
     send_claims,
+    whole_blocks,
 )
 from kvplan.connector.leases import LEASE_S
 from kvplan.describe import Blocks
-from kvplan.describe.blocks import Request
+from kvplan.describe.blocks import Range, Request
 from kvplan.errors import KVPlanError
 from kvplan.staging import Pipeline
-from kvplan.testing.simulation.catalog import STAGING
+from kvplan.testing.simulation.catalog import NULL_BLOCK, STAGING
 from kvplan.testing.simulation.engine import EngineRequest, Site, StepReport
 from kvplan.testing.simulation.fabric import VirtualExecutor
 from kvplan.testing.simulation.network import Host
@@ -98,7 +99,7 @@ class LeaseConnector:
     ) -> None:
         host = site.host
         self._host = host
-        self._group = site.workers[0].groups[0].name
+        self._groups = site.groups
         self._leases = Leases(clock=host.monotonic, token=host.token_hex)
         self._listener = Listener(
             site.workers[0].engine_id, host.name, site.offers, self._leases, port=PORT, system=host
@@ -135,7 +136,13 @@ class LeaseConnector:
         self._promises = Promises(host)
 
     def add(self, request: EngineRequest) -> None:
-        """Claim the lease of a request that another engine has computed."""
+        """Claim the lease of a request that another engine has computed.
+
+        Where the last token would pass what decode needs, prefill stops one token short of it.
+        """
+        is_passing = any(group.window is not None for group in self._groups)
+        if request.is_for_another and is_passing:
+            request.stop_short()
         if request.params is None:
             return
         try:
@@ -182,15 +189,38 @@ class LeaseConnector:
         refusal = self._claims.refusal(source, handoff.lease, self._reader_name(request.name))
         if refusal is not None:
             raise refusal
+        stop = request.num_computed
+        positions = (stop - num_tokens, stop)
+        local = self._tables(request)
+        tokens = dict[str, Range]()
+        for group in self._groups:
+            if group.is_state:
+                _check_state(handoff, stop)
+                continue
+            size = group.tokens_per_block
+            attended = group.first_needed(stop)
+            listed = local[group.name].first * size
+            whole = whole_blocks(positions, attended, size, listed, handoff.kept[group.name])
+            tokens[group.name] = (whole.start, whole.stop)
+            # the source may lack the beginning of a block here
+            request.num_partial[group.name] = whole.first_whole // size
         return Read(
             request=request.name,
             source=source,
             lease=handoff.lease,
-            local={self._group: Blocks(request.blocks)},
+            local=local,
             remote=handoff.blocks,
-            tokens={self._group: (request.num_computed - num_tokens, request.num_computed)},
+            tokens=tokens,
             to_block_end=True,
         )
+
+    def _tables(self, request: EngineRequest) -> dict[str, Blocks]:
+        """Return the block tables of a request; of states the last one counts."""
+        tables = {}
+        for group in self._groups:
+            ids = request.blocks[group.name]
+            tables[group.name] = Blocks(ids[-1:] if group.is_state else ids, null=NULL_BLOCK)
+        return tables
 
     def _end_claim(self, request: str) -> None:
         handoff = self._handoffs.pop(request, None)
@@ -241,7 +271,7 @@ class LeaseConnector:
             return None
         lease = self._leases.grant(request.name)
         self._promises.grant(lease, request.name)
-        blocks = {self._group: Blocks(request.blocks)}
+        blocks = self._tables(request)
         self._lent[lease] = _HeldBlocks(request.name, blocks)
         handoff = Handoff(
             source=self._listener.source,
@@ -249,6 +279,11 @@ class LeaseConnector:
             num_tokens=request.num_computed,
             prompt=prompt_digest(request.tokens[: request.num_computed]),
             blocks=blocks,
+            kept={
+                group.name: blocks[group.name].first * group.tokens_per_block
+                for group in self._groups
+                if not group.is_state
+            },
         )
         params: Mapping[str, Any] = json.loads(json.dumps(handoff.params(KEY)))
         return params
@@ -256,3 +291,11 @@ class LeaseConnector:
     def is_promised(self, request: str) -> bool:
         """Return whether a reader was told that the blocks of a request stay."""
         return self._promises.take(request)
+
+
+def _check_state(handoff: Handoff, stop: int) -> None:
+    """Refuse a state of another position than the last one that is read."""
+    if handoff.num_tokens != stop:
+        action = f"read {handoff.lease!r}"
+        got = f"one after {handoff.num_tokens}"
+        raise KVPlanError("TOKENS", action, expected=f"a state after {stop} positions", got=got)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvplan._arrays import Ints
 from kvplan.describe import View, Worker
+from kvplan.testing.simulation.catalog import CacheGroup
 from kvplan.verification.labels import Weights, numbering, pieces_of_slot, slots_of_block
 from kvplan.verification.memory import ByteRanges
 
@@ -55,13 +56,36 @@ class Numbers:
         return cls({name: numbering(views[name]) for name in sorted(views)})
 
 
+@attrs.frozen(eq=False)
+class _GroupCells:
+    """Where the bytes of a group's positions are: (slots of a block, bytes), and their numbers."""
+
+    tokens_per_block: int
+    slots: Ints
+    strides: Ints
+    numbers: CellLabels
+
+    def at(self, blocks: Sequence[int], start: int, stop: int) -> Ints:
+        """Return the cells of positions, (positions, bytes)."""
+        # each position is in a slot of a block of the table; a block of states has one slot
+        positions = np.arange(start, stop)
+        ordinals = positions // self.tokens_per_block
+        slots = positions % len(self.slots)
+        table = np.asarray(blocks, np.int64)
+        return self.slots[slots] + table[ordinals, None] * self.strides
+
+    def of_block(self, block: int) -> Ints:
+        """Return all cells of a block."""
+        return self.slots + block * self.strides
+
+
 class LabelledMemory:
-    """The memory of one worker, with a cell for each byte.
+    """The memory of one worker, with a cell for each byte, and the cache groups in it.
 
     ``cells`` has the labels. ``landing`` counts the writes under way into each cell.
     """
 
-    def __init__(self, worker: Worker, numbers: Numbers) -> None:
+    def __init__(self, worker: Worker, groups: Iterable[CacheGroup], numbers: Numbers) -> None:
         # regions lie one behind another in the cells, in the order of their addresses
         regions = sorted(worker.regions, key=lambda region: region.address)
         self._starts = np.array([region.address for region in regions], np.uint64)
@@ -71,25 +95,30 @@ class LabelledMemory:
         first_of = dict(zip((region.name for region in regions), self._firsts, strict=False))
         self.cells: CellLabels = np.zeros(sum(sizes), np.uint64)
         self.landing = np.zeros(sum(sizes), np.int16)
-        slots = list[Ints]()
-        strides = list[Ints]()
-        labels = list[Ints]()
         tensors = [*numbers.weights]
-        for view in worker.views:
-            # each byte of a slot: where it is, and its number
-            offset, number, length = pieces_of_slot(view, numbers.weights[view.name])
-            steps = np.arange(length)
-            offsets = np.add.outer(offset, steps).reshape(-1) + view.offset_bytes
-            offsets = offsets + first_of[view.region]
-            slots.append(np.add.outer(slots_of_block(view), offsets))
-            strides.append(np.full(offsets.size, view.block_stride_bytes))
-            first_number = tensors.index(view.name) << TENSOR_BITS
-            labels.append(np.add.outer(number, steps).reshape(-1) + first_number)
-        # (slots of a block, bytes of a position)
-        self._slots = np.concatenate(slots, axis=1)
-        self._strides = np.concatenate(strides)
-        self._numbers = np.concatenate(labels).astype(np.uint64)
-        self.tokens_per_block = len(self._slots)
+        self._groups: dict[str, _GroupCells] = {}
+        for group in groups:
+            slots = list[Ints]()
+            strides = list[Ints]()
+            labels = list[Ints]()
+            for view in worker.views:
+                if view.group != group.name:
+                    continue
+                # each byte of a slot: where it is, and its number
+                offset, number, length = pieces_of_slot(view, numbers.weights[view.name])
+                steps = np.arange(length)
+                offsets = np.add.outer(offset, steps).reshape(-1) + view.offset_bytes
+                offsets = offsets + first_of[view.region]
+                slots.append(np.add.outer(slots_of_block(view), offsets))
+                strides.append(np.full(offsets.size, view.block_stride_bytes))
+                first_number = tensors.index(view.name) << TENSOR_BITS
+                labels.append(np.add.outer(number, steps).reshape(-1) + first_number)
+            self._groups[group.name] = _GroupCells(
+                group.tokens_per_block,
+                np.concatenate(slots, axis=1),
+                np.concatenate(strides),
+                np.concatenate(labels).astype(np.uint64),
+            )
 
     def cells_of(self, ranges: ByteRanges) -> Ints:
         """Return the cells of ranges of bytes, in order."""
@@ -101,30 +130,26 @@ class LabelledMemory:
         cells: Ints = np.repeat(first, lengths) + offsets
         return cells
 
-    def _at(self, blocks: Sequence[int], start: int, stop: int) -> Ints:
-        """Return the cells of positions, (positions, bytes)."""
-        # each position is in a slot of a block of the table
-        positions = np.arange(start, stop)
-        ordinals, slots = np.divmod(positions, self.tokens_per_block)
-        table = np.asarray(blocks, np.int64)
-        return self._slots[slots] + table[ordinals, None] * self._strides
-
-    def write(self, blocks: Sequence[int], prefixes: CellLabels, start: int, stop: int) -> None:
+    def write(
+        self, group: str, blocks: Sequence[int], prefixes: CellLabels, start: int, stop: int
+    ) -> None:
         """Compute positions of a request into its blocks."""
-        self.cells[self._at(blocks, start, stop)] = prefixes[start:stop, None] + self._numbers
+        cells = self._groups[group]
+        self.cells[cells.at(blocks, start, stop)] = prefixes[start:stop, None] + cells.numbers
 
     def wrong_position(
-        self, blocks: Sequence[int], prefixes: CellLabels, start: int, stop: int
+        self, group: str, blocks: Sequence[int], prefixes: CellLabels, start: int, stop: int
     ) -> tuple[int, int] | None:
         """Return the first position whose bytes are not the request's, and a label found there."""
-        labels = self.cells[self._at(blocks, start, stop)]
+        cells = self._groups[group]
+        labels = self.cells[cells.at(blocks, start, stop)]
         # (positions, bytes): where the label is not that of the request's tokens
-        wrong = labels != prefixes[start:stop, None] + self._numbers
+        wrong = labels != prefixes[start:stop, None] + cells.numbers
         if not wrong.any():
             return None
         position, byte = np.unravel_index(int(wrong.argmax()), wrong.shape)
         return start + int(position), int(labels[position, byte])
 
-    def is_landing(self, block: int) -> bool:
+    def is_landing(self, group: str, block: int) -> bool:
         """Return whether a byte may still land in a block."""
-        return bool(self.landing[self._slots + block * self._strides].any())
+        return bool(self.landing[self._groups[group].of_block(block)].any())

@@ -10,7 +10,8 @@ import attrs
 from kvplan.connector.claims import RENEW_S, RETRY_S
 from kvplan.connector.http import ANSWER_S
 from kvplan.connector.leases import LEASE_S
-from kvplan.testing.simulation.catalog import SHAPES, Shape
+from kvplan.models import Model
+from kvplan.testing.simulation.catalog import MODELS, SHAPES, Shape
 from kvplan.testing.simulation.fabric import Trouble
 from kvplan.testing.simulation.network import Disturbance
 
@@ -170,9 +171,9 @@ class Scenario:
         return any(engine in incident.engines for incident in self.incidents)
 
     @classmethod
-    def of(cls, seed: int) -> Scenario:
-        """Draw a scenario."""
-        return _Draw(seed).scenario()
+    def of(cls, seed: int, model: Model = MODELS["attention"]) -> Scenario:
+        """Draw a scenario, whose engines run a model."""
+        return _Draw(seed, model).scenario()
 
     def __str__(self) -> str:
         lines = [f"seed {self.seed}", *map(str, self.members)]
@@ -189,8 +190,9 @@ def _begin_of(incident: Incident) -> float:
 class _Draw:
     """Draws the parts of a scenario."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, model: Model) -> None:
         self._seed = seed
+        self._model = model
         self._random = random.Random(f"{seed} scenario")
 
     def scenario(self) -> Scenario:
@@ -225,7 +227,7 @@ class _Draw:
 
     def _member(self, name: str) -> Member:
         draw = self._random
-        shape = draw.choice(SHAPES)
+        shape = attrs.evolve(draw.choice(SHAPES), model=self._model)
         # at least one request has room, and seldom many
         num_tokens = (
             MAX_TOKENS + MAX_ANSWER + shape.tokens_per_block + draw.choice((0, 0, 20, 60, 190))

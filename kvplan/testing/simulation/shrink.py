@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from kvplan.testing.simulation.catalog import SHAPES
 from kvplan.testing.simulation.fleet import FleetOutcome, Simulation
 from kvplan.testing.simulation.scenario import Arrival, Member
 
@@ -49,7 +50,7 @@ def _simplified(simulation: Simulation, outcome: FleetOutcome) -> FleetOutcome:
         members = outcome.scenario.members
         index = members.index(member)
         simpler = (
-            Member(member.name),
+            Member(member.name, attrs.evolve(SHAPES[0], model=member.shape.model)),
             attrs.evolve(member, rate=1.0),
             attrs.evolve(member, takes_newest=False),
         )
