@@ -42,6 +42,13 @@ def test_all_else_survives() -> None:
     assert (read.kept, read.prefixes) == ({"group0": 16}, {30: "51aa", 20: "d104"})
 
 
+def test_equal_handoffs_have_one_signature() -> None:
+    """In all processes, where sets have other orders: one engine signs, and another one compares."""
+    assert (
+        HANDOFF.params(b"key")["remote_signature"] == "ecff84a9cb76a166730c4dbbf0d813c632d92857fecb384588f58c6e6faf3d41"
+    )
+
+
 def test_another_prompt_is_refused() -> None:
     """A handoff serves the prompt that it was computed of, and no other."""
     HANDOFF.check_prompt("8f2c")

@@ -217,3 +217,11 @@ def test_a_stranger_gets_no_room(access: Access | None) -> None:
             attempt()
     assert ask(server.address, [7, 8], ours) == {7: {"token": 1}}
     server.close()
+
+
+def test_an_answer_of_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever answers at the server's address may be no bootstrap server."""
+    for answer in (b"<html>", b"7", b'{"room": []}', b'{"7": 7}'):
+        monkeypatch.setattr(System, "exchange", lambda *_, answer=answer: answer)
+        with pytest.raises(KVPlanError, match="MESSAGE: cannot ask"):
+            ask(DEAD, [7])

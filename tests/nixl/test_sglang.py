@@ -691,6 +691,22 @@ def test_a_room_is_read_once(plugin: SimpleNamespace, prefill: Side, decode: Sid
     late.clear()
 
 
+def test_a_room_that_was_cleared_is_another_s(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
+) -> None:
+    """SGLang may clear a request twice: the one that has the room meanwhile keeps it."""
+    first = received(plugin, decode, server)
+    first.clear()
+    second = received(plugin, decode, server)
+    first.clear()
+    third = received(plugin, decode, server)
+    assert third.poll() == KVPoll.Failed
+    with pytest.raises(KVPlanError, match="NAME"):
+        third.failure_exception()
+    second.clear()
+    third.clear()
+
+
 def test_pages_of_an_aborted_request_stay_while_it_is_read(
     plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
 ) -> None:

@@ -33,6 +33,7 @@ import attrs
 import pytest
 
 CONNECTOR_TESTS = (
+    "tests/test_bad_values.py",
     "tests/connector/test_claims.py",
     "tests/connector/test_digest_requests.py",
     "tests/connector/test_handoff.py",
