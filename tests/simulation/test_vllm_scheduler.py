@@ -214,6 +214,24 @@ def test_decode_reads_a_prompt(engines: Engines, kinds: tuple[str, ...]) -> None
     assert read.to_block_end
 
 
+def test_a_handoff_that_says_nothing_of_a_group_has_all_of_it(engines: Engines) -> None:
+    """As engines without windows may write it."""
+    prefill, decode = engines.start("full"), engines.start("full", name="decode")
+    handoff = attrs.evolve(Handoff.of_params(computed(prefill), KEY), kept={})
+    params = handoff.params(KEY) | {"do_remote_prefill": True}
+    assert read_of(decode, ("full",), SAID[:PROMPT], params).tokens == {"group0": (0, PROMPT - 1)}
+
+
+def test_a_cache_of_another_kind_is_refused(engines: Engines) -> None:
+    """Before anything is served: what its blocks hold is not known."""
+    cache = cache_of(["full"], BLOCK)
+    cache.transfer_groups[0].kv_cache_spec = SimpleNamespace(tokens_per_state=1)
+    settings = SCHEDULER.ConnectorSettings(host="prefill", key=KEY)
+    host = Host("prefill", engines.network, random.Random(1))
+    with pytest.raises(KVPlanError, match="LAYOUT: cannot transfer a cache of vLLM"):
+        SCHEDULER.Scheduler(config_of("prefill"), cache, settings, host)
+
+
 def test_an_engine_that_needs_zeros_reads_no_more_than_positions(engines: Engines) -> None:
     prefill, decode = engines.start("full"), engines.start("full", name="decode", is_zeroed=True)
     assert not read_of(decode, ("full",), SAID[:PROMPT], computed(prefill)).to_block_end

@@ -2,7 +2,8 @@
 
 What a token caches depends on all tokens before it. So the label of a byte at position ``p`` is of
 the first ``p + 1`` tokens and of the byte's number in the logical tensors, which is the same in all
-engines. A request attends to its own bytes if each cell has the label of its own tokens.
+engines. A recurrent state has the labels of the last position that it has passed. A request attends
+to its own bytes if each cell that it needs has the label of its own tokens.
 """
 
 from __future__ import annotations
