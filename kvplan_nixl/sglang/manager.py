@@ -120,7 +120,7 @@ class Manager(BaseKVManager):
             info=info,
             stage=parallel.pp_rank,
             num_stages=parallel.pp_size,
-            is_first_of_stage=info.tp_rank == 0 and parallel.attn_cp_rank == 0,
+            cp_rank=parallel.attn_cp_rank,
             windows=windows,
             executor=NixlExecutor(worker, settings.backends, key=access.key),
             access=access,

@@ -47,8 +47,10 @@ class PrefillRank(Rank):
         super().__init__(memory, system)
         executor = memory.executor
         self.early_tokens: int = settings.early_tokens
-        # Readers get the offers of all ranks from the first one.
-        offers: list[bytes] = gather(executor.envelope())
+        # Readers get the offers of all ranks from the first one. Ranks of context parallelism have
+        # one cache, but nothing says when the others have computed what the first one hands over.
+        envelope = executor.envelope() if memory.cp_rank == 0 else b""
+        offers: list[bytes] = [offer for offer in gather(envelope) if offer]
         self.leases = Leases(settings.lease_s, system.monotonic, system.token_hex)
         self.listener: Listener | None = None
         if memory.is_first:

@@ -55,8 +55,8 @@ class MetadataRow(NamedTuple):
 class RankMemory:
     """A rank's memory, registered with NIXL, and the rank's place in its engine.
 
-    ``args`` are SGLang's KVArgs. ``stage`` of ``num_stages`` is the pipeline stage, which has one
-    rank that ``is_first_of_stage``. ``windows`` has the window of each token group, None of full
+    ``args`` are SGLang's KVArgs. ``stage`` of ``num_stages`` is the pipeline stage. ``cp_rank`` is
+    that of context parallelism. ``windows`` has the window of each token group, None of full
     attention. ``access`` has the engines' key.
     """
 
@@ -64,7 +64,7 @@ class RankMemory:
     info: RankInfo
     stage: int
     num_stages: int
-    is_first_of_stage: bool
+    cp_rank: int
     windows: Mapping[str, int | None]
     executor: NixlExecutor
     access: Access
@@ -87,6 +87,11 @@ class RankMemory:
         tables = {group.name: Blocks([]) for group in self.executor.worker.groups}
         tables[self.token_group] = Blocks(pages, first // self.args.page_size)
         return tables
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """Return whether the rank is the first one of its pipeline stage."""
+        return self.info.tp_rank == 0 and self.cp_rank == 0
 
     def block_tables(
         self, pages: Sequence[int], first: int, num_tokens: int, state_ids: Sequence[Any]

@@ -143,7 +143,7 @@ class SglangConnector:
             info=RankInfo(worker.engine_id, rank, rank, len(site.workers)),
             stage=0,
             num_stages=1,
-            is_first_of_stage=rank == 0,
+            cp_rank=0,
             windows={worker.groups[0].name: None},
             executor=SimpleNamespace(worker=worker, envelope=partial(lambda offer: offer, site.offers[rank])),
             access=self._access,
