@@ -18,7 +18,8 @@ import torch
 
 import kvplan_nixl.sglang
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import Access, Handoff, Listener, Source
+from kvplan.connector import Access, Handoff, Listener, Source, fetch
+from kvplan_nixl import Envelope
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, ask_again, publish
 from tests.nixl.sglang_names import made
 
@@ -924,6 +925,8 @@ def test_context_parallelism_of_prefill(
     """One rank publishes the request, is read and waits for its readers: the other one may compute still."""
     first, second = two_ranks(plugin, monkeypatch, "prefill", 4, "cp")
     assert first.manager.rank.source == second.manager.rank.source
+    offers = fetch(first.manager.rank.source, 10).workers
+    assert [Envelope.unpack(offer).worker.rank for offer in offers] == [0]
     receiver = received(plugin, decode, server)
     senders = [plugin.prefill.Sender(side.manager, server.address, ROOM) for side in (second, first)]
     for sender in senders:
