@@ -88,12 +88,12 @@ FAULTS = [
     Fault("silence counts as yes", LeaseCheck, "_take", "elif error.code == ", "elif error.code == 'PEER':\n        self.is_confirmed = self.has_last_byte\n    elif error.code == ", seed=14, rule="OWN"),
     Fault("a silent source never counts as gone", LeaseCheck, "_take", "> SILENCE_S", "> 1e9"),
     Fault("a failed read ends while bytes may land", reads.Reads, "_poll_job", "if job.is_settled and (job.error is not None or is_right)", "if job.error is not None or (job.is_settled and is_right)", seed=0, rule="GIVEN"),
-    Fault("the error of a transfer is not seen", reads.Reads, "_settle_transfers", "job.error = job.error or transfer.error\n        # A transfer without an error may lack bytes too.\n        if job.error is None and", "if False and", seed=85, rule="OWN"),
-    Fault("an engine that is gone is not forgotten", reads.Reads, "_discard_lost", '("PEER", "TRANSFER")', "()", seed=88, rule="AGAIN"),
+    Fault("the error of a transfer is not seen", reads.Reads, "_settle_transfers", "job.error = job.error or transfer.error\n        # A transfer without an error may lack bytes too.\n        if job.error is None and", "if False and", seed=90, rule="OWN"),
+    Fault("an engine that is gone is not forgotten", reads.Reads, "_discard_lost", '("PEER", "TRANSFER")', "()", seed=90, rule="AGAIN"),
     Fault("one of two transfers is awaited", reads.Reads, "_poll_job", "is_posted and all(transfer", "is_posted and any(transfer", seed=1, rule="CRASH"),
     # Handshakes
     Fault("a failed handshake is kept", peer_engines.PeerEngines, "_fail", "del self._peers[peer.source]\n    ", "", seed=7, rule="END"),
-    Fault("a restarted engine is read by its old connection", peer_engines.PeerEngines, "_connect", "if connected is not None and connected.offer != offer:", "if connected is not None:\n            continue\n        if False:", seed=88, rule="AGAIN"),
+    Fault("a restarted engine is read by its old connection", peer_engines.PeerEngines, "_connect", "if connected is not None and connected.offer != offer:", "if connected is not None:\n            continue\n        if False:", seed=34, rule="AGAIN"),
     Fault("a request fails with an old handshake", reads.Reads, "_take_peer", "pending.came_at - peer.began_at > RETRY_S", "False", seed=7, rule="AGAIN"),
     # Handoffs
     Fault("a handoff serves any prompt", Handoff, "check_prompt", 'name(digest, "digest of a prompt") != self.prompt', "False", seed=6, rule="OWN"),
@@ -105,7 +105,7 @@ FAULTS = [
     Fault("a request that failed is freed at once", engine.Engine, "_end", "is_landing = request.phase is Phase.READING", "is_landing = False", seed=0, rule="REPORT"),
     Fault("a block is cached before it is received", engine.Engine, "_give_blocks", "request.phase = Phase.READING", "request.phase = Phase.READING; request.num_computed += num_read; self._register(request, 0); request.num_computed -= num_read", seed=0, rule="OWN"),
     # Executors
-    Fault("bytes land after an error was reported", fabric.VirtualExecutor, "poll", "flight.num_parts == 0", "(flight.num_parts == 0 or flight.error is not None)", seed=88, rule="GIVEN"),
+    Fault("bytes land after an error was reported", fabric.VirtualExecutor, "poll", "flight.num_parts == 0", "(flight.num_parts == 0 or flight.error is not None)", seed=138, rule="GIVEN"),
 ]  # fmt: skip
 
 Scheduler = SCHEDULER.Scheduler
@@ -143,7 +143,7 @@ STAGING_FAULTS = [
     Fault("copies are not awaited", Pipeline, "_copy", "not self._copier.done(ticket)", "False and (yield)", seed=0, rule="GIVEN"),
     Fault("what is staged is read directly too", reads.Reads, "_poll_pipeline", "transfer.num_bytes > 0 or ", "", seed=19, rule="GROW"),
     Fault("a region that stalls is waited for", reads.Reads, "_poll_pipeline", "if now - self._last_chunk_at < STALL_S", "if True"),
-    Fault("a staged transfer that fails goes on", Pipeline, "_poll_transfers", "status is not Status.DONE", "False", seed=85, rule="OWN"),
+    Fault("a staged transfer that fails goes on", Pipeline, "_poll_transfers", "status is not Status.DONE", "False", seed=90, rule="OWN"),
 ]  # fmt: skip
 
 DIGEST_FAULTS = [

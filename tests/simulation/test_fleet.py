@@ -46,6 +46,20 @@ def test_an_engine_that_dies_takes_its_requests_with_it() -> None:
     assert "request-0 " not in trace
 
 
+def test_deaths_that_seeds_draw_come_while_an_engine_is_used() -> None:
+    """At other times nothing is lost."""
+    scenarios = [Scenario.of(seed) for seed in range(300)]
+    deaths = [(scenario, death) for scenario in scenarios for death in scenario.incidents if isinstance(death, Death)]
+    is_soon = [
+        any(
+            isinstance(arrival, Arrival) and death.engine in arrival.engines and 0 <= death.at - arrival.at < 0.1
+            for arrival in scenario.incidents
+        )
+        for scenario, death in deaths
+    ]
+    assert len(deaths) / 3 < sum(is_soon) < len(deaths)
+
+
 def test_a_thread_of_a_connector_that_ends_with_an_error_is_found() -> None:
     """Nobody awaits it, and no request notices."""
 

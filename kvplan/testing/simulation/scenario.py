@@ -194,6 +194,7 @@ class _Draw:
         self._seed = seed
         self._model = model
         self._random = random.Random(f"{seed} scenario")
+        self._arrivals: list[Arrival] = []
 
     def scenario(self) -> Scenario:
         """Draw engines, requests and incidents."""
@@ -205,7 +206,8 @@ class _Draw:
         # prompts that begin alike share blocks of prefix caches
         families = [self._tokens(MAX_TOKENS) for _ in range(3)]
         for number in range(draw.randint(3, 12)):
-            incidents.append(self._arrival(number, families, prefills, decodes))
+            self._arrivals.append(self._arrival(number, families, prefills, decodes))
+        incidents += self._arrivals
         names = [member.name for member in members]
         # some fleets are only slow, or disturbed for a moment: there, requests must not fail
         kinds = draw.choice(
@@ -278,12 +280,18 @@ class _Draw:
 
     def _death(self, names: list[str]) -> Death:
         draw = self._random
+        engine = draw.choice(names)
         at = self._time()
+        # requests are brief, so that most deaths would come between them
+        arrivals = [arrival for arrival in self._arrivals if engine in arrival.engines]
+        if arrivals and draw.random() < 0.75:
+            delay_s = draw.choice((0.005, 0.05, 0.05, 5.0)) * draw.random()
+            at = min(draw.choice(arrivals).at + delay_s, HEALED_S - 1)
         restarts_at = draw.choice((None, at + 0.1, at + 20 * draw.random()))
         # a start is an incident too
         if restarts_at is not None and restarts_at >= HEALED_S:
             restarts_at = None
-        return Death(at, draw.choice(names), restarts_at)
+        return Death(at, engine, restarts_at)
 
     def _freeze(self, names: list[str]) -> Freeze:
         at = self._time()
