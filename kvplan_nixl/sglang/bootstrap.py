@@ -251,9 +251,10 @@ class BootstrapServer:
         self._expire()
         answer = dict[int, tuple[str, list[str]]]()
         num_bytes = 0
-        for number in [*map(int, seen)][:MAX_ASKED]:
+        for text, version in [*seen.items()][:MAX_ASKED]:
+            number = int(text)
             room = self._rooms.get(number)
-            if room is None or room.version == seen[f"{number}"]:
+            if room is None or room.version == version:
                 continue
             newest = room.newest()
             # twice, as strings in JSON

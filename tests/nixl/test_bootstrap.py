@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -155,6 +156,14 @@ def test_no_rooms(server: BootstrapServer, body: bytes) -> None:
     """A question that names no rooms is refused."""
     with pytest.raises(KVPlanError, match=r"PEER: .* got 400"):
         exchange("a server", server.address, "/ask", 10, Access(), body)
+
+
+@pytest.mark.parametrize("body", [b'{"7": ""}', b'{"07": ""}', b'{" 7": [8]}', b'{"6": "", "+7": 5}'])
+def test_a_room_is_asked_for_by_its_number(server: BootstrapServer, body: bytes) -> None:
+    """However a stranger writes the number, and whatever version they have seen."""
+    publish(server.address, 7, {"token": 1})
+    answer = exchange("a server", server.address, "/ask", 10, Access(), body)
+    assert json.loads(answer)["7"][1] == ['{"token": 1}']
 
 
 def test_many_rooms_are_asked_for_in_parts(server: BootstrapServer) -> None:
