@@ -107,9 +107,10 @@ class Process:
             self.channel.send(message)
 
     def disturb(self, number: signal.Signals) -> None:
-        """Send a signal."""
+        """Send a signal, unless the process has ended."""
         self.disturbed_at = time.monotonic()
-        os.kill(self.process.pid, number)
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
 
     def heads(self, layer: int) -> slice:
         """Return the heads that it stores of a layer."""

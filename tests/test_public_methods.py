@@ -16,7 +16,7 @@ import attrs
 import pytest
 
 from kvplan import Budget, KVPlanError, PeerError, Region, View, Workspace, show
-from kvplan.connector import Access, Handoff, System
+from kvplan.connector import Access, Handoff, Leases, System
 from kvplan.display import Picture, Trace
 from kvplan.handshake import Problem
 from kvplan.plan import Table
@@ -106,6 +106,7 @@ def examples() -> dict[type, Callable[[], Example]]:
         PeerError: lambda: error(PeerError),
         View: lambda: (OURS.views[0], {"view_name": "k", "region": OURS.regions[0], "offset_bytes": 0}),
         Access: lambda: (Access(), access),
+        Leases: lambda: (Leases(), {"request": "r", "lease": "r 0"}),
         Handoff: lambda: (Handoff(SOURCE, "r", 7, "a1", REQUEST["remote"]), {"key": b""}),
         System: lambda: (System(), {**system, "duration_s": 0.0, "num_bytes": 4}),
         Picture: lambda: (show(OURS), {"path": "a.svg"}),

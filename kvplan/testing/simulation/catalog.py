@@ -13,14 +13,16 @@ from kvplan.handshake import encode
 from kvplan.models import Model
 from kvplan.plan import TransferPlan, plan_reads
 
-SIZES: Final = {
-    "hidden_size": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 2,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 50_000,
-}
+SIZES: Final = MappingProxyType(
+    {
+        "hidden_size": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 2,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 50_000,
+    }
+)
 
 MODELS: Final = MappingProxyType(
     {
