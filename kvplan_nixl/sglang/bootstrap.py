@@ -22,9 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from logging import Logger
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import attrs
@@ -33,7 +31,6 @@ from kvplan import Blocks, KVPlanError
 from kvplan._checks import at_most, instance, integer
 from kvplan.connector import Access, Handoff
 from kvplan.connector.access import TOKEN_BYTES
-from kvplan.connector.claims import MAX_SOURCES
 from kvplan.connector.http import MAX_ANSWER_BYTES, Route
 from kvplan.connector.leases import LEASE_S
 from kvplan.connector.system import SYSTEM, System
@@ -63,14 +60,8 @@ MAX_QUESTION_BYTES: Final = 64 * MAX_ASKED
 
 ROOM_END: Final = 1 << 64
 
-MAX_SERVERS: Final = MAX_SOURCES
-"""Bootstrap servers that decode asks at a time, unless it says otherwise, each on a thread."""
-
 TIMEOUT_S: Final = 3.0
 """Seconds within which a bootstrap server must answer."""
-
-ASK_S: Final = 0.01
-"""Seconds between two questions to a bootstrap server about all rooms that are wanted of it."""
 
 RETRY_S: Final = 1.0
 """Seconds after which a server that gave no answer is asked again."""
@@ -392,16 +383,16 @@ def _merge_stages(room: str, texts: Sequence[str], key: bytes) -> Mapping[str, A
         (handoff.num_tokens, not is_part(entry))
         for handoff, entry in zip(handoffs, entries, strict=True)
     ]
-    least = progress.index(min(progress))
+    slowest = progress.index(min(progress))
     merged = attrs.evolve(
-        handoffs[least],
+        handoffs[slowest],
         source=handoffs[0].source,
         lease=handoffs[0].lease,
         blocks=blocks,
         kept=kept,
     )
     leases = [handoff.lease for handoff in handoffs]
-    return {**entries[least], "handoff": merged.params(key), "leases": leases}
+    return {**entries[slowest], "handoff": merged.params(key), "leases": leases}
 
 
 def is_part(entry: Mapping[str, Any]) -> bool:
@@ -414,85 +405,3 @@ def _checked(entry: Any) -> Mapping[str, Any]:
     if not isinstance(entry, dict):
         raise ValueError("an entry that is no object")
     return entry
-
-
-@attrs.define(eq=False)
-class _WantedRoom:
-    """A room that is asked for: what takes its entries, and the version that was taken last."""
-
-    take: Callable[[Any], bool]
-    version: str = ""
-
-
-class Rooms:
-    """Asks bootstrap servers about rooms, on a thread for each of at most ``max_servers``."""
-
-    def __init__(
-        self,
-        logger: Logger,
-        access: Access | None = None,
-        max_servers: int = MAX_SERVERS,
-        system: System = SYSTEM,
-    ) -> None:
-        self._logger = logger
-        self._max_servers = max_servers
-        self._access = access
-        self._system = system
-        self._lock = system.condition()
-        # by the server that is asked
-        self._wanted: dict[str, dict[int, _WantedRoom]] = {}
-
-    def want(self, room: int, address: str, take: Callable[[Any], bool]) -> None:
-        """Ask for a room until it has a whole entry, or is forgotten.
-
-        ``take`` is called with each new entry, on the thread that has asked, and returns whether it
-        is whole. It must not wait or raise. Raises ``RANGE`` if too many servers are asked.
-        """
-        with self._lock:
-            if address not in self._wanted:
-                action = f"ask {address}"
-                number = len(self._wanted) + 1
-                at_most(self._max_servers, number, "bootstrap servers at a time", action)
-                self._wanted[address] = {}
-                self._system.start("kvplan rooms", partial(self._run, address))
-            self._wanted[address][room] = _WantedRoom(take)
-
-    def forget(self, room: int) -> None:
-        """Ask for a room no more. An entry of it is taken before that, or never."""
-        with self._lock:
-            for rooms in self._wanted.values():
-                rooms.pop(room, None)
-
-    def _run(self, address: str) -> None:
-        """Ask a server for the rooms that are wanted of it, until there are none."""
-        while True:
-            with self._lock:
-                if not self._wanted[address]:
-                    del self._wanted[address]
-                    return
-                # the lock is not held while the server is asked
-                wanted = self._wanted[address]
-                asked = [(room, wanted[room].version) for room in sorted(wanted)]
-            try:
-                for start in range(0, len(asked), MAX_ASKED):
-                    versions = dict(asked[start : start + MAX_ASKED])
-                    contents = ask_again(address, versions, self._access, self._system)
-                    self._take(address, contents)
-            except KVPlanError as error:
-                self._logger.warning("%s", error)
-                self._system.sleep(RETRY_S)
-            else:
-                self._system.sleep(ASK_S)
-
-    def _take(self, address: str, contents: Mapping[int, RoomContent]) -> None:
-        """Give the entries of rooms to those that want them."""
-        with self._lock:
-            rooms = self._wanted[address]
-            for room, content in contents.items():
-                # A room that was forgotten meanwhile stays so.
-                wanted = rooms.get(room)
-                if wanted is None:
-                    continue
-                wanted.version = content.version
-                if wanted.take(content.entry):
-                    del rooms[room]

@@ -25,9 +25,10 @@ from kvplan.describe.blocks import Range
 from kvplan.staging import Copier
 from kvplan_nixl.reads import make_reads
 from kvplan_nixl.settings import Settings
-from kvplan_nixl.sglang.bootstrap import Rooms, is_part
+from kvplan_nixl.sglang.bootstrap import is_part
 from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
+from kvplan_nixl.sglang.rooms import Rooms
 
 
 class DecodeRank(Rank):
@@ -232,14 +233,14 @@ class Receiver(BaseKVReceiver):
             raise KVPlanError("TOKENS", f"read request {self._room}", expected=expected, got=got)
         handoff.check_prompt(prompt_of(self.req, handoff.num_tokens))
         leases = (handoff.lease, *entry.get("leases", ()))
-        known = self._published
-        if known is not None and known.leases != leases:
+        earlier = self._published
+        if earlier is not None and earlier.leases != leases:
             action = f"read request {self._room}"
-            expected = f"more of what was published under {known.leases[0]!r}"
+            expected = f"more of what was published under {earlier.leases[0]!r}"
             hint = "prefill has given it up, and computed it again"
             raise KVPlanError("LEASE", action, expected=expected, got=f"{leases[0]!r}", hint=hint)
         # One claim serves all ranks: SGLang clears receivers when those of all ranks have ended.
-        if known is None and self._rank.memory.is_first:
+        if earlier is None and self._rank.memory.is_first:
             self._rank.claims.begin(handoff.source, handoff.lease, self._name)
         return Published(handoff, leases, has_all, entry)
 

@@ -16,7 +16,8 @@ from kvplan import KVPlanError
 from kvplan.connector import Access, System
 from kvplan.connector.http import exchange
 from kvplan_nixl.sglang import bootstrap
-from kvplan_nixl.sglang.bootstrap import MAX_ENTRY_BYTES, BootstrapServer, Rooms, ask, publish, withdraw
+from kvplan_nixl.sglang.bootstrap import MAX_ENTRY_BYTES, BootstrapServer, ask, publish, withdraw
+from kvplan_nixl.sglang.rooms import Rooms
 
 
 @attrs.frozen

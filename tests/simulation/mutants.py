@@ -60,7 +60,7 @@ TESTS = {
         )
     },
     "kvplan_nixl.vllm.scheduler": VLLM_TESTS,
-    **{f"kvplan_nixl.sglang.{name}": SGLANG_TESTS for name in ("bootstrap", "decode", "prefill", "rank")},
+    **{f"kvplan_nixl.sglang.{name}": SGLANG_TESTS for name in ("bootstrap", "decode", "prefill", "rank", "rooms")},
 }
 """The unit tests of each module."""
 

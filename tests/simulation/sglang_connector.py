@@ -48,12 +48,12 @@ VALUES = {
     "get_serving": lambda: SimpleNamespace(host="127.0.0.1", weight_version="default"),
 }
 
-PREFILL, DECODE, MANAGER, BOOTSTRAP, SETTINGS = stand_in(
-    "sglang", ("prefill", "decode", "manager", "bootstrap", "settings"), VALUES
+PREFILL, DECODE, MANAGER, BOOTSTRAP, ROOMS, SETTINGS = stand_in(
+    "sglang", ("prefill", "decode", "manager", "bootstrap", "rooms", "settings"), VALUES
 )
 
 # questions at another pace, which are most of what happens while requests wait
-setattr(BOOTSTRAP, "ASK_S", 0.2)  # noqa: B010
+setattr(ROOMS, "ASK_S", 0.2)  # noqa: B010
 
 
 def make_params(host: str, draw: random.Random) -> dict[str, Any]:
