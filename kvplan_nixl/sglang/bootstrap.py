@@ -22,17 +22,26 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import attrs
 
-from kvplan import Blocks, KVPlanError
-from kvplan._checks import at_most, instance, integer
-from kvplan.connector import Access, Handoff
+from kvplan import KVPlanError
+from kvplan._checks import at_most, integer
+from kvplan.connector import Access
 from kvplan.connector.access import TOKEN_BYTES
 from kvplan.connector.http import MAX_ANSWER_BYTES, Route
 from kvplan.connector.leases import LEASE_S
+from kvplan.connector.room_contents import (
+    ENTRY_BYTES,
+    MAX_QUESTION_BYTES,
+    TIMEOUT_S,
+    RoomTexts,
+    answer_rooms,
+    ask_again,
+    is_part,
+)
 from kvplan.connector.system import SYSTEM, System
 
 MAX_ROOMS: Final = 1 << 14
@@ -44,27 +53,12 @@ MAX_KEPT_BYTES: Final = 1 << 30
 MAX_ENTRY_BYTES: Final = MAX_ANSWER_BYTES * 3 // 8
 """The entries of a room's stages together. As strings in JSON they may be twice as long."""
 
-ENTRY_BYTES: Final = 500
-"""The memory that a server needs for an entry beside its text, and a little more."""
-
 MAX_ATTEMPTS: Final = 4
 """Attempts of one room that a server keeps, the newest ones: a request may be computed again."""
 
 MAX_STAGES: Final = 1 << 8
 
-MAX_ASKED: Final = 1 << 10
-"""Rooms in one question."""
-
-MAX_QUESTION_BYTES: Final = 64 * MAX_ASKED
-"""The length of a question: a room has at most 20 digits, and the name of a version 32."""
-
 ROOM_END: Final = 1 << 64
-
-TIMEOUT_S: Final = 3.0
-"""Seconds within which a bootstrap server must answer."""
-
-RETRY_S: Final = 1.0
-"""Seconds after which a server that gave no answer is asked again."""
 
 
 @attrs.frozen
@@ -233,28 +227,15 @@ class BootstrapServer:
             self._rooms.pop(stage.room, None)
         return b""
 
-    def _answer(self, body: bytes) -> bytes:
-        """Return what rooms have that the asker has not seen, as much as an answer takes.
-
-        A question has the version of each room that was seen last.
-        """
-        seen = instance(Mapping, json.loads(body), "rooms")
+    def _answer(self, question: bytes) -> bytes:
         self._expire()
-        answer = dict[int, tuple[str, list[str]]]()
-        num_bytes = 0
-        for text, version in [*seen.items()][:MAX_ASKED]:
-            number = int(text)
-            room = self._rooms.get(number)
-            if room is None or room.version == version:
-                continue
-            newest = room.newest()
-            # twice, as strings in JSON
-            num_bytes += 2 * sum(map(len, newest)) + ENTRY_BYTES
-            if num_bytes > MAX_ANSWER_BYTES:
-                break
-            if newest:
-                answer[number] = room.version, newest
-        return json.dumps(answer).encode()
+        return answer_rooms(question, self._content_of)
+
+    def _content_of(self, number: str) -> RoomTexts | None:
+        """Return the entries of all stages of a room, None if there are none."""
+        room = self._rooms.get(int(number))
+        newest = [] if room is None else room.newest()
+        return RoomTexts(room.version, newest) if room is not None and newest else None
 
     def _expire(self) -> None:
         """Forget the rooms that were kept for long enough."""
@@ -318,90 +299,12 @@ def ask(
 
     Raises ``PEER`` and ``MESSAGE``.
     """
-    contents = ask_again(address, dict.fromkeys(rooms, ""), access, system)
-    return {room: content.entry for room, content in contents.items() if not is_part(content.entry)}
-
-
-@attrs.frozen
-class RoomContent:
-    """The entry of a room, and the version by which it is known."""
-
-    version: str
-    entry: Mapping[str, Any]
-
-
-def ask_again(
-    address: str,
-    versions: Mapping[int, str],
-    access: Access | None = None,
-    system: System = SYSTEM,
-) -> dict[int, RoomContent]:
-    """Return what rooms have whose last seen ``versions`` are given: those that have changed since.
-
-    Raises ``PEER`` and ``MESSAGE``.
-    """
-    key = b"" if access is None else access.key
-    answer = _post(address, "/ask", json.dumps(versions).encode(), access, system)
-    try:
-        contents = dict[int, RoomContent]()
-        for room, (version, stages) in json.loads(answer).items():
-            contents[int(room)] = RoomContent(f"{version}", _merge_stages(room, stages, key))
-        return contents
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        expected = "entries by room"
-        raise KVPlanError(
-            "MESSAGE", f"ask {address}", expected=expected, got=f"{error!r}"
-        ) from None
+    names = map(str, rooms)
+    contents = ask_again(address, dict.fromkeys(names, ""), access, system)
+    entries = {int(room): content.entry for room, content in contents.items()}
+    return {room: entry for room, entry in entries.items() if not is_part(entry)}
 
 
 def _post(address: str, path: str, body: bytes, access: Access | None, system: System) -> bytes:
     peer = f"the bootstrap server at {address}"
     return system.exchange(peer, address, path, TIMEOUT_S, access or Access(), body)
-
-
-def _merge_stages(room: str, texts: Sequence[str], key: bytes) -> Mapping[str, Any]:
-    """Return the entry of the stage that has computed least, with the block tables of all stages.
-
-    Its ``leases`` are those of all stages. An entry that cannot be read has no handoff, but an
-    ``error`` that says why.
-    """
-    try:
-        # what a stranger may have published
-        entries = [_checked(json.loads(text)) for text in texts]
-        if len(entries) == 1:
-            return entries[0]
-        handoffs = [Handoff.of_params(entry.get("handoff", {}), key) for entry in entries]
-    except (ValueError, RecursionError) as error:
-        return {"error": f"room {room}: {error}"}
-    blocks = dict[str, Blocks]()
-    kept = dict[str, int]()
-    for handoff in handoffs:
-        blocks.update(handoff.blocks)
-        kept.update(handoff.kept)
-    # of those that have computed all, the first one, whose lease is claimed
-    progress = [
-        (handoff.num_tokens, not is_part(entry))
-        for handoff, entry in zip(handoffs, entries, strict=True)
-    ]
-    slowest = progress.index(min(progress))
-    merged = attrs.evolve(
-        handoffs[slowest],
-        source=handoffs[0].source,
-        lease=handoffs[0].lease,
-        blocks=blocks,
-        kept=kept,
-    )
-    leases = [handoff.lease for handoff in handoffs]
-    return {**entries[slowest], "handoff": merged.params(key), "leases": leases}
-
-
-def is_part(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry is of a prompt that is computed in part, so that another follows."""
-    return entry.keys().isdisjoint(("metadata", "token", "error"))
-
-
-def _checked(entry: Any) -> Mapping[str, Any]:
-    """Return an entry, which must be an object. Raises ValueError."""
-    if not isinstance(entry, dict):
-        raise ValueError("an entry that is no object")
-    return entry

@@ -20,15 +20,15 @@ from sglang.srt.disaggregation.base.conn import KVTransferDestination
 
 from kvplan import Blocks, KVPlanError
 from kvplan.connector import Claims, Handoff, Read, Reads, attended, send_claims, whole_blocks
+from kvplan.connector.room_contents import Published
+from kvplan.connector.rooms import Rooms
 from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import Range
 from kvplan.staging import Copier
 from kvplan_nixl.reads import make_reads
 from kvplan_nixl.settings import Settings
-from kvplan_nixl.sglang.bootstrap import is_part
 from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
-from kvplan_nixl.sglang.rooms import Rooms
 
 
 class DecodeRank(Rank):
@@ -77,19 +77,6 @@ class DecodeRank(Rank):
             self.under_way.pop(result.request, None)
             self.ended[result.request] = result.error
         self.ended.update(self.reads.late())
-
-
-@attrs.frozen
-class Published:
-    """What prefill has published of a request: a part of its prompt, or the whole.
-
-    ``leases`` are those of all stages.
-    """
-
-    handoff: Handoff
-    leases: tuple[str, ...]
-    is_whole: bool
-    entry: Mapping[str, Any]
 
 
 @attrs.frozen
@@ -143,7 +130,7 @@ class Receiver(BaseKVReceiver):
             self._rank.open_room(self._room)
             self._has_room = True
             self._stop = self._rank.system.monotonic() + self._rank.timeout_s
-            self._rank.rooms.want(self._room, self._address, self._take)
+            self._rank.rooms.want(self._name, f"{self._room}", self._address, self._take)
         except KVPlanError as error:
             self._fail(error)
 
@@ -218,13 +205,12 @@ class Receiver(BaseKVReceiver):
 
     def _claim(self, entry: Any) -> Published:
         """Return what prefill has published, if it is of this prompt, and claim its lease."""
-        if "error" in entry:
-            action = f"read what room {self._room} has"
-            expected = "an entry of each stage"
-            raise KVPlanError("MESSAGE", action, expected=expected, got=f"{entry['error']}")
-        handoff = Handoff.of_params(entry.get("handoff"), self._rank.memory.access.key)
+        key = self._rank.memory.access.key
+        earlier = self._published
+        published = Published.of_entry(f"{self._room}", entry, key, earlier)
+        handoff = published.handoff
         num_tokens = len(self.req.origin_input_ids)
-        has_all = not is_part(entry)
+        has_all = published.is_whole
         is_right = handoff.num_tokens == num_tokens if has_all else handoff.num_tokens < num_tokens
         if not is_right:
             quantity = "" if has_all else "less than "
@@ -232,17 +218,10 @@ class Receiver(BaseKVReceiver):
             got = f"{handoff.num_tokens} computed, {'with' if has_all else 'without'} a first token"
             raise KVPlanError("TOKENS", f"read request {self._room}", expected=expected, got=got)
         handoff.check_prompt(prompt_of(self.req, handoff.num_tokens))
-        leases = (handoff.lease, *entry.get("leases", ()))
-        earlier = self._published
-        if earlier is not None and earlier.leases != leases:
-            action = f"read request {self._room}"
-            expected = f"more of what was published under {earlier.leases[0]!r}"
-            hint = "prefill has given it up, and computed it again"
-            raise KVPlanError("LEASE", action, expected=expected, got=f"{leases[0]!r}", hint=hint)
         # One claim serves all ranks: SGLang clears receivers when those of all ranks have ended.
         if earlier is None and self._rank.memory.is_first:
             self._rank.claims.begin(handoff.source, handoff.lease, self._name)
-        return Published(handoff, leases, has_all, entry)
+        return published
 
     def send_metadata(
         self,
@@ -376,7 +355,7 @@ class Receiver(BaseKVReceiver):
         """Let another request have the room, and end the claim on the lease."""
         rank = self._rank
         if self._has_room:
-            rank.rooms.forget(self._room)
+            rank.rooms.forget(self._name)
             rank.close_room(self._room)
             self._has_room = False
         rank.ended.pop(self._name, None)

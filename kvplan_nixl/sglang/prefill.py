@@ -24,8 +24,9 @@ from kvplan import Blocks, KVPlanError
 from kvplan.connector import Handoff, Leases, Listener, Source
 from kvplan.connector.access import TOKEN_BYTES, is_loopback
 from kvplan.connector.background import Background
+from kvplan.connector.rooms import RETRY_S
 from kvplan.connector.system import SYSTEM, System
-from kvplan_nixl.sglang.bootstrap import RETRY_S, publish, withdraw
+from kvplan_nixl.sglang.bootstrap import publish, withdraw
 from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
 from kvplan_nixl.sglang.settings import PluginSettings

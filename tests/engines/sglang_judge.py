@@ -32,7 +32,7 @@ os.environ |= {
     "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "lo"),
 }
 
-from kvplan.connector import Access, Handoff
+from kvplan.connector import Access, Handoff, room_contents
 from kvplan.connector.leases import LEASE_S
 from kvplan_nixl.sglang import bootstrap
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
@@ -43,7 +43,9 @@ from tests.engines.served import Server, answered, sglang_proxy
 from tests.engines.sglang_engine import ENVIRONMENT, SETTINGS
 from tests.engines.trials import ASK, LENGTHS, TOKENS, idle, prompts
 
-bootstrap.TIMEOUT_S = 60  # type: ignore[misc]  # engines that start keep all cores busy
+# engines that start keep all cores busy
+bootstrap.TIMEOUT_S = 60  # type: ignore[misc, attr-defined]
+room_contents.TIMEOUT_S = 60  # type: ignore[misc]
 
 UNUSED = 60
 """A block of prefill that no request of the trials reaches."""

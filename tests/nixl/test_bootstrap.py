@@ -15,9 +15,9 @@ import pytest
 from kvplan import KVPlanError
 from kvplan.connector import Access, System
 from kvplan.connector.http import exchange
+from kvplan.connector.rooms import Rooms
 from kvplan_nixl.sglang import bootstrap
 from kvplan_nixl.sglang.bootstrap import MAX_ENTRY_BYTES, BootstrapServer, ask, publish, withdraw
-from kvplan_nixl.sglang.rooms import Rooms
 
 
 @attrs.frozen
@@ -49,7 +49,7 @@ def wanted(rooms: Rooms, room: int, address: str) -> Queue[object]:
         entries.put_nowait(entry)
         return True
 
-    rooms.want(room, address, take)
+    rooms.want(f"reader of {room}", f"{room}", address, take)
     return entries
 
 
@@ -70,7 +70,7 @@ def test_a_forgotten_room_is_not_found(server: BootstrapServer) -> None:
     """A request that was aborted leaves nothing behind."""
     rooms = Rooms(LOGGER)
     forgotten, other = wanted(rooms, 7, server.address), wanted(rooms, 8, server.address)
-    rooms.forget(7)
+    rooms.forget("reader of 7")
     publish(server.address, 7, {})
     publish(server.address, 8, {"token": 2})
     assert other.get(timeout=10) == {"token": 2}
@@ -84,7 +84,7 @@ def test_a_server_that_does_not_answer(server: BootstrapServer) -> None:
     publish(server.address, 7, {"token": 3})
     assert other.get(timeout=10) == {"token": 3}
     assert dead.empty()
-    rooms.forget(6)
+    rooms.forget("reader of 6")
     with pytest.raises(KVPlanError, match="PEER"):
         ask(DEAD, [6])
 
@@ -164,7 +164,7 @@ def test_a_room_is_asked_for_by_its_number(server: BootstrapServer, body: bytes)
     """However a stranger writes the number, and whatever version they have seen."""
     publish(server.address, 7, {"token": 1})
     answer = exchange("a server", server.address, "/ask", 10, Access(), body)
-    assert json.loads(answer)["7"][1] == ['{"token": 1}']
+    assert json.loads(answer).popitem()[1][1] == ['{"token": 1}']
 
 
 def test_many_rooms_are_asked_for_in_parts(server: BootstrapServer) -> None:
@@ -176,7 +176,7 @@ def test_many_rooms_are_asked_for_in_parts(server: BootstrapServer) -> None:
     for room in [*queues][::80]:
         assert queues[room].get(timeout=10) == {"token": room}
     for room in queues:
-        rooms.forget(room)
+        rooms.forget(f"reader of {room}")
 
 
 def test_long_entries_come_one_after_the_other(server: BootstrapServer) -> None:
@@ -193,15 +193,15 @@ def test_few_servers_are_asked(server: BootstrapServer) -> None:
     """A request names its bootstrap server, and each has a thread: there are not more than some."""
     rooms = Rooms(LOGGER, max_servers=1)
     wanted(rooms, 7, server.address)
-    with pytest.raises(KVPlanError, match=r"RANGE: cannot ask 127.0.0.1:1: expected at most 1 bootstrap servers"):
+    with pytest.raises(KVPlanError, match=r"RANGE: cannot ask 127.0.0.1:1: expected at most 1 servers of rooms"):
         wanted(rooms, 8, DEAD)
-    rooms.forget(7)
+    rooms.forget("reader of 7")
 
 
 @pytest.mark.parametrize("address", [DEAD, "127.0.0.1:x", "127.0.0.1:-1", "[::1"])
 def test_no_server(address: str) -> None:
     """A port where nobody listens, and what is no address, are refused as a peer."""
-    with pytest.raises(KVPlanError, match="PEER: cannot reach the bootstrap server at"):
+    with pytest.raises(KVPlanError, match="PEER: cannot reach the server of rooms at"):
         ask(address, [5])
 
 

@@ -19,8 +19,9 @@ import torch
 import kvplan_nixl.sglang
 from kvplan import Blocks, KVPlanError
 from kvplan.connector import Access, Handoff, Listener, Source, fetch
+from kvplan.connector.room_contents import ask_again
 from kvplan_nixl import Envelope
-from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, ask_again, publish
+from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
 from tests.nixl.sglang_names import made
 
 CONFIG = {
@@ -1265,7 +1266,7 @@ def test_a_request_that_prefill_gives_up(
         chunks.receiver.failure_exception()
     chunks.receiver.clear()
     prefill.manager.rank.publisher_of(server.address).begin(lambda: None).result()
-    assert ask_again(server.address, {ROOM: ""}) == {}
+    assert ask_again(server.address, {f"{ROOM}": ""}) == {}
 
 
 def test_a_request_that_is_computed_again(
@@ -1334,10 +1335,10 @@ def test_a_chunk_that_is_not_computed_yet_is_not_published(chunks: Chunks, serve
     chunks.sender._early_send_wait_event = SimpleNamespace(synchronize=is_computed.wait)
     chunks.send(0, 6)
     time.sleep(0.05)
-    assert ask_again(server.address, {ROOM: ""}) == {}
+    assert ask_again(server.address, {f"{ROOM}": ""}) == {}
     is_computed.set()
     until(chunks.receiver, KVPoll.WaitingForInput)
-    assert ask_again(server.address, {ROOM: ""}).keys() == {ROOM}
+    assert ask_again(server.address, {f"{ROOM}": ""}).keys() == {f"{ROOM}"}
     chunks.receiver.clear()
 
 
@@ -1358,12 +1359,12 @@ def test_a_part_is_for_those_who_ask_again(chunks: Chunks, server: BootstrapServ
     chunks.send(0, 6)
     chunks.sender._publisher.begin(lambda: None).result()
     assert ask(server.address, [ROOM]) == {}
-    part = ask_again(server.address, {ROOM: ""})[ROOM]
+    part = ask_again(server.address, {f"{ROOM}": ""})[f"{ROOM}"]
     assert part.entry["handoff"]["remote_num_tokens"] == 24
-    assert ask_again(server.address, {ROOM: part.version}) == {}
+    assert ask_again(server.address, {f"{ROOM}": part.version}) == {}
     chunks.send(6, 10, [])
     chunks.sender._publisher.begin(lambda: None).result()
-    whole = ask_again(server.address, {ROOM: part.version})[ROOM]
+    whole = ask_again(server.address, {f"{ROOM}": part.version})[f"{ROOM}"]
     assert ask(server.address, [ROOM]) == {ROOM: whole.entry}
     assert whole.entry["handoff"]["remote_lease"] == part.entry["handoff"]["remote_lease"]
     chunks.receiver.clear()

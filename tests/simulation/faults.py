@@ -15,14 +15,14 @@ from typing import Any
 
 import attrs
 
-from kvplan.connector import Handoff, Leases, claims, handoff, leases, peer_engines, reads
+from kvplan.connector import Handoff, Leases, claims, handoff, leases, peer_engines, reads, room_contents, rooms
 from kvplan.connector.digest_requests import DigestRequests
 from kvplan.connector.lease_check import LeaseCheck
 from kvplan.staging import Pipeline
 from kvplan.testing.simulation import MODELS, Scenario, engine, fabric
 from kvplan.testing.simulation import leases as leases_connector
 from kvplan.testing.simulation.leases import LeaseConnector
-from tests.simulation.sglang_connector import BOOTSTRAP, DECODE, MANAGER, PREFILL, ROOMS
+from tests.simulation.sglang_connector import BOOTSTRAP, DECODE, MANAGER, PREFILL
 from tests.simulation.vllm_connector import DESCRIPTION, SCHEDULER, WORKER
 
 
@@ -161,8 +161,8 @@ SGLANG_FAULTS = [
     # rooms
     Fault("a room that failed stays open", Sender, "failure_exception", "self.clear()", "pass", seed=0, rule="GROW"),
     Fault("a room that was aborted stays open", Sender, "abort", "self.clear()", "pass", seed=0, rule="GROW"),
-    Fault("an aborted request takes its room's entry", ROOMS.Rooms, "forget", "rooms.pop(room, None)", "pass", seed=0, rule="GROW"),
-    Fault("a server that gave no answer is not asked again", ROOMS.Rooms, "_run", "self._system.sleep(RETRY_S)", "return", seed=0, rule="AGAIN"),
+    Fault("an aborted request takes its room's entry", rooms.Rooms, "forget", "readers.pop(name(reader, \"reader\"), None)", "pass", seed=0, rule="FREE"),
+    Fault("a server that gave no answer is not asked again", rooms.Rooms, "_run", "self._system.sleep(RETRY_S)", "return", seed=0, rule="AGAIN"),
     Fault("the oldest attempt is served", BOOTSTRAP._Room, "newest", "reversed(self.attempts.values())", "self.attempts.values()"),
     Fault("a request is published once", Sender, "_publish_until", "system.sleep(RETRY_S)", "return"),
     Fault("decode waits for ever", Receiver, "_check_time", "if self._rank.system.monotonic() > self._stop", "if False", seed=0, rule="END"),
@@ -175,7 +175,7 @@ SGLANG_FAULTS = [
     Fault("a page that is computed in part is read", Receiver, "_read_on", "handoff.num_tokens // page_size * page_size", "-(-handoff.num_tokens // page_size) * page_size", seed=170, rule="RIGHT"),
     Fault("a chunk counts as the whole prompt", Receiver, "_read_on", "read = self._read_tokens(handoff, pages, stop)", "self._is_complete = True; read = self._read_tokens(handoff, pages, stop)", seed=2, rule="RIGHT"),
     Fault("a chunk is read while another one is", Receiver, "_advance", "if self._name in rank.under_way", "if False", seed=0, rule="OWN"),
-    Fault("chunks of another attempt count", Receiver, "_claim", "earlier.leases != leases", "False"),
+    Fault("chunks of another attempt count", room_contents.Published, "of_entry", "earlier.leases != leases", "False"),
     Fault("a request that is given up keeps its lease", PREFILL.PrefillRank, "give_up", "self.leases.revoke(lease)", "pass", seed=38, rule="GROW"),
     Fault("a lease that begins early never ends", Leases, "begin_first", "self._clock() + self.lease_s", "math.inf", seed=0, rule="END"),
     # pages

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvplan.bridges import RankInfo
 from kvplan.connector import Access, Claims, Reads
+from kvplan.connector.rooms import Rooms
 from kvplan.errors import KVPlanError
 from kvplan.testing.simulation import BrokenRuleError, EngineRequest, Promises, Site, StepReport
 from tests.simulation.stand_in import stand_in
@@ -48,12 +49,11 @@ VALUES = {
     "get_serving": lambda: SimpleNamespace(host="127.0.0.1", weight_version="default"),
 }
 
-PREFILL, DECODE, MANAGER, BOOTSTRAP, ROOMS, SETTINGS = stand_in(
-    "sglang", ("prefill", "decode", "manager", "bootstrap", "rooms", "settings"), VALUES
+PREFILL, DECODE, MANAGER, BOOTSTRAP, SETTINGS = stand_in(
+    "sglang", ("prefill", "decode", "manager", "bootstrap", "settings"), VALUES
 )
-
-# questions at another pace, which are most of what happens while requests wait
-setattr(ROOMS, "ASK_S", 0.2)  # noqa: B010
+ASK_S = 0.2
+"""Seconds between two questions about rooms, which are most of what happens while requests wait."""
 
 
 def make_params(host: str, draw: random.Random) -> dict[str, Any]:
@@ -156,6 +156,7 @@ class SglangConnector:
             return manager
         queue = SimpleNamespace(metadata_buffers=None, transfer_queue=SimpleNamespace())
         names = DECODE.DecodeRank.__init__.__globals__
+        names["Rooms"] = partial(Rooms, ask_s=ASK_S)
         names["make_reads"] = partial(self._make_reads, site, rank)
         manager.rank = DECODE.DecodeRank(memory, queue, None, self._settings, WAITING_S, site.host)
         return manager

@@ -1,0 +1,243 @@
+"""The contents of rooms: entries of requests that are computed in part or as a whole.
+
+An entry is a JSON object with a ``handoff``, the parameters of a
+:class:`~kvplan.connector.Handoff`. One of a whole prompt has something else beside it, by
+:data:`WHOLE_KEYS`; an entry without that is of a part, and another one follows. A server keeps
+entries as texts, one for each part of the engine that has block tables of its own, and gives each
+content of a room a new version.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+
+from kvplan._checks import at_most, having, instance, name
+from kvplan._text import brief_repr
+from kvplan.connector.access import TOKEN_BYTES, Access, access_or_none
+from kvplan.connector.handoff import Handoff
+from kvplan.connector.http import MAX_ANSWER_BYTES
+from kvplan.connector.system import SYSTEM, System
+from kvplan.describe.blocks import Blocks
+from kvplan.errors import KVPlanError
+
+MAX_ASKED: Final = 1 << 10
+"""Rooms in one question."""
+
+MAX_ROOM_CHARACTERS: Final = 1 << 7
+"""The length of a room's name."""
+
+MAX_QUESTION_BYTES: Final = MAX_ASKED << 10
+"""The length of a question. In JSON a character has at most 6 bytes; a version has 32."""
+
+ENTRY_BYTES: Final = 500
+"""The memory that a server needs for an entry beside its text, and a little more."""
+
+TIMEOUT_S: Final = 3.0
+"""Seconds within which a server of rooms must answer."""
+
+WHOLE_KEYS: Final = ("metadata", "token", "error", "is_whole")
+"""Keys of which an entry of a whole prompt has one."""
+
+
+@attrs.frozen
+class RoomTexts:
+    """The content of a room in its server: a version, and the texts of its entries."""
+
+    version: str
+    texts: Sequence[str]
+
+    __repr__ = brief_repr
+
+
+@attrs.frozen
+class RoomContent:
+    """The entry of a room, and the version by which it is known."""
+
+    version: str
+    entry: Mapping[str, Any]
+
+    __repr__ = brief_repr
+
+
+class RoomStore:
+    """The entries of an engine's own rooms. One thread writes, and another one answers.
+
+    ``token`` returns random bytes, as :func:`secrets.token_hex` does.
+
+    >>> from secrets import token_hex
+    >>> store = RoomStore(token_hex)
+    >>> store.put("transfer 1", {"handoff": {}})
+    >>> store.withdraw("transfer 1")
+    >>> store.answer(b'{"transfer 1": ""}')
+    b'{}'
+    """
+
+    def __init__(self, token: Callable[[int], str]) -> None:
+        self._token: Callable[[int], str] = having("__call__", token, "token", "a function")
+        self._contents: dict[str, RoomTexts] = {}
+
+    def put(self, room: str, entry: Mapping[str, Any]) -> None:
+        """Publish an entry, in place of the room's earlier one."""
+        text = json.dumps(instance(Mapping, entry, "entry of a room"))
+        # in one step, since another thread answers meanwhile
+        self._contents[name(room, "room")] = RoomTexts(self._token(TOKEN_BYTES), [text])
+
+    def withdraw(self, room: str) -> None:
+        """Withdraw the entry of a room, if it has one."""
+        self._contents.pop(name(room, "room"), None)
+
+    def answer(self, question: bytes) -> bytes:
+        """Answer what :func:`ask_again` asks."""
+        return answer_rooms(question, self._contents.get)
+
+
+def answer_rooms(question: bytes, content_of: Callable[[str], RoomTexts | None]) -> bytes:
+    """Return what rooms have that the asker has not seen, as much as an answer takes.
+
+    A question has the version of each room that was seen last. ``content_of`` returns the content
+    of a room, None of one that has none. Raises ``TYPE``, or ValueError for what is no JSON.
+    """
+    having("__call__", content_of, "content_of", "a function")
+    seen = instance(Mapping, json.loads(instance(bytes, question, "question")), "rooms")
+    answer = dict[str, tuple[str, Sequence[str]]]()
+    num_bytes = 0
+    # in the order of the question, so that what is left out comes with another one
+    for room, version in [*seen.items()][:MAX_ASKED]:
+        content = content_of(room)
+        if content is None or content.version == version:
+            continue
+        # twice, as strings in JSON
+        num_bytes += 2 * sum(map(len, content.texts)) + ENTRY_BYTES
+        if num_bytes > MAX_ANSWER_BYTES:
+            break
+        answer[room] = content.version, content.texts
+    return json.dumps(answer).encode()
+
+
+def ask_again(
+    address: str,
+    versions: Mapping[str, str],
+    access: Access | None = None,
+    system: System = SYSTEM,
+) -> dict[str, RoomContent]:
+    """Return what rooms have whose last seen ``versions`` are given: those that have changed since.
+
+    Raises ``PEER`` and ``MESSAGE``.
+    """
+    for room in instance(Mapping, versions, "versions of rooms"):
+        num_characters = len(name(room, "room"))
+        at_most(MAX_ROOM_CHARACTERS, num_characters, "characters of a room's name", "ask for it")
+    access = access_or_none(access)
+    peer = f"the server of rooms at {name(address, 'address of a server')}"
+    question = json.dumps(dict(versions)).encode()
+    answer = system.exchange(peer, address, "/ask", TIMEOUT_S, access, question)
+    try:
+        contents = dict[str, RoomContent]()
+        for room, (version, texts) in json.loads(answer).items():
+            contents[room] = RoomContent(f"{version}", _merged(room, texts, access.key))
+        return contents
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        expected = "entries by room"
+        raise KVPlanError(
+            "MESSAGE", f"ask {address}", expected=expected, got=f"{error!r}"
+        ) from None
+
+
+def _merged(room: str, texts: Sequence[str], key: bytes) -> Mapping[str, Any]:
+    """Return the entry of the part that has computed least, with the block tables of all parts.
+
+    Its ``leases`` are those of all parts. An entry that cannot be read has no handoff, but an
+    ``error`` that says why.
+    """
+    try:
+        # what a stranger may have published
+        entries = [_checked(json.loads(text)) for text in texts]
+        if len(entries) == 1:
+            return entries[0]
+        handoffs = [Handoff.of_params(entry.get("handoff", {}), key) for entry in entries]
+    except (ValueError, RecursionError) as error:
+        return {"error": f"room {room}: {error}"}
+    # parts have groups of their own
+    blocks = dict[str, Blocks]()
+    kept = dict[str, int]()
+    for handoff in handoffs:
+        blocks.update(handoff.blocks)
+        kept.update(handoff.kept)
+    # of those that have computed all, the first one, whose lease is claimed
+    progress = [
+        (handoff.num_tokens, not is_part(entry))
+        for handoff, entry in zip(handoffs, entries, strict=True)
+    ]
+    slowest = progress.index(min(progress))
+    merged = attrs.evolve(
+        handoffs[slowest],
+        source=handoffs[0].source,
+        lease=handoffs[0].lease,
+        blocks=blocks,
+        kept=kept,
+    )
+    leases = [handoff.lease for handoff in handoffs]
+    return {**entries[slowest], "handoff": merged.params(key), "leases": leases}
+
+
+def is_part(entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry is of a prompt that is computed in part, so that another follows."""
+    return instance(Mapping, entry, "entry of a room").keys().isdisjoint(WHOLE_KEYS)
+
+
+def _checked(entry: Any) -> Mapping[str, Any]:
+    """Return an entry, which must be an object. Raises ValueError."""
+    if not isinstance(entry, dict):
+        raise ValueError("an entry that is no object")
+    return entry
+
+
+@attrs.frozen
+class Published:
+    """What prefill has published of a request: a part of its prompt, or the whole.
+
+    ``leases`` are those of all parts of the engine that have block tables of their own.
+    """
+
+    handoff: Handoff
+    leases: tuple[str, ...]
+    is_whole: bool
+    entry: Mapping[str, Any]
+
+    __repr__ = brief_repr
+
+    @classmethod
+    def of_entry(
+        cls, room: str, entry: Mapping[str, Any], key: bytes, earlier: Published | None = None
+    ) -> Published:
+        """Read the entry of a room, of which the ``earlier`` one was read.
+
+        Raises ``MESSAGE`` for one that says why there is none, ``LEASE`` for one under other
+        leases, and what :meth:`Handoff.of_params` raises.
+
+        >>> source = Source("prefill", "a1", "10.0.0.1", 5600)
+        >>> part = {"handoff": Handoff(source, "lease 1", 40, "8f2c", {}).params()}
+        >>> earlier = Published.of_entry("7", part, b"")
+        >>> again = {"handoff": Handoff(source, "lease 2", 40, "8f2c", {}).params()}
+        >>> Published.of_entry("7", again, b"", earlier)
+        Traceback (most recent call last):
+        kvplan.errors.KVPlanError: LEASE: cannot read request 7:
+        expected more of what was published under 'lease 1', got 'lease 2'
+        (prefill has given it up, and computed it again)
+        """
+        if "error" in instance(Mapping, entry, "entry of a room"):
+            action = f"read what room {room} has"
+            expected = "an entry of each stage"
+            raise KVPlanError("MESSAGE", action, expected=expected, got=f"{entry['error']}")
+        handoff = Handoff.of_params(entry.get("handoff", {}), key)
+        leases = (handoff.lease, *entry.get("leases", ()))
+        if earlier is not None and earlier.leases != leases:
+            action = f"read request {room}"
+            expected = f"more of what was published under {earlier.leases[0]!r}"
+            hint = "prefill has given it up, and computed it again"
+            raise KVPlanError("LEASE", action, expected=expected, got=f"{leases[0]!r}", hint=hint)
+        return cls(handoff, leases, not is_part(entry), entry)

@@ -1,0 +1,131 @@
+"""Rooms: decode asks for what prefill has computed of its requests.
+
+Both engines know a request by the name of its room before prefill has computed it: by the number
+that SGLang gives it, or by the transfer id that a router of vLLM gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from logging import Logger
+from typing import Any, Final
+
+import attrs
+
+from kvplan._checks import at_most, having, instance, integer, name, seconds
+from kvplan.connector.access import Access, access_or_none
+from kvplan.connector.claims import MAX_SOURCES
+from kvplan.connector.room_contents import MAX_ASKED, RoomContent, ask_again
+from kvplan.connector.system import SYSTEM, System
+from kvplan.errors import KVPlanError
+
+MAX_SERVERS: Final = MAX_SOURCES
+"""Servers that decode asks at a time, unless it says otherwise, each on a thread."""
+
+ASK_S: Final = 0.01
+"""Seconds between two questions to a server about all rooms that are wanted of it, by default."""
+
+RETRY_S: Final = 1.0
+"""Seconds after which a server that gave no answer is asked again."""
+
+
+@attrs.define(eq=False)
+class _WantedRoom:
+    """A room that a reader asks for: what takes its entries, and the version that it took last."""
+
+    room: str
+    take: Callable[[Any], bool]
+    version: str = ""
+
+
+class Rooms:
+    """Asks servers about rooms, on a thread for each of at most ``max_servers``.
+
+    A server is asked every ``ask_s`` while something is wanted of it.
+    """
+
+    def __init__(
+        self,
+        logger: Logger,
+        access: Access | None = None,
+        max_servers: int = MAX_SERVERS,
+        system: System = SYSTEM,
+        *,
+        ask_s: float = ASK_S,
+    ) -> None:
+        self._logger: Logger = instance(Logger, logger, "logger")
+        self._max_servers: int = integer(max_servers, "max_servers")
+        self._access = access_or_none(access)
+        self._ask_s: float = seconds(ask_s, "ask_s")
+        self._system = instance(System, system, "system")
+        self._lock = system.condition()
+        # by the server that is asked, and by reader
+        self._wanted: dict[str, dict[str, _WantedRoom]] = {}
+
+    def want(self, reader: str, room: str, address: str, take: Callable[[Any], bool]) -> None:
+        """Ask for a room until it has a whole entry, or its reader is forgotten.
+
+        ``take`` is called with each new entry, on the thread that has asked, and returns whether it
+        is whole. It must not wait or raise. Raises ``RANGE`` if too many servers are asked.
+        """
+        wanted = _WantedRoom(name(room, "room"), having("__call__", take, "take", "a function"))
+        with self._lock:
+            if address not in self._wanted:
+                action = f"ask {name(address, 'address of a server')}"
+                number = len(self._wanted) + 1
+                at_most(self._max_servers, number, "servers of rooms at a time", action)
+                self._wanted[address] = {}
+                self._system.start("kvplan rooms", partial(self._run, address))
+            self._wanted[address][name(reader, "reader")] = wanted
+
+    def forget(self, reader: str) -> None:
+        """Ask for a reader no more. An entry of its room is taken before that, or never."""
+        with self._lock:
+            for readers in self._wanted.values():
+                readers.pop(name(reader, "reader"), None)
+
+    def _run(self, address: str) -> None:
+        """Ask a server for the rooms that are wanted of it, until there are none."""
+        while True:
+            with self._lock:
+                if not self._wanted[address]:
+                    del self._wanted[address]
+                    return
+                # the lock is not held while the server is asked
+                asked = sorted(self._versions(address).items())
+            try:
+                for start in range(0, len(asked), MAX_ASKED):
+                    versions = dict(asked[start : start + MAX_ASKED])
+                    contents = ask_again(address, versions, self._access, self._system)
+                    self._take(address, contents)
+            except KVPlanError as error:
+                self._logger.warning("%s", error)
+                self._system.sleep(RETRY_S)
+            else:
+                self._system.sleep(self._ask_s)
+
+    def _versions(self, address: str) -> dict[str, str]:
+        """Return the version of each room that all its readers have seen, none if they differ."""
+        # a reader that has come later wants what others have seen
+        versions = dict[str, str]()
+        for wanted in self._wanted[address].values():
+            version = versions.setdefault(wanted.room, wanted.version)
+            if version != wanted.version:
+                versions[wanted.room] = ""
+        return versions
+
+    def _take(self, address: str, contents: Mapping[str, RoomContent]) -> None:
+        """Give the entries of rooms to those that want them."""
+        if not contents:
+            return
+        with self._lock:
+            # A reader that was forgotten meanwhile stays so.
+            readers = self._wanted[address]
+            for reader, wanted in [*readers.items()]:
+                content = contents.get(wanted.room)
+                if content is None or content.version == wanted.version:
+                    continue
+                wanted.version = content.version
+                if wanted.take(content.entry):
+                    del readers[reader]
