@@ -9,6 +9,8 @@ backends follow these rules:
   being read stays readable while another process deletes it, or reads as ``None``.
 - S3: A backend that fails raises ``BACKEND``, and leaves nothing of what it was writing.
 - S4: What was written does not prove what is read. Readers check digests.
+- S5: A page of a prefix counts as used before the page in front of it, so prefixes are evicted from
+  their ends.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ FILE_NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{64}/[0-9a-z.]{1,64}")
 TEMPORARY: Final = "tmp"
 """The folder of files that are being written."""
 
+BETWEEN_PAGES_S: Final = 1e-5
+"""A page counts as used so long before the page in front of it."""
+
 ATTEMPTS: Final = 5
 """A page's folder may vanish between its making and the renaming, with its last file."""
 
@@ -57,7 +62,11 @@ class FileEntry:
 
 
 class Backend(Protocol):
-    """Holds files by name, rules S1 to S4. Any number of threads and processes use it at once."""
+    """Holds files by name, rules S1 to S5. Any number of threads and processes use it at once."""
+
+    @property
+    def at_once(self) -> int:
+        """How many calls a client makes at once, where one does not wait for another."""
 
     def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
         """Write a file, and return whether it was not there yet."""
@@ -71,8 +80,8 @@ class Backend(Protocol):
     def files(self, page: str) -> tuple[str, ...]:
         """Return what the names of the files of ``space/key`` end with, none if it has no files."""
 
-    def touch(self, name: str, used_s: float) -> None:
-        """Note when a file was used, in seconds of the epoch, if it is there."""
+    def touch(self, pages: Sequence[str], used_s: float) -> None:
+        """Note when the pages of a prefix were used, in seconds of the epoch, rule S5."""
 
     def entries(self) -> Iterator[FileEntry]:
         """Yield all files. Ones that come or go meanwhile may be among them."""
@@ -93,6 +102,15 @@ def checked_page(page: str) -> str:
     """Return the name of a page. Raises ``NAME`` for one that could leave its folder."""
     checked_name(f"{instance(str, page, 'name of a page')}/x")
     return page
+
+
+def checked_uses(pages: Sequence[str], used_s: float) -> list[tuple[str, float]]:
+    """Return when each page of a prefix counts as used, rule S5. Raises ``TYPE`` or ``RANGE``."""
+    check_moment(used_s, "used_s")
+    return [
+        (checked_page(page), used_s - number * BETWEEN_PAGES_S)
+        for number, page in enumerate(members(str, pages, "pages"))
+    ]
 
 
 def checked_chunks(chunks: Sequence[FileBytes]) -> tuple[FileBytes, ...]:
@@ -130,6 +148,8 @@ class MemoryBackend:
     serves all engines of a host: :class:`FileBackend`.
     """
 
+    at_once: int = 1
+
     def __init__(self, max_bytes: int | None = None) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -144,7 +164,7 @@ class MemoryBackend:
             if part in self._files.get(page, {}):
                 return False
             if self._max_bytes is not None and self._num_bytes + len(data) > self._max_bytes:
-                raise _failed("write", name, f"memory for {self._max_bytes} bytes", "none left")
+                raise failed("write", name, f"memory for {self._max_bytes} bytes", "none left")
             self._num_bytes += len(data)
             self._files.setdefault(page, {})[part] = _MemoryFile(data, time.time())
         return True
@@ -169,13 +189,12 @@ class MemoryBackend:
         """Return the ends of the names of a page's files."""
         return tuple(self._files.get(checked_page(page), ()))
 
-    def touch(self, name: str, used_s: float) -> None:
-        """Set the time of a file."""
-        check_moment(used_s, "used_s")
-        page, _, part = checked_name(name).rpartition("/")
+    def touch(self, pages: Sequence[str], used_s: float) -> None:
+        """Set the times of files."""
         with self._lock:
-            if file := self._files.get(page, {}).get(part):
-                file.used_s = used_s
+            for page, page_used_s in checked_uses(pages, used_s):
+                for file in self._files.get(page, {}).values():
+                    file.used_s = page_used_s
 
     def entries(self) -> Iterator[FileEntry]:
         """Yield the files of one moment."""
@@ -196,18 +215,19 @@ class FileBackend:
 
     A file is written under another name, synchronized, and renamed. ``synchronize=False`` leaves it
     to the system when bytes reach the disk: after a loss of power a file may lack some, which its
-    digests tell.
+    digests tell. A client reads and writes up to ``at_once`` files at a time.
     """
 
-    def __init__(self, folder: Path | str, *, synchronize: bool = True) -> None:
+    def __init__(self, folder: Path | str, *, synchronize: bool = True, at_once: int = 1) -> None:
         path = folder if isinstance(folder, Path) else name(folder, "folder of a store")
         self.folder: Path = Path(path)
+        self.at_once: int = integer(at_once, "at_once", low=1)
         self._synchronize = instance(bool, synchronize, "synchronize")
         # from here on, a folder that is not there is a disk that is gone
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _failed("open", str(folder), "a folder", _reason(error)) from error
+            raise failed("open", str(folder), "a folder", _reason(error)) from error
 
     def path_of(self, name: str) -> Path:
         """Return where a file is: pages are spread over 4096 folders of a space."""
@@ -231,7 +251,7 @@ class FileBackend:
             self._write(temporary, chunks)
             self._publish(temporary, path)
         except OSError as error:
-            raise _failed("write", name, f"a file in {self.folder}", _reason(error)) from error
+            raise failed("write", name, f"a file in {self.folder}", _reason(error)) from error
         finally:
             # a file that has its name is not there any more
             with contextlib.suppress(OSError):
@@ -275,12 +295,12 @@ class FileBackend:
             self._check_folder("read", name)
             return None
         except OSError as error:
-            raise _failed("read", name, "a file that can be read", _reason(error)) from error
+            raise failed("read", name, "a file that can be read", _reason(error)) from error
 
     def _check_folder(self, verb: str, name: str) -> None:
         """Raise ``BACKEND`` if the whole folder is gone, as with a disk that is not mounted."""
         if not self.folder.is_dir():
-            raise _failed(verb, name, f"a folder {self.folder}", "none")
+            raise failed(verb, name, f"a folder {self.folder}", "none")
 
     def delete(self, name: str) -> None:
         """Delete a file, and the folder of its page if that is empty now."""
@@ -288,7 +308,7 @@ class FileBackend:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            raise _failed("delete", name, "a file that can be deleted", _reason(error)) from error
+            raise failed("delete", name, "a file that can be deleted", _reason(error)) from error
         # a folder with other parts, or with a pin, is not empty and stays
         with contextlib.suppress(OSError):
             path.parent.rmdir()
@@ -301,13 +321,14 @@ class FileBackend:
             self._check_folder("list", page)
             return ()
         except OSError as error:
-            raise _failed("list", page, "a folder that can be read", _reason(error)) from error
+            raise failed("list", page, "a folder that can be read", _reason(error)) from error
 
-    def touch(self, name: str, used_s: float) -> None:
-        """Set the time of a file's last change, which is that of its last use."""
-        check_moment(used_s, "used_s")
-        with contextlib.suppress(OSError):
-            os.utime(self.path_of(name), (used_s, used_s))
+    def touch(self, pages: Sequence[str], used_s: float) -> None:
+        """Set the times of the last changes of files, which are those of their last use."""
+        for page, page_used_s in checked_uses(pages, used_s):
+            for part in self.files(page):
+                with contextlib.suppress(OSError):
+                    os.utime(self._page_folder(page) / part, (page_used_s, page_used_s))
 
     def entries(self) -> Iterator[FileEntry]:
         """Walk through all folders."""
@@ -321,7 +342,7 @@ class FileBackend:
                     if FILE_NAME.fullmatch(name):
                         yield FileEntry(name, status.st_size, status.st_mtime)
         except OSError as error:
-            raise _failed("list", "all", "folders that can be read", _reason(error)) from error
+            raise failed("list", "all", "folders that can be read", _reason(error)) from error
 
     def sweep(self, before_s: float) -> int:
         """Delete what processes that were killed have left."""
@@ -339,5 +360,6 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _failed(verb: str, name: str, expected: str, got: str) -> KVPlanError:
+def failed(verb: str, name: str, expected: str, got: str) -> KVPlanError:
+    """Return the error of a backend that fails, rule S3."""
     return KVPlanError("BACKEND", f"{verb} {name} of a store", expected=expected, got=got)

@@ -32,6 +32,7 @@ from kvplan.store.backends import Backend
 from kvplan.store.chain import PAGE_TOKENS, Chain
 from kvplan.store.mover import MemoryMover, Mover
 from kvplan.store.pages import PageHeader, check_data, check_name, pack, read_header
+from kvplan.store.parallel import in_parallel
 from kvplan.store.parts import STATES, TOKENS, StoredPart, parts_of
 from kvplan.store.readers import (
     NO_WINDOWS,
@@ -46,9 +47,6 @@ from kvplan.store.readers import (
 
 BUFFER_BYTES: Final = 64 << 20
 
-BETWEEN_PAGES_S: Final = 1e-5
-"""A page counts as used so long before the page in front of it."""
-
 
 @attrs.frozen(eq=False)
 class _PageRun:
@@ -57,6 +55,21 @@ class _PageRun:
     page_plan: PagePlan
     pages: range
     positions: Range
+
+
+@attrs.frozen(eq=False)
+class _BufferedFile:
+    """A file of a page, and where its data is in the buffer."""
+
+    space: str
+    key: str
+    page: int
+    part: StoredPart
+    memory: memoryview
+
+    @property
+    def name(self) -> str:
+        return f"{self.space}/{self.key}/{self.part.name}"
 
 
 class StoreClient(StoreReader):
@@ -148,21 +161,24 @@ class StoreClient(StoreReader):
         for run in _rows(missing, page_plan.num_pages):
             span = (run.start * self.tokens_per_page, run.stop * self.tokens_per_page)
             self._move(page_plan, group, table, run, span)
-            # each part of each page is a file of its own
-            for slot, page in enumerate(run):
-                for part, offset in zip(page_plan.parts, page_plan.offsets, strict=True):
-                    stop = (page + 1) * self.tokens_per_page
-                    data = self._memory(part, offset, slot)
-                    chunks = pack(chain.keys[page], stop, part, data)
-                    name = f"{chain.space}/{chain.keys[page]}/{part.name}"
-                    self.backend.put(name, chunks)
-                num_saved += 1
+            files = self._files(chain, page_plan, run)
+            in_parallel(self._write_file, files, self.backend.at_once)
+            num_saved += len(run)
         return num_saved
 
-    def _memory(self, part: StoredPart, offset: int, slot: int) -> memoryview:
-        """Return the bytes of a part in the n-th page of the buffer."""
-        start = offset + slot * part.num_bytes
-        return self._buffer.data[start : start + part.num_bytes]
+    def _files(self, chain: Chain, page_plan: PagePlan, pages: range) -> list[_BufferedFile]:
+        """Return the files of pages in the buffer: each part of each page is one."""
+        files = []
+        for slot, page in enumerate(pages):
+            for part, offset in zip(page_plan.parts, page_plan.offsets, strict=True):
+                start = offset + slot * part.num_bytes
+                memory = self._buffer.data[start : start + part.num_bytes]
+                files.append(_BufferedFile(chain.space, chain.keys[page], page, part, memory))
+        return files
+
+    def _write_file(self, file: _BufferedFile) -> None:
+        stop = (file.page + 1) * self.tokens_per_page
+        self.backend.put(file.name, pack(file.key, stop, file.part, file.memory))
 
     def _move(
         self, page_plan: PagePlan, group: Group, table: Blocks, pages: range, positions: Range
@@ -198,8 +214,12 @@ class StoreClient(StoreReader):
         instance(Chain, chain, "chain")
         for group, table, span in self._ranges(tables, positions):
             for run in self._runs(chain, group, span):
-                for slot, page in enumerate(run.pages):
-                    self._read_page(chain, page, run.page_plan, slot)
+                files = self._files(chain, run.page_plan, run.pages)
+                try:
+                    in_parallel(self._read_file, files, self.backend.at_once)
+                except KVPlanError as error:
+                    self.faults[error.code] += 1
+                    raise
                 self._move(run.page_plan, group, table, run.pages, run.positions)
 
     def _runs(self, chain: Chain, group: Group, positions: Range) -> Iterator[_PageRun]:
@@ -231,42 +251,44 @@ class StoreClient(StoreReader):
             yield _PageRun(page_plan, run, (low, high))
             start = stop
 
-    def _read_page(self, chain: Chain, page: int, page_plan: PagePlan, slot: int) -> None:
-        """Read the parts of a page into the buffer, rules L1 and L2."""
-        key = chain.keys[page]
-        for part, offset in zip(page_plan.parts, page_plan.offsets, strict=True):
-            name = f"{chain.space}/{key}/{part.name}"
-            try:
-                _, data = read_file(self.backend, name, part)
-            except KVPlanError as error:
-                if error.code == "BACKEND":
-                    raise
-                # the page is a miss from now on, also for others
-                self.faults[error.code] += 1
-                self.backend.delete(name)
-                raise
-            self._memory(part, offset, slot)[:] = data
+    def _read_file(self, file: _BufferedFile) -> None:
+        """Read a file into the buffer, rules L1 and L2."""
+        try:
+            _, data = read_file(self.backend, file.name, file.part)
+        except KVPlanError as error:
+            # the page is a miss from now on, also for others
+            if error.code != "BACKEND":
+                self.backend.delete(file.name)
+            raise
+        file.memory[:] = data
 
     def use(self, chain: Chain, stop: int) -> None:
-        """Note that the pages of a prefix were used: the last ones are evicted first."""
+        """Note that the pages of a prefix were used: the last ones are evicted first.
+
+        A failing backend is counted in ``faults``.
+        """
+        pages = self._page_names(chain, stop)
+        try:
+            self.backend.touch(pages, time.time())
+        except KVPlanError as error:
+            if error.code != "BACKEND":
+                raise
+            self.faults[error.code] += 1
+
+    def _page_names(self, chain: Chain, stop: int) -> list[str]:
+        """Return the names of the pages of a prefix."""
         self._check_prefix(chain, stop)
-        now_s = time.time()
-        for number, key in enumerate(chain.keys[: stop // self.tokens_per_page]):
-            page = f"{chain.space}/{key}"
-            for part in self.backend.files(page):
-                self.backend.touch(f"{page}/{part}", now_s - number * BETWEEN_PAGES_S)
+        return [f"{chain.space}/{key}" for key in chain.keys[: stop // self.tokens_per_page]]
 
     def pin(self, chain: Chain, stop: int) -> None:
         """Keep the pages of a prefix from being evicted. Raises ``BACKEND``."""
-        self._check_prefix(chain, stop)
-        for key in chain.keys[: stop // self.tokens_per_page]:
-            self.backend.put(f"{chain.space}/{key}/{PIN}", [b""])
+        for page in self._page_names(chain, stop):
+            self.backend.put(f"{page}/{PIN}", [b""])
 
     def unpin(self, chain: Chain, stop: int) -> None:
         """Let the pages of a prefix be evicted again."""
-        self._check_prefix(chain, stop)
-        for key in chain.keys[: stop // self.tokens_per_page]:
-            self.backend.delete(f"{chain.space}/{key}/{PIN}")
+        for page in self._page_names(chain, stop):
+            self.backend.delete(f"{page}/{PIN}")
 
 
 def read_file(

@@ -26,6 +26,7 @@ from kvplan.plan import TransferPlan, plan_reads
 from kvplan.store.backends import Backend
 from kvplan.store.chain import PAGE_TOKENS, Chain
 from kvplan.store.pages import check_name, read_header
+from kvplan.store.parallel import in_parallel
 from kvplan.store.parts import NAME_DIGITS, StoredPart
 
 Listings = dict[str, frozenset[str]]
@@ -181,13 +182,26 @@ class StoreReader:
         key = chain.keys[integer(page, "page of a chain", high=num_pages)]
         instance(Group, group, "group")
         if key not in instance(dict, listings, "listings"):
-            listings[key] = frozenset(self.backend.files(f"{chain.space}/{key}"))
+            self._list(chain, page, listings)
         # pages of one writer have the same parts, and so the same plan
         names = frozenset(name for name in listings[key] if self._part(chain, key, name))
         question = (group.name, names)
         if question not in self._plans:
             self._plans[question] = self._plan(group, names)
         return self._plans[question]
+
+    def _list(self, chain: Chain, page: int, listings: Listings) -> None:
+        """List the parts of a page, and of as many beside it as can be asked for at once.
+
+        Most searches find nothing, so the first page is asked for alone.
+        """
+        at_once = self.backend.at_once
+        first = page - page % at_once
+        pages = range(first, first + at_once) if page else range(1)
+        keys = [key for key in chain.keys[pages.start : pages.stop] if key not in listings]
+        names = [f"{chain.space}/{key}" for key in keys]
+        for key, parts in zip(keys, in_parallel(self.backend.files, names, at_once), strict=True):
+            listings[key] = frozenset(parts)
 
     def _of_groups(self, values: Any, subject: str) -> Mapping[str, Any]:
         """Return values by group. Raises ``TYPE``, and ``NAME`` for a name that no group has."""
