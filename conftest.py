@@ -1,6 +1,6 @@
 """Hypothesis profiles: ``ci`` repeats itself exactly; ``long``, by HYPOTHESIS_PROFILE=long, looks far.
 
-Where NIXL, SGLang, torch, transformers or vLLM is not installed, what needs them is left out.
+Where NIXL, obstore, SGLang, torch, transformers or vLLM is not installed, what needs them is left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # the refusals that tests prov
 os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
 os.environ.setdefault("UCX_NET_DEVICES", "lo")  # one test makes a network for a while, which others must not use
 
-MISSING = [name for name in ("nixl", "sglang", "torch", "transformers", "vllm") if find_spec(name) is None]
+MISSING = [name for name in ("nixl", "obstore", "sglang", "torch", "transformers", "vllm") if find_spec(name) is None]
 collect_ignore_glob = ["kvplan_nixl/vllm/[!p]*"] if "vllm" in MISSING else []  # all but the proxy
 collect_ignore_glob += [
     f"kvplan_nixl/sglang/{n}.py"
@@ -42,6 +42,7 @@ collect_ignore_glob += [
 ]
 collect_ignore_glob += ["tests/nixl/*", "kvplan_nixl/demo.py"] if {"nixl", "torch"} & {*MISSING} else []
 collect_ignore_glob += ["kvplan_nixl/*"] if "nixl" in MISSING else []
+collect_ignore_glob += ["kvplan/store/objects.py"] if "obstore" in MISSING else []
 collect_ignore_glob += ["tests/models/*walk.py"] if {"torch", "transformers"} & {*MISSING} else []
 
 

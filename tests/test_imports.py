@@ -49,7 +49,7 @@ MAY_IMPORT = {
 LATE = {"cli"}
 """Commands are imported by a function, which says so where their extra is missing."""
 
-OTHER_PACKAGES = {"cli": {"click", "rich"}, "testing": {"hypothesis"}}
+OTHER_PACKAGES = {"cli": {"click", "rich"}, "testing": {"hypothesis"}, "store": {"obstore"}}
 
 
 def test_import_loads_only_numpy_and_attrs() -> None:

@@ -56,7 +56,16 @@ def files(backend: Any) -> Example:
     page = f"{'0' * 16}/{'0' * 64}"
     name = f"{page}/{'0' * 32}"
     backend.put(name, [b"page"])
-    right = {"page": page, "name": name, "start": 0, "stop": 2, "chunks": [b"page"], "used_s": 1.0, "before_s": 1.0}
+    right: dict[str, Any] = {
+        "page": page,
+        "pages": [page],
+        "name": name,
+        "start": 0,
+        "stop": 2,
+        "chunks": [b"page"],
+        "used_s": 1.0,
+        "before_s": 1.0,
+    }
     return backend, right
 
 

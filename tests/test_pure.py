@@ -59,7 +59,7 @@ QUIET = """
 
 IMPURE = {
     "connector": {"sockets", "threads", "files", "clocks", "randomness", "logging"},
-    "store": {"threads", "files", "clocks", "randomness", "mapped memory"},
+    "store": {"threads", "files", "clocks", "randomness", "mapped memory", "interpreter"},
     "cli": {"clocks", "files", "environment", "interpreter", "processes"},
     "testing": {"clocks", "randomness", "interpreter", "threads", "logging", "environment"},
     "__main__": {"interpreter"},

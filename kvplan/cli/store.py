@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,14 +18,25 @@ from kvplan.cli.options import json_option
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import plan_reads
-from kvplan.store import FileBackend, FileEntry, Limits, PageHeader, StoredPart, evict, read_file
+from kvplan.store import (
+    Backend,
+    FileEntry,
+    Limits,
+    PageHeader,
+    StoredPart,
+    evict,
+    open_backend,
+    read_file,
+)
 from kvplan.store.pages import read_header
+from kvplan.store.parallel import in_batches
+from kvplan.store.parts import NAME_DIGITS
 from kvplan.store.readers import PIN, of_group, place
 
 GIB: Final = 1 << 30
 DAY_S: Final = 86400
 
-folder_argument = click.argument("folder", type=click.Path())
+location_argument = click.argument("location", metavar="STORE", type=click.Path())
 
 
 @attrs.define
@@ -105,33 +117,51 @@ class ModelEntry:
         }
 
 
-def opened(folder: str) -> FileBackend:
-    """Return the store in a folder. Raises ``NAME`` if there is no such folder."""
-    if not Path(folder).is_dir():
-        got = f"{folder!r}"
+def opened(location: str) -> Backend:
+    """Return the store in a folder or at a URL. Raises ``NAME`` if there is no such folder."""
+    if "://" not in location and not Path(location).is_dir():
+        got = f"{location!r}"
         raise KVPlanError("NAME", "open a store", expected="the folder of a store", got=got)
-    return FileBackend(folder)
+    return open_backend(location)
 
 
-def header_of(backend: FileBackend, entry: FileEntry) -> PageHeader:
-    """Read the header of a file. Raises ``PAGE`` or ``VERSION``."""
-    return read_header(entry.name, lambda start, stop: backend.get(entry.name, start, stop) or b"")
+def is_part(entry: FileEntry) -> bool:
+    """Return whether a file has a part of a page: pins and marks of uses have no bytes."""
+    return len(entry.name.rpartition("/")[2]) == NAME_DIGITS
 
 
-def spaces_of(backend: FileBackend) -> tuple[list[ModelEntry], list[str]]:
+def header_of(backend: Backend, entry: FileEntry) -> PageHeader | KVPlanError:
+    """Return the header of a file, or why it cannot be read. Raises ``BACKEND``."""
+    try:
+        return read_header(
+            entry.name, lambda start, stop: backend.get(entry.name, start, stop) or b""
+        )
+    except KVPlanError as error:
+        if error.code == "BACKEND":
+            raise
+        return error
+
+
+def spaces_of(backend: Backend) -> tuple[list[ModelEntry], list[str]]:
     """Return the spaces of a store, and what is wrong with files whose headers cannot be read."""
     spaces: dict[str, ModelEntry] = {}
     faults = []
-    for entry in sorted(backend.entries(), key=lambda entry: entry.name):
-        # the name of a file says where it belongs, and its header what it has
+    entries = sorted(backend.entries(), key=lambda entry: entry.name)
+    for entry in entries:
         space_name, key, part_name = entry.name.split("/")
         space = spaces.setdefault(space_name, ModelEntry(space_name))
-        # a pin is a file without bytes
         if part_name == PIN:
             space.pinned.add(key)
+    files = [entry for entry in entries if is_part(entry)]
+    headers = in_batches(partial(header_of, backend), files, backend.at_once)
+    for entry, header in zip(files, headers, strict=True):
+        # the name of a file says where it belongs, and its header what it has
+        space_name, key, part_name = entry.name.split("/")
+        space = spaces[space_name]
+        if isinstance(header, KVPlanError):
+            faults.append(f"{header}")
             continue
         try:
-            header = header_of(backend, entry)
             # equal names have equal descriptions, so one of them is read
             if part_name not in space.parts:
                 part = header.part
@@ -151,61 +181,76 @@ def spaces_of(backend: FileBackend) -> tuple[list[ModelEntry], list[str]]:
 
 
 @click.command("ls")
-@folder_argument
+@location_argument
 @json_option
-def ls_command(folder: str, as_json: bool) -> int:
+def ls_command(location: str, as_json: bool) -> int:
     """List the models of a store, and the parts of their pages.
 
     Exit status: 0 listed, 1 some files cannot be read, 2 refused.
     """
-    spaces, faults = spaces_of(opened(folder))
+    spaces, faults = spaces_of(opened(location))
     if as_json:
         echo_json({"spaces": [space.to_json() for space in spaces], "faults": faults})
     else:
-        print_lines([f"{folder}: {count(len(spaces), 'model')}"])
+        print_lines([f"{location}: {count(len(spaces), 'model')}"])
         for space in spaces:
             print_lines(space.lines())
         print_lines(f"  {fault}" for fault in faults)
     return 1 if faults else 0
 
 
+@attrs.frozen
+class FileCheck:
+    """A file, and what is wrong with it, if anything is."""
+
+    entry: FileEntry
+    fault: str = ""
+    is_gone: bool = False
+
+
+def check_of(backend: Backend, entry: FileEntry) -> FileCheck:
+    """Read a file and check its digests. Raises ``BACKEND``."""
+    try:
+        read_file(backend, entry.name)
+    except KVPlanError as error:
+        # an evictor may have deleted the file since it was listed
+        is_gone = backend.get(entry.name, 0, 1) is None
+        return FileCheck(entry, f"{error}", is_gone)
+    return FileCheck(entry)
+
+
 @click.command("verify")
-@folder_argument
+@location_argument
 @click.option("--delete", is_flag=True, help="Delete damaged files.")
 @json_option
-def verify_files_command(folder: str, delete: bool, as_json: bool) -> int:
+def verify_files_command(location: str, delete: bool, as_json: bool) -> int:
     """Read all pages of a store and check their digests.
 
     Exit status: 0 all are whole, 1 some are damaged, 2 refused.
     """
-    backend = opened(folder)
+    backend = opened(location)
     num_files = 0
     num_bytes = 0
     faults = []
     # all bytes are read, which takes minutes for a large store
     with progress_bar(as_json) as bar:
         bar.add_task("verify", total=None)
-        for entry in backend.entries():
-            if entry.name.endswith(f"/{PIN}"):
+        files = filter(is_part, backend.entries())
+        for check in in_batches(partial(check_of, backend), files, backend.at_once):
+            if check.is_gone:
                 continue
             num_files += 1
-            num_bytes += entry.num_bytes
-            try:
-                read_file(backend, entry.name)
-            except KVPlanError as error:
-                # an evictor may have deleted the file since it was listed
-                if backend.get(entry.name, 0, 1) is None:
-                    num_files -= 1
-                    continue
-                faults.append(f"{error}")
-                if delete:
-                    backend.delete(entry.name)
+            num_bytes += check.entry.num_bytes
+            if check.fault:
+                faults.append(check.fault)
+            if check.fault and delete:
+                backend.delete(check.entry.name)
     if as_json:
         echo_json({"files": num_files, "bytes": num_bytes, "faults": sorted(faults)})
     else:
         verb = "deleted" if delete else "damaged"
         whole = f"{count(num_files - len(faults), 'file')} of {num_files} whole"
-        print_lines([f"{folder}: {whole}, {len(faults)} {verb}, {size(num_bytes)}"])
+        print_lines([f"{location}: {whole}, {len(faults)} {verb}, {size(num_bytes)}"])
         print_lines(f"  {fault}" for fault in sorted(faults))
     return 1 if faults else 0
 
@@ -259,17 +304,17 @@ def costs_of(worker: Worker, space: ModelEntry) -> tuple[list[PageCost], list[st
 
 
 @click.command("explain")
-@folder_argument
+@location_argument
 @click.argument("offer")
 @json_option
-def explain_pages_command(folder: str, offer: str, as_json: bool) -> int:
+def explain_pages_command(location: str, offer: str, as_json: bool) -> int:
     """Say what a worker can load of a store, and at what cost.
 
     OFFER is a file with the message that kvplan.encode makes of the worker.
 
     Exit status: 0 it can load some model, 1 it can load none, 2 refused.
     """
-    spaces, _ = spaces_of(opened(folder))
+    spaces, _ = spaces_of(opened(location))
     worker = read_offer(offer)
     # every model of the store is tried, also ones of other names
     documents = []
@@ -289,13 +334,13 @@ def explain_pages_command(folder: str, offer: str, as_json: bool) -> int:
 
 
 @click.command("gc")
-@folder_argument
+@location_argument
 @click.option("--max-gib", type=click.FloatRange(min=0), help="Bytes of the whole store.")
 @click.option("--max-model-gib", type=click.FloatRange(min=0), help="Bytes of each model.")
 @click.option("--max-days", type=click.FloatRange(min=0), help="Days since the last use.")
 @json_option
 def gc_command(
-    folder: str,
+    location: str,
     max_gib: float | None,
     max_model_gib: float | None,
     max_days: float | None,
@@ -310,14 +355,14 @@ def gc_command(
     """
     # limits that are not given are none
     limits = Limits(_scaled(max_gib, GIB), _scaled(max_model_gib, GIB), _scaled(max_days, DAY_S))
-    evicted = evict(opened(folder), limits, time.time())
+    evicted = evict(opened(location), limits, time.time())
     if as_json:
         echo_json(attrs.asdict(evicted))
     else:
         pages = f"{count(evicted.num_pages, 'page')} of {size(evicted.num_bytes)}"
         unfinished = count(evicted.num_unfinished, "unfinished file")
         left = size(evicted.left_bytes)
-        print_lines([f"{folder}: deleted {pages}, and {unfinished}; {left} left"])
+        print_lines([f"{location}: deleted {pages}, and {unfinished}; {left} left"])
     return 0
 
 

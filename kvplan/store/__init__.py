@@ -13,6 +13,7 @@ from kvplan.store.backends import Backend, FileBackend, FileEntry, MemoryBackend
 from kvplan.store.chain import PAGE_TOKENS, Chain, Fact
 from kvplan.store.client import StoreClient, read_file
 from kvplan.store.eviction import Evicted, Limits, evict
+from kvplan.store.locations import open_backend
 from kvplan.store.mover import MemoryMover, Mover
 from kvplan.store.pages import PageHeader
 from kvplan.store.parts import StoredPart, parts_of
@@ -37,6 +38,7 @@ __all__ = [
     "StoredPart",
     "evict",
     "find",
+    "open_backend",
     "parts_of",
     "read_file",
 ]

@@ -4,7 +4,7 @@ A name is ``space/key/part``: the folder of a model, the key of a page, and one 
 backends follow these rules:
 
 - S1: A file appears whole or not at all, and is never written to. Where several write one name,
-  which means the same cache, any of their files stays.
+  which means the same cache, any of their files stays, and it is read from one of them.
 - S2: Deleting what is not there is no error, nor is reading it: it is ``None``. A file that is
   being read stays readable while another process deletes it, or reads as ``None``.
 - S3: A backend that fails raises ``BACKEND``, and leaves nothing of what it was writing.
@@ -68,8 +68,8 @@ class Backend(Protocol):
     def at_once(self) -> int:
         """How many calls a client makes at once, where one does not wait for another."""
 
-    def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
-        """Write a file, and return whether it was not there yet."""
+    def put(self, name: str, chunks: Sequence[FileBytes]) -> None:
+        """Write a file. One that is there may stay."""
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
         """Return the bytes ``[start, stop)`` of a file, ``None`` if there is no such file."""
@@ -156,18 +156,17 @@ class MemoryBackend:
         self._files: dict[str, dict[str, _MemoryFile]] = {}
         self._num_bytes = 0
 
-    def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
+    def put(self, name: str, chunks: Sequence[FileBytes]) -> None:
         """Keep a copy of the chunks."""
         page, _, part = checked_name(name).rpartition("/")
         data = b"".join(checked_chunks(chunks))
         with self._lock:
             if part in self._files.get(page, {}):
-                return False
+                return
             if self._max_bytes is not None and self._num_bytes + len(data) > self._max_bytes:
                 raise failed("write", name, f"memory for {self._max_bytes} bytes", "none left")
             self._num_bytes += len(data)
             self._files.setdefault(page, {})[part] = _MemoryFile(data, time.time())
-        return True
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
         """Return a part of the bytes."""
@@ -215,13 +214,14 @@ class FileBackend:
 
     A file is written under another name, synchronized, and renamed. ``synchronize=False`` leaves it
     to the system when bytes reach the disk: after a loss of power a file may lack some, which its
-    digests tell. A client reads and writes up to ``at_once`` files at a time.
+    digests tell.
     """
 
-    def __init__(self, folder: Path | str, *, synchronize: bool = True, at_once: int = 1) -> None:
+    at_once: int = 1
+
+    def __init__(self, folder: Path | str, *, synchronize: bool = True) -> None:
         path = folder if isinstance(folder, Path) else name(folder, "folder of a store")
         self.folder: Path = Path(path)
-        self.at_once: int = integer(at_once, "at_once", low=1)
         self._synchronize = instance(bool, synchronize, "synchronize")
         # from here on, a folder that is not there is a disk that is gone
         try:
@@ -238,14 +238,14 @@ class FileBackend:
         space, key = checked_page(page).split("/")
         return self.folder / space / key[:3] / key
 
-    def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
+    def put(self, name: str, chunks: Sequence[FileBytes]) -> None:
         """Write a file under another name, then rename it."""
         path = self.path_of(name)
         chunks = checked_chunks(chunks)
         temporary = self.folder / TEMPORARY / f"{os.getpid()}-{uuid.uuid4().hex}"
         try:
             if path.exists():
-                return False
+                return
             # a name of its own: another process may be writing the same page
             temporary.parent.mkdir(parents=True, exist_ok=True)
             self._write(temporary, chunks)
@@ -256,7 +256,6 @@ class FileBackend:
             # a file that has its name is not there any more
             with contextlib.suppress(OSError):
                 temporary.unlink()
-        return True
 
     def _write(self, path: Path, chunks: Sequence[FileBytes]) -> None:
         with open(path, "xb", buffering=0) as file:

@@ -47,6 +47,9 @@ from kvplan.store.readers import (
 
 BUFFER_BYTES: Final = 64 << 20
 
+DIGESTS_AT_ONCE: Final = 4
+"""Digests take as long as files, so several are computed at once even of a backend at hand."""
+
 
 @attrs.frozen(eq=False)
 class _PageRun:
@@ -58,7 +61,7 @@ class _PageRun:
 
 
 @attrs.frozen(eq=False)
-class _BufferedFile:
+class _FileMemory:
     """A file of a page, and where its data is in the buffer."""
 
     space: str
@@ -162,21 +165,25 @@ class StoreClient(StoreReader):
             span = (run.start * self.tokens_per_page, run.stop * self.tokens_per_page)
             self._move(page_plan, group, table, run, span)
             files = self._files(chain, page_plan, run)
-            in_parallel(self._write_file, files, self.backend.at_once)
+            in_parallel(self._write_file, files, self._files_at_once)
             num_saved += len(run)
         return num_saved
 
-    def _files(self, chain: Chain, page_plan: PagePlan, pages: range) -> list[_BufferedFile]:
+    def _files(self, chain: Chain, page_plan: PagePlan, pages: range) -> list[_FileMemory]:
         """Return the files of pages in the buffer: each part of each page is one."""
         files = []
         for slot, page in enumerate(pages):
             for part, offset in zip(page_plan.parts, page_plan.offsets, strict=True):
                 start = offset + slot * part.num_bytes
                 memory = self._buffer.data[start : start + part.num_bytes]
-                files.append(_BufferedFile(chain.space, chain.keys[page], page, part, memory))
+                files.append(_FileMemory(chain.space, chain.keys[page], page, part, memory))
         return files
 
-    def _write_file(self, file: _BufferedFile) -> None:
+    @property
+    def _files_at_once(self) -> int:
+        return max(self.backend.at_once, DIGESTS_AT_ONCE)
+
+    def _write_file(self, file: _FileMemory) -> None:
         stop = (file.page + 1) * self.tokens_per_page
         self.backend.put(file.name, pack(file.key, stop, file.part, file.memory))
 
@@ -216,7 +223,7 @@ class StoreClient(StoreReader):
             for run in self._runs(chain, group, span):
                 files = self._files(chain, run.page_plan, run.pages)
                 try:
-                    in_parallel(self._read_file, files, self.backend.at_once)
+                    in_parallel(self._read_file, files, self._files_at_once)
                 except KVPlanError as error:
                     self.faults[error.code] += 1
                     raise
@@ -251,7 +258,7 @@ class StoreClient(StoreReader):
             yield _PageRun(page_plan, run, (low, high))
             start = stop
 
-    def _read_file(self, file: _BufferedFile) -> None:
+    def _read_file(self, file: _FileMemory) -> None:
         """Read a file into the buffer, rules L1 and L2."""
         try:
             _, data = read_file(self.backend, file.name, file.part)

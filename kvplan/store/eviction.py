@@ -17,6 +17,7 @@ import attrs
 from kvplan._checks import having, instance
 from kvplan._text import brief_repr
 from kvplan.store.backends import Backend, FileEntry
+from kvplan.store.parallel import in_parallel
 from kvplan.store.readers import PIN
 
 UNFINISHED_S = 3600.0
@@ -74,6 +75,7 @@ def evict(backend: Backend, limits: Limits, now_s: float) -> Evicted:
     of_model = Counter[str]()
     for name, page in pages.items():
         of_model[name.partition("/")[0]] += page.num_bytes
+    names: list[str] = []
     num_pages = 0
     num_bytes = 0
     for name, page in _oldest_first(pages):
@@ -85,12 +87,12 @@ def evict(backend: Backend, limits: Limits, now_s: float) -> Evicted:
             or _exceeds(of_model.total(), limits.max_bytes)
         ):
             continue
-        # files that came since the list was made stay
-        for file in page.files:
-            backend.delete(file.name)
+        names.extend(file.name for file in page.files)
         of_model[space] -= page.num_bytes
         num_pages += 1
         num_bytes += page.num_bytes
+    # files that came since the list was made stay
+    in_parallel(backend.delete, names, backend.at_once)
     num_unfinished = backend.sweep(now_s - UNFINISHED_S)
     return Evicted(num_pages, num_bytes, num_unfinished, of_model.total())
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import TypeVar
 
-Item = TypeVar("Item")
-Answer = TypeVar("Answer")
+Argument = TypeVar("Argument")
+Returned = TypeVar("Returned")
 
 
 def in_parallel(
-    call: Callable[[Item], Answer], items: Sequence[Item], at_once: int
-) -> list[Answer]:
+    call: Callable[[Argument], Returned], items: Sequence[Argument], at_once: int
+) -> list[Returned]:
     """Return the answers of a call for each item, of which up to ``at_once`` are under way.
 
     All calls have ended when it returns or raises. It raises the first error, in order of the
@@ -26,3 +27,16 @@ def in_parallel(
         return [call(item) for item in items]
     with ThreadPoolExecutor(num_threads, thread_name_prefix="kvplan store") as pool:
         return list(pool.map(call, items))
+
+
+def in_batches(
+    call: Callable[[Argument], Returned], items: Iterable[Argument], at_once: int
+) -> Iterator[Returned]:
+    """Yield the answers for items of which there may be many: ``at_once`` of them are in memory.
+
+    >>> list(in_batches(str.upper, "abc", 2))
+    ['A', 'B', 'C']
+    """
+    remaining = iter(items)
+    while batch := list(islice(remaining, at_once)):
+        yield from in_parallel(call, batch, at_once)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +198,78 @@ def test_chains_bind_all_tokens_before() -> None:
     assert [a == b for a, b in zip(chain.keys, other.keys, strict=True)] == [True, False, False, False]
     keys = {*chain.keys, *Chain.of("m2", range(64), tokens_per_page=16).keys}
     assert len(keys | {*Chain.of("m", range(64), tokens_per_page=32).keys}) == 10
+
+
+class FarBackend(MemoryBackend):
+    """A store that answers late, eight questions at a time."""
+
+    at_once = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.most = 0
+        self._waiting = 0
+        self._count = threading.Lock()
+
+    def _answer(self, question: str, answer: Callable[[], Any]) -> Any:
+        with self._count:
+            self.asked.append(question)
+            self._waiting += 1
+            self.most = max(self.most, self._waiting)
+        time.sleep(0.01)
+        with self._count:
+            self._waiting -= 1
+        return answer()
+
+    def files(self, page: str) -> tuple[str, ...]:
+        found: tuple[str, ...] = self._answer(f"list {page}", partial(super().files, page))
+        return found
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
+        found: bytes | None = self._answer(f"get {name}", partial(super().get, name, start, stop))
+        return found
+
+    def put(self, name: str, chunks: Any) -> None:
+        self._answer(f"put {name}", partial(super().put, name, chunks))
+
+    def calm(self) -> FarBackend:
+        """Forget what was asked."""
+        self.asked.clear()
+        self.most = 0
+        return self
+
+
+def test_a_store_that_is_far_away_is_asked_at_once() -> None:
+    """Six pages are listed, read and written together; where the first is none, nothing else is asked for."""
+    backend = FarBackend()
+    writer = one_engine(backend)
+    assert writer.save(PROMPT, BLOCKS, 96) == 6
+    assert backend.most == 8
+    reader = EngineWithStore.of(QWEN, backend.calm())
+    assert reader.find([0, *PROMPT[1:]]) == 0
+    assert len(backend.asked) == 1
+    assert reader.find(PROMPT) == 96
+    assert backend.most == 5
+    backend.calm()
+    reader.load(PROMPT, BLOCKS, 96)
+    assert backend.most == 8
+    assert len(backend.asked) == len({*backend.asked})
+    ids = BLOCKS["attn"].ids.tolist()[:6]
+    assert reader.caches[0].contents(ids) == writer.caches[0].contents(ids)
+
+
+def test_a_load_that_fails_has_ended() -> None:
+    """No read is under way afterwards, which would write to a buffer that the next load uses."""
+    backend = FarBackend()
+    writer = one_engine(backend)
+    writer.save(PROMPT, BLOCKS, 96)
+    chain = writer.caches[0].client.chain(PROMPT)
+    part = min(backend.files(f"{chain.space}/{chain.keys[0]}"))
+    backend.delete(f"{chain.space}/{chain.keys[0]}/{part}")
+    backend.put(f"{chain.space}/{chain.keys[0]}/{part}", [b"torn"])
+    with pytest.raises(KVPlanError, match=r"^PAGE"):
+        writer.load(PROMPT, BLOCKS, 96)
+    num_asked = len(backend.asked)
+    time.sleep(0.05)
+    assert (len(backend.asked), backend._waiting) == (num_asked, 0)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -241,13 +240,6 @@ def test_writers_and_evictors_at_once_never_lose_a_write(tmp_path: Path) -> None
     assert faults == []
 
 
-def names(backend: Any, engine: EngineWithStore) -> Sequence[int]:
-    """Which pages of the prompt are stored."""
-    keys = engine.caches[0].client.chain(PROMPT).keys
-    pages = {entry.page.rpartition("/")[2] for entry in backend.entries()}
-    return [number for number, key in enumerate(keys) if key in pages]
-
-
 @pytest.mark.parametrize("moment", ["while it is made", "after it was made"])
 def test_a_folder_that_an_evictor_removes_is_made_again(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -268,36 +260,5 @@ def test_a_folder_that_an_evictor_removes_is_made_again(
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
     backend = FileBackend(tmp_path)
-    assert backend.put(name, [b"bytes"])
+    backend.put(name, [b"bytes"])
     assert (backend.get(name), len(removed)) == (b"bytes", 1)
-
-
-def test_eviction_takes_the_ends_of_prefixes_first(tmp_path: Path) -> None:
-    """Pages that were used go from the last one on; pinned ones stay; ages and bytes are limits."""
-    backend = FileBackend(tmp_path)
-    engine = saved(backend)
-    client = engine.caches[0].client
-    chain = client.chain(PROMPT)
-    client.use(chain, 96)
-    total = sum(entry.num_bytes for entry in backend.entries())
-    now = max(entry.used_s for entry in backend.entries())
-    evicted = evict(backend, Limits(max_bytes=total // 2), now)
-    assert (names(backend, engine), evicted.num_pages, evicted.left_bytes) == ([0, 1, 2], 3, total // 2)
-    client.pin(chain, 16)
-    assert evict(backend, Limits(max_age_s=10), now).num_pages == 0
-    assert evict(backend, Limits(max_model_bytes=0), now).num_pages == 2
-    assert (names(backend, engine), engine.find(PROMPT)) == ([0], 16)
-    client.unpin(chain, 16)
-    assert evict(backend, Limits(max_age_s=10), now + 1e6).num_pages == 1
-    assert engine.find(PROMPT) == 0
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-@pytest.mark.parametrize(
-    "name", ["../x", "", "0" * 16 + "/" + "0" * 64 + "/../../x", "0" * 16 + "/" + "0" * 64 + "/.x"]
-)
-def test_no_name_leaves_its_folder(name: str, tmp_path: Path) -> None:
-    """A name is hexadecimal."""
-    for backend in (FileBackend(tmp_path), MemoryBackend()):
-        with pytest.raises(KVPlanError, match=r"^NAME: cannot name a file of a store"):
-            backend.get(name)

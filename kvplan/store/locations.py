@@ -1,0 +1,46 @@
+"""Locations: what operators call a store, a folder or the URL of a bucket."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from typing import Any, Final
+
+from kvplan._checks import name
+from kvplan._text import shown
+from kvplan.errors import KVPlanError
+from kvplan.store.backends import Backend, FileBackend
+
+SCHEMES: Final = ("s3",)
+"""The schemes of URLs of object stores."""
+
+
+def open_backend(location: str) -> Backend:
+    """Return the backend of a folder, or of a URL such as ``s3://bucket/prefix``.
+
+    Raises ``NAME`` for a URL of another scheme, ``BACKEND`` if the folder cannot be made or the
+    package obstore is not installed.
+
+    >>> open_backend("gopher://bucket")
+    Traceback (most recent call last):
+    kvplan.errors.KVPlanError: NAME: cannot open a store: expected a folder or a URL of s3,
+    got 'gopher://bucket'
+    """
+    scheme, separator, _ = name(location, "location of a store").partition("://")
+    if not separator:
+        return FileBackend(location)
+    if scheme not in SCHEMES:
+        expected = f"a folder or a URL of {' or '.join(SCHEMES)}"
+        raise KVPlanError("NAME", "open a store", expected=expected, got=shown(location))
+    if find_spec("obstore") is None:
+        raise KVPlanError(
+            "BACKEND",
+            f"open {location}",
+            expected="the package obstore",
+            got="none",
+            hint="pip install 'kvplan[s3]'",
+        )
+    # loaded where it is needed alone
+    objects: Any = importlib.import_module("kvplan.store.objects")
+    backend: Backend = objects.ObjectBackend.of_url(location)
+    return backend
