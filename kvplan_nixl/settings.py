@@ -24,6 +24,8 @@ from kvplan.store.client import BUFFER_BYTES
 from kvplan_nixl.agent import checked_backends
 from kvplan_nixl.executor import UCX, Backends
 
+SEARCH_S: Final = 2.0
+
 Check = Callable[[Any, str], Any]
 """A function that takes a value and what messages call it, and returns the checked value."""
 
@@ -156,13 +158,15 @@ class ModelNames(Protocol):
 class StoreSettings(NamedSettings):
     """The settings of connectors to a store.
 
-    ``folder`` has the pages, of ``tokens_per_page``. Each worker copies through ``buffer_bytes`` of
-    host memory. ``model`` and ``weights`` are those of other connectors.
+    ``folder``, or the bucket of that URL, has the pages, of ``tokens_per_page``. Each worker copies
+    through ``buffer_bytes`` of host memory. A request waits for a search of the store for at most
+    ``search_timeout_s``. ``model`` and ``weights`` are those of other connectors.
     """
 
     folder: str = setting(name, "")
     tokens_per_page: int = setting(integer, PAGE_TOKENS)
     buffer_bytes: int = setting(integer, BUFFER_BYTES)
+    search_timeout_s: float = setting(seconds, SEARCH_S)
     model: str = setting(name, "")
     weights: str = setting(name, "")
 

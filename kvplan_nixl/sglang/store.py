@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from kvplan import Blocks, KVPlanError
 from kvplan.bridges import RankInfo, from_sglang
 from kvplan.bridges.assembly import FP8_DTYPES
-from kvplan.store import Chain, FileBackend, StoreClient, StoreReader
+from kvplan.store import Chain, StoreClient, StoreReader, open_backend
 from kvplan_nixl.settings import StoreSettings, store_refusal
 from kvplan_nixl.sglang.description import dtype_name, model_of, require
 from kvplan_nixl.sglang.rank import logger
@@ -79,7 +79,7 @@ class KvplanStore(HiCacheStorage):
         # one block table: that of HiCache's pages
         (group,) = worker.groups
         self._group = group.name
-        backend = FileBackend(settings.folder)
+        backend = open_backend(settings.folder)
         size = settings.tokens_per_page
         self._reader = StoreReader(backend, worker, tokens_per_page=size)
         # a client serves one thread, and SGLang loads beside saving

@@ -29,9 +29,9 @@ from kvplan_nixl.vllm.store_worker import StoreWorker
 
 
 class KvplanStore(BlockConnector):
-    """Saves the caches of finished requests in a folder, and loads the prefixes of new ones.
+    """Saves the caches of finished requests in a store, and loads the prefixes of new ones.
 
-    Engines that share the folder may differ in parallel sizes, blocks and layout.
+    Engines that share the store may differ in parallel sizes, blocks and layout.
     """
 
     _cache_hit_source = CacheHitSource.DISK
@@ -48,7 +48,9 @@ class KvplanStore(BlockConnector):
             self._worker = StoreWorker(vllm_config, kv_cache_config, settings)
 
     def shutdown(self) -> None:
-        if self._role != KVConnectorRole.SCHEDULER:
+        if self._role == KVConnectorRole.SCHEDULER:
+            self._scheduler.close()
+        else:
             self._worker.close()
 
     # In the scheduler

@@ -12,19 +12,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
-from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
-from kvplan import Blocks, KVPlanError, decode
+from kvplan import Blocks, decode
 from kvplan.describe.blocks import Range
-from kvplan.store import Attended, Chain, FileBackend, StoreReader, find
+from kvplan.store import Attended, Chain, open_backend
 from kvplan_nixl.settings import StoreSettings
 from kvplan_nixl.vllm.description import facts_of, first_attended, frees_blocks
+from kvplan_nixl.vllm.store_searches import StoreSearches
 from kvplan_nixl.vllm.tables import BlockTables
-
-logger = init_logger(f"vllm.{__name__}")
 
 
 @attrs.frozen
@@ -86,19 +84,30 @@ class StoreScheduler:
             if name not in self._tables.states and frees_blocks(group)
         }
         self._frees_blocks = any(frees_blocks(group) for group in groups.values())
-        self._backend = FileBackend(settings.folder)
-        self._readers: list[StoreReader] = []
+        self._backend = open_backend(settings.folder)
+        self._model = ""
+        self._searches: StoreSearches | None = None
         self._num_cached: dict[str, int] = {}
         self._begun: set[str] = set()
         self._step = KvplanStoreMetadata()
 
     def set_offers(self, offers: Sequence[bytes]) -> None:
         """Take the offers of all workers."""
-        size = self._settings.tokens_per_page
-        self._readers = [
-            StoreReader(self._backend, decode(offer), tokens_per_page=size, attended=self._attended)
-            for offer in offers
-        ]
+        workers = [decode(offer) for offer in offers]
+        # a worker is sent once, so these are all that there are
+        self._model = workers[0].model
+        self._searches = StoreSearches(
+            self._backend,
+            workers,
+            self._settings.tokens_per_page,
+            self._attended,
+            self._settings.search_timeout_s,
+        )
+
+    def close(self) -> None:
+        """Begin no further search."""
+        if self._searches is not None:
+            self._searches.close()
 
     def _first_needed(self, group: str, position: int) -> int:
         """Return the start of the first block to which the token at a position attends."""
@@ -107,19 +116,26 @@ class StoreScheduler:
 
     def _chain(self, request: Request, num_tokens: int) -> Chain | None:
         """Return the keys of a request's first positions, ``None`` if tokens do not say them."""
-        if request.prompt_embeds is not None or not self._readers:
+        if request.prompt_embeds is not None or self._searches is None:
             return None
-        return self._readers[0].chain(request._all_token_ids[:num_tokens], facts_of(request))
+        return Chain.of(
+            self._model,
+            request._all_token_ids[:num_tokens],
+            facts_of(request),
+            tokens_per_page=self._settings.tokens_per_page,
+        )
 
     def count_tokens_to_load(self, request: Request, num_cached: int) -> int | None:
         """Return the number of positions to load after the first ``num_cached`` of a request.
 
         A request is loaded once. Nothing is if the store fails, and the request is computed. It is
-        ``None``, and vLLM asks again, until the workers have said what they can load.
+        ``None``, and vLLM asks again, until the workers have said what they can load, and while the
+        store is searched.
         """
         if not self._loads or request.request_id in self._begun:
             return 0
-        if not self._readers:
+        searches = self._searches
+        if searches is None:
             return None
         # the prompt alone: nothing is known of the answer
         num_tokens = int(request.num_prompt_tokens)
@@ -128,17 +144,15 @@ class StoreScheduler:
         chain = self._chain(request, num_tokens - self._frees_blocks)
         if chain is None:
             return 0
-        try:
-            stop = find(self._readers, chain, start=num_cached)
-        except KVPlanError as error:
-            logger.warning("nothing is loaded of request %r: %s", request.request_id, error)
-            return 0
+        stop = searches.find(request.request_id, chain, num_cached)
+        if stop is None:
+            return None
         self._num_cached[request.request_id] = num_cached
         return max(0, min(stop, num_tokens - 1) - num_cached)
 
     def begin_load(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """Load ``num_tokens`` positions of a request into its blocks."""
-        num_cached = self._num_cached.pop(request.request_id, 0)
+        num_cached = self._forget(request)
         chain = self._chain(request, request.num_prompt_tokens) if num_tokens else None
         if chain is None:
             return
@@ -154,10 +168,16 @@ class StoreScheduler:
         tables = self._tables.of_ids(blocks.get_block_ids())
         self._step.loads.append(StoreJob(request.request_id, chain, tables, positions, stop))
 
+    def _forget(self, request: Request) -> int:
+        """Forget what was found of a request, and return how many of its positions were cached."""
+        if self._searches is not None:
+            self._searches.forget(request.request_id)
+        return self._num_cached.pop(request.request_id, 0)
+
     def begin_save(self, request: Request, ids: Sequence[Sequence[int]]) -> bool:
         """Save a finished request, and return whether its blocks stay until that is done."""
         self._begun.discard(request.request_id)
-        self._num_cached.pop(request.request_id, None)
+        self._forget(request)
         is_done = request.status in (
             RequestStatus.FINISHED_LENGTH_CAPPED,
             RequestStatus.FINISHED_STOPPED,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +30,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, KVPlanError, Model, Worker, encode
-from kvplan.store import FileBackend, StoreClient
+from kvplan.store import FileBackend, MemoryBackend, StoreClient
 from kvplan_nixl.vllm import KvplanStore
 from kvplan_nixl.vllm.store_scheduler import KvplanStoreWorkerMetadata
 from tests.store.engines import QWEN, EngineWithStore
@@ -37,6 +40,7 @@ FULL, WINDOW = FullAttentionSpec(**SIZES), SlidingWindowSpec(**SIZES, sliding_wi
 STATES = MambaSpec(block_size=512, shapes=((3, 8),), dtypes=(torch.float32,), mamba_type="mamba2")
 SINKS = SinkFullAttentionSpec(**SIZES, sink_len=16)
 PROMPT = [*range(100, 300)]
+NUMBERS = itertools.count()
 
 
 def connector(
@@ -78,7 +82,17 @@ def blocks_of(ids: Iterable[int], num_cached: int = 0) -> KVCacheBlocks:
 
 def request_of(tokens: list[int], **options: Any) -> Request:
     """A request for some tokens."""
-    return Request("r", [*tokens], SamplingParams(max_tokens=9), None, **options)
+    return Request(f"r{next(NUMBERS)}", [*tokens], SamplingParams(max_tokens=9), None, **options)
+
+
+def found_of(made: KvplanStore, request: Request, num_cached: int = 0) -> tuple[int | None, bool]:
+    """What is found of a request, which is asked for until the store has been searched, as vLLM does."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        answer = made.get_num_new_matched_tokens(request, num_cached)
+        if answer[0] is not None:
+            return answer
+    raise TimeoutError(f"no answer for {request.request_id}")
 
 
 @pytest.fixture
@@ -133,31 +147,31 @@ def test_what_has_no_effect_or_a_wrong_one_is_refused(options: dict[str, Any], t
 def test_a_stored_prefix_is_a_hit(stored: Path) -> None:
     """A request loads what is stored after what the engine has cached; the last token is always computed."""
     found = ready(stored)
-    assert found.get_num_new_matched_tokens(request_of(PROMPT), 0) == (192, True)
-    assert found.get_num_new_matched_tokens(request_of(PROMPT), 64) == (128, True)
-    assert found.get_num_new_matched_tokens(request_of(PROMPT[:128]), 0) == (127, True)
-    assert found.get_num_new_matched_tokens(request_of(PROMPT, cache_salt="blue"), 0) == (0, False)
-    assert found.get_num_new_matched_tokens(request_of([7, *PROMPT]), 0) == (0, False)
+    assert found_of(found, request_of(PROMPT), 0) == (192, True)
+    assert found_of(found, request_of(PROMPT), 64) == (128, True)
+    assert found_of(found, request_of(PROMPT[:128]), 0) == (127, True)
+    assert found_of(found, request_of(PROMPT, cache_salt="blue"), 0) == (0, False)
+    assert found_of(found, request_of([7, *PROMPT]), 0) == (0, False)
 
 
 def test_a_request_is_loaded_once(stored: Path) -> None:
     """A load that has failed is not tried again: the request is computed."""
     found, request = ready(stored), request_of(PROMPT)
-    assert found.get_num_new_matched_tokens(request, 64) == (128, True)
+    assert found_of(found, request, 64) == (128, True)
     blocks = blocks_of(range(13), num_cached=4)
     found.update_state_after_alloc(request, blocks, 128)
     step = found.build_connector_meta(None)
     (load,) = step.loads
     assert load.tables["group0"].ids.tolist() == [*range(1, 14)]
     assert (load.positions, load.stop) == ({"group0": (64, 192)}, 192)
-    assert found.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert found_of(found, request, 0) == (0, False)
     assert found.build_connector_meta(None).loads == []
 
 
 def test_a_group_may_have_cached_less(stored: Path) -> None:
     """What a group has not cached is loaded too, although the engine counts it as cached."""
     found, request = ready(stored), request_of(PROMPT)
-    found.get_num_new_matched_tokens(request, 64)
+    found_of(found, request, 64)
     found.update_state_after_alloc(request, blocks_of(range(13), num_cached=2), 128)
     (load,) = found.build_connector_meta(None).loads
     assert load.positions == {"group0": (32, 192)}
@@ -167,7 +181,7 @@ def test_a_store_that_is_gone_is_a_miss(stored: Path) -> None:
     """Requests go on without the store."""
     found = ready(stored)
     stored.rename(stored.with_name("elsewhere"))
-    assert found.get_num_new_matched_tokens(request_of(PROMPT), 0) == (0, False)
+    assert found_of(found, request_of(PROMPT), 0) == (0, False)
 
 
 @pytest.mark.parametrize("role, status, is_saved", [
@@ -197,10 +211,10 @@ def test_a_window_has_its_last_blocks(tmp_path: Path) -> None:
     cache = EngineWithStore.of(QWEN, FileBackend(tmp_path / "other"), seed=5).caches[0]
     client = StoreClient(FileBackend(tmp_path / "kv"), cache.worker)
     client.save(client.chain(PROMPT), {"attn": Blocks(range(13))}, {"attn": (112, 192)})
-    assert made.get_num_new_matched_tokens(request_of(PROMPT), 0) == (192, True)
-    assert made.get_num_new_matched_tokens(request_of(PROMPT[:192]), 0) == (0, False)
+    assert found_of(made, request_of(PROMPT), 0) == (192, True)
+    assert found_of(made, request_of(PROMPT[:192]), 0) == (0, False)
     again = request_of(PROMPT)
-    made.get_num_new_matched_tokens(again, 0)
+    found_of(made, again, 0)
     made.update_state_after_alloc(again, blocks_of([-1] * 9 + [9, 10, 11, 12]), 192)
     (load,) = made.build_connector_meta(None).loads
     assert load.positions == {"group0": (144, 192)}
@@ -218,3 +232,56 @@ def test_a_state_is_saved_where_a_page_ends(
     made.request_finished(request, [5])
     saves = made.build_connector_meta(None).saves
     assert [job.positions for job in saves if job.positions] == ([{"group0": (128, 128)}] if is_saved else [])
+
+
+class SlowBackend(MemoryBackend):
+    """A store that answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_answering = threading.Event()
+
+    def files(self, page: str) -> tuple[str, ...]:
+        self.is_answering.wait(60)
+        return super().files(page)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> SlowBackend:
+    """A store that has the first 192 tokens of the prompt, and does not answer."""
+    backend = SlowBackend()
+    backend.is_answering.set()
+    cache = EngineWithStore.of(QWEN, backend, seed=5).caches[0]
+    client = StoreClient(backend, cache.worker)
+    client.save(client.chain(PROMPT), {"attn": Blocks(range(13))}, {"attn": (0, 192)})
+    backend.is_answering.clear()
+    monkeypatch.setattr("kvplan_nixl.vllm.store_scheduler.open_backend", lambda folder: backend)
+    return backend
+
+
+def test_the_scheduler_never_waits_for_a_store(slow: SlowBackend, tmp_path: Path) -> None:
+    """vLLM asks again while a store is searched, and other requests are answered."""
+    made, request = ready(tmp_path), request_of(PROMPT)
+    assert [made.get_num_new_matched_tokens(request, 0) for _ in range(3)] == [(None, False)] * 3
+    slow.is_answering.set()
+    assert found_of(made, request, 0) == (192, True)
+    # positions that the engine had, and has no more, were not looked for
+    other = request_of(PROMPT)
+    assert found_of(made, other, 128) == (64, True)
+    assert found_of(made, other, 64) == (128, True)
+    assert found_of(made, other, 160) == (32, True)
+
+
+def test_a_request_goes_on_without_a_slow_store(slow: SlowBackend, tmp_path: Path) -> None:
+    """After a while it is computed, and an aborted one is forgotten."""
+    made, request = ready(tmp_path, extra={"search_timeout_s": 0.2}), request_of(PROMPT)
+    began_s = time.monotonic()
+    assert found_of(made, request, 0) == (0, False)
+    assert 0.2 < time.monotonic() - began_s < 5
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert made.request_finished(request, []) == (False, None)
+    searches = made._scheduler._searches
+    assert searches is not None
+    assert not searches._searches
+    slow.is_answering.set()
+    made.shutdown()

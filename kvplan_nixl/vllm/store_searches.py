@@ -1,0 +1,101 @@
+"""Searches of a store in threads beside vLLM's scheduler, which never waits for a store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Final
+
+import attrs
+from vllm.logger import init_logger
+
+from kvplan import KVPlanError, Worker
+from kvplan.store import Attended, Backend, Chain, StoreReader, find
+
+logger = init_logger(f"vllm.{__name__}")
+
+NUM_THREADS: Final = 4
+
+AT_HAND_S: Final = 0.002
+"""A store at hand answers within this time, so that the request is loaded in the same step."""
+
+
+@attrs.frozen
+class _Search:
+    """A search that was begun for a request after some positions."""
+
+    start: int
+    began_s: float
+    stop: Future[int]
+
+
+class StoreSearches:
+    """Searches prefixes that all workers of an engine can load, one for each request.
+
+    A search that takes longer than ``timeout_s`` is given up, and has found nothing.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        workers: Sequence[Worker],
+        tokens_per_page: int,
+        attended: Mapping[str, Attended],
+        timeout_s: float,
+    ) -> None:
+        self._backend = backend
+        self._workers = workers
+        self._tokens_per_page = tokens_per_page
+        self._attended = attended
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvplan store search")
+        self._of_thread = threading.local()
+        self._searches: dict[str, _Search] = {}
+
+    def find(self, request: str, chain: Chain, start: int) -> int | None:
+        """Return the end of a request's prefix, ``start`` if there is none, ``None`` so far."""
+        search = self._searches.get(request)
+        # an engine may have forgotten positions that it had at first
+        if search is None or start < search.start:
+            stop = self._threads.submit(self._find, chain, start)
+            search = _Search(start, time.monotonic(), stop)
+            self._searches[request] = search
+            wait([stop], AT_HAND_S)
+        if not search.stop.done():
+            if time.monotonic() - search.began_s < self._timeout_s:
+                return None
+            logger.warning("nothing is loaded of request %r: the store is slow", request)
+            return start
+        try:
+            return search.stop.result()
+        except KVPlanError as error:
+            logger.warning("nothing is loaded of request %r: %s", request, error)
+            return start
+
+    def forget(self, request: str) -> None:
+        """Forget a request, whose blocks are allocated or which has ended."""
+        search = self._searches.pop(request, None)
+        if search is not None:
+            search.stop.cancel()
+
+    def close(self) -> None:
+        """Begin no further search."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _find(self, chain: Chain, start: int) -> int:
+        # a reader serves one thread
+        readers = getattr(self._of_thread, "readers", None)
+        if readers is None:
+            readers = [
+                StoreReader(
+                    self._backend,
+                    worker,
+                    tokens_per_page=self._tokens_per_page,
+                    attended=self._attended,
+                )
+                for worker in self._workers
+            ]
+            self._of_thread.readers = readers
+        return find(readers, chain, start=start)
