@@ -1,7 +1,9 @@
-"""What a store costs: ``python -m benchmarks.store forms|rates|index``.
+"""What a store costs: ``python -m benchmarks.store forms|rates|index|buckets``.
 
 ``forms``: pieces to copy and bytes to read of a page, for several ways to lay out its files. ``rates``: pages per
 second written and read, beside ``cp`` of the same files. ``index``: memory and time of searches among many pages.
+``buckets``: saves, loads and searches in a bucket beside a folder; an S3-compatible server has to run, which AWS's
+variables of the environment name, and ``--bucket`` is the URL of a bucket in it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import attrs
 import numpy as np
 
 from kvplan import Blocks, Model, Region, Worker, plan_reads, plan_writes
-from kvplan.store import Chain, FileBackend, StoreClient, StoreReader, parts_of
+from kvplan.store import Backend, Chain, FileBackend, StoreClient, StoreReader, open_backend, parts_of
 from kvplan.store.pages import pack
 from kvplan.store.readers import place
 
@@ -138,6 +140,56 @@ def print_rates(folder: Path, num_tokens: int) -> None:
             print(f"| {size} | {synchronize} | {len(entries)} | {total / cache_bytes:.4f} | {' | '.join(rates)} |")
 
 
+class FarBackend:
+    """A backend each of whose answers takes longer."""
+
+    def __init__(self, backend: Backend, at_once: int, delay_s: float) -> None:
+        self._backend = backend
+        self._delay_s = delay_s
+        self.at_once = at_once
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            time.sleep(self._delay_s)
+            return getattr(self._backend, name)(*arguments)
+
+        return call
+
+
+def print_buckets(folder: Path, num_tokens: int, bucket: str) -> None:
+    """Print the rates of saving and loading a prompt, and how long searches of 100 pages take."""
+    print("| store | added to each answer | calls at once | saved | loaded | 100 pages found | none found |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    (plain,) = Model.shipped("qwen3-0.6b").engine("e", num_blocks=num_tokens // 16 + 1)
+    worker, _arrays = in_memory(plain)
+    tables = {"attn": Blocks(range(num_tokens // 16))}
+    span = {"attn": (0, num_tokens)}
+    cache_bytes = sum(view.block_bytes for view in worker.views) * (num_tokens // 16)
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
+    (small,) = Model.from_config(config, "m").engine("e", num_blocks=9)
+    (part,) = parts_of(small, PAGE)
+    data = memoryview(bytes(part.num_bytes))
+    for location in (f"{folder}/kv", bucket):
+        backend = open_backend(location)
+        long = Chain.of("m", [5] * (100 * PAGE), tokens_per_page=PAGE)
+        none = Chain.of("m", [6] * (100 * PAGE), tokens_per_page=PAGE)
+        for page, key in enumerate(long.keys):
+            backend.put(f"{long.space}/{key}/{part.name}", pack(key, PAGE * (page + 1), part, data))
+        for delay_s in (0.0, 0.02):
+            for at_once in (1, 8, 32):
+                far: Any = FarBackend(backend, at_once, delay_s)
+                client = StoreClient(far, worker)
+                salt = f"salt {delay_s} {at_once}"
+                chain = client.chain(range(num_tokens), [(0, salt)])
+                times = [timed(client.save, chain, tables, span), timed(client.load, chain, tables, span)]
+                rates = [f"{num_tokens / PAGE / s:,.0f} pages/s, {cache_bytes / s / 1e6:,.0f} MB/s" for s in times]
+                reader = StoreReader(far, small)
+                assert reader.find(long) == 100 * PAGE
+                searches = [1e3 * timed(reader.find, sought) for sought in (long, none)]
+                shown = " | ".join([*rates, *(f"{search_ms:.1f} ms" for search_ms in searches)])
+                print(f"| {'bucket' if location == bucket else 'folder'} | {1e3 * delay_s:.0f} ms | {at_once} | {shown} |", flush=True)
+
+
 def print_index(folder: Path, num_pages: int) -> None:
     """Print the memory and the time of searches among many pages: prompts of 100 pages, 10 tokens each."""
     config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
@@ -170,9 +222,10 @@ def print_index(folder: Path, num_pages: int) -> None:
 def main() -> None:
     """Print what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("table", choices=["forms", "rates", "index"])
+    parser.add_argument("table", choices=["forms", "rates", "index", "buckets"])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--pages", type=int, default=100_000)
+    parser.add_argument("--bucket", help="the URL of an empty bucket, such as s3://caches")
     parser.add_argument("--folder", help="where to write, by default a temporary folder")
     arguments = parser.parse_args()
     if arguments.table == "forms":
@@ -181,6 +234,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         if arguments.table == "rates":
             print_rates(Path(folder), arguments.tokens)
+        elif arguments.table == "buckets":
+            print_buckets(Path(folder), arguments.tokens, arguments.bucket)
         else:
             print_index(Path(folder), arguments.pages)
 

@@ -377,5 +377,5 @@ def store_command() -> None:
     """List, check and clean a store of caches (kvplan.store).
 
     \b
-    kvplan store ls FOLDER
+    kvplan store ls STORE
     """

@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kvplan.store import FileBackend
@@ -52,7 +51,7 @@ def main() -> int:
     print("| tokens of the prompt | bytes in the store | computed, ms | loaded, ms | computed / loaded |")
     print("|---:|---:|---:|---:|---:|")
     with TemporaryDirectory() as temporary:
-        store = Path(temporary)
+        store = temporary
         with closing_engine(start(MODEL, Side("vllm", 64, more=SETTINGS), store, "first token")) as engine:
             for length in (LENGTHS[0], *LENGTHS):
                 prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(ROUNDS)]

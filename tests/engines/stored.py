@@ -16,17 +16,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from kvplan.store import FileBackend, read_file
+from kvplan.store import FileEntry, open_backend, read_file
 from kvplan.store.pages import pack
 from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER
 from tests.engines.models import VOCABULARY, build
 from tests.engines.process import TIMEOUT_S, Engine, free_port
 from tests.engines.sglang_judge import SglangEngine, Side
 from tests.engines.trials import ASK, offered
+from tests.store.s3 import s3_server
 
 LENGTHS = (70, 130, 200)
 MAX_TOKENS = 12
@@ -45,13 +45,17 @@ TURNS = (Side("vllm", 32), Side("sglang", 16), Side("vllm", 64, tp=2), Side("vll
 
 
 class Row(NamedTuple):
-    """A model, the engine that saves and the one that loads, the lengths of prompts, and the adapter of requests."""
+    """A model, the engine that saves and the one that loads, the lengths of prompts, and the adapter of requests.
+
+    The store is a folder, or a bucket of a server that speaks S3.
+    """
 
     model: str
     saves: Side
     loads: Side
     lengths: tuple[int, ...] = LENGTHS
     adapter: str = ""
+    in_bucket: bool = False
 
 
 ROWS = {
@@ -64,11 +68,13 @@ ROWS = {
     "adapters": Row("qwen3", Side("vllm", 32, more=ADAPTERS), Side("vllm", 64, more=ADAPTERS), adapter="1"),
     "vLLM 32 to SGLang 16": Row("llama", Side("vllm", 32), Side("sglang", 16)),
     "SGLang 16 to vLLM 32": Row("llama", Side("sglang", 16), Side("vllm", 32)),
+    "vLLM 32 to SGLang 16, in a bucket": Row("llama", Side("vllm", 32), Side("sglang", 16), in_bucket=True),
+    "TP 2 to 1, in a bucket": Row("llama", Side("vllm", 64, tp=2), Side("vllm", 32), in_bucket=True),
     "SGLang 16 to 64, TP 2 to 1": Row("llama", Side("sglang", 16, tp=2), Side("sglang", 64)),
 }
 
 
-def start(model: str, side: Side, store: Path, name: str) -> Engine:
+def start(model: str, side: Side, store: str, name: str) -> Engine:
     """An engine with a store."""
     (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
     log = FOLDER / "logs" / f"store {name}.log".replace(" ", "_")
@@ -81,19 +87,19 @@ def start(model: str, side: Side, store: Path, name: str) -> Engine:
     return SglangEngine({**settings, "model_path": str(folder)}, log).ready()
 
 
-def vllm(side: Side, store: Path) -> dict[str, Any]:
+def vllm(side: Side, store: str) -> dict[str, Any]:
     """The settings of a vLLM engine."""
     transfer = {
         "kv_connector": "KvplanStore",
         "kv_connector_module_path": "kvplan_nixl.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"folder": str(store)},
+        "kv_connector_extra_config": {"folder": store},
     }
     return {"block_size": side.block, "tensor_parallel_size": side.tp, "kv_transfer_config": transfer}
 
 
-def sglang(side: Side, store: Path) -> dict[str, Any]:
+def sglang(side: Side, store: str) -> dict[str, Any]:
     """The settings of an SGLang engine. Its io backend is the one that copies whole layers."""
     storage = {
         "backend_name": "kvplan",
@@ -101,7 +107,7 @@ def sglang(side: Side, store: Path) -> dict[str, Any]:
         "class_name": "KvplanStore",
         "interface_v1": 1,
         "prefetch_threshold": side.block,
-        "folder": str(store),
+        "folder": store,
     }
     return {
         "page_size": side.block,
@@ -125,27 +131,45 @@ def answers(engine: Engine, prompts: list[list[int]], **marks: Any) -> list[tupl
     return [(answer.tokens, answer.cached) for answer in engine.generate(prompts, MAX_TOKENS, transfers, **marks)]
 
 
-def blank(store: Path) -> None:
+def parts(store: str) -> list[FileEntry]:
+    """The files of pages, without marks of their uses."""
+    return [entry for entry in open_backend(store).entries() if "." not in entry.name]
+
+
+@contextmanager
+def empty_store(in_bucket: bool) -> Iterator[str]:
+    """An empty store, which is gone in the end."""
+    if not in_bucket:
+        with TemporaryDirectory() as temporary:
+            yield f"{temporary}/kv"
+        return
+    with s3_server() as server:
+        # engines inherit the environment
+        os.environ.update(server.environment)
+        yield f"{server.bucket('caches')}/kv"
+
+
+def blank(store: str) -> None:
     """Replace the data of all pages with zeros, with right digests."""
-    backend = FileBackend(store)
-    for entry in [*backend.entries()]:
+    backend = open_backend(store)
+    for entry in parts(store):
         header, data = read_file(backend, entry.name)
         backend.delete(entry.name)
         backend.put(entry.name, pack(header.key, header.stop, header.part, memoryview(bytes(len(data)))))
 
 
-def damage(store: Path) -> None:
+def damage(store: str) -> None:
     """Flip a bit of every page that is not the first."""
-    backend = FileBackend(store)
-    for entry in [*backend.entries()]:
+    backend = open_backend(store)
+    for entry in parts(store):
         header, _ = read_file(backend, entry.name)
-        if header.stop > PAGE:
-            path = backend.path_of(entry.name)
-            data = path.read_bytes()
-            path.write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
+        data = backend.get(entry.name)
+        if header.stop > PAGE and data is not None:
+            backend.delete(entry.name)
+            backend.put(entry.name, [data[:-1] + bytes([data[-1] ^ 4])])
 
 
-def saved(engine: Engine, store: Path, num_pages: int) -> None:
+def saved(engine: Engine, store: str, num_pages: int) -> None:
     """Wait until an engine has saved its answers, with which the store has some pages.
 
     vLLM holds blocks until they are saved. SGLang does not say it: all pages have the same number of files then.
@@ -156,7 +180,7 @@ def saved(engine: Engine, store: Path, num_pages: int) -> None:
         return
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        num_files = Counter(entry.page for entry in FileBackend(store).entries())
+        num_files = Counter(entry.page for entry in parts(store))
         if len(num_files) == num_pages and len({*num_files.values()}) == 1:
             return
     raise TimeoutError(f"{num_files} instead of {num_pages} pages")
@@ -174,8 +198,7 @@ def judge(name: str) -> str:
     rng = random.Random(name)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in row.lengths]
     mark = {"adapter": row.adapter} if row.adapter else {}
-    with TemporaryDirectory() as temporary:
-        store = Path(temporary) / "kv"
+    with empty_store(row.in_bucket) as store:
         with closing_engine(start(row.model, row.saves, store, "saves")) as writer:
             answered = answers(writer, prompts, **mark)
             saved(writer, store, num_pages(prompts))
@@ -221,8 +244,7 @@ def converse() -> str:
     rng = random.Random(CONVERSATION)
     said: list[int] = []
     wrong, found, pages = [], [], 0
-    with TemporaryDirectory() as temporary:
-        store = Path(temporary) / "kv"
+    with empty_store(in_bucket=False) as store:
         for turn, side in enumerate(TURNS):
             stored = (len(said) - 1) // PAGE * PAGE if said else 0
             said += [rng.randrange(3, VOCABULARY) for _ in range(70)]
@@ -244,8 +266,7 @@ def beside() -> str:
     """What came of a store beside a transfer from prefill to decode, both of which save. A third engine loads."""
     rng = random.Random(BESIDE)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
-    with TemporaryDirectory() as temporary:
-        store = Path(temporary) / "kv"
+    with empty_store(in_bucket=False) as store:
         kept = vllm(Side("vllm", 32), store)["kv_transfer_config"]
         sides = []
         for role in ("kv_producer", "kv_consumer"):
