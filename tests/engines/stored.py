@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from kvplan.store import FileEntry, open_backend, read_file
+from kvplan.store import Backend, FileEntry, open_backend, read_file
 from kvplan.store.pages import pack
 from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER
 from tests.engines.models import VOCABULARY, build
@@ -131,9 +131,9 @@ def answers(engine: Engine, prompts: list[list[int]], **marks: Any) -> list[tupl
     return [(answer.tokens, answer.cached) for answer in engine.generate(prompts, MAX_TOKENS, transfers, **marks)]
 
 
-def parts(store: str) -> list[FileEntry]:
+def parts(backend: Backend) -> list[FileEntry]:
     """The files of pages, without marks of their uses."""
-    return [entry for entry in open_backend(store).entries() if "." not in entry.name]
+    return [entry for entry in backend.entries() if "." not in entry.name]
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def empty_store(in_bucket: bool) -> Iterator[str]:
 def blank(store: str) -> None:
     """Replace the data of all pages with zeros, with right digests."""
     backend = open_backend(store)
-    for entry in parts(store):
+    for entry in parts(backend):
         header, data = read_file(backend, entry.name)
         backend.delete(entry.name)
         backend.put(entry.name, pack(header.key, header.stop, header.part, memoryview(bytes(len(data)))))
@@ -161,7 +161,7 @@ def blank(store: str) -> None:
 def damage(store: str) -> None:
     """Flip a bit of every page that is not the first."""
     backend = open_backend(store)
-    for entry in parts(store):
+    for entry in parts(backend):
         header, _ = read_file(backend, entry.name)
         data = backend.get(entry.name)
         if header.stop > PAGE and data is not None:
@@ -178,11 +178,13 @@ def saved(engine: Engine, store: str, num_pages: int) -> None:
         while engine.held()[0]:
             pass
         return
+    backend = open_backend(store)
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        num_files = Counter(entry.page for entry in parts(store))
+        num_files = Counter(entry.page for entry in parts(backend))
         if len(num_files) == num_pages and len({*num_files.values()}) == 1:
             return
+        time.sleep(0.2)
     raise TimeoutError(f"{num_files} instead of {num_pages} pages")
 
 
