@@ -187,7 +187,8 @@ def print_buckets(folder: Path, num_tokens: int, bucket: str) -> None:
                 assert reader.find(long) == 100 * PAGE
                 searches = [1e3 * timed(reader.find, sought) for sought in (long, none)]
                 shown = " | ".join([*rates, *(f"{search_ms:.1f} ms" for search_ms in searches)])
-                print(f"| {'bucket' if location == bucket else 'folder'} | {1e3 * delay_s:.0f} ms | {at_once} | {shown} |", flush=True)
+                kind = "bucket" if location == bucket else "folder"
+                print(f"| {kind} | {1e3 * delay_s:.0f} ms | {at_once} | {shown} |", flush=True)
 
 
 def print_index(folder: Path, num_pages: int) -> None:
