@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,59 +199,66 @@ def test_chains_bind_all_tokens_before() -> None:
 
 
 class FarBackend(MemoryBackend):
-    """A store that answers late, eight questions at a time."""
+    """A store that answers eight questions at a time: those of one kind only when some of them have come together."""
 
     at_once = 8
 
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[str] = []
-        self.most = 0
+        self._together = ("", 0)
         self._waiting = 0
-        self._count = threading.Lock()
+        self._turn = threading.Condition()
+        self._listed: set[str] = set()
 
-    def _answer(self, question: str, answer: Callable[[], Any]) -> Any:
-        with self._count:
-            self.asked.append(question)
+    def expect(self, kind: str, together: int) -> None:
+        """Forget what was asked, and answer questions of a kind when so many of them are waiting."""
+        self.asked.clear()
+        self._together = (kind, together)
+
+    def _wait(self, kind: str, name: str) -> None:
+        with self._turn:
+            self.asked.append(f"{kind} {name}")
+            if kind != self._together[0]:
+                return
             self._waiting += 1
-            self.most = max(self.most, self._waiting)
-        time.sleep(0.01)
-        with self._count:
-            self._waiting -= 1
-        return answer()
+            if self._waiting == self._together[1]:
+                self._together = ("", 0)
+                self._waiting = 0
+                self._turn.notify_all()
+            while kind == self._together[0]:
+                assert self._turn.wait(60), f"{self._waiting} of {self._together[1]} questions came"
 
     def files(self, page: str) -> tuple[str, ...]:
-        found: tuple[str, ...] = self._answer(f"list {page}", partial(super().files, page))
-        return found
+        self._wait("list again" if page in self._listed else "list", page)
+        self._listed.add(page)
+        return super().files(page)
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
-        found: bytes | None = self._answer(f"get {name}", partial(super().get, name, start, stop))
-        return found
+        self._wait("get" if stop is None else "get a header", name)
+        return super().get(name, start, stop)
 
     def put(self, name: str, chunks: Any) -> None:
-        self._answer(f"put {name}", partial(super().put, name, chunks))
-
-    def calm(self) -> FarBackend:
-        """Forget what was asked."""
-        self.asked.clear()
-        self.most = 0
-        return self
+        self._wait("put", name)
+        super().put(name, chunks)
 
 
 def test_a_store_that_is_far_away_is_asked_at_once() -> None:
     """Six pages are listed, read and written together; where the first is none, nothing else is asked for."""
     backend = FarBackend()
     writer = one_engine(backend)
+    backend.expect("put", 8)
     assert writer.save(PROMPT, BLOCKS, 96) == 6
-    assert backend.most == 8
-    reader = EngineWithStore.of(QWEN, backend.calm())
+    reader = EngineWithStore.of(QWEN, backend)
+    backend.expect("list", 1)
     assert reader.find([0, *PROMPT[1:]]) == 0
     assert len(backend.asked) == 1
-    assert reader.find(PROMPT) == 96
-    assert backend.most == 5
-    backend.calm()
+    backend.expect("list", 1)
+    assert reader.find([*PROMPT[:16], *range(80)]) == 16
+    backend.expect("list", 5)
+    assert reader.find([*PROMPT[:16], *range(1, 81)]) == 16
+    backend.expect("get", 8)
     reader.load(PROMPT, BLOCKS, 96)
-    assert backend.most == 8
     assert len(backend.asked) == len({*backend.asked})
     ids = BLOCKS["attn"].ids.tolist()[:6]
     assert reader.caches[0].contents(ids) == writer.caches[0].contents(ids)
@@ -272,4 +277,4 @@ def test_a_load_that_fails_has_ended() -> None:
         writer.load(PROMPT, BLOCKS, 96)
     num_asked = len(backend.asked)
     time.sleep(0.05)
-    assert (len(backend.asked), backend._waiting) == (num_asked, 0)
+    assert len(backend.asked) == num_asked
