@@ -119,6 +119,7 @@ class ModelEntry:
 
 def opened(location: str) -> Backend:
     """Return the store in a folder or at a URL. Raises ``NAME`` if there is no such folder."""
+    # a command makes no folder, and a bucket is none of ours to make
     if "://" not in location and not Path(location).is_dir():
         got = f"{location!r}"
         raise KVPlanError("NAME", "open a store", expected="the folder of a store", got=got)
@@ -147,6 +148,7 @@ def spaces_of(backend: Backend) -> tuple[list[ModelEntry], list[str]]:
     spaces: dict[str, ModelEntry] = {}
     faults = []
     entries = sorted(backend.entries(), key=lambda entry: entry.name)
+    # pins first, which have no header
     for entry in entries:
         space_name, key, part_name = entry.name.split("/")
         space = spaces.setdefault(space_name, ModelEntry(space_name))
@@ -236,6 +238,7 @@ def verify_files_command(location: str, delete: bool, as_json: bool) -> int:
     with progress_bar(as_json) as bar:
         bar.add_task("verify", total=None)
         files = filter(is_part, backend.entries())
+        # as many files are in memory as are read at once
         for check in in_batches(partial(check_of, backend), files, backend.at_once):
             if check.is_gone:
                 continue
