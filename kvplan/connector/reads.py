@@ -8,7 +8,8 @@
   failed.
 - R3: What fails is one request, or those that wait for one engine. Another request to that engine
   tries again. A request that came :data:`~kvplan.connector.claims.RETRY_S` after a handshake began
-  does not fail with it, since the network may have healed meanwhile: it shakes hands again.
+  does not fail with it, since the network may have healed meanwhile: it shakes hands again. So does
+  one whose connection, made before it came, is lost before any of its transfers is done, once.
 - R4: A request is right only if its source says, after the last byte, that the lease stands: until
   then it has given the blocks to no other request. No clock is compared. While bytes move, the
   source is asked every :data:`~kvplan.connector.lease_check.ASK_S`; a request fails if the lease is
@@ -98,13 +99,16 @@ class _Job:
     """A read under way, and its transfers.
 
     ``unposted`` are transfers to be handed over, none of a read that has failed. ``error`` is the
-    first reason to fail. Once ``is_settled``, no byte can move any more.
+    first reason to fail. Once ``is_settled``, no byte can move any more. An old connection that
+    ``was_connected`` when the read came may be lost, and ``is_lost`` if that has shown.
     """
 
     read: Read
     plan: TransferPlan
     lease_check: LeaseCheck
     began_at: float
+    was_connected: bool
+    is_lost: bool = False
     digest_check: _DigestCheck | None = None
     transfers: list[Transfer | StagedTransfer] = attrs.field(factory=list)
     unposted: deque[ReadSpec] = attrs.field(factory=deque)
@@ -113,6 +117,19 @@ class _Job:
     is_reported_late: bool = False
     post_seconds: float = 0.0
     transfer_seconds: float = 0.0
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether an old connection was lost before any transfer was done, under a good lease."""
+        if not (self.was_connected and self.is_lost) or self.lease_check.error is not None:
+            return False
+        # what was staged has moved in transfers of its own
+        return not any(
+            transfer.num_descriptors > 0
+            if isinstance(transfer, StagedTransfer)
+            else transfer.status is Status.DONE
+            for transfer in self.transfers
+        )
 
     def result(self, now: float) -> ReadResult:
         """Return the result of a read that has ended at ``now``."""
@@ -189,13 +206,13 @@ class Reads:
         """Begin to read a request, which :meth:`poll` reports when it has ended."""
         self._begin(instance(Read, read, "read"))
 
-    def _begin(self, read: Read) -> None:
+    def _begin(self, read: Read, *, is_repeated: bool = False) -> None:
         peer = self._peers.use(read.source)
         if peer.plan is None:
             pending_read = _PendingRead(read, self._system.monotonic())
             self._waiting.setdefault(peer.source, []).append(pending_read)
         else:
-            self._start(read, peer.plan)
+            self._start(read, peer.plan, was_connected=not is_repeated)
 
     def fail(self, request: str, error: KVPlanError) -> None:
         """Report a request that cannot be read."""
@@ -241,20 +258,20 @@ class Reads:
         """Start a read whose engine is ready; end or repeat the wait for one that has failed."""
         read = pending.read
         if peer.plan is not None:
-            self._start(read, peer.plan)
+            self._start(read, peer.plan, was_connected=False)
         elif pending.came_at - peer.began_at > RETRY_S:
             self._begin(read)
         else:
             assert peer.error is not None
             self._report(ReadResult(read.request, error_of(read, peer.error)))
 
-    def _start(self, read: Read, plan: PeerPlan) -> None:
+    def _start(self, read: Read, plan: PeerPlan, *, was_connected: bool) -> None:
         """Start the transfers of a read. From now on it has a job, whatever fails."""
         now = self._system.monotonic()
         lease_check = LeaseCheck(
             read, self._claims, self._logger, self._system, asked_at=now, confirmed_at=now
         )
-        job = _Job(read, plan.direct, lease_check, began_at=now)
+        job = _Job(read, plan.direct, lease_check, began_at=now, was_connected=was_connected)
         self._jobs.append(job)
         try:
             # The source computes its digests while the bytes move.
@@ -299,7 +316,7 @@ class Reads:
     def _fail(self, job: _Job, error: KVPlanError) -> None:
         """Note the first reason for which a read fails."""
         job.error = error
-        self._discard_lost(job.read.source, error)
+        self._discard_lost(job, error)
 
     def _poll_pipeline(self, pipeline: Pipeline) -> None:
         """Continue staged transfers; read directly what waits for a region that stalls, rule R5."""
@@ -355,7 +372,10 @@ class Reads:
         # Before it is settled, a read that has failed keeps its blocks, by rule R2.
         if job.is_settled and (job.error is not None or is_right):
             self._jobs.remove(job)
-            self._report(job.result(self._system.monotonic()))
+            if job.may_repeat:
+                self._begin(job.read, is_repeated=True)
+            else:
+                self._report(job.result(self._system.monotonic()))
 
     def _post_more(self, job: _Job) -> None:
         """Hand over more of a read, unless it has failed."""
@@ -397,17 +417,18 @@ class Reads:
                 got = "a cancelled transfer"
                 job.error = KVPlanError("TRANSFER", action, expected="all its bytes", got=got)
             if transfer.error is not None:
-                self._discard_lost(job.read.source, transfer.error)
+                self._discard_lost(job, transfer.error)
             if isinstance(transfer, Transfer):
                 self._executor.release(transfer)
 
-    def _discard_lost(self, source: Source, error: KVPlanError) -> None:
+    def _discard_lost(self, job: _Job, error: KVPlanError) -> None:
         """Forget an engine that is gone, or whose plan is not prepared any more.
 
         The next request to it shakes hands again.
         """
         if error.code in ("PEER", "TRANSFER"):
-            self._peers.discard(source)
+            job.is_lost = True
+            self._peers.discard(job.read.source)
 
     def _report(self, result: ReadResult) -> None:
         """Log the end of a read, which the next :meth:`poll` returns."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import attrs
 import numpy as np
@@ -519,11 +519,12 @@ def test_a_failed_request_ends_when_no_byte_can_move(one: Callable[..., World], 
     result = world.until(1)["r"]
     assert result.error is not None
     assert result.error.code == code
-    assert len(world.executor.released) == 4
+    assert len(world.executor.released) == len(world.executor.started)
+    num_handshakes = len(world.fetched)
     world.executor.broken = set()
     world.reads.begin(world.read("next"))
     assert world.until(1)["next"].error is None
-    assert len(world.fetched) == 2  # it shakes hands again
+    assert len(world.fetched) == num_handshakes + 1
 
 
 def test_a_lost_worker_is_connected_again(one: Callable[..., World]) -> None:
@@ -681,18 +682,59 @@ def test_an_engine_is_planned_within_a_budget() -> None:
     assert (error.code, error.action) == ("RANGE", "read a message")
 
 
-def test_a_plan_that_is_not_prepared_any_more_is_made_again(one: Callable[..., World]) -> None:
-    """If somebody else has taken a worker's connection, one request fails, and the next one shakes hands again."""
+def test_a_request_that_finds_its_connection_lost_shakes_hands_again(one: Callable[..., World]) -> None:
+    """If somebody else has taken a worker's connection, the next request makes another one, and is right."""
     world = one()
     world.reads.begin(world.read("a"))
     world.until(1)
     world.executor._prepared.clear()
     world.reads.begin(world.read("b"))
+    assert world.until(1)["b"].error is None
+    assert len(world.fetched) == 2
+
+
+@pytest.mark.parametrize("code", ["TRANSFER", "PEER"])
+def test_a_request_whose_connection_is_lost_is_read_again(one: Callable[..., World], code: str) -> None:
+    """A connection that was lost while nothing was read shows it only when bytes are to move."""
+    world = one()
+    world.reads.begin(world.read("a"))
+    world.until(1)
+    world.executor.failing, world.executor.code = {"b"}, code
+    world.answer = lambda source: world.executor.failing.clear()
+    world.cache()[...] = 0
+    world.reads.begin(world.read("b"))
+    assert world.until(1)["b"].error is None
+    assert len(world.fetched) == 2
+    assert np.count_nonzero(world.cache()[2]) > 0
+
+
+def test_a_read_of_which_a_part_is_done_fails(one: Callable[..., World]) -> None:
+    """A connection that worked was not lost before: the request fails, and nothing of it moves twice."""
+    world = one()
+    world.reads.begin(world.read("a"))
+    world.until(1)
+    world.executor.broken = {("prefill", 0)}
+    world.executor.at_once = True
+    world.reads.begin(world.read("b"))
+    assert world.until(1)["b"].error is not None
+    assert len(world.fetched) == 1
+
+
+def test_a_request_shakes_hands_again_only_once(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is lost as soon as it is connected is not asked for ever: the request fails."""
+    world = one()
+    world.reads.begin(world.read("a"))
+    world.until(1)
+
+    def start(*_: object, **__: object) -> NoReturn:
+        raise KVPlanError("PEER", "start", expected="a connected worker", got="none")
+
+    monkeypatch.setattr(world.executor, "start", start)
+    world.reads.begin(world.read("b"))
     error = world.until(1)["b"].error
     assert error is not None
-    assert error.code == "TRANSFER"
-    world.reads.begin(world.read("c"))
-    assert world.until(1)["c"].error is None
+    assert error.code == "PEER"
+    assert len(world.fetched) == 2
 
 
 def test_only_workers_with_a_part_are_connected() -> None:
