@@ -9,7 +9,8 @@
 - R3: What fails is one request, or those that wait for one engine. Another request to that engine
   tries again. A request that came :data:`~kvplan.connector.claims.RETRY_S` after a handshake began
   does not fail with it, since the network may have healed meanwhile: it shakes hands again. So does
-  one whose connection, made before it came, is lost before any of its transfers is done, once.
+  one whose connection is lost before any of its transfers is done, unless it has waited for that
+  connection.
 - R4: A request is right only if its source says, after the last byte, that the lease stands: until
   then it has given the blocks to no other request. No clock is compared. While bytes move, the
   source is asked every :data:`~kvplan.connector.lease_check.ASK_S`; a request fails if the lease is
@@ -99,8 +100,9 @@ class _Job:
     """A read under way, and its transfers.
 
     ``unposted`` are transfers to be handed over, none of a read that has failed. ``error`` is the
-    first reason to fail. Once ``is_settled``, no byte can move any more. An old connection that
-    ``was_connected`` when the read came may be lost, and ``is_lost`` if that has shown.
+    first reason to fail. Once ``is_settled``, no byte can move any more. If its engine
+    ``was_connected`` when it began, the connection may have been lost since; it ``is_lost`` once
+    that has shown.
     """
 
     read: Read
@@ -206,13 +208,13 @@ class Reads:
         """Begin to read a request, which :meth:`poll` reports when it has ended."""
         self._begin(instance(Read, read, "read"))
 
-    def _begin(self, read: Read, *, is_repeated: bool = False) -> None:
+    def _begin(self, read: Read) -> None:
         peer = self._peers.use(read.source)
         if peer.plan is None:
             pending_read = _PendingRead(read, self._system.monotonic())
             self._waiting.setdefault(peer.source, []).append(pending_read)
         else:
-            self._start(read, peer.plan, was_connected=not is_repeated)
+            self._start(read, peer.plan, was_connected=True)
 
     def fail(self, request: str, error: KVPlanError) -> None:
         """Report a request that cannot be read."""
@@ -373,7 +375,7 @@ class Reads:
         if job.is_settled and (job.error is not None or is_right):
             self._jobs.remove(job)
             if job.may_repeat:
-                self._begin(job.read, is_repeated=True)
+                self._begin(job.read)
             else:
                 self._report(job.result(self._system.monotonic()))
 

@@ -720,6 +720,26 @@ def test_a_read_of_which_a_part_is_done_fails(one: Callable[..., World]) -> None
     assert len(world.fetched) == 1
 
 
+def test_a_read_that_has_lost_its_lease_is_not_read_again(one: Callable[..., World]) -> None:
+    """Its blocks may have another request's bytes at the source."""
+    world = one()
+    world.reads.begin(world.read("a"))
+    world.until(1)
+    world.executor.held = True
+    world.sources.over.add("lease of b")
+    world.reads.begin(world.read("b"))
+    clock = world.watch.clocks[-1]
+    world.watch.clocks.append(lambda: clock() + ASK_S)
+    for _ in range(3):
+        world.reads.poll()
+    assert "b" in world.reads.late()
+    world.executor.failing, world.executor.held = {"b"}, False
+    error = world.until(1)["b"].error
+    assert error is not None
+    assert error.code == "LEASE"
+    assert len(world.fetched) == 1
+
+
 def test_a_request_shakes_hands_again_only_once(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is lost as soon as it is connected is not asked for ever: the request fails."""
     world = one()
