@@ -9,8 +9,8 @@
 - R3: What fails is one request, or those that wait for one engine. Another request to that engine
   tries again. A request that came :data:`~kvplan.connector.claims.RETRY_S` after a handshake began
   does not fail with it, since the network may have healed meanwhile: it shakes hands again. So does
-  one whose connection is lost before any of its transfers is done, unless it has waited for that
-  connection.
+  one whose connection is lost, unless it has waited for that connection: one that broke while
+  nothing was read shows it only when bytes are to move.
 - R4: A request is right only if its source says, after the last byte, that the lease stands: until
   then it has given the blocks to no other request. No clock is compared. While bytes move, the
   source is asked every :data:`~kvplan.connector.lease_check.ASK_S`; a request fails if the lease is
@@ -122,16 +122,8 @@ class _Job:
 
     @property
     def may_repeat(self) -> bool:
-        """Whether an old connection was lost before any transfer was done, under a good lease."""
-        if not (self.was_connected and self.is_lost) or self.lease_check.error is not None:
-            return False
-        # what was staged has moved in transfers of its own
-        return not any(
-            transfer.num_descriptors > 0
-            if isinstance(transfer, StagedTransfer)
-            else transfer.status is Status.DONE
-            for transfer in self.transfers
-        )
+        """Whether an old connection was lost, and the lease was not."""
+        return self.was_connected and self.is_lost and self.lease_check.error is None
 
     def result(self, now: float) -> ReadResult:
         """Return the result of a read that has ended at ``now``."""

@@ -91,6 +91,7 @@ FAULTS = [
     Fault("the error of a transfer is not seen", reads.Reads, "_settle_transfers", "job.error = job.error or transfer.error\n        # A transfer without an error may lack bytes too.\n        if job.error is None and", "if False and", seed=90, rule="OWN"),
     Fault("an engine that is gone is not forgotten", reads.Reads, "_discard_lost", '("PEER", "TRANSFER")', "()", seed=90, rule="AGAIN"),
     Fault("one of two transfers is awaited", reads.Reads, "_poll_job", "is_posted and all(transfer", "is_posted and any(transfer", seed=1, rule="CRASH"),
+    Fault("a request fails with a connection that was lost", reads.Reads, "_poll_job", "if job.may_repeat:", "if False:", seed=2431, rule="AGAIN"),
     # Handshakes
     Fault("a failed handshake is kept", peer_engines.PeerEngines, "_fail", "del self._peers[peer.source]\n    ", "", seed=7, rule="END"),
     Fault("a restarted engine is read by its old connection", peer_engines.PeerEngines, "_connect", "if connected is not None and connected.offer != offer:", "if connected is not None:\n            continue\n        if False:", seed=34, rule="AGAIN"),
