@@ -33,6 +33,8 @@ from kvplan.errors import KVPlanError
 
 FILE_NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{64}/[0-9a-z.]{1,64}")
 
+SPACE_DIGITS: Final = 16
+
 TEMPORARY: Final = "tmp"
 """The folder of files that are being written."""
 
@@ -333,13 +335,11 @@ class FileBackend:
         """Walk through all folders."""
         try:
             self._check_folder("list", "all")
-            for path in self.folder.glob("????????????????/???/*/*"):
-                name = f"{path.parts[-4]}/{path.parts[-2]}/{path.parts[-1]}"
-                # an evictor may be faster
-                with contextlib.suppress(FileNotFoundError):
-                    status = path.stat()
-                    if FILE_NAME.fullmatch(name):
-                        yield FileEntry(name, status.st_size, status.st_mtime)
+            for space in _listed(self.folder):
+                # the pages of a space are spread over folders
+                for folder in _listed(space) if len(space.name) == SPACE_DIGITS else ():
+                    for page in _listed(folder):
+                        yield from _files_of(f"{space.name}/{page.name}", page)
         except OSError as error:
             raise failed("list", "all", "folders that can be read", _reason(error)) from error
 
@@ -353,6 +353,26 @@ class FileBackend:
                     path.unlink()
                     num_deleted += 1
         return num_deleted
+
+
+def _listed(folder: os.PathLike[str]) -> list[os.DirEntry[str]]:
+    """Return what is in a folder: nothing if it is gone, since another evictor may be faster."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _files_of(page: str, folder: os.DirEntry[str]) -> Iterator[FileEntry]:
+    """Yield the files in the folder of a page."""
+    for file in _listed(folder):
+        name = f"{page}/{file.name}"
+        # a file may go too
+        with contextlib.suppress(FileNotFoundError):
+            status = file.stat()
+            if FILE_NAME.fullmatch(name):
+                yield FileEntry(name, status.st_size, status.st_mtime)
 
 
 def _reason(error: OSError) -> str:

@@ -262,3 +262,22 @@ def test_a_folder_that_an_evictor_removes_is_made_again(
     backend = FileBackend(tmp_path)
     backend.put(name, [b"bytes"])
     assert (backend.get(name), len(removed)) == (b"bytes", 1)
+
+
+def test_a_folder_that_vanishes_while_it_is_listed_has_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another evictor has removed it, which is no failure of the backend."""
+    backend = FileBackend(tmp_path)
+    names = [f"{'0' * 16}/{digit * 64}/{'a' * 32}" for digit in "123"]
+    for name in names:
+        backend.put(name, [b"bytes"])
+    scan = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path).name == "2" * 64:
+            FileBackend(tmp_path).delete(names[1])
+        return scan(path)
+
+    monkeypatch.setattr("os.scandir", scandir)
+    assert sorted(entry.name for entry in backend.entries()) == [names[0], names[2]]
