@@ -19,7 +19,7 @@ from kvplan.connector.handoff import PORT_END
 from kvplan.connector.leases import LEASE_S
 from kvplan.connector.peer_engines import HANDSHAKE_S
 from kvplan.errors import KVPlanError
-from kvplan.store import PAGE_TOKENS
+from kvplan.store import PAGE_TOKENS, Limits
 from kvplan.store.client import BUFFER_BYTES
 from kvplan_nixl.agent import checked_backends
 from kvplan_nixl.executor import UCX, Backends
@@ -160,13 +160,18 @@ class StoreSettings(NamedSettings):
 
     ``folder``, or the bucket of that URL, has the pages, of ``tokens_per_page``. Each worker copies
     through ``buffer_bytes`` of host memory. A request waits for a search of the store for at most
-    ``search_timeout_s``. ``model`` and ``weights`` are those of other connectors.
+    ``search_timeout_s``. The engine keeps the store below ``max_bytes``, each model below
+    ``max_model_bytes``, and evicts what was not used for ``max_age_s``; 0 is no limit.
+    ``model`` and ``weights`` are those of other connectors.
     """
 
     folder: str = setting(name, "")
     tokens_per_page: int = setting(integer, PAGE_TOKENS)
     buffer_bytes: int = setting(integer, BUFFER_BYTES)
     search_timeout_s: float = setting(seconds, SEARCH_S)
+    max_bytes: int = setting(integer, 0)
+    max_model_bytes: int = setting(integer, 0)
+    max_age_s: float = setting(seconds, 0.0)
     model: str = setting(name, "")
     weights: str = setting(name, "")
 
@@ -177,6 +182,11 @@ class StoreSettings(NamedSettings):
         if not settings.folder:
             raise store_refusal("folder", "the folder of a store", "none")
         return settings
+
+    @property
+    def limits(self) -> Limits:
+        """The limits within which the engine keeps the store."""
+        return Limits(self.max_bytes or None, self.max_model_bytes or None, self.max_age_s or None)
 
 
 def store_refusal(label: str, expected: str, got: str) -> KVPlanError:

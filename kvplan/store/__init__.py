@@ -12,7 +12,7 @@ from the description. The page "The format of a store" specifies keys and files.
 from kvplan.store.backends import Backend, FileBackend, FileEntry, MemoryBackend
 from kvplan.store.chain import PAGE_TOKENS, Chain, Fact
 from kvplan.store.client import StoreClient, read_file
-from kvplan.store.eviction import Evicted, Limits, evict
+from kvplan.store.eviction import BackgroundEviction, Evicted, Limits, evict
 from kvplan.store.locations import open_backend
 from kvplan.store.mover import MemoryMover, Mover
 from kvplan.store.pages import PageHeader
@@ -23,6 +23,7 @@ __all__ = [
     "PAGE_TOKENS",
     "Attended",
     "Backend",
+    "BackgroundEviction",
     "Chain",
     "Evicted",
     "Fact",

@@ -15,7 +15,8 @@ from transformers import PretrainedConfig
 from kvplan import Blocks, KVPlanError
 from kvplan.bridges import RankInfo, from_sglang
 from kvplan.bridges.assembly import FP8_DTYPES
-from kvplan.store import Chain, StoreClient, StoreReader, open_backend
+from kvplan.store import BackgroundEviction, Chain, StoreClient, StoreReader, open_backend
+from kvplan_nixl.eviction import evict_beside
 from kvplan_nixl.settings import StoreSettings, store_refusal
 from kvplan_nixl.sglang.description import dtype_name, model_of, require
 from kvplan_nixl.sglang.rank import logger
@@ -51,6 +52,7 @@ class KvplanStore(HiCacheStorage):
             raise store_refusal("interface_v1", "1", "0, with which SGLang copies each page")
         self._check_engine()
         self._lock = threading.Lock()
+        self._eviction: BackgroundEviction | None = None
         self.prompt_to_save: PromptPages | None = None
 
     def _check_engine(self) -> None:
@@ -80,6 +82,9 @@ class KvplanStore(HiCacheStorage):
         (group,) = worker.groups
         self._group = group.name
         backend = open_backend(settings.folder)
+        # one rank of an engine does so, and any number of engines
+        if rank == 0:
+            self._eviction = evict_beside(backend, settings.limits, logger)
         size = settings.tokens_per_page
         self._reader = StoreReader(backend, worker, tokens_per_page=size)
         # a client serves one thread, and SGLang loads beside saving
@@ -148,6 +153,11 @@ class KvplanStore(HiCacheStorage):
         self._saver.save(chain, {self._group: prompt.table}, {self._group: (first, stop)})
         self._saver.use(chain, stop)
         return [True] * len(keys)
+
+    def close(self) -> None:
+        """Evict nothing more."""
+        if self._eviction is not None:
+            self._eviction.close()
 
     def clear(self) -> bool:
         """Clear nothing, since other engines use the store too."""

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
@@ -19,10 +20,13 @@ from vllm.v1.request import Request, RequestStatus
 from kvplan import Blocks, decode
 from kvplan.describe.blocks import Range
 from kvplan.store import Attended, Chain, open_backend
+from kvplan_nixl.eviction import evict_beside
 from kvplan_nixl.settings import StoreSettings
 from kvplan_nixl.vllm.description import facts_of, first_attended, frees_blocks
 from kvplan_nixl.vllm.store_searches import StoreSearches
 from kvplan_nixl.vllm.tables import BlockTables
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 @attrs.frozen
@@ -85,6 +89,8 @@ class StoreScheduler:
         }
         self._frees_blocks = any(frees_blocks(group) for group in groups.values())
         self._backend = open_backend(settings.folder)
+        # one process of an engine does so, and any number of engines
+        self._eviction = evict_beside(self._backend, settings.limits, logger)
         self._model = ""
         self._searches: StoreSearches | None = None
         self._num_cached: dict[str, int] = {}
@@ -105,7 +111,9 @@ class StoreScheduler:
         )
 
     def close(self) -> None:
-        """Begin no further search."""
+        """Begin no further search, and no eviction."""
+        if self._eviction is not None:
+            self._eviction.close()
         if self._searches is not None:
             self._searches.close()
 

@@ -30,7 +30,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, KVPlanError, Model, Worker, encode
-from kvplan.store import FileBackend, MemoryBackend, StoreClient
+from kvplan.store import FileBackend, Limits, MemoryBackend, StoreClient
 from kvplan_nixl.vllm import KvplanStore
 from kvplan_nixl.vllm.store_scheduler import KvplanStoreWorkerMetadata
 from tests.store.engines import QWEN, EngineWithStore
@@ -93,6 +93,21 @@ def found_of(made: KvplanStore, request: Request, num_cached: int = 0) -> tuple[
         if answer[0] is not None:
             return answer
     raise TimeoutError(f"no answer for {request.request_id}")
+
+
+def test_limits_are_kept_beside_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings say them; without one nothing is evicted."""
+    limits = {"max_bytes": 10**9, "max_model_bytes": 10**8, "max_age_s": 3600}
+    made = connector(tmp_path / "kv", extra=limits)
+    eviction = made._scheduler._eviction
+    assert eviction is not None
+    assert eviction._limits == Limits(9 * 10**8, 9 * 10**7, 3600.0)
+    assert not eviction._is_closed.is_set()
+    made.shutdown()
+    assert eviction._is_closed.is_set()
+    assert connector(tmp_path / "kv")._scheduler._eviction is None
+    with pytest.raises(KVPlanError, match="RANGE: cannot read max_bytes in kv_connector_extra_config"):
+        connector(tmp_path / "kv", extra={"max_bytes": -1})
 
 
 @pytest.fixture

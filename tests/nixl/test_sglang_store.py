@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 import kvplan_nixl.sglang
 from kvplan import KVPlanError
-from kvplan.store import FileBackend
+from kvplan.store import FileBackend, Limits
 from tests.nixl.sglang_names import made
 
 CONFIG = {
@@ -255,6 +255,19 @@ def test_damaged_pages_are_computed(plugin: SimpleNamespace, tmp_path: Path) -> 
     assert engine.exists(prompt) == 4
     tmp_path.rename(tmp_path.with_name("elsewhere"))
     assert engine.exists(prompt) == 0
+
+
+def test_the_first_rank_keeps_limits(plugin: SimpleNamespace, tmp_path: Path) -> None:
+    """Settings say them; without one nothing is evicted, and SGLang closes its storage."""
+    eviction = Engine(plugin, tmp_path, max_bytes=10**9).store._eviction
+    assert eviction._limits == Limits(max_bytes=9 * 10**8)
+    engine = Engine(plugin, tmp_path)
+    assert engine.store._eviction is None
+    engine.store.close()
+    engine = Engine(plugin, tmp_path, max_age_s=60)
+    engine.store.close()
+    assert engine.store._eviction._is_closed.is_set()
+    eviction.close()
 
 
 def test_a_call_without_a_prompt_is_an_error(plugin: SimpleNamespace, tmp_path: Path) -> None:
