@@ -26,6 +26,9 @@ from kvplan_nixl.executor import UCX, Backends
 
 SEARCH_S: Final = 2.0
 
+EARLY_TOKENS: Final = 1024
+"""Positions that prefill has computed when decode may read them, before the rest is there."""
+
 Check = Callable[[Any, str], Any]
 """A function that takes a value and what messages call it, and returns the checked value."""
 
@@ -200,7 +203,8 @@ class Settings(NamedSettings):
 
     An engine announces ``host`` and listens on ``bind``, or on ``host`` if that is empty, at
     ``port``, or at a free one if that is 0. ``model`` and ``weights`` take the place of the
-    engine's name for its model, and of a fingerprint of its files, unless they are empty. The other
+    engine's name for its model, and of a fingerprint of its files, unless they are empty. Prefill
+    publishes a request in part when ``early_tokens`` more positions are computed. The other
     settings of the network are those of :meth:`access`.
     """
 
@@ -212,6 +216,7 @@ class Settings(NamedSettings):
     handshake_timeout_s: float = setting(seconds, HANDSHAKE_S)
     budget_bytes: int = setting(integer, BUDGET_BYTES)
     max_peers: int = setting(at_least_one, MAX_SOURCES)
+    early_tokens: int = setting(at_least_one, EARLY_TOKENS)
     model: str = setting(name, "")
     weights: str = setting(name, "")
     key: bytes = setting(_secret, b"")

@@ -3,7 +3,8 @@
 ``GET /`` returns the offers of all workers. ``POST /claims`` takes a
 :class:`~kvplan.connector.claims.ClaimMessage` and returns the answer to each claim. ``POST
 /digests`` takes a :class:`~kvplan.connector.digest_requests.DigestRequest` and returns digests,
-when workers have computed them. Who may ask is decided by :mod:`kvplan.connector.access`.
+when workers have computed them. ``POST /ask`` returns what rooms have of requests that the engine
+computes. Who may ask is decided by :mod:`kvplan.connector.access`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvplan.connector.digest_requests import MAX_REQUEST_BYTES, DigestRequests, 
 from kvplan.connector.handoff import Source
 from kvplan.connector.http import ANSWER_S, Route
 from kvplan.connector.leases import Leases
+from kvplan.connector.room_contents import MAX_QUESTION_BYTES, RoomStore
 from kvplan.connector.system import SYSTEM, System
 from kvplan.errors import KVPlanError
 
@@ -77,8 +79,8 @@ class Listener:
 
     It announces ``host``, and listens on ``bind``, by default ``host``, at ``port``, by default one
     that is free. Readers find it by its :attr:`source`, and need the key of its ``access``.
-    :attr:`digests` are those that they ask for. Raises ``PEER`` if it cannot listen, or without a
-    key anywhere but on loopback.
+    :attr:`digests` are those that they ask for, and :attr:`rooms` has entries of rooms. Raises
+    ``PEER`` if it cannot listen, or without a key anywhere but on loopback.
 
     >>> leases = Leases()
     >>> listener = Listener("prefill", "127.0.0.1", [b"offer of worker 0"], leases)
@@ -113,6 +115,7 @@ class Listener:
         encoded_offers = json.dumps(fields).encode()
         instance(Leases, leases, "leases of a listener")
         digests = DigestRequests(leases)
+        rooms = RoomStore(system.token_hex)
 
         def give_offers(_: bytes) -> bytes:
             return encoded_offers
@@ -128,10 +131,12 @@ class Listener:
             "GET /": Route(give_offers),
             "POST /claims": Route(take_claims, MAX_MESSAGE_BYTES),
             "POST /digests": Route(give_digests, MAX_REQUEST_BYTES),
+            "POST /ask": Route(rooms.answer, MAX_QUESTION_BYTES),
         }
         address = name(host, "host") if bind is None else name(bind, "bind")
         self._server = system.serve(address, port, routes, access_or_none(access))
         self.digests: DigestRequests = digests
+        self.rooms: RoomStore = rooms
         self.source: Source = Source(engine_id, start, host, self._server.port)
 
     def close(self) -> None:

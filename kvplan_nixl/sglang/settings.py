@@ -10,7 +10,7 @@ from typing import Final
 import attrs
 
 from kvplan._checks import integer
-from kvplan_nixl.settings import Settings, at_least_one, setting
+from kvplan_nixl.settings import Settings, setting
 
 PREFIX: Final = "KVPLAN_"
 
@@ -22,18 +22,11 @@ OF_KUBERNETES: Final = re.compile(
 STAGING_BYTES: Final = 64 << 20
 """Bytes of a rank's staging region on decode."""
 
-EARLY_TOKENS: Final = 1024
-"""Positions that prefill has computed when decode may read them, before the rest is there."""
-
 
 @attrs.frozen(kw_only=True)
 class PluginSettings(Settings):
-    """The settings of SGLang's plugin. Decode stages by default.
+    """The settings of SGLang's plugin. Decode stages by default."""
 
-    Prefill publishes a request in part when ``early_tokens`` more positions are computed.
-    """
-
-    early_tokens: int = setting(at_least_one, EARLY_TOKENS)
     staging_bytes: int = setting(integer, STAGING_BYTES)
 
 

@@ -82,7 +82,7 @@ class KvplanConnector(BlockConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         num_tokens = self._scheduler.count_tokens_to_read(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -90,12 +90,14 @@ class KvplanConnector(BlockConnector):
         self._scheduler.begin_read(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._scheduler.publish(scheduler_output)
         if self._has_host_cache:
             self._scheduler.save(scheduler_output)
         return self._scheduler.take_step()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.end_reads(connector_output.finished_recving or set())
+        received = connector_output.finished_recving or set()
+        self._scheduler.end_reads(received, connector_output.failed_recving)
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, KvplanWorkerMetadata):
             self._scheduler.take_digests(metadata)

@@ -78,7 +78,7 @@ class HostCache:
         for group in groups:
             blocks = read.local[group.name]
             filled_ids[group.name] = blocks.ids
-            if group.tokens_per_block is None:
+            if group.tokens_per_block is None or group.name not in read.tokens:
                 continue
             start, stop = read.tokens[group.name]
             num_positions = group.tokens_per_block * group.context.size
@@ -90,7 +90,10 @@ class HostCache:
             filled_ids[group.name] = blocks.ids[is_filled]
             partial_ids[group.name] = blocks.ids[is_filled & ~is_whole]
         self._copy(partial_ids, "d2h")
-        self._filled[read.request] = filled_ids
+        # beside those of the request's earlier parts
+        earlier = self._filled.setdefault(read.request, {})
+        for label, ids in filled_ids.items():
+            earlier[label] = np.concatenate([earlier.get(label, ids[:0]), ids])
 
     def end_read(self, result: ReadResult) -> None:
         """Copy what has arrived to the device, and nothing of a read that has failed."""

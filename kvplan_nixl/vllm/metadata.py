@@ -32,12 +32,14 @@ class KvplanHandshakeMetadata(KVConnectorHandshakeMetadata):
 class KvplanMetadata(KVConnectorMetadata):
     """The work of all workers in one step.
 
-    ``reads`` begin. ``saves`` are blocks by group that others may read from main memory once this
+    ``parts`` of requests begin, and others of them follow; ``reads`` are whole requests, or their
+    last parts. ``saves`` are blocks by group that others may read from main memory once this
     step has computed them. ``digests`` are to be computed, of the blocks by group of each request.
     ``refused`` has the errors of requests that cannot be read. The blocks of ``released`` requests
     are free.
     """
 
+    parts: list[Read] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     saves: dict[str, set[int]] = field(default_factory=dict)
     digests: dict[DigestRequest, Mapping[str, Blocks]] = field(default_factory=dict)

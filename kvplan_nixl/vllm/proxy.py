@@ -9,15 +9,20 @@ engine, whose answer goes to the client. Engines of a kind take turns. It keeps 
 - X3: What decode would compute in any case goes to decode alone, and so does a list that is to be
   streamed.
 - X4: Only prefill says where a cache is: ``kv_transfer_params`` of clients are left out.
+
+With ``--listener`` it asks both at once, with a transfer id of its own for each prompt, by which
+decode reads what prefill has computed while it computes the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from http import HTTPStatus
 from itertools import chain, count
 from typing import Any, Final
@@ -77,6 +82,9 @@ BACKLOG: Final = 2048
 
 UNREACHABLE: Final = (ClientConnectorError, ConnectionTimeoutError)
 """What aiohttp raises where an engine accepts no connection."""
+
+Answering = Callable[[Body], Awaitable[Any]]
+"""Lets decode answer a request."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -149,10 +157,14 @@ class Engines:
                 raise EngineError(response.status, await response.text())
             yield response
 
+    def take_turn(self) -> int:
+        """Return the index of the engine whose turn it is."""
+        return next(self._turns) % len(self.urls)
+
     async def _response(
         self, session: ClientSession, method: str, path: str, **options: Any
     ) -> ClientResponse:
-        first = next(self._turns) % len(self.urls)
+        first = self.take_turn()
         urls = [*self.urls[first:], *self.urls[:first]]
         # nothing was sent where a connection was refused
         for url in urls[:-1]:
@@ -165,10 +177,15 @@ class Engines:
 
 @attrs.define(eq=False)
 class Proxy:
-    """The proxy, which aiohttp serves as an :meth:`application`."""
+    """The proxy, which aiohttp serves as an :meth:`application`.
+
+    With ``listeners``, HOST:PORT of each prefill engine's connector, both engines get a request at
+    once: decode reads what prefill has computed while it computes the rest.
+    """
 
     prefill: Engines
     decode: Engines
+    listeners: tuple[str, ...] = ()
     _session: ClientSession = attrs.field(init=False)
 
     def application(self) -> web.Application:
@@ -211,41 +228,81 @@ class Proxy:
         is_streamed_list = len(parts) > 1 and body.get("stream")
         if is_streamed_list or any(body.get(key) for key in FOR_DECODE_ALONE):
             return await self._forward(request, json=body)
+        answer_one = partial(self._answer_at_once if self.listeners else self._answer, request)
         if len(parts) == 1:
-            return await self._forward(request, json=await self._prefilled(request, body))
-        answers = await asyncio.gather(*(self._complete(request, part) for part in parts))
+            response: web.StreamResponse = await answer_one(
+                body, partial(self._forward_body, request)
+            )
+            return response
+        complete = partial(self._complete, request)
+        answers = await asyncio.gather(*(answer_one(part, complete) for part in parts))
         return web.json_response(merged(answers))
 
-    async def _prefilled(self, request: web.Request, body: Body) -> Body:
-        """Let prefill compute the prompt, and return the request for decode, with a handoff."""
+    async def _answer(self, request: web.Request, body: Body, answer: Answering) -> Any:
+        """Let prefill compute a prompt, and then decode ``answer`` with its handoff."""
+        handoff = await self._compute(request, prefill_body(body), self.prefill)
+        return await answer({**body, TRANSFER: handoff})
+
+    async def _answer_at_once(self, request: web.Request, body: Body, answer: Answering) -> Any:
+        """Let prefill compute a prompt, while decode reads it and is about to ``answer``.
+
+        If prefill fails first, so does the request. If it keeps no cache, decode is asked again.
+        """
+        index = self.prefill.take_turn()
+        prefill = Engines((self.prefill.urls[index],))
+        room = {"transfer_id": f"transfer-{uuid.uuid4()}"}
         first_token = prefill_body(body)
-        async with self.prefill.ask(
-            self._session, "POST", request.path, json=first_token, headers=_credentials(request)
+        first_token[TRANSFER] |= room
+        place = {"do_remote_decode": False, "do_remote_prefill": True} | room
+        place["remote_bootstrap_addr"] = f"http://{self.listeners[index]}"
+        computing = asyncio.create_task(self._compute(request, first_token, prefill))
+        answering = asyncio.ensure_future(answer({**body, TRANSFER: place}))
+        try:
+            await asyncio.wait((computing, answering), return_when=asyncio.FIRST_COMPLETED)
+            if answering.done() or await computing is not None:
+                return await answering
+        finally:
+            # a request that is not needed any more is cancelled on its engine too
+            computing.cancel()
+            answering.cancel()
+            await asyncio.gather(computing, answering, return_exceptions=True)
+        return await answer(body)
+
+    async def _compute(self, request: web.Request, body: Body, engines: Engines) -> Any:
+        """Let prefill compute a prompt, and return its handoff, None if it keeps no cache."""
+        async with engines.ask(
+            self._session, "POST", request.path, json=body, headers=_credentials(request)
         ) as response:
             answer = await response.json()
         handoff = answer.get(TRANSFER)
         if handoff is None:
             LOGGER.warning("%s keeps no cache: decode computes the prompt", response.url.origin())
-        return {**body, TRANSFER: handoff}
+        return handoff
 
     async def _complete(self, request: web.Request, body: Body) -> Body:
-        """Return the whole answer to a request with one prompt."""
-        decode_body = await self._prefilled(request, body)
+        """Return decode's whole answer to a request."""
         async with self.decode.ask(
-            self._session, "POST", request.path, json=decode_body, headers=_credentials(request)
+            self._session, "POST", request.path, json=body, headers=_credentials(request)
         ) as response:
             answer: Body = await response.json()
         return answer
+
+    async def _forward_body(self, request: web.Request, body: Body) -> web.StreamResponse:
+        return await self._forward(request, json=body)
 
     async def _forward(self, request: web.Request, **options: Any) -> web.StreamResponse:
         """Send decode's answer to the client as it comes, in one piece or as a stream."""
         async with self.decode.ask(
             self._session, request.method, request.path, headers=_credentials(request), **options
         ) as answer:
+            # nothing is sent before something has come: until then another engine may answer
             response = web.StreamResponse(headers={"Content-Type": answer.headers["Content-Type"]})
+            pieces = answer.content.iter_any()
+            first = await anext(pieces, b"")
             await response.prepare(request)
             try:
-                async for piece in answer.content.iter_any():
+                await response.write(first)
+                async for piece in pieces:
                     await response.write(piece)
             except ClientError as error:
                 LOGGER.warning("%s ended in an answer: %r", answer.url.origin(), error)
@@ -310,17 +367,33 @@ def _urls(
     callback=_urls,
     help="A decode engine; once for each.",
 )
+@click.option(
+    "--listener",
+    metavar="HOST:PORT",
+    multiple=True,
+    help="Where each prefill engine's connector listens, in their order: both engines get a "
+    "request at once, and decode reads a prompt while it is computed.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where clients reach it.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
-def main(prefill: tuple[URL, ...], decode: tuple[URL, ...], host: str, port: int) -> None:
+def main(
+    prefill: tuple[URL, ...],
+    decode: tuple[URL, ...],
+    listener: tuple[str, ...],
+    host: str,
+    port: int,
+) -> None:
     """Let prefill engines compute prompts, and decode engines answer.
 
     Serves completions and chats. GET /health says whether an engine of each kind is well.
     """
+    if listener and len(listener) != len(prefill):
+        expected = f"one --listener for each of {len(prefill)} --prefill"
+        raise click.UsageError(f"expected {expected}, got {len(listener)}")
     logging.basicConfig(format="%(levelname)s %(message)s")
     started = f"http://{host}:{port} asks {len(prefill)} prefill and {len(decode)} decode engines"
     web.run_app(
-        Proxy(Engines(prefill), Engines(decode)).application(),
+        Proxy(Engines(prefill), Engines(decode), listener).application(),
         host=host,
         port=port,
         # a client that goes away cancels its request, on the engines too

@@ -5,7 +5,7 @@ It decides which requests are read, and whose blocks stay for a reader.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from kvplan.connector import (
 )
 from kvplan.connector.access import TOKEN_BYTES
 from kvplan.connector.digest import joined
+from kvplan.connector.rooms import Rooms
 from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import POSITION_END, Range
 from kvplan_nixl.vllm.description import (
@@ -42,10 +43,25 @@ from kvplan_nixl.vllm.description import (
 )
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import KvplanStats
+from kvplan_nixl.vllm.rooms import ROOM, RoomRequest, address_of, room_of
 from kvplan_nixl.vllm.settings import ConnectorSettings
 from kvplan_nixl.vllm.tables import BlockTables
 
 logger = init_logger(f"vllm.{__name__}")
+
+
+@attrs.define(eq=False)
+class _Destination:
+    """The blocks into which a request is read, up to the position ``stop``.
+
+    Of each group with positions, ``starts`` has the first one that is not read yet, and ``listed``
+    the first one of its blocks.
+    """
+
+    local: dict[str, Blocks]
+    starts: dict[str, int]
+    listed: dict[str, int]
+    stop: int
 
 
 @attrs.define(eq=False)
@@ -54,7 +70,8 @@ class _Reading:
 
     Its prompt begins with the first ``num_shared`` positions of the handoff, and the engine has
     cached ``num_cached`` of them. Once ``is_begun``, it is not read again: its parameters cannot
-    tell, which children of one request may share.
+    tell, which children of one request may share. One with a ``room`` has a handoff when prefill
+    has published a part of it, which is the latest one.
     """
 
     handoff: Handoff | None
@@ -62,14 +79,53 @@ class _Reading:
     num_shared: int = POSITION_END
     num_cached: int = 0
     is_begun: bool = False
+    room: RoomRequest | None = None
+    destination: _Destination | None = None
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Lent:
-    """A request whose blocks stay for readers: its lease, and its block tables by group."""
+    """A request whose blocks stay for readers: its lease, and its block tables by group.
+
+    ``num_tokens`` positions are computed, and others follow if it ``is_part``. Such a request may
+    outlive its lease, which ``is_over`` then.
+    """
 
     lease: str
     tables: dict[str, Blocks]
+    num_tokens: int
+    is_part: bool = False
+    is_over: bool = False
+
+
+@attrs.define(eq=False)
+class _Publication:
+    """A request that is published in a room while it is computed.
+
+    It began with ``num_found`` positions of the prefix cache, which may still be computed for
+    another request until it has computed more itself.
+    """
+
+    room: str
+    request: Request
+    num_found: int = POSITION_END
+
+
+def _has_handoff(params: Mapping[str, Any]) -> bool:
+    """Return whether the parameters of a request have a handoff."""
+    return bool(params.get("remote_block_ids"))
+
+
+def _begun(scheduled: SchedulerOutput) -> set[str]:
+    """Return the requests whose first step this is, also of those that were preempted before."""
+    resumed: set[str] = scheduled.scheduled_cached_reqs.resumed_req_ids
+    return resumed.union(request.req_id for request in scheduled.scheduled_new_reqs)
+
+
+def _given_up(request: str) -> KVPlanError:
+    """Return the error of a request that is not read to its end."""
+    action = f"read the rest of request {request!r}"
+    return KVPlanError("TRANSFER", action, expected="one that goes on", got="one that was given up")
 
 
 def _is_computed(request: Request) -> bool:
@@ -81,9 +137,10 @@ class Scheduler:
     """Prefill and decode in one: a request's ``kv_transfer_params`` say which one it meets.
 
     A request with a handoff reads the positions that its prompt shares, and computes the others,
-    at least the last one. If blocks would be freed that the last token attends to, or a state would
-    have passed it, an engine that computes for decode stops one token short of the prompt. If
-    drafts use the next token too, it must generate this one.
+    at least the last one. One with a transfer id asks prefill for handoffs, and reads the prompt
+    part by part. Windows and states come with the last part. If blocks would be freed that the last
+    token attends to, or a state would have passed it, an engine that computes for decode stops one
+    token short of the prompt. If drafts use the next token too, it must generate this one.
     """
 
     def __init__(
@@ -101,7 +158,11 @@ class Scheduler:
         self._access = settings.access()
         self._caches_prefixes = bool(config.cache_config.enable_prefix_caching)
         self._tables = BlockTables(config, cache)
-        self._stops_short = any(frees_blocks(group) for group in self._tables.groups.values())
+        # the groups that keep all positions, which may be read before all are computed
+        self._whole_groups: list[str] = [
+            name for name, group in self._tables.groups.items() if not frees_blocks(group)
+        ]
+        self._stops_short = len(self._whole_groups) < len(self._tables.groups)
         self._drafts_know_next = config.num_prefill_lookahead_tokens > 0
         self._vocabulary = range(config.model_config.get_vocab_size())
         # the slots after the last position must stay zero if the engine needs them so
@@ -114,9 +175,13 @@ class Scheduler:
         send = partial(send_claims, access=self._access, system=system)
         self._claims = Claims(logger, send, system, settings.max_peers)
         self._reader = system.token_hex(TOKEN_BYTES)  # of this start
+        self._rooms = Rooms(logger, self._access, settings.max_peers, system)
         self._reading: dict[str, _Reading] = {}
+        # those that are read in parts, of which others may follow
+        self._in_parts: dict[str, _Reading] = {}
         # those that others may read when they have finished
         self._lendable: dict[str, Request] = {}
+        self._publications: dict[str, _Publication] = {}
         # by request and group: the first position that was read, if its block was read in part
         self._read_from: dict[str, dict[str, int]] = {}
         self._step = KvplanMetadata()
@@ -176,9 +241,12 @@ class Scheduler:
         params = request.kv_transfer_params or {}
         if self._is_lendable(request):
             self._lendable[request.request_id] = request
+            self._open_room(request)
         # The next turn of a conversation has the last one's handoff, and asks for another.
-        is_next_turn = _is_computed(request) and params.get("remote_block_ids")
-        if params.get("do_remote_prefill") or is_next_turn:
+        is_next_turn = _is_computed(request) and _has_handoff(params)
+        if params.get("do_remote_prefill") and params.get(ROOM) and not _has_handoff(params):
+            self._reading[request.request_id] = self._ask(request)
+        elif params.get("do_remote_prefill") or is_next_turn:
             self._reading[request.request_id] = self._claim(request)
         if self._stops_short and _is_computed(request) and request.num_prompt_tokens > 1:
             self._stop_short(request)
@@ -200,6 +268,41 @@ class Scheduler:
         self.stats.count("num_claims")
         return _Reading(handoff, None, num_shared)
 
+    def _ask(self, request: Request) -> _Reading:
+        """Ask prefill for what it computes of a request."""
+        params = request.kv_transfer_params or {}
+        try:
+            reader = self._reader_name(request.request_id)
+            room = RoomRequest(
+                room_of(params),
+                request,
+                reader,
+                self._claims,
+                self._access.key,
+                self._system,
+                self._settings.prefill_timeout_s,
+            )
+            self._rooms.want(reader, room.room, address_of(params), room.take)
+        except KVPlanError as error:
+            return _Reading(None, error)
+        return _Reading(None, None, room=room)
+
+    def _open_room(self, request: Request) -> None:
+        """Publish a request while it is computed, if a router gave it a transfer id of its own."""
+        params = request.kv_transfer_params or {}
+        if not _is_computed(request) or not params.get(ROOM):
+            return
+        try:
+            room = room_of(params)
+            if any(publication.room == room for publication in self._publications.values()):
+                expected = "one of each request"
+                raise KVPlanError("NAME", f"open room {room}", expected=expected, got="one in use")
+        except KVPlanError as error:
+            # its handoff comes with the answer
+            logger.warning("request %r is not published: %s", request.request_id, error)
+        else:
+            self._publications[request.request_id] = _Publication(room, request)
+
     def _reader_name(self, request: str) -> str:
         """Return the name of a request as a reader: no other request of any engine has it."""
         return f"{self._reader} {request}"
@@ -218,11 +321,16 @@ class Scheduler:
         request.num_prompt_tokens -= 1
         request.max_tokens = 1
 
-    def count_tokens_to_read(self, request: Request, num_cached: int) -> int:
-        """Return the number of positions to read after the first ``num_cached`` of a request."""
+    def count_tokens_to_read(self, request: Request, num_cached: int) -> int | None:
+        """Return the number of positions to read after the first ``num_cached`` of a request.
+
+        Returns None of a request of which prefill has published nothing yet.
+        """
         reading = self._reading.get(request.request_id)
         if reading is None or reading.is_begun:
             return 0
+        if reading.room is not None and not self._has_begun(reading, reading.room):
+            return None
         reading.num_cached = num_cached
         first, stop = self._shared(request, reading)
         num_tokens = stop - first
@@ -232,6 +340,15 @@ class Scheduler:
             if is_little or self._gap(reading.handoff, (first, stop)) is not None:
                 return 0
         return num_tokens
+
+    def _has_begun(self, reading: _Reading, room: RoomRequest) -> bool:
+        """Return whether prefill has published something of a request, or never will."""
+        reading.handoff = room.handoff
+        try:
+            room.check()
+        except KVPlanError as error:
+            reading.error = error
+        return reading.handoff is not None or reading.error is not None
 
     def _shared(self, request: Request, reading: _Reading) -> Range:
         """Return the positions that a request shares with its handoff, and has not cached.
@@ -280,32 +397,53 @@ class Scheduler:
             self._end_claim(request.request_id)
             return
         try:
-            read = self._read(request.request_id, reading, blocks, stop)
-            self._step.reads.append(read)
+            self._check_claim(request.request_id, reading)
+            reading.destination = self._destination(reading, blocks, stop)
+            if reading.room is None:
+                self._step.reads.append(self._read_whole(request.request_id, reading))
+            else:
+                self._in_parts[request.request_id] = reading
+                self.stats.count("num_claims")
         except KVPlanError as error:
             self._step.refused[request.request_id] = error
 
-    def _read(self, request: str, reading: _Reading, blocks: KVCacheBlocks, stop: int) -> Read:
-        """Return the read of the positions from the cached ones to ``stop``, into all groups.
+    def _check_claim(self, request: str, reading: _Reading) -> None:
+        """Raise the reason why a request cannot be read, if there is one."""
+        if reading.error is not None:
+            raise reading.error
+        handoff = reading.handoff
+        assert handoff is not None
+        refusal = self._claims.refusal(handoff.source, handoff.lease, self._reader_name(request))
+        if refusal is not None:
+            raise refusal
+
+    def _destination(self, reading: _Reading, blocks: KVCacheBlocks, stop: int) -> _Destination:
+        """Return where the positions from the cached ones to ``stop`` are read to."""
+        local = self._tables.of_ids(blocks.get_block_ids())
+        starts = dict[str, int]()
+        listed = dict[str, int]()
+        for group in self._tables.indices.keys() - self._tables.states:
+            # A group may have cached less than others.
+            starts[group] = min(reading.num_cached, self._tables.first_uncached(group, blocks))
+            listed[group] = self._tables.first_listed(group, local[group])
+        return _Destination(local, starts, listed, stop)
+
+    def _read_whole(self, request: str, reading: _Reading) -> Read:
+        """Return the read of all positions that are not read yet, into all groups.
 
         Raises the reason why the request cannot be read.
         """
         handoff = reading.handoff
-        if handoff is None:
-            assert reading.error is not None
-            raise reading.error
-        refusal = self._claims.refusal(handoff.source, handoff.lease, self._reader_name(request))
-        if refusal is not None:
-            raise refusal
+        destination = reading.destination
+        assert handoff is not None
+        assert destination is not None
+        stop = destination.stop
         gap = self._gap(handoff, (reading.num_cached, stop))
         if gap is not None:
             raise gap
-        local = self._tables.of_ids(blocks.get_block_ids())
         positions = dict[str, WholeBlocks]()
-        for group in self._tables.indices.keys() - self._tables.states:
-            # A group may have cached less than others.
-            first = min(reading.num_cached, self._tables.first_uncached(group, blocks))
-            listed = self._tables.first_listed(group, local[group])
+        for group, first in destination.starts.items():
+            listed = destination.listed[group]
             whole = self._whole_blocks(group, (first, stop), listed, handoff)
             positions[group] = whole
             # The source may lack the beginning of a group's first block here.
@@ -316,11 +454,66 @@ class Scheduler:
             request=request,
             source=handoff.source,
             lease=handoff.lease,
-            local=local,
+            local=destination.local,
             remote=handoff.blocks,
             tokens={group: (whole.start, whole.stop) for group, whole in positions.items()},
             to_block_end=self._to_block_end,
         )
+
+    def _read_part(self, request: str, reading: _Reading) -> Read | None:
+        """Return the read of what is computed since the last part, without windows and states.
+
+        Returns None if no block of it is full: that comes with the next part. Raises the reason why
+        the request cannot be read.
+        """
+        handoff = reading.handoff
+        destination = reading.destination
+        assert handoff is not None
+        assert destination is not None
+        local = {group: Blocks([]) for group in destination.local}
+        tokens = dict[str, Range]()
+        for group in self._whole_groups:
+            size = self._tables.block_sizes[group]
+            stop = min(handoff.num_tokens // size * size, destination.stop)
+            first = destination.starts[group]
+            if stop > first:
+                self._whole_blocks(group, (first, stop), first, handoff)
+                local[group] = destination.local[group]
+                tokens[group] = (first, stop)
+                destination.starts[group] = stop
+        if not tokens:
+            return None
+        return Read(
+            request=request,
+            source=handoff.source,
+            lease=handoff.lease,
+            local=local,
+            remote=handoff.blocks,
+            tokens=tokens,
+        )
+
+    def _read_on(self, request: str, reading: _Reading) -> None:
+        """Read what prefill has published of a request since the last step, if that is anything."""
+        assert reading.room is not None
+        try:
+            self._check_claim(request, reading)
+            published = reading.room.take_new()
+            if published is None:
+                return
+            reading.handoff = published.handoff
+            if published.is_whole:
+                self._step.reads.append(self._read_whole(request, reading))
+                del self._in_parts[request]
+            else:
+                part = self._read_part(request, reading)
+                self._step.parts += [] if part is None else [part]
+        except KVPlanError as error:
+            self._read_no_more(request, error)
+
+    def _read_no_more(self, request: str, error: KVPlanError) -> None:
+        """Have workers report a request of which no further part is read, if there may be one."""
+        if self._in_parts.pop(request, None) is not None:
+            self._step.refused[request] = error
 
     def _whole_blocks(
         self, group: str, tokens: Range, listed: int, handoff: Handoff
@@ -362,12 +555,23 @@ class Scheduler:
 
     def _end_claim(self, request: str) -> None:
         """End the claim of a request that is read, or will not be."""
-        handoff = self._reading.pop(request).handoff
+        reading = self._reading.pop(request)
+        handoff = reading.handoff
+        reader = self._reader_name(request)
+        if reading.room is not None:
+            self._rooms.forget(reader)
+            # a part may have been taken just now
+            handoff = reading.room.handoff
         if handoff is not None:
-            self._claims.end(handoff.source, handoff.lease, self._reader_name(request))
+            self._claims.end(handoff.source, handoff.lease, reader)
 
-    def end_reads(self, requests: set[str]) -> None:
-        """End the claims of requests whose reads have ended in all workers."""
+    def end_reads(self, requests: set[str], failed: Collection[str] = ()) -> None:
+        """End the claims of requests whose reads have ended in all workers.
+
+        No more is read of those that have ``failed``.
+        """
+        for request in self._in_parts.keys() & failed:
+            self._read_no_more(request, _given_up(request))
         # The claims of some may have ended before.
         for request in requests & self._reading.keys():
             self._end_claim(request)
@@ -382,15 +586,31 @@ class Scheduler:
         # A request may be aborted before it was read.
         if reading is not None and not reading.is_begun:
             self._end_claim(request.request_id)
+        self._read_no_more(request.request_id, _given_up(request.request_id))
         read_from = self._read_from.pop(request.request_id, {})
         is_done = request.status in (
             RequestStatus.FINISHED_LENGTH_CAPPED,
             RequestStatus.FINISHED_STOPPED,
         )
-        is_computed = _is_computed(request)
-        is_wanted = self._is_lendable(request) and is_done and any(ids)
-        if not is_wanted or self._listener is None:
+        handoff = None
+        if self._is_lendable(request) and is_done and any(ids):
+            handoff = self._lend(request, ids, read_from)
+        if handoff is None:
+            self._revoke(request.request_id)
+            self._publications.pop(request.request_id, None)
             return None
+        params = handoff.params(self._access.key)
+        publication = self._publications.get(request.request_id)
+        if publication is not None and self._listener is not None:
+            self._listener.rooms.put(publication.room, {"handoff": params, "is_whole": True})
+        is_computed = _is_computed(request)
+        flags = {"do_remote_prefill": is_computed, "do_remote_decode": not is_computed}
+        return {**flags, **params}
+
+    def _lend(
+        self, request: Request, ids: Sequence[Sequence[int]], read_from: Mapping[str, int]
+    ) -> Handoff | None:
+        """Lend the whole of a finished request, None if nobody can read it."""
         # A step under way writes the positions of tokens that may not be the request's.
         num_in_flight = request.num_in_flight_tokens
         num_tokens = min(request.num_computed_tokens - num_in_flight, request.num_tokens)
@@ -398,28 +618,113 @@ class Scheduler:
         if self._tables.states and num_tokens < request.num_computed_tokens:
             return None
         tables = self._tables.of_ids(ids)
-        kept = dict[str, int]()
-        for group in self._tables.indices.keys() - self._tables.states:
-            first_listed = self._tables.first_listed(group, tables[group])
-            kept[group] = max(first_listed, read_from.get(group, 0))
-        # The next turn of a conversation comes when its user has read the answer.
-        first_s = None if is_computed else self._settings.decoder_kv_blocks_ttl
-        lease = self._leases.grant(request.request_id, first_s)
-        self._lent[request.request_id] = _Lent(lease, tables)
+        part = self._lent.get(request.request_id)
+        if part is None:
+            # The next turn of a conversation comes when its user has read the answer.
+            ttl_s = self._settings.decoder_kv_blocks_ttl
+            first_s = None if _is_computed(request) else ttl_s
+            lease = self._leases.grant(request.request_id, first_s)
+        elif self._leases.begin_first(part.lease):
+            lease = part.lease
+        else:
+            return None
+        self._lent[request.request_id] = _Lent(lease, tables, num_tokens)
         # The next prompt may have another text in place of the answer.
         num_prompt = request.num_prompt_tokens
         prefixes = {num_prompt: prompt_of(request, num_prompt)} if num_prompt < num_tokens else {}
-        handoff = Handoff(
+        groups = self._tables.indices.keys() - self._tables.states
+        return self._handoff(request, self._lent[request.request_id], groups, read_from, prefixes)
+
+    def _handoff(
+        self,
+        request: Request,
+        lent: _Lent,
+        groups: Collection[str],
+        read_from: Mapping[str, int],
+        prefixes: Mapping[int, str],
+    ) -> Handoff:
+        """Return the handoff of a request that is lent, with the positions of ``groups``."""
+        assert self._listener is not None
+        kept = dict[str, int]()
+        for group in groups:
+            first_listed = self._tables.first_listed(group, lent.tables[group])
+            kept[group] = max(first_listed, read_from.get(group, 0))
+        return Handoff(
             source=self._listener.source,
-            lease=lease,
-            num_tokens=num_tokens,
-            prompt=prompt_of(request, num_tokens),
-            blocks=tables,
+            lease=lent.lease,
+            num_tokens=lent.num_tokens,
+            prompt=prompt_of(request, lent.num_tokens),
+            blocks=lent.tables,
             kept=kept,
             prefixes=prefixes,
         )
-        flags = {"do_remote_prefill": is_computed, "do_remote_decode": not is_computed}
-        return {**flags, **handoff.params(self._access.key)}
+
+    def publish(self, scheduled: SchedulerOutput) -> None:
+        """Publish what is computed of requests that decode waits for, before a step.
+
+        The lease of one that was preempted is revoked, since this step may write into its blocks.
+        """
+        for name in self._publications.keys() & (scheduled.preempted_req_ids or ()):
+            self._revoke(name)
+        begun = _begun(scheduled)
+        for name, publication in self._publications.items():
+            request = publication.request
+            if name in begun:
+                publication.num_found = request.num_computed_tokens
+            elif request.status == RequestStatus.RUNNING and self._whole_groups:
+                self._publish_part(publication)
+
+    def _publish_part(self, publication: _Publication) -> None:
+        """Publish a request as far as steps that have ended have computed it, if that is enough."""
+        request = publication.request
+        name = request.request_id
+        num_tokens = request.num_computed_tokens - request.num_in_flight_tokens
+        if num_tokens <= publication.num_found or num_tokens >= request.num_prompt_tokens:
+            return
+        # What drafts cache at the last position is of the next token.
+        num_tokens -= self._drafts_know_next
+        part = self._lent.get(name)
+        num_published = 0 if part is None else part.num_tokens
+        if num_tokens - num_published < self._settings.early_tokens:
+            return
+        if part is None:
+            lease = self._leases.grant_early(name)
+        elif part.is_over:
+            return
+        else:
+            lease = part.lease
+        tables = self._tables.of_ids(self._block_ids(name))
+        early_tables = {group: Blocks([]) for group in tables}
+        for group in self._whole_groups:
+            early_tables[group] = tables[group]
+        lent = _Lent(lease, early_tables, num_tokens, is_part=True)
+        self._lent[name] = lent
+        read_from = self._read_from.get(name, {})
+        handoff = self._handoff(request, lent, self._whole_groups, read_from, {})
+        assert self._listener is not None
+        self._listener.rooms.put(publication.room, {"handoff": handoff.params(self._access.key)})
+
+    def _block_ids(self, request: str) -> tuple[list[int], ...]:
+        """Return the ids of a request's blocks, of all cache groups."""
+        tables = KVCacheBlocks(tuple(manager.req_to_blocks[request] for manager in self._managers))
+        ids: tuple[list[int], ...] = tables.get_block_ids()
+        return ids
+
+    def _revoke(self, request: str) -> None:
+        """Revoke the lease of a request that is not computed to its end, if it has one."""
+        lent = self._lent.pop(request, None)
+        if lent is not None:
+            self._leases.revoke(lent.lease)
+            self._withdraw(request, lent)
+
+    def _withdraw(self, request: str, lent: _Lent) -> None:
+        """Forget what readers may ask of a request whose lease is over."""
+        if self._listener is None:
+            return
+        self._listener.digests.forget(lent.lease)
+        publication = self._publications.get(request)
+        if publication is not None:
+            self._listener.rooms.withdraw(publication.room)
 
     def save(self, scheduled: SchedulerOutput) -> None:
         """Have workers copy to main memory what a step computes of requests that may be lent.
@@ -427,16 +732,14 @@ class Scheduler:
         What was cached or read of a request is copied in its first step, and in that after it was
         preempted, since nobody has copied these blocks for it yet.
         """
-        begun = {request.req_id for request in scheduled.scheduled_new_reqs}
-        begun |= scheduled.scheduled_cached_reqs.resumed_req_ids
+        begun = _begun(scheduled)
         for name in self._lendable.keys() & scheduled.num_scheduled_tokens.keys():
             request = self._lendable[name]
             stop = request.num_computed_tokens + scheduled.num_scheduled_tokens[name]
             # Where drafts of a step under way are refused, positions are computed once more.
             num_computed = request.num_computed_tokens - request.num_in_flight_tokens
             first = 0 if name in begun else max(0, num_computed)
-            tables = KVCacheBlocks(tuple(manager.req_to_blocks[name] for manager in self._managers))
-            for group, blocks in self._tables.of_ids(tables.get_block_ids()).items():
+            for group, blocks in self._tables.of_ids(self._block_ids(name)).items():
                 ids = self._tables.within(group, blocks, (first, stop))
                 self._step.saves.setdefault(group, set()).update(ids)
 
@@ -444,18 +747,34 @@ class Scheduler:
         """Return the work of the workers in this step."""
         ended = self._leases.take_ended()
         self._record_leases(ended)
+        for request, reading in [*self._in_parts.items()]:
+            self._read_on(request, reading)
         step = self._step
         self._step = KvplanMetadata()
-        step.released.update(ended.done, ended.late)
+        for request in (*ended.done, *ended.late):
+            self._release(request, step)
         if self._listener is not None:
-            for request in step.released:
-                self._listener.digests.forget(self._lent.pop(request).lease)
             tables_by_lease = {lent.lease: lent.tables for lent in self._lent.values()}
             for digest_request in self._listener.digests.take():
                 # Its lease may have ended meanwhile.
                 if digest_request.lease in tables_by_lease:
                     step.digests[digest_request] = tables_by_lease[digest_request.lease]
         return step
+
+    def _release(self, request: str, step: KvplanMetadata) -> None:
+        """Free the blocks of a request whose lease has ended, unless it is still computed."""
+        lent = self._lent.get(request)
+        # one that was given up has no lease any more
+        if lent is None:
+            return
+        self._withdraw(request, lent)
+        if lent.is_part:
+            # its readers are done, or were told so: nobody reads the rest
+            lent.is_over = True
+        else:
+            del self._lent[request]
+            self._publications.pop(request, None)
+            step.released.add(request)
 
     def reset(self) -> None:
         """Free the blocks of all requests that were handed over: their readers fail."""

@@ -87,7 +87,8 @@ class ConnectorSettings(Settings):
     Decode with ``bidirectional_kv_xfer`` keeps what it has answered for the next turn, for
     ``decoder_kv_blocks_ttl`` seconds. Prefill computes, and does not read, fewer than
     ``kv_recompute_threshold`` positions of it. The three are named as in NixlConnector. ``draft``
-    takes the place of vLLM's name for the model that drafts tokens, unless it is empty.
+    takes the place of vLLM's name for the model that drafts tokens, unless it is empty. A request
+    with a transfer id waits ``prefill_timeout_s`` for each part that prefill computes.
     """
 
     verify: bool = setting(switch, False)
@@ -95,6 +96,7 @@ class ConnectorSettings(Settings):
     decoder_kv_blocks_ttl: float = setting(seconds, 480.0)
     kv_recompute_threshold: int = setting(integer, 64)
     draft: str = setting(name, "")
+    prefill_timeout_s: float = setting(seconds, 300.0)
 
 
 def settings_of(config: VllmConfig) -> ConnectorSettings:

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvplan import Blocks, KVPlanError, tails
 from kvplan.connector import Claims, Read, send_claims
 from kvplan.connector.digest_requests import DigestRequest
+from kvplan.connector.read_parts import ReadParts
 from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import Request as Binding
 from kvplan_nixl import NixlExecutor
@@ -67,16 +68,18 @@ class Worker:
         worker, copier = with_staging(worker, settings.staging_bytes)
         self._memories = memories_of(kv_caches.values())
         self._executor = NixlExecutor(worker, settings.backends, key=self._access.key)
-        self._reads = make_reads(
-            self._executor,
-            self._claims,
-            logger,
-            access=self._access,
-            copier=copier,
-            timeout_s=settings.handshake_timeout_s,
-            budget_bytes=settings.budget_bytes,
-            digest=self._digest_read if settings.verify else None,
-            on_handshake=self.stats.record_handshake,
+        self._reads = ReadParts(
+            make_reads(
+                self._executor,
+                self._claims,
+                logger,
+                access=self._access,
+                copier=copier,
+                timeout_s=settings.handshake_timeout_s,
+                budget_bytes=settings.budget_bytes,
+                digest=self._digest_read if settings.verify else None,
+                on_handshake=self.stats.record_handshake,
+            )
         )
         logger.info("%s", worker)
 
@@ -102,17 +105,23 @@ class Worker:
             self._digests[request] = [self._digest_lent(request, blocks)]
         for name, error in step.refused.items():
             self._reads.fail(name, error)
+        for read in step.parts:
+            self._begin_read(read, is_last=False)
         for read in step.reads:
-            try:
-                # before any byte moves: transfers write into the same blocks
-                if self._host_cache is not None:
-                    self._host_cache.begin_read(read, self._reads.worker.groups)
-                if self._cache.needs_kv_cache_zeroing:
-                    self._clear_tail(read)
-            except KVPlanError as error:
-                self._reads.fail(read.request, error)
-            else:
-                self._reads.begin(read)
+            self._begin_read(read, is_last=True)
+
+    def _begin_read(self, read: Read, *, is_last: bool) -> None:
+        """Read a part of a request after those before it. Parts have other blocks, or positions."""
+        try:
+            # before any byte of it moves: transfers write into the same blocks
+            if self._host_cache is not None:
+                self._host_cache.begin_read(read, self._reads.worker.groups)
+            if self._cache.needs_kv_cache_zeroing:
+                self._clear_tail(read)
+        except KVPlanError as error:
+            self._reads.fail(read.request, error, is_last=is_last)
+        else:
+            self._reads.begin(read, is_last=is_last)
 
     def _digest_read(self, binding: Binding) -> Mapping[str, Any]:
         """Digest what has arrived of a request."""

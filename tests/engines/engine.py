@@ -20,6 +20,21 @@ from tests.engines.flips import flip_bits
 from tests.engines.hosts import Host, enter
 
 
+def count_parts(connector: Any) -> list[str]:
+    """Returns a list that gets the name of a request whenever a part of it is read."""
+    names: list[str] = []
+    if connector is not None:
+        build = connector.build_connector_meta
+
+        def build_counted(scheduled: Any) -> Any:
+            step = build(scheduled)
+            names.extend(read.request for read in getattr(step, "parts", ()))
+            return step
+
+        connector.build_connector_meta = build_counted
+    return names
+
+
 def serve(
     pipe: Connection, settings: dict[str, Any], environment: dict[str, str], log: str, host: Host | None = None
 ) -> None:
@@ -46,6 +61,7 @@ def serve(
     preempted: set[str] = set()
     flips: dict[str, int] = {}
     drafts: dict[str, list[list[int]]] = {}
+    parts = count_parts(scheduler.connector)
     pipe.send(("ready",))
     while True:
         while pipe.poll():
@@ -85,6 +101,8 @@ def serve(
                 pipe.send(("flips", flips))
             elif verb == "drafts":
                 pipe.send(("drafts", drafts))
+            elif verb == "parts":
+                pipe.send(("parts", [name.partition("-")[0] for name in parts]))
             elif verb == "preempted":
                 pipe.send(("preempted", [name.partition("-")[0] for name in preempted]))
         outputs = engine.step()

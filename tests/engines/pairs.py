@@ -56,6 +56,10 @@ def side(block: int = 32, tp: int = 1, pp: int = 1, **more: Any) -> dict[str, An
 SMALL = {"num_gpu_blocks_override": 200, "max_num_batched_tokens": 256}  # requests wait for blocks, prompts are chunked
 
 CHUNKED = {"max_num_batched_tokens": 48, "max_num_seqs": 16}  # prompts are computed in chunks of less than two blocks
+EARLY: dict[str, Any] = {
+    **CHUNKED,
+    "kv_connector_extra_config": {"early_tokens": 32},
+}  # and published when they are computed
 ASYNC = {"async_scheduling": True}
 CACHED = {"enable_prefix_caching": True, "num_gpu_blocks_override": 64}  # all are soon used
 BOTH: dict[str, Any] = {**CACHED, "kv_role": "kv_both"}  # either engine is prefill and decode
@@ -110,6 +114,18 @@ PAIRS = {
     "llama 32->64, chunked": Pair("llama", side(32, **CHUNKED), side(64, **CHUNKED)),
     "gemma-3 32->64, chunked": Pair("gemma-3", side(32, **CHUNKED), side(64, **CHUNKED)),
     "granite-hybrid TP 1->2, chunked": Pair("granite-hybrid", side(**CHUNKED), side(tp=2, **CHUNKED)),
+    "llama 32->64, chunk by chunk": Pair("llama", side(32, **EARLY), side(64), "chunks"),
+    "llama 32->64 TP 1->2, chunk by chunk": Pair("llama", side(32, **EARLY), side(64, tp=2), "chunks"),
+    "llama 64->32, chunk by chunk, async": Pair("llama", side(64, **EARLY, **ASYNC), side(32, **ASYNC), "chunks"),
+    "gemma-3 32->64, chunk by chunk": Pair("gemma-3", side(32, **EARLY), side(64), "chunks"),
+    "granite-hybrid TP 1->2, chunk by chunk": Pair("granite-hybrid", side(**EARLY), side(tp=2), "chunks"),
+    "llama 32->64, aborted chunk by chunk": Pair("llama", side(32, **EARLY), side(64), "aborted_chunks", lease_s=30),
+    "llama 32->64, chunk by chunk, prefill preempts": Pair(
+        "llama",
+        side(32, **EARLY, num_gpu_blocks_override=24, scheduler_reserve_full_isl=False),
+        side(64),
+        "preempted_chunks",
+    ),
     "llama 32->64, async": Pair("llama", side(32, **SMALL, **ASYNC), side(64, **SMALL, **ASYNC), "burst"),
     "llama 64->32, decode preempts": Pair(
         "llama", side(64), side(32, num_gpu_blocks_override=80), "preempted_on_decode"

@@ -138,6 +138,12 @@ class Engine:
         (names,) = self._receive("preempted", time.monotonic() + TIMEOUT_S)
         return set(names)
 
+    def parts(self) -> list[str]:
+        """The name of a request for each part of it that was read before all was computed."""
+        self._send("parts")
+        (names,) = self._receive("parts", time.monotonic() + TIMEOUT_S)
+        return list(names)
+
     def drafts(self) -> dict[str, list[list[int]]]:
         """The tokens that the engine has drafted for each request, step by step."""
         self._send("drafts")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +138,78 @@ def burst(start: Start) -> Outcome:
     answers = loaded([decode.wait(name) for name in reading], tokens)
     idle(prefill, decode)
     return answers, agreed(tokens, prefill, decode)
+
+
+def at_once(prefill: Engine, decode: Engine, port: int, tokens: list[list[int]]) -> tuple[list[str], list[str]]:
+    """Sends prompts to both engines, which know them by transfer ids: their names on prefill and on decode."""
+    sent, read = [], []
+    for prompt in tokens:
+        room = {"transfer_id": f"transfer {uuid.uuid4()}"}
+        sent.append(prefill.submit(prompt, 1, {**ASK, **room}))
+        address = {"do_remote_prefill": True, "remote_bootstrap_addr": f"http://localhost:{port}"}
+        read.append(decode.submit(prompt, TOKENS, {**address, **room}))
+    return sent, read
+
+
+def chunks(start: Start) -> Outcome:
+    """60 requests of many chunks reach both engines at once, and decode reads a chunk after the other."""
+    port = free_port()
+    prefill, decode = start("prefill", port=port), start("decode")
+    tokens = prompts(26, [random.Random(0).randrange(300, 480) for _ in range(60)])
+    sent, read = at_once(prefill.ready(), decode.ready(), port, tokens)
+    answers = loaded([decode.wait(name) for name in read], tokens)
+    for name in sent:
+        prefill.wait(name)
+    num_parted = len({*decode.parts()})
+    if num_parted < 5:
+        raise AssertionError(f"void: {num_parted} of {len(read)} requests were read in parts")
+    idle(prefill, decode)
+    return answers, agreed(tokens, prefill, decode)
+
+
+def aborted_chunks(start: Start) -> Outcome:
+    """A quarter of 40 such requests are aborted on both engines at once, and some others while they are read."""
+    port = free_port()
+    prefill, decode = start("prefill", port=port), start("decode")
+    tokens = prompts(27, (450,) * 40)
+    sent, read = at_once(prefill.ready(), decode.ready(), port, tokens)
+    prefill.abort(sent[::4])
+    decode.abort(read[::4])
+    until = time.monotonic() + IDLE_S / 6
+    gone: set[str] = set()
+    while len(gone) < 5 and time.monotonic() < until:
+        begun = {*decode.parts()} & {*read[1::4]} - gone
+        decode.abort([*begun])
+        prefill.abort([sent[read.index(name)] for name in begun])
+        gone |= begun
+    if not gone:
+        raise AssertionError("void: no request was aborted while it was read")
+    kept = [n for n in range(len(tokens)) if n % 4 > 1]
+    tokens = [tokens[n] for n in kept]
+    answers = loaded([decode.wait(read[n]) for n in kept], tokens)
+    idle(prefill, decode)
+    return answers, agreed(tokens, prefill, decode)
+
+
+def preempted_chunks(start: Start) -> Outcome:
+    """Prefill preempts such requests, whose blocks others get: those that were read in part fail on decode."""
+    port = free_port()
+    prefill, decode = start("prefill", port=port), start("decode")
+    tokens = prompts(28, (300,) * 6)
+    prefill.ready()
+    others = [prefill.submit(prompt, 8 * TOKENS) for prompt in prompts(29, (30,) * 8)]
+    sent, read = at_once(prefill, decode.ready(), port, tokens)
+    answers = [decode.wait(name) for name in read]
+    for name in (*sent, *others):
+        prefill.wait(name)
+    preempted = prefill.preempted() & {*sent}
+    num_failed = sum(answer.reason == "error" for answer in answers)
+    if not preempted or not num_failed:
+        raise AssertionError(f"void: {len(preempted)} requests were preempted, {num_failed} have failed")
+    if num_failed > len(preempted):
+        raise AssertionError(f"failed: {num_failed} requests, of which {len(preempted)} were preempted")
+    idle(prefill, decode)
+    return answers, unless_failed(answers, agreed(tokens, prefill, decode))
 
 
 def preempted_on_decode(start: Start) -> Outcome:

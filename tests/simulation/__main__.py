@@ -18,11 +18,13 @@ from tests.simulation.faults import (
     SGLANG_FAULTS,
     STAGING_FAULTS,
     VLLM_FAULTS,
+    VLLM_ROOM_FAULTS,
 )
 from tests.simulation.sglang_connector import SglangConnector, make_params
 from tests.simulation.staged_connector import StagedConnector
 from tests.simulation.verified_connector import VerifiedConnector
-from tests.simulation.vllm_connector import VllmConnector
+from tests.simulation.vllm_connector import ROOM_TOKENS_PER_STEP, VllmConnector
+from tests.simulation.vllm_connector import make_params as make_vllm_params
 
 
 def main(num_seeds: int = 100, part: str = "") -> None:
@@ -32,6 +34,8 @@ def main(num_seeds: int = 100, part: str = "") -> None:
     planted += [(Simulation(StagedConnector), fault) for fault in STAGING_FAULTS]
     planted += [(Simulation(VerifiedConnector), fault) for fault in DIGEST_FAULTS]
     planted += [(Simulation(VllmConnector), fault) for fault in (*VLLM_FAULTS, *HYBRID_VLLM_FAULTS)]
+    rooms = Simulation(VllmConnector, make_vllm_params, tokens_per_step=ROOM_TOKENS_PER_STEP)
+    planted += [(rooms, fault) for fault in VLLM_ROOM_FAULTS]
     planted += [(Simulation(SglangConnector, make_params), fault) for fault in SGLANG_FAULTS]
     for simulation, fault in planted:
         if part not in fault.name:

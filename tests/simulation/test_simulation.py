@@ -30,20 +30,24 @@ from tests.simulation.faults import (
     SGLANG_FAULTS,
     STAGING_FAULTS,
     VLLM_FAULTS,
+    VLLM_ROOM_FAULTS,
     Fault,
 )
 from tests.simulation.sglang_connector import SglangConnector, make_params
 from tests.simulation.staged_connector import StagedConnector
 from tests.simulation.verified_connector import VerifiedConnector
-from tests.simulation.vllm_connector import VllmConnector
+from tests.simulation.vllm_connector import ROOM_TOKENS_PER_STEP, VllmConnector
+from tests.simulation.vllm_connector import make_params as make_vllm_params
 
 NUM_SEEDS = 50
 NUM_HYBRID_SEEDS = 25
+NUM_ROOM_SEEDS = 8
 NUM_SGLANG_SEEDS = 25
 NUM_STAGED_SEEDS = 20
 NUM_VERIFIED_SEEDS = 3
 FOUND = [fault for fault in FAULTS if fault.rule]
 SGLANG_FOUND = [fault for fault in SGLANG_FAULTS if fault.rule]
+ROOM_FOUND = [fault for fault in VLLM_ROOM_FAULTS if fault.rule]
 STAGING_FOUND = [fault for fault in STAGING_FAULTS if fault.rule]
 STALE = next(fault for fault in FAULTS if fault.name == "a lease that is over stands")
 
@@ -66,6 +70,13 @@ def simulation() -> Iterator[Simulation]:
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[Simulation]:
     simulation = Simulation(VllmConnector)
+    yield simulation
+    simulation.close()
+
+
+@pytest.fixture(scope="module")
+def vllm_rooms() -> Iterator[Simulation]:
+    simulation = Simulation(VllmConnector, make_vllm_params, tokens_per_step=ROOM_TOKENS_PER_STEP)
     yield simulation
     simulation.close()
 
@@ -119,6 +130,19 @@ def test_a_fault_of_windows_or_states_is_found(simulation: Simulation, fault: Fa
 def test_a_fault_of_windows_or_states_in_vllm_s_connector_is_found(vllm: Simulation, fault: Fault) -> None:
     """As one in what it is made of."""
     test_a_fault_of_windows_or_states_is_found(vllm, fault)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_all_rules_hold_where_vllm_s_requests_have_transfer_ids(vllm_rooms: Simulation, model: str) -> None:
+    """They come to both engines at once, and many are read while they are computed."""
+    ends = ends_of(vllm_rooms, NUM_ROOM_SEEDS, model)
+    assert {"right", "PEER"} <= ends.keys() <= {"right", "LEASE", "PEER", "PROMPT", "TOKENS"}
+
+
+@pytest.mark.parametrize("fault", ROOM_FOUND, ids=[fault.name for fault in ROOM_FOUND])
+def test_a_fault_of_vllm_s_rooms_is_found(vllm_rooms: Simulation, fault: Fault) -> None:
+    """As one of requests that come to decode when prefill has answered."""
+    test_a_planted_fault_is_found(vllm_rooms, fault)
 
 
 def test_all_rules_hold_in_sglang_s_fleets(sglang: Simulation) -> None:

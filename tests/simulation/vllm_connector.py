@@ -6,24 +6,30 @@ import dataclasses
 import enum
 import json
 import logging
+import random
 from collections.abc import Iterable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import attrs
 
 from kvplan.connector import Read, ReadResult, Reads
+from kvplan.connector.read_parts import ReadParts
+from kvplan.connector.rooms import Rooms
 from kvplan.errors import KVPlanError
 from kvplan.testing.simulation import EngineRequest, Promises, Site, StepReport
 from kvplan.testing.simulation.catalog import NULL_BLOCK
+from kvplan.testing.simulation.engine import Phase
 from tests.simulation.stand_in import stand_in
 
 LOGGER = logging.getLogger(__name__)
 
 
 class RequestStatus(enum.Enum):
-    """The statuses of vLLM's requests that the connector knows, and one more."""
+    """The statuses of vLLM's requests that the connector knows, and others."""
 
+    WAITING = -1
     RUNNING = 0
     FINISHED_STOPPED = 1
     FINISHED_LENGTH_CAPPED = 2
@@ -46,7 +52,19 @@ class Stats:
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@attrs.frozen
+class KVCacheBlocks:
+    """The field of vLLM's ``KVCacheBlocks``, and what it is asked for."""
+
+    blocks: tuple[Any, ...]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """The ids of all blocks, by group."""
+        return tuple([block.block_id for block in group] for group in self.blocks)
+
+
 VALUES = {
+    "KVCacheBlocks": KVCacheBlocks,
     "RequestStatus": RequestStatus,
     "KVConnectorTransferResults": TransferResults,
     "KVConnectorStats": Stats,
@@ -59,6 +77,17 @@ SPEC_NAMES = {"full": "FullAttentionSpec", "window": "SlidingWindowSpec", "state
 """vLLM's names for the kinds of a cache group."""
 
 KEY = b"the key of all engines"
+ROOM_TOKENS_PER_STEP = 2
+"""Positions of a request in a step where requests have transfer ids, so few that many are read in parts."""
+
+PORT = 5600
+WAITING_S = 60.0
+"""Seconds for which a request waits for prefill."""
+
+ASK_S = 0.02
+"""Seconds between two questions about rooms, which are most of what happens while requests wait."""
+
+setattr(SCHEDULER, "Rooms", partial(Rooms, ask_s=ASK_S))  # noqa: B010
 
 
 def cache_of(kinds: Iterable[str], block_size: int, window: int = 0, *, is_zeroed: bool = False) -> Any:
@@ -90,17 +119,17 @@ def config_of(engine_id: str, *, is_producer: bool = True, caches_prefixes: bool
     )
 
 
-class NamedReads(Reads):
+class NamedReads(ReadParts):
     """Reads of workers whose groups have the names of a model's, which keep the errors of requests."""
 
     errors: dict[str, KVPlanError]
 
-    def begin(self, read: Read) -> None:
+    def begin(self, read: Read, *, is_last: bool = True) -> None:
         names = {f"group{index}": group.name for index, group in enumerate(self.worker.groups)}
         local = {names[key]: table for key, table in read.local.items()}
         remote = {names[key]: table for key, table in read.remote.items()}
         tokens = {names[key]: positions for key, positions in read.tokens.items()}
-        super().begin(attrs.evolve(read, local=local, remote=remote, tokens=tokens))
+        super().begin(attrs.evolve(read, local=local, remote=remote, tokens=tokens), is_last=is_last)
 
     def poll(self) -> list[ReadResult]:
         results = super().poll()
@@ -111,6 +140,56 @@ class NamedReads(Reads):
         late = super().late()
         self.errors |= late
         return late
+
+
+class SeenRequest:
+    """A request as vLLM shows it, at any time."""
+
+    num_in_flight_tokens = 0
+    cache_salt = None
+    lora_request = None
+    mm_features = ()
+    prompt_token_ids = None
+    prompt_embeds = None
+
+    def __init__(self, request: EngineRequest, params: Mapping[str, Any] | None) -> None:
+        self._request = request
+        self.request_id = request.name
+        self.kv_transfer_params = params
+        self._all_token_ids = request.tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The length of the prompt, which the connector may shorten."""
+        return self._request.num_prompt
+
+    @num_prompt_tokens.setter
+    def num_prompt_tokens(self, number: int) -> None:
+        self._request.num_prompt = number
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that are known."""
+        return len(self._request.tokens)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """The positions that are computed or read."""
+        return self._request.num_computed
+
+    @property
+    def status(self) -> RequestStatus:
+        """The status in vLLM's words."""
+        request = self._request
+        if request.phase is not Phase.ENDED:
+            return RequestStatus.RUNNING if request.phase is Phase.RUNNING else RequestStatus.WAITING
+        is_done = request.is_complete and not request.is_aborted
+        return RequestStatus.FINISHED_STOPPED if is_done else RequestStatus.FINISHED_ABORTED
+
+
+def make_params(host: str, draw: random.Random) -> dict[str, Any]:
+    """The parameters that a router gives to both engines: a transfer id of few, so that some are used again."""
+    return {"transfer_id": f"{host} {draw.randrange(60)}", "remote_bootstrap_addr": f"http://{host}:{PORT}"}
 
 
 class VllmConnector:
@@ -124,14 +203,18 @@ class VllmConnector:
         window = max((group.window or 0 for group in site.groups if not group.is_state), default=0)
         cache = cache_of(kinds, self._block_size, window)
         config = config_of(site.workers[0].engine_id)
-        settings = SCHEDULER.ConnectorSettings(host=host.name, port=5600, key=KEY)
+        settings = SCHEDULER.ConnectorSettings(
+            host=host.name, port=PORT, key=KEY, early_tokens=1, prefill_timeout_s=WAITING_S
+        )
         self._scheduler = SCHEDULER.Scheduler(config, cache, settings, host)
-        self._managers = [SimpleNamespace(block_size=self._block_size, num_cached_block={}) for _ in kinds]
+        self._managers = [
+            SimpleNamespace(block_size=self._block_size, num_cached_block={}, req_to_blocks={}) for _ in kinds
+        ]
         self._scheduler.set_managers(self._managers)
         self._scheduler.serve_offers(site.offers)
         self._workers = [WORKER.Worker(config, cache, settings, host) for _ in site.workers]
         for worker, described, executor in zip(self._workers, site.workers, site.executors, strict=True):
-            worker._reads = NamedReads(
+            reads = Reads(
                 described,
                 executor,
                 LOGGER,
@@ -139,37 +222,31 @@ class VllmConnector:
                 claims=worker._claims,
                 system=host,
             )
+            worker._reads = NamedReads(reads)
         self._promises = Promises(host)
         self._num_reports: dict[str, int] = {}
+        self._requests: dict[str, EngineRequest] = {}
+        # those that have begun to compute, and the leases of those that are published
+        self._begun: set[str] = set()
+        self._leases: dict[str, str] = {}
+
+    def _params(self, request: EngineRequest) -> Mapping[str, Any] | None:
+        """What the proxy has given to the engine: for both of them in a room, or in a handoff."""
+        role = {"do_remote_decode": True} if request.is_for_another else {"do_remote_prefill": True}
+        if request.params is not None and "transfer_id" in request.params:
+            return {**request.params, **role}
+        return role if request.is_for_another else request.params
 
     def _seen(self, request: EngineRequest) -> Any:
         """Return a request as vLLM shows it."""
-        is_done = request.is_complete and not request.is_aborted
-        params = {"do_remote_decode": True} if request.is_for_another else request.params
-        return SimpleNamespace(
-            request_id=request.name,
-            kv_transfer_params=params,
-            num_prompt_tokens=request.num_prompt,
-            num_tokens=len(request.tokens),
-            _all_token_ids=request.tokens,
-            num_computed_tokens=request.num_computed,
-            num_in_flight_tokens=0,
-            status=RequestStatus.FINISHED_STOPPED if is_done else RequestStatus.FINISHED_ABORTED,
-            cache_salt=None,
-            lora_request=None,
-            mm_features=(),
-            prompt_token_ids=None,
-            prompt_embeds=None,
-        )
+        return SeenRequest(request, self._params(request))
 
     def add(self, request: EngineRequest) -> None:
-        seen = self._seen(request)
-        self._scheduler.add(seen)
-        # it may have shortened the prompt, of the same list
-        request.num_prompt = seen.num_prompt_tokens
+        self._requests[request.name] = request
+        self._scheduler.add(self._seen(request))
 
-    def count_readable(self, request: EngineRequest, num_cached: int) -> int:
-        number: int = self._scheduler.count_tokens_to_read(self._seen(request), num_cached)
+    def count_readable(self, request: EngineRequest, num_cached: int) -> int | None:
+        number: int | None = self._scheduler.count_tokens_to_read(self._seen(request), num_cached)
         return number
 
     def begin_read(self, request: EngineRequest, num_tokens: int) -> None:
@@ -186,15 +263,19 @@ class VllmConnector:
         ]
         table = SimpleNamespace(blocks=tables, get_block_ids=lambda: self._ids(request))
         self._scheduler.begin_read(self._seen(request), table, num_tokens)
-        for group, manager in zip(self._groups, self._managers, strict=True):
-            request.num_partial[group.name] = manager.num_cached_block.pop(request.name, 0)
 
     def _ids(self, request: EngineRequest) -> tuple[list[int], ...]:
         """Return the ids of a request's blocks, by group."""
         return tuple([*request.blocks.get(group.name, [])] for group in self._groups)
 
     def step(self) -> StepReport:
+        self._publish()
         metadata = self._scheduler.take_step()
+        # blocks that are read in part, which vLLM leaves out when it caches the request's
+        for group, manager in zip(self._groups, self._managers, strict=True):
+            for name, num_blocks in manager.num_cached_block.items():
+                self._requests[name].num_partial[group.name] = num_blocks
+            manager.num_cached_block.clear()
         received, failed = list[str](), dict[str, KVPlanError]()
         for worker in self._workers:
             worker.begin(metadata)
@@ -209,14 +290,48 @@ class VllmConnector:
                     del self._num_reports[name]
                     received.append(name)
             worker._reads.errors.clear()
-        self._scheduler.end_reads({*received})
+        self._scheduler.end_reads({*received}, {*failed})
         return StepReport(received, failed, sorted(metadata.released))
 
+    def _publish(self) -> None:
+        """Say what is computed, as vLLM does before a step."""
+        running = {name for name, request in self._requests.items() if request.phase is Phase.RUNNING}
+        new, preempted = running - self._begun, self._begun - running
+        for group, manager in zip(self._groups, self._managers, strict=True):
+            manager.req_to_blocks = {
+                name: [SimpleNamespace(block_id=block) for block in self._requests[name].blocks[group.name]]
+                for name in running
+            }
+        scheduled = SimpleNamespace(
+            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+            preempted_req_ids=preempted,
+        )
+        self._begun = running
+        self._scheduler.publish(scheduled)
+        for manager in self._managers:
+            manager.req_to_blocks.clear()
+        for name, lent in self._scheduler._lent.items():
+            if lent.is_part and self._leases.get(name) != lent.lease:
+                self._leases[name] = lent.lease
+                self._promises.grant(lent.lease, name)
+        for name in self._leases.keys() - self._scheduler._lent.keys():
+            self._give_up(name)
+
+    def _give_up(self, name: str) -> None:
+        """Promise nothing more of a request that was published in part."""
+        if self._leases.pop(name, None) is not None:
+            self._promises.take(name)
+
     def finish(self, request: EngineRequest) -> Mapping[str, Any] | None:
+        del self._requests[request.name]
+        self._begun.discard(request.name)
         params = self._scheduler.hand_over(self._seen(request), self._ids(request))
         if params is None:
+            self._give_up(request.name)
             return None
-        self._promises.grant(params["remote_lease"], request.name)
+        if self._leases.pop(request.name, None) is None:
+            self._promises.grant(params["remote_lease"], request.name)
         read: Mapping[str, Any] = json.loads(json.dumps(params))
         return read
 

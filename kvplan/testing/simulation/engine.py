@@ -22,8 +22,8 @@ from kvplan.testing.simulation.fabric import Fabric, Port, VirtualCopier, Virtua
 from kvplan.testing.simulation.memory import CellLabels, LabelledMemory, Numbers, prefix_labels
 from kvplan.testing.simulation.network import Host
 
-MAX_TOKENS_PER_STEP: Final = 16
-"""Positions of one request that an engine computes in a step."""
+TOKENS_PER_STEP: Final = 16
+"""Positions of one request that an engine computes in a step, by default."""
 
 
 Tables = dict[str, list[int]]
@@ -245,8 +245,10 @@ class Engine:
         make_connector: Callable[[Site], Connector],
         trace: Callable[[str, str], None],
         name_of: Callable[[int], str],
+        tokens_per_step: int,
     ) -> None:
         self._name_of = name_of
+        self._tokens_per_step = tokens_per_step
         self.host = host
         self.requests: dict[str, EngineRequest] = {}
         self._trace = trace
@@ -457,7 +459,7 @@ class Engine:
 
     def _compute_one(self, request: EngineRequest) -> None:
         start = request.num_computed
-        stop = min(len(request.tokens), start + MAX_TOKENS_PER_STEP)
+        stop = min(len(request.tokens), start + self._tokens_per_step)
         # the answer needs further blocks
         firsts = {group.name: group.first_written(start, stop) for group in self._groups}
         while not self._extend(request.blocks, firsts, stop):

@@ -32,12 +32,14 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
+from kvplan._checks import integer
 from kvplan.connector.leases import LEASE_S
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan
 from kvplan.testing.simulation.catalog import Catalog
 from kvplan.testing.simulation.engine import (
+    TOKENS_PER_STEP,
     BlockPool,
     BrokenRuleError,
     Connector,
@@ -108,21 +110,34 @@ class Simulation:
 
     A request comes to the engines that read it when prefill has answered, with the parameters of
     that answer. With ``make_params`` it comes to both at once, with the parameters that a proxy
-    makes of the name of prefill's host.
+    makes of the name of prefill's host. An engine computes ``tokens_per_step`` positions of a
+    request in a step: the fewer these are, the longer may others read a part of them.
     """
 
     def __init__(
-        self, make_connector: MakeConnector, make_params: MakeParams | None = None
+        self,
+        make_connector: MakeConnector,
+        make_params: MakeParams | None = None,
+        *,
+        tokens_per_step: int = TOKENS_PER_STEP,
     ) -> None:
         self._make_connector = make_connector
         self._make_params = make_params
+        self._tokens_per_step = integer(tokens_per_step, "tokens_per_step", low=1)
         self._catalog = Catalog()
         self._threads: list[TaskThread] = []
 
     def run(self, scenario: Scenario) -> FleetOutcome:
         """Run a scenario to its end, or until a rule is broken."""
         loop = TaskLoop(self._threads)
-        fleet = Fleet(scenario, self._make_connector, self._catalog, loop, self._make_params)
+        fleet = Fleet(
+            scenario,
+            self._make_connector,
+            self._catalog,
+            loop,
+            self._make_params,
+            self._tokens_per_step,
+        )
         try:
             error = fleet.run()
         finally:
@@ -146,6 +161,7 @@ class Fleet:
         catalog: Catalog,
         loop: TaskLoop,
         make_params: MakeParams | None = None,
+        tokens_per_step: int = TOKENS_PER_STEP,
     ) -> None:
         self.scenario = scenario
         self.loop = loop
@@ -154,6 +170,7 @@ class Fleet:
         self.ends: Counter[str] = Counter()
         self._make_connector = make_connector
         self._make_params = make_params
+        self._tokens_per_step = tokens_per_step
         self._params: list[Mapping[str, Any]] = []
         # the requests with an earlier one's parameters, and when prefill has computed each
         self._repeated: set[str] = set()
@@ -247,6 +264,7 @@ class Fleet:
             self._make_connector,
             self._trace,
             self._name_of,
+            self._tokens_per_step,
         )
         self._trace(host.name, f"start {number}")
 
