@@ -664,6 +664,8 @@ class Scheduler:
 
         The lease of one that was preempted is revoked, since this step may write into its blocks.
         """
+        if not self._publications:
+            return
         for name in self._publications.keys() & (scheduled.preempted_req_ids or ()):
             self._revoke(name)
         begun = _begun(scheduled)
