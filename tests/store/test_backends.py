@@ -70,6 +70,7 @@ def test_uses_are_ordered_from_the_end_of_a_prefix(backend: Backend) -> None:
     backend.touch(PAGES[:2], now_s)
     used = {entry.name: entry.used_s for entry in backend.entries() if entry.name in NAMES}
     assert used.keys() == {*NAMES[:3]}
+    assert backend.files(PAGES[3]) == ()
     first_s, second_s, third_s = (used[name] for name in NAMES[:3])
     assert now_s - 700 < second_s < first_s <= now_s
     assert now_s - DAY_S - 700 < third_s < now_s - DAY_S
