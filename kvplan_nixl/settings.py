@@ -29,6 +29,9 @@ SEARCH_S: Final = 2.0
 EARLY_TOKENS: Final = 1024
 """Positions that prefill has computed when decode may read them, before the rest is there."""
 
+STAGING_BYTES: Final = 64 << 20
+"""Bytes of the staging region of a worker that reads."""
+
 Check = Callable[[Any, str], Any]
 """A function that takes a value and what messages call it, and returns the checked value."""
 
@@ -212,7 +215,7 @@ class Settings(NamedSettings):
     bind: str = setting(name, "")
     port: int = setting(_port, 0)
     lease_s: float = setting(seconds, LEASE_S)
-    staging_bytes: int = setting(integer, 0)
+    staging_bytes: int = setting(integer, STAGING_BYTES)
     handshake_timeout_s: float = setting(seconds, HANDSHAKE_S)
     budget_bytes: int = setting(integer, BUDGET_BYTES)
     max_peers: int = setting(at_least_one, MAX_SOURCES)

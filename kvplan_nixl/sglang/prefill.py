@@ -26,10 +26,10 @@ from kvplan.connector.access import TOKEN_BYTES, is_loopback
 from kvplan.connector.background import Background
 from kvplan.connector.rooms import RETRY_S
 from kvplan.connector.system import SYSTEM, System
+from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.bootstrap import publish, withdraw
 from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
-from kvplan_nixl.sglang.settings import PluginSettings
 
 
 class PrefillRank(Rank):
@@ -42,7 +42,7 @@ class PrefillRank(Rank):
         self,
         memory: RankMemory,
         gather: Callable[[Any], list[Any]],
-        settings: PluginSettings,
+        settings: Settings,
         system: System = SYSTEM,
     ) -> None:
         super().__init__(memory, system)

@@ -7,10 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-import attrs
-
-from kvplan._checks import integer
-from kvplan_nixl.settings import Settings, setting
+from kvplan_nixl.settings import Settings
 
 PREFIX: Final = "KVPLAN_"
 
@@ -19,18 +16,8 @@ OF_KUBERNETES: Final = re.compile(
 )
 """The variables of a service of the name *kvplan*, which Kubernetes sets in each container."""
 
-STAGING_BYTES: Final = 64 << 20
-"""Bytes of a rank's staging region on decode."""
 
-
-@attrs.frozen(kw_only=True)
-class PluginSettings(Settings):
-    """The settings of SGLang's plugin. Decode stages by default."""
-
-    staging_bytes: int = setting(integer, STAGING_BYTES)
-
-
-def settings_of(environment: Mapping[str, str] = os.environ) -> PluginSettings:
+def settings_of(environment: Mapping[str, str] = os.environ) -> Settings:
     """Return the settings in an environment. Raises ``SETTING``, ``TYPE`` and ``RANGE``.
 
     >>> settings_of({"KVPLAN_LEASE_S": "10", "HOME": "/root"}).lease_s
@@ -41,4 +28,4 @@ def settings_of(environment: Mapping[str, str] = os.environ) -> PluginSettings:
         is_foreign = OF_KUBERNETES.fullmatch(f"{variable}={text}")
         if variable.startswith(PREFIX) and not is_foreign:
             texts[variable.removeprefix(PREFIX).lower()] = text
-    return PluginSettings.read_texts(texts, f"the environment's {PREFIX}*")
+    return Settings.read_texts(texts, f"the environment's {PREFIX}*")

@@ -65,7 +65,9 @@ class Worker:
             self._host_cache = HostCache(self._cache, kv_caches)
             kv_caches = self._host_cache.tensors
         worker = worker_of(self._config, self._cache, kv_caches, settings)
-        worker, copier = with_staging(worker, settings.staging_bytes)
+        # Only a reader stages.
+        is_reader = self._config.kv_transfer_config.is_kv_consumer or settings.bidirectional_kv_xfer
+        worker, copier = with_staging(worker, settings.staging_bytes if is_reader else 0)
         self._memories = memories_of(kv_caches.values())
         self._executor = NixlExecutor(worker, settings.backends, key=self._access.key)
         self._reads = ReadParts(

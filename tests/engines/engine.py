@@ -18,6 +18,7 @@ import tests.engines.yielding.sitecustomize  # noqa: F401  # for this process, w
 from tests.engines import device
 from tests.engines.flips import flip_bits
 from tests.engines.hosts import Host, enter
+from tests.engines.notes import Notes
 
 
 def count_parts(connector: Any) -> list[str]:
@@ -53,6 +54,9 @@ def serve(
     MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
     if "copies" in settings:
         device.install(settings.pop("copies"))
+    notes = Notes()
+    if settings.pop("stages", False):
+        notes.install()
     config = EngineArgs(**settings).create_engine_config()
     # vLLM turns it off on a CPU, whatever the settings say.
     config.scheduler_config.async_scheduling = settings.get("async_scheduling", False)
@@ -99,6 +103,8 @@ def serve(
                 flips = flip_bits(get_kv_transfer_group()._worker, *arguments)
             elif verb == "flips":
                 pipe.send(("flips", flips))
+            elif verb == "stages":
+                pipe.send(("stages", dict(notes.times)))
             elif verb == "drafts":
                 pipe.send(("drafts", drafts))
             elif verb == "parts":

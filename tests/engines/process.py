@@ -150,6 +150,12 @@ class Engine:
         (drafts,) = self._receive("drafts", time.monotonic() + TIMEOUT_S)
         return dict(drafts)
 
+    def stages(self) -> dict[str, dict[str, float]]:
+        """When each request came to its next stage, where the engine notes ``stages``."""
+        self._send("stages")
+        (times,) = self._receive("stages", time.monotonic() + TIMEOUT_S)
+        return dict(times)
+
     def flip(self, num_flips: int) -> None:
         """Flips bits of each request that is read from now on, while the engine verifies it."""
         self._send("flip", num_flips)

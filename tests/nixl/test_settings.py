@@ -18,7 +18,7 @@ import pytest
 
 from kvplan import KVPlanError
 from kvplan_nixl import UCX
-from kvplan_nixl.sglang.settings import PluginSettings
+from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.settings import settings_of as plugin_settings
 from tests.pages import ROOT
 
@@ -170,7 +170,7 @@ def test_sglangs_settings_are_in_the_environment() -> None:
     """Their names begin with KVPLAN_. Text stays text, and numbers and lists are JSON."""
     variables = {"KEY": "12", "LEASE_S": "12", "BACKENDS": '["UCX"]', "PORT": "9000", "STAGING_BYTES": "0"}
     settings = plugin_settings({f"KVPLAN_{name}": text for name, text in variables.items()})
-    assert settings == PluginSettings(key=b"12", lease_s=12, port=9000, staging_bytes=0)
+    assert settings == Settings(key=b"12", lease_s=12, port=9000, staging_bytes=0)
 
 
 KEY = "a secret of all engines"
@@ -250,7 +250,7 @@ def test_the_guides_name_all_settings(vllm: Any) -> None:
     """Their tables have a row for each."""
     for page, kind, form in (
         ("vllm", vllm.ConnectorSettings, str),
-        ("sglang", PluginSettings, lambda name: f"KVPLAN_{name.upper()}"),
+        ("sglang", Settings, lambda name: f"KVPLAN_{name.upper()}"),
     ):
         guide = (ROOT / "docs" / "how-to" / f"{page}.md").read_text()
         first_cells = " ".join(re.findall(r"^\| (`[^|]*) \|", guide, re.MULTILINE))

@@ -107,7 +107,7 @@ class SglangConnector:
     def __init__(self, site: Site) -> None:
         self._host = site.host
         self._is_prefill = site.host.name.startswith("prefill")
-        self._settings = SETTINGS.PluginSettings(
+        self._settings = SETTINGS.Settings(
             host=site.host.name, port=5600, key=b"the key of all engines", early_tokens=1
         )
         self._rows = np.zeros((len(site.workers), NUM_ROWS, ROW_LENGTH), np.int64)
