@@ -60,6 +60,7 @@ EARLY: dict[str, Any] = {
     **CHUNKED,
     "kv_connector_extra_config": {"early_tokens": 32},
 }  # and published when they are computed
+DIRECTLY: dict[str, Any] = {"kv_connector_extra_config": {"staging_bytes": 0}}  # nothing is staged
 ASYNC = {"async_scheduling": True}
 CACHED = {"enable_prefix_caching": True, "num_gpu_blocks_override": 64}  # all are soon used
 BOTH: dict[str, Any] = {**CACHED, "kv_role": "kv_both"}  # either engine is prefill and decode
@@ -99,6 +100,7 @@ PAIRS = {
     "llama 96->64": Pair("llama", side(96), side(64)),
     "llama TP 1->2": Pair("llama", side(), side(tp=2)),
     "llama 32->64 TP 1->2": Pair("llama", side(32), side(64, tp=2)),
+    "llama 32->64 TP 1->2, directly": Pair("llama", side(32), side(64, tp=2, **DIRECTLY)),
     "llama 64->32 TP 2->1": Pair("llama", side(64, tp=2), side(32)),
     "llama PP 2->1": Pair("llama", side(pp=2), side()),
     "llama 32->64 PP 1->2": Pair("llama", side(32), side(64, pp=2)),

@@ -1,6 +1,6 @@
 """Where the time of a request goes, from its arrival at decode to decode's first token.
 
-    python -m tests.engines.stages
+    .ci/engines stages
 
 Prefill has computed each prompt before. Decode's connector notes when a request comes to its next stage:
 
