@@ -122,6 +122,9 @@ PAIRS = {
     "gemma-3 32->64, chunk by chunk": Pair("gemma-3", side(32, **EARLY), side(64), "chunks"),
     "granite-hybrid TP 1->2, chunk by chunk": Pair("granite-hybrid", side(**EARLY), side(tp=2), "chunks"),
     "llama 32->64, aborted chunk by chunk": Pair("llama", side(32, **EARLY), side(64), "aborted_chunks", lease_s=30),
+    "llama 64->32, through main memory, chunk by chunk": Pair(
+        "llama", side(64, **THROUGH_HOST, **EARLY), side(32, **THROUGH_HOST), "chunks"
+    ),
     "llama 32->64, chunk by chunk, prefill preempts": Pair(
         "llama",
         side(32, **EARLY, num_gpu_blocks_override=24, scheduler_reserve_full_isl=False),

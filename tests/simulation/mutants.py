@@ -39,9 +39,11 @@ CONNECTOR_TESTS = (
     "tests/connector/test_handoff.py",
     "tests/connector/test_leases.py",
     "tests/connector/test_listener.py",
+    "tests/connector/test_read_parts.py",
     "tests/connector/test_reads.py",
+    "tests/nixl/test_bootstrap.py",
 )
-VLLM_TESTS = ("tests/simulation/test_vllm_scheduler.py",)
+VLLM_TESTS = ("tests/simulation/test_vllm_rooms.py", "tests/simulation/test_vllm_scheduler.py")
 SGLANG_TESTS = ("tests/nixl/test_bootstrap.py", "tests/nixl/test_sglang.py")
 TESTS = {
     **{
@@ -56,11 +58,14 @@ TESTS = {
             "listener",
             "peer_engines",
             "read",
+            "read_parts",
             "reads",
+            "room_contents",
+            "rooms",
         )
     },
-    "kvplan_nixl.vllm.scheduler": VLLM_TESTS,
-    **{f"kvplan_nixl.sglang.{name}": SGLANG_TESTS for name in ("bootstrap", "decode", "prefill", "rank", "rooms")},
+    **{f"kvplan_nixl.vllm.{name}": VLLM_TESTS for name in ("rooms", "scheduler")},
+    **{f"kvplan_nixl.sglang.{name}": SGLANG_TESTS for name in ("bootstrap", "decode", "prefill", "rank")},
 }
 """The unit tests of each module."""
 
@@ -217,17 +222,20 @@ def verdict(mutant: Mutant) -> str:
         from kvplan.testing.simulation import LeaseConnector, Scenario, Simulation
         from tests.simulation.sglang_connector import SglangConnector, make_params
         from tests.simulation.staged_connector import StagedConnector
-        from tests.simulation.vllm_connector import VllmConnector
+        from tests.simulation.vllm_connector import ROOM_TOKENS_PER_STEP, VllmConnector
+        from tests.simulation.vllm_connector import make_params as make_vllm_params
     except Exception as error:
         return f"import: {error!r}"
+    vllm = [Simulation(VllmConnector)]
+    vllm.append(Simulation(VllmConnector, make_vllm_params, tokens_per_step=ROOM_TOKENS_PER_STEP))
     simulations = {
         "kvplan.": [
             Simulation(LeaseConnector),
-            Simulation(VllmConnector),
+            *vllm,
             Simulation(SglangConnector, make_params),
             Simulation(StagedConnector),
         ],
-        "kvplan_nixl.vllm.": [Simulation(VllmConnector)],
+        "kvplan_nixl.vllm.": vllm,
         "kvplan_nixl.sglang.": [Simulation(SglangConnector, make_params)],
     }
     for prefix, chosen in simulations.items():
