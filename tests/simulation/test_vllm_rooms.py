@@ -195,6 +195,23 @@ def test_a_prompt_that_was_computed_again_is_refused(engines: Engines) -> None:
     assert "prefill has given it up, and computed it again" in str(error)
 
 
+def test_prefill_has_time_for_each_part(engines: Engines) -> None:
+    """Not for all of them together."""
+    pair = Pair(engines, ("full",))
+    pair.begin()
+    engines.run(50.0)
+    pair.compute(40)
+    assert len(pair.allocate().parts) == 1
+    engines.run(50.0)
+    pair.compute(90)
+    step = pair.decode.take_step()
+    assert (len(step.parts), step.refused) == (1, {})
+    engines.run(50.0)
+    assert pair.decode.take_step().refused == {}
+    engines.run(11.0)
+    assert pair.decode.take_step().refused["r"].code == "PEER"
+
+
 @pytest.mark.parametrize("num_computed", [0, 40])
 def test_an_aborted_prompt_is_given_up(engines: Engines, num_computed: int) -> None:
     """Its blocks are free, and decode hears of it, or waits no longer than it has to."""
