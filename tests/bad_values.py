@@ -330,6 +330,7 @@ def calls() -> Calls:
     yield "connector.Handoff.of_params", Handoff.of_params, {"params": Handoff(**handoff).params(), "key": b""}
     yield "connector.Handoff.check_prompt", Handoff(**handoff).check_prompt, {"digest": "a1"}
     yield "connector.Handoff.count_shared", Handoff(**handoff).count_shared, {"digest_of": {7: "a1"}.__getitem__}
+    yield "connector.Handoff.first_kept", Handoff(**handoff).first_kept, {"group": "attn", "attended": 9}
     yield "connector.Offers", Offers, {"engine_id": "p", "start": "a", "workers": (b"",)}
     yield "connector.Offers.decode", Offers.decode, {"data": b'{"engine_id":"p","start":"a","workers":[]}'}
     yield "connector.attended", attended, {"start": 0, "stop": 9, "window": 4}

@@ -116,7 +116,10 @@ def examples() -> dict[type, Callable[[], Example]]:
         View: lambda: (OURS.views[0], {"view_name": "k", "region": OURS.regions[0], "offset_bytes": 0}),
         Access: lambda: (Access(), access),
         Leases: lambda: (Leases(), {"request": "r", "lease": "r 0"}),
-        Handoff: lambda: (Handoff(SOURCE, "r", 7, "a1", REQUEST["remote"]), {"key": b""}),
+        Handoff: lambda: (
+            Handoff(SOURCE, "r", 7, "a1", REQUEST["remote"]),
+            {"key": b"", "group": "attn", "attended": 3},
+        ),
         System: lambda: (System(), {**system, "duration_s": 0.0, "num_bytes": 4}),
         Picture: lambda: (show(OURS), {"path": "a.svg"}),
         Trace: traced,

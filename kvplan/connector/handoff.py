@@ -204,6 +204,26 @@ class Handoff:
         if name(digest, "digest of a prompt") != self.prompt:
             raise self._refusal(digest)
 
+    def first_kept(self, group: str, attended: int) -> int:
+        """Return the position from which on a group of a reader finds all positions and blocks.
+
+        Where the source calls its groups otherwise, it is the last position up to ``attended`` from
+        which on any group has them. The reader's group attends to positions from ``attended`` on,
+        which the source has: its own group there begins no later.
+
+        >>> source = Source("prefill", "a1", "10.0.0.1", 5600)
+        >>> blocks = {"attn": Blocks([12, 5, 31]), "swa": Blocks([0, 7], null=0)}
+        >>> handoff = Handoff(source, "request 1", 40, "8f2c", blocks, kept={"swa": 16})
+        >>> handoff.first_kept("swa", 20), handoff.first_kept("group1", 20)
+        (16, 16)
+        """
+        name(group, "a group")
+        integer(attended, "attended", high=POSITION_END)
+        if group in self.blocks:
+            return self.kept.get(group, 0)
+        positions = [position for position in self.kept.values() if position <= attended]
+        return max(positions, default=0)
+
     def _refusal(self, digest: str) -> KVPlanError:
         return KVPlanError(
             "PROMPT",

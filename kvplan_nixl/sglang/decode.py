@@ -18,7 +18,7 @@ import attrs
 from sglang.srt.disaggregation.base import BaseKVReceiver, KVPoll
 from sglang.srt.disaggregation.base.conn import KVTransferDestination
 
-from kvplan import Blocks, KVPlanError
+from kvplan import KVPlanError
 from kvplan.connector import Claims, Handoff, Read, Reads, attended, send_claims, whole_blocks
 from kvplan.connector.room_contents import Published
 from kvplan.connector.rooms import Rooms
@@ -284,7 +284,10 @@ class Receiver(BaseKVReceiver):
         )
 
     def _read_whole(self, handoff: Handoff, pages: Pages) -> Read:
-        """Return the positions that are not read yet, with all windows and states."""
+        """Return the positions that are not read yet, with all windows and states.
+
+        Each group reads whole pages, as far as prefill has them.
+        """
         memory = self._rank.memory
         stop = handoff.num_tokens
         local = memory.block_tables(pages.pages, pages.start, stop, pages.states)
@@ -292,8 +295,15 @@ class Receiver(BaseKVReceiver):
         for group, window in memory.windows.items():
             # a window was not read before
             start = pages.start if window else self._num_read
-            kept = handoff.kept.get(group, 0)
-            tokens[group] = self._positions((start, stop), window, local[group], kept)
+            first_attended, _ = attended(start, stop, window)
+            whole = whole_blocks(
+                (start, stop),
+                first_attended,
+                memory.args.page_size,
+                listed=local[group].first * memory.args.page_size,
+                kept=handoff.first_kept(group, first_attended),
+            )
+            tokens[group] = (whole.start, whole.stop)
         return Read(
             request=self._name,
             source=handoff.source,
@@ -302,17 +312,6 @@ class Receiver(BaseKVReceiver):
             remote=handoff.blocks,
             tokens=tokens,
         )
-
-    def _positions(self, tokens: Range, window: int | None, blocks: Blocks, kept: int) -> Range:
-        """Return the positions of a group that are read: whole pages, as far as prefill has them.
-
-        Prefill has ``kept`` positions from there on.
-        """
-        page_size = self._rank.memory.args.page_size
-        first_attended, _ = attended(*tokens, window)
-        first_listed = blocks.first * page_size
-        whole = whole_blocks(tokens, first_attended, page_size, first_listed, kept)
-        return whole.start, whole.stop
 
     def _write_metadata(self, entry: Mapping[str, Any]) -> None:
         """Write the first token, and what belongs to it, where SGLang looks for them."""

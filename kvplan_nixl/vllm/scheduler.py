@@ -519,13 +519,13 @@ class Scheduler:
         self, group: str, tokens: Range, listed: int, handoff: Handoff
     ) -> WholeBlocks:
         """Return the positions of a group that are read, from ``listed`` on if they are kept."""
-        cache = self._tables.groups[group]
+        attended = first_attended(self._tables.groups[group], tokens[1])
         return whole_blocks(
             tokens,
-            attended=first_attended(cache, tokens[1]),
+            attended=attended,
             tokens_per_block=self._tables.block_sizes[group],
             listed=listed,
-            kept=handoff.kept.get(group, 0),
+            kept=handoff.first_kept(group, attended),
         )
 
     def _leave_uncached(self, request: str, group: str, whole: WholeBlocks) -> None:

@@ -169,6 +169,24 @@ def test_positions_that_a_source_lacks(kept: int, expected: tuple[int, int, int]
         assert whole_blocks((0, 100), 37, 32, 32, kept) == WholeBlocks(*expected)
 
 
+@pytest.mark.parametrize(
+    ("group", "attended", "first_kept"),
+    [
+        ("attn", 37, 0),
+        ("swa", 37, 16),
+        ("chunked", 70, 64),
+        ("another", 37, 16),
+        ("another", 70, 64),
+        ("another", 9, 0),
+    ],
+)
+def test_the_first_position_that_is_kept_for_a_group(group: str, attended: int, first_kept: int) -> None:
+    """That of its name, or of any group that has all that is attended to. A table without one is kept from 0 on."""
+    tables = {name: Blocks([1]) for name in ("attn", "swa", "chunked")}
+    handoff = Handoff(SOURCE, "r", 100, "8f2c", tables, kept={"swa": 16, "chunked": 64})
+    assert handoff.first_kept(group, attended) == first_kept
+
+
 def test_nothing_attended_to_needs_nothing() -> None:
     """After the last token of an attention chunk, nothing of it is read, whatever the source has freed."""
     assert whole_blocks((0, 64), 64, 16, 64, 64) == WholeBlocks(64, 64, 64)

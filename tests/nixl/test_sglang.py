@@ -292,9 +292,21 @@ def test_a_request_is_read(
     until(sender, KVPoll.Success)
 
 
-def test_a_window_is_read_by_whole_pages(plugin: SimpleNamespace, server: BootstrapServer) -> None:
-    """Both sides keep the window's pages alone: decode's larger ones begin before prefill's, which are read whole."""
-    prefill, decode = Side(plugin, "prefill", 4, 7), Side(plugin, "decode", 16, 7)
+@pytest.mark.parametrize("is_stage", [False, True])
+def test_a_window_is_read_by_whole_pages(
+    plugin: SimpleNamespace, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch, *, is_stage: bool
+) -> None:
+    """Both sides keep the window's pages alone: decode's larger ones begin before prefill's, which are read whole.
+
+    The groups of a pipeline stage of prefill have other names than decode's.
+    """
+    decode = Side(plugin, "decode", 16, 7)
+    if is_stage:
+        described = plugin.manager.from_sglang
+        of_stage = plugin.manager._with_own_groups
+        monkeypatch.setattr(plugin.manager, "from_sglang", lambda *pool: of_stage(described(*pool), 0))
+    prefill = Side(plugin, "prefill", 4, 7)
+    assert ("swa.pp0" in prefill.manager.rank.memory.windows) == is_stage
     for memory in (prefill.k, prefill.v):
         memory.copy_(torch.randn(memory.shape))
     first = TOKENS - 7

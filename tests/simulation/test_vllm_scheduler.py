@@ -459,6 +459,19 @@ def test_a_block_that_is_read_in_part_is_not_cached(engines: Engines, caches_pre
     assert scheduler.hand_over(request, ids_of(kinds, COMPUTED))["remote_kept"] == {"group0": first}
 
 
+def test_a_source_may_call_its_groups_otherwise(engines: Engines) -> None:
+    """Each group reads what its own one there has: the positions of its window that are kept."""
+    kinds = ("full", "window")
+    params = answered(engines.decode(*kinds), kinds)
+    partial_from = COMPUTED - WINDOW + 1
+    handoff = Handoff.of_params(params, KEY)
+    tables = {"attn": handoff.blocks["group0"], "swa": handoff.blocks["group1"]}
+    handoff = attrs.evolve(handoff, blocks=tables, kept={"attn": 0, "swa": partial_from})
+    params = handoff.params(KEY) | {"do_remote_prefill": True, "do_remote_decode": False}
+    read = read_of(engines.start(*kinds), kinds, [*SAID, 7], params)
+    assert read.tokens == {"group0": (0, COMPUTED), "group1": (partial_from, COMPUTED)}
+
+
 def test_blocks_that_are_cached_already_stay_so(engines: Engines) -> None:
     """vLLM counts them; a read in part before them takes nothing away."""
     kinds = ("window",)
