@@ -33,10 +33,10 @@ PLAIN = """
     panel parallel part parts pattern patterns peer pending phase picture pictures pieces pipeline place placed plan
     planned planner pool pools port problem product promises prompt proof published ranges rank rates reader readers
     record refused registry report request requests result rival room rooms route rule scenario schema search
-    segments server sglang shape share shared shares shrink side simulation site source sources staged status step
-    store stored strategies stretch strided suggestion sum svg system table tables tail tails task tasks template
-    tensorrt terms testing text texts thread token trace traced transfer transmission trial trials trouble values
-    verification verifier version virtual visit vllm wanted whole window work workspace
+    segments server sglang shape share shared shares shrink side simulation site source sources staged stages status
+    step store stored strategies stretch strided suggestion sum svg system table tables tail tails task tasks
+    template tensorrt terms testing text texts thread token trace traced transfer transmission trial trials trouble
+    values verification verifier version virtual visit vllm wanted whole window work workspace
 """
 """Words of names beside those of the glossary: plain English, and the field's own."""
 

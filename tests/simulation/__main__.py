@@ -14,13 +14,15 @@ from tests.simulation.faults import (
     DIGEST_FAULTS,
     FAULTS,
     HYBRID_FAULTS,
+    HYBRID_SGLANG_FAULTS,
     HYBRID_VLLM_FAULTS,
     SGLANG_FAULTS,
+    STAGE_FAULTS,
     STAGING_FAULTS,
     VLLM_FAULTS,
     VLLM_ROOM_FAULTS,
 )
-from tests.simulation.sglang_connector import SglangConnector, make_params
+from tests.simulation.sglang_connector import sglang_fleets
 from tests.simulation.staged_connector import StagedConnector
 from tests.simulation.verified_connector import VerifiedConnector
 from tests.simulation.vllm_connector import ROOM_TOKENS_PER_STEP, VllmConnector
@@ -36,7 +38,7 @@ def main(num_seeds: int = 100, part: str = "") -> None:
     planted += [(Simulation(VllmConnector), fault) for fault in (*VLLM_FAULTS, *HYBRID_VLLM_FAULTS)]
     rooms = Simulation(VllmConnector, make_vllm_params, tokens_per_step=ROOM_TOKENS_PER_STEP)
     planted += [(rooms, fault) for fault in VLLM_ROOM_FAULTS]
-    planted += [(Simulation(SglangConnector, make_params), fault) for fault in SGLANG_FAULTS]
+    planted += [(sglang_fleets(), fault) for fault in (*SGLANG_FAULTS, *HYBRID_SGLANG_FAULTS, *STAGE_FAULTS)]
     for simulation, fault in planted:
         if part not in fault.name:
             continue

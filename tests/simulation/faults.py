@@ -30,8 +30,9 @@ from kvplan.connector import (
 from kvplan.connector.digest_requests import DigestRequests
 from kvplan.connector.lease_check import LeaseCheck
 from kvplan.staging import Pipeline
-from kvplan.testing.simulation import MODELS, Scenario, engine, fabric
+from kvplan.testing.simulation import MODELS, Scenario, Stages, engine, fabric
 from kvplan.testing.simulation import leases as leases_connector
+from kvplan.testing.simulation.catalog import NO_STAGES
 from kvplan.testing.simulation.leases import LeaseConnector
 from tests.simulation.sglang_connector import BOOTSTRAP, DECODE, MANAGER, PREFILL
 from tests.simulation.vllm_connector import DESCRIPTION, SCHEDULER, WORKER
@@ -39,7 +40,10 @@ from tests.simulation.vllm_connector import DESCRIPTION, SCHEDULER, WORKER
 
 @attrs.frozen
 class Fault:
-    """A change of a function: ``old`` text becomes ``new``. ``model`` names that of the fleets that show it."""
+    """A change of a function: ``old`` text becomes ``new``.
+
+    ``model`` names that of the fleets that show it, and ``stages`` are those of their prefill.
+    """
 
     name: str
     owner: Any
@@ -49,11 +53,12 @@ class Fault:
     seed: int = -1
     rule: str = ""
     model: str = "attention"
+    stages: Stages = NO_STAGES
 
     @property
     def scenario(self) -> Scenario:
         """The first scenario that shows the fault."""
-        return Scenario.of(self.seed, MODELS[self.model])
+        return Scenario.of(self.seed, MODELS[self.model], self.stages)
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -198,7 +203,7 @@ SGLANG_FAULTS = [
     Fault("a room that failed stays open", Sender, "failure_exception", "self.clear()", "pass", seed=0, rule="GROW"),
     Fault("a room that was aborted stays open", Sender, "abort", "self.clear()", "pass", seed=0, rule="GROW"),
     Fault("an aborted request takes its room's entry", rooms.Rooms, "forget", "readers.pop(name(reader, \"reader\"), None)", "pass", seed=0, rule="FREE"),
-    Fault("a server that gave no answer is not asked again", rooms.Rooms, "_run", "self._system.sleep(RETRY_S)", "return", seed=0, rule="AGAIN"),
+    Fault("a server that gave no answer is not asked again", rooms.Rooms, "_run", "self._system.sleep(RETRY_S)", "return", seed=3, rule="AGAIN"),
     Fault("the oldest attempt is served", BOOTSTRAP._Room, "newest", "reversed(self.attempts.values())", "self.attempts.values()"),
     Fault("a request is published once", Sender, "_publish_until", "system.sleep(RETRY_S)", "return"),
     Fault("decode waits for ever", Receiver, "_check_time", "if self._rank.system.monotonic() > self._stop", "if False", seed=0, rule="END"),
@@ -208,8 +213,8 @@ SGLANG_FAULTS = [
     Fault("prefill keeps what nobody reads", PREFILL.PrefillRank, "_note_ended", "for request in ended.late:", "for request in ():", seed=0, rule="END"),
     Fault("the end of a read is not noted", DECODE.DecodeRank, "_note_ended", "self.under_way.pop(result.request, None)", "pass", seed=0, rule="END"),
     # chunks
-    Fault("a page that is computed in part is read", Receiver, "_read_on", "handoff.num_tokens // page_size * page_size", "-(-handoff.num_tokens // page_size) * page_size", seed=170, rule="RIGHT"),
-    Fault("a chunk counts as the whole prompt", Receiver, "_read_on", "read = self._read_tokens(handoff, pages, stop)", "self._is_complete = True; read = self._read_tokens(handoff, pages, stop)", seed=2, rule="RIGHT"),
+    Fault("a page that is computed in part is read", Receiver, "_read_on", "handoff.num_tokens // page_size * page_size", "-(-handoff.num_tokens // page_size) * page_size", seed=5, rule="RIGHT"),
+    Fault("a chunk counts as the whole prompt", Receiver, "_read_on", "read = self._read_tokens(handoff, pages, stop)", "self._is_complete = True; read = self._read_tokens(handoff, pages, stop)", seed=1, rule="RIGHT"),
     Fault("a chunk is read while another one is", Receiver, "_advance", "if self._name in rank.under_way", "if False", seed=0, rule="OWN"),
     Fault("chunks of another attempt count", room_contents.Published, "of_entry", "earlier.leases != leases", "False"),
     Fault("a request that is given up keeps its lease", PREFILL.PrefillRank, "give_up", "self.leases.revoke(lease)", "pass", seed=38, rule="GROW"),
@@ -217,5 +222,25 @@ SGLANG_FAULTS = [
     # pages
     Fault("positions of the last chunk alone are counted", Sender, "send", "self._num_tokens += num_kv_tokens", "self._num_tokens = num_kv_tokens", seed=1, rule="RIGHT"),
     Fault("pages after a cached prefix count from the first", Receiver, "_read_whole", "memory.block_tables(pages.pages, pages.start, ", "memory.block_tables(pages.pages, 0, ", seed=1, rule="AGAIN"),
-    Fault("a cached prefix counts as read", Receiver, "_read_whole", "(start, stop), window", "(stop, stop), window", seed=0, rule="OWN"),
+    Fault("a cached prefix counts as read", Receiver, "_read_whole", "(start, stop),", "(stop, stop),", seed=0, rule="OWN"),
+]  # fmt: skip
+
+HYBRID_SGLANG_FAULTS = [
+    Fault("a window counts as read with the chunks before it", Receiver, "_read_whole", "pages.start if window else self._num_read", "self._num_read", seed=2, rule="OWN", model="windows"),
+    Fault("pages of a window end with those after a cached prefix", DECODE.RankMemory, "block_tables", "-(-num_tokens // self.args.page_size)", "len(pages)", seed=16, rule="RIGHT", model="windows"),
+    Fault("pages of a window begin with the prompt", DECODE.RankMemory, "block_tables", "num_pages - len(ids) if", "0 if", seed=1, rule="RIGHT", model="windows"),
+    Fault("a state counts as read with the chunks before it", Receiver, "_read_whole", "local = memory.block_tables(pages.pages, pages.start, stop, pages.states)", "local = memory.block_tables(pages.pages, pages.start, stop, pages.states)\n    if self._num_read > pages.start:\n        local = memory.token_tables(pages.pages, pages.start)", seed=1, rule="OWN", model="states"),
+    Fault("a state is read before the last chunk", Receiver, "_read_tokens", "local=memory.token_tables(pages.pages, pages.start)", "local=memory.block_tables(pages.pages, pages.start, handoff.num_tokens, pages.states)", seed=1, rule="RIGHT", model="states"),
+]  # fmt: skip
+
+TWO_STAGES = Stages(2, has_own_tables=True)
+STAGE_FAULTS = [
+    Fault("one stage counts as all", BOOTSTRAP._Room, "newest", "{stage.number for stage in stages} == {len(stages)}", "stages", seed=0, rule="AGAIN", stages=TWO_STAGES),
+    Fault("what the fastest stage has computed counts", room_contents, "_merged", "progress.index(min(progress))", "progress.index(max(progress))", seed=1, rule="RIGHT", stages=TWO_STAGES),
+    Fault("the lease of the slowest stage is claimed", room_contents, "_merged", "lease=handoffs[0].lease", "lease=handoffs[slowest].lease", seed=1, rule="RIGHT", stages=TWO_STAGES),
+    Fault("the first stage has the pages of all", room_contents, "_merged", "blocks.update(handoff.blocks)", "blocks.update(handoff.blocks)\n        blocks = {group: [*blocks.values()][0] for group in blocks}", seed=0, rule="OWN", stages=TWO_STAGES),
+    Fault("stages of two attempts are merged", BOOTSTRAP, "publish", "f\"{entry.get('attempt')}\"", "''", stages=TWO_STAGES),
+    Fault("stages with leases of two attempts are merged", BOOTSTRAP.BootstrapServer, "_publish", "entries.get(stage, entry).lease != lease", "False", stages=TWO_STAGES),
+    Fault("the lease of the first stage alone is compared", room_contents.Published, "of_entry", "(handoff.lease, *entry.get(\"leases\", ()))", "(handoff.lease,)", stages=TWO_STAGES),
+    Fault("a group of a stage keeps its window from the first page", Handoff, "first_kept", "group in self.blocks", "True", seed=1, rule="AGAIN", model="windows", stages=TWO_STAGES),
 ]  # fmt: skip

@@ -220,7 +220,7 @@ def verdict(mutant: Mutant) -> str:
     logging.disable(logging.CRITICAL)
     try:
         from kvplan.testing.simulation import LeaseConnector, Scenario, Simulation
-        from tests.simulation.sglang_connector import SglangConnector, make_params
+        from tests.simulation.sglang_connector import sglang_fleets
         from tests.simulation.staged_connector import StagedConnector
         from tests.simulation.vllm_connector import ROOM_TOKENS_PER_STEP, VllmConnector
         from tests.simulation.vllm_connector import make_params as make_vllm_params
@@ -232,11 +232,11 @@ def verdict(mutant: Mutant) -> str:
         "kvplan.": [
             Simulation(LeaseConnector),
             *vllm,
-            Simulation(SglangConnector, make_params),
+            sglang_fleets(),
             Simulation(StagedConnector),
         ],
         "kvplan_nixl.vllm.": vllm,
-        "kvplan_nixl.sglang.": [Simulation(SglangConnector, make_params)],
+        "kvplan_nixl.sglang.": [sglang_fleets()],
     }
     for prefix, chosen in simulations.items():
         if mutant.module.startswith(prefix):

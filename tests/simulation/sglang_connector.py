@@ -2,7 +2,8 @@
 
 The stand-in calls senders and receivers as SGLang 0.5.23 does (``disaggregation/prefill.py`` and ``decode.py``): it
 takes the worst state of all ranks, clears no sender that has failed, and keeps the pages of a failed request until no
-byte can land in them.
+byte can land in them. Pages of a window and the slot of a state are sent with the last chunk. Each pipeline stage of
+prefill has pages of its own, and sends them when it comes to them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import enum
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +22,15 @@ import numpy as np
 from kvplan.bridges import RankInfo
 from kvplan.connector import Access, Claims, Reads
 from kvplan.connector.rooms import Rooms
+from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
-from kvplan.testing.simulation import BrokenRuleError, EngineRequest, Promises, Site, StepReport
+from kvplan.testing.simulation import BrokenRuleError, CacheGroup, EngineRequest, Promises, Simulation, Site, StepReport
 from tests.simulation.stand_in import stand_in
 
 LOGGER = logging.getLogger(__name__)
 ROOMS_PORT = 8998
+ROOM_STEP = 10_000
+PREFILL_STEPS_S = (0.004, 0.2, 1.0)
 NUM_ROWS = 128
 ROW_LENGTH = 4
 WAITING_S = 60.0
@@ -61,21 +65,29 @@ def make_params(host: str, draw: random.Random) -> dict[str, Any]:
 
     No two hosts have the same rooms.
     """
-    room = 10_000 * draw.randrange(60) + sum(host.encode())
+    room = ROOM_STEP * draw.randrange(60) + sum(host.encode())
     return {"bootstrap_addr": f"{host}:{ROOMS_PORT}", "bootstrap_room": room}
+
+
+def sglang_fleets() -> Simulation:
+    """A simulation of SGLang's fleets, where many prompts are read while they are computed."""
+    return Simulation(SglangConnector, make_params, prefill_steps_s=PREFILL_STEPS_S)
 
 
 @attrs.define(eq=False)
 class Served:
     """A request of an engine: the sender or the receiver of each rank, and its row of metadata.
 
-    Prefill has sent its first ``num_sent`` pages.
+    The first stage of prefill has sent the first ``num_sent`` pages, and ``unsent`` has the chunks that each later one
+    has still to send: a call for each of its ranks.
     """
 
     request: EngineRequest
     parts: list[Any]
     row: int = -1
     num_sent: int = 0
+    unsent: dict[int, list[list[Callable[[], None]]]] = attrs.field(factory=dict)
+    is_computed: bool = False
     is_begun: bool = False
     is_deferred: bool = False
 
@@ -106,6 +118,8 @@ class SglangConnector:
 
     def __init__(self, site: Site) -> None:
         self._host = site.host
+        self._groups = {group.name: group for group in site.groups}
+        self._page_size = site.groups[0].tokens_per_block
         self._is_prefill = site.host.name.startswith("prefill")
         self._settings = SETTINGS.Settings(
             host=site.host.name, port=5600, key=b"the key of all engines", early_tokens=1
@@ -113,6 +127,8 @@ class SglangConnector:
         self._rows = np.zeros((len(site.workers), NUM_ROWS, ROW_LENGTH), np.int64)
         self._free_rows = [*range(NUM_ROWS)]
         self._firsts: dict[str, Any] = {}
+        # the stages differ in their groups' names
+        self._stages = list(dict.fromkeys(group_names(worker) for worker in site.workers))
         self._managers = [self._manager(site, rank) for rank in range(len(site.workers))]
         if self._is_prefill:
             # no part of the connector: it forgets old entries when somebody asks for one
@@ -130,21 +146,24 @@ class SglangConnector:
     def _manager(self, site: Site, rank: int) -> Any:
         """SGLang's manager of a rank, without the pool that it would be made of."""
         worker = site.workers[rank]
-        page_size = worker.groups[0].tokens_per_block
+        stage = group_names(worker)
+        token_group, *state_groups = (self._groups[name] for name in stage)
+        windows = [group for group in state_groups if not group.is_state]
+        tp_size = len(site.workers) // len(self._stages)
         rows = self._rows[rank]
         args = SimpleNamespace(
-            page_size=page_size,
-            state_types=[],
+            page_size=self._page_size,
+            state_types=[SimpleNamespace(value="mamba" if group.is_state else "swa") for group in state_groups],
             aux_data_ptrs=[rows.ctypes.data],
             aux_item_lens=[rows[0].nbytes],
         )
         memory = DECODE.RankMemory(
             args=args,
-            info=RankInfo(worker.engine_id, rank, rank, len(site.workers)),
-            stage=0,
-            num_stages=1,
+            info=RankInfo(worker.engine_id, rank, rank % tp_size, tp_size),
+            stage=self._stages.index(stage),
+            num_stages=len(self._stages),
             cp_rank=0,
-            windows={worker.groups[0].name: None},
+            windows={group.name: group.window for group in (token_group, *windows)},
             executor=SimpleNamespace(worker=worker, envelope=partial(lambda offer: offer, site.offers[rank])),
             access=self._access,
         )
@@ -187,6 +206,8 @@ class SglangConnector:
         assert params is not None
         place = params["bootstrap_addr"], params["bootstrap_room"]
         kind = PREFILL.Sender if self._is_prefill else DECODE.Receiver
+        # SGLang takes the whole tail of a window anew
+        request.reads_windows = not self._is_prefill
         served = Served(request, [kind(manager, *place) for manager in self._managers])
         self._served[request.name] = served
         for part in served.parts:
@@ -218,9 +239,14 @@ class SglangConnector:
             return
         served.is_begun = True
         num_cached = request.num_computed - num_tokens
-        pages = np.array(request.blocks["attn"][num_cached // page_size :])
         for part in served.parts:
-            part.send_metadata(pages, served.row, [], num_cached)
+            token_group, *state_groups = self._groups_of(part)
+            pages = np.array(request.blocks[token_group.name][num_cached // page_size :])
+            states = [self._state_indices(request, group) for group in state_groups]
+            part.send_metadata(pages, served.row, states, num_cached)
+        # nobody finds what is read of windows: it may begin within a page
+        windows = [group.name for group in self._groups.values() if group.window and not group.is_state]
+        request.num_partial = {name: len(request.blocks[name]) for name in windows}
 
     def step(self) -> StepReport:
         """Poll all requests, as SGLang's queues do."""
@@ -234,6 +260,10 @@ class SglangConnector:
     def _step_prefill(self) -> StepReport:
         released, failed = [], {}
         for name, served in [*self._served.items()]:
+            self._send_late(served)
+            # as each chunk before, one step after it is computed
+            if served.is_computed and not served.is_begun:
+                self._lend(served)
             state = served.poll()
             if not served.is_begun:
                 if state is KVPoll.Failed:
@@ -326,18 +356,24 @@ class SglangConnector:
                 self._promises.take(request.name)
             self._drop(request.name)
             return None
-        self._lend(served)
+        served.is_computed = True
         return {}
 
-    @property
-    def _page_size(self) -> int:
-        page_size: int = self._managers[0].rank.memory.args.page_size
-        return page_size
+    def _groups_of(self, part: Any) -> list[CacheGroup]:
+        """The cache groups of a sender's or receiver's rank: that of all positions, and those of windows and states."""
+        return [self._groups[name] for name in group_names(part.kv_mgr.rank.memory.executor.worker)]
+
+    def _state_indices(self, request: EngineRequest, group: CacheGroup) -> Any:
+        """The pages of a request's window, or the slot of its state, as SGLang lists them."""
+        table = request.blocks[group.name]
+        if group.is_state:
+            return [np.array(table[-1])]
+        return np.array(table[group.first_needed(request.num_computed) // self._page_size :])
 
     def _send_chunk(self, served: Served) -> None:
         """Send the full pages that are computed since the last chunk."""
         num_full = served.request.num_computed // self._page_size
-        self._send(served, num_full, None, num_full * self._page_size)
+        self._send(served, num_full, num_full * self._page_size, is_last=False)
 
     def _lend(self, served: Served) -> None:
         """Send the last pages of all ranks, and the first token."""
@@ -345,28 +381,60 @@ class SglangConnector:
         assert request.params is not None
         served.is_begun = True
         self._rows[:, served.row, :2] = request.params["bootstrap_room"], request.first_answer
-        self._send(served, len(request.blocks["attn"]), [], request.num_computed)
+        num_pages = -(-request.num_computed // self._page_size)
+        self._send(served, num_pages, request.num_computed, is_last=True)
 
-    def _send(self, served: Served, num_pages: int, states: Any, num_tokens: int) -> None:
+    def _send(self, served: Served, num_pages: int, num_tokens: int, *, is_last: bool) -> None:
         """Send pages up to the ``num_pages``-th, which hold the first ``num_tokens`` positions."""
         if num_pages == served.num_sent:
             return
-        pages = np.array(served.request.blocks["attn"][served.num_sent : num_pages])
+        request = served.request
+        chunks = dict[int, list[Callable[[], None]]]()
         for part in served.parts:
-            part.send(pages, states, num_tokens - served.num_sent * self._page_size)
+            token_group, *state_groups = self._groups_of(part)
+            pages = np.array(request.blocks[token_group.name][served.num_sent : num_pages])
+            states = [self._state_indices(request, group) for group in state_groups] if is_last else None
+            send = partial(part.send, pages, states, num_tokens - served.num_sent * self._page_size)
+            chunks.setdefault(part.kv_mgr.rank.memory.stage, []).append(send)
+        # the first stage at once
+        for stage, chunk in chunks.items():
+            served.unsent.setdefault(stage, []).append(chunk)
+        self._send_first(served.unsent[0])
         if served.num_sent == 0:
             self._promises.grant(served.parts[0]._lease, served.request.name)
         served.num_sent = num_pages
+
+    def _send_late(self, served: Served) -> None:
+        """Let later stages send a chunk, or be late for another step."""
+        for chunks in served.unsent.values():
+            if chunks and self._host.random.random() < 0.5:
+                self._send_first(chunks)
+
+    @staticmethod
+    def _send_first(chunks: list[list[Callable[[], None]]]) -> None:
+        """Send the first one of chunks, in all ranks."""
+        for send in chunks.pop(0):
+            send()
 
     def is_promised(self, request: str) -> bool:
         return self._promises.take(request)
 
 
+def group_names(worker: Worker) -> tuple[str, ...]:
+    """The names of a worker's cache groups."""
+    return tuple(group.name for group in worker.groups)
+
+
 def _seen(request: EngineRequest) -> Any:
-    """A request as SGLang shows it."""
+    """A request as SGLang shows it.
+
+    In half of the rooms all requests have one name, as a request that SGLang computes again.
+    """
+    assert request.params is not None
+    room = request.params["bootstrap_room"]
     facts: Sequence[str] = ("lora_id", "cache_salt", "input_embeds", "token_type_ids", "positional_embed_overrides")
     return SimpleNamespace(
-        rid=request.name.partition("/")[0],
+        rid=request.name.partition("/")[0] if room // ROOM_STEP % 2 else f"of room {room}",
         origin_input_ids=request.tokens[: request.num_prompt],
         **dict.fromkeys(facts),
     )

@@ -19,21 +19,26 @@ from kvplan.testing.simulation import (
     Scenario,
     Simulation,
     Site,
+    Stages,
     shrink,
 )
 from kvplan.testing.simulation.__main__ import main
+from kvplan.testing.simulation.catalog import NO_STAGES, SHAPES
 from tests.simulation.faults import (
     DIGEST_FAULTS,
     FAULTS,
     HYBRID_FAULTS,
+    HYBRID_SGLANG_FAULTS,
     HYBRID_VLLM_FAULTS,
     SGLANG_FAULTS,
+    STAGE_FAULTS,
     STAGING_FAULTS,
+    TWO_STAGES,
     VLLM_FAULTS,
     VLLM_ROOM_FAULTS,
     Fault,
 )
-from tests.simulation.sglang_connector import SglangConnector, make_params
+from tests.simulation.sglang_connector import sglang_fleets
 from tests.simulation.staged_connector import StagedConnector
 from tests.simulation.verified_connector import VerifiedConnector
 from tests.simulation.vllm_connector import ROOM_TOKENS_PER_STEP, VllmConnector
@@ -43,10 +48,11 @@ NUM_SEEDS = 50
 NUM_HYBRID_SEEDS = 25
 NUM_ROOM_SEEDS = 8
 NUM_SGLANG_SEEDS = 25
+NUM_STAGE_SEEDS = 8
 NUM_STAGED_SEEDS = 20
 NUM_VERIFIED_SEEDS = 3
 FOUND = [fault for fault in FAULTS if fault.rule]
-SGLANG_FOUND = [fault for fault in SGLANG_FAULTS if fault.rule]
+SGLANG_FOUND = [fault for fault in (*SGLANG_FAULTS, *HYBRID_SGLANG_FAULTS, *STAGE_FAULTS) if fault.rule]
 ROOM_FOUND = [fault for fault in VLLM_ROOM_FAULTS if fault.rule]
 STAGING_FOUND = [fault for fault in STAGING_FAULTS if fault.rule]
 STALE = next(fault for fault in FAULTS if fault.name == "a lease that is over stands")
@@ -83,16 +89,18 @@ def vllm_rooms() -> Iterator[Simulation]:
 
 @pytest.fixture(scope="module")
 def sglang() -> Iterator[Simulation]:
-    simulation = Simulation(SglangConnector, make_params)
+    simulation = sglang_fleets()
     yield simulation
     simulation.close()
 
 
-def ends_of(simulation: Simulation, num_seeds: int, model: str = "attention") -> Counter[str]:
+def ends_of(
+    simulation: Simulation, num_seeds: int, model: str = "attention", stages: Stages = NO_STAGES
+) -> Counter[str]:
     """How requests end in fleets that keep all rules."""
     ends = Counter[str]()
     for seed in range(num_seeds):
-        outcome = simulation.run(Scenario.of(seed, MODELS[model]))
+        outcome = simulation.run(Scenario.of(seed, MODELS[model], stages))
         assert outcome.rule == "", str(outcome)
         ends.update(outcome.ends)
     assert ends["right"] > ends.total() / 2
@@ -145,9 +153,24 @@ def test_a_fault_of_vllm_s_rooms_is_found(vllm_rooms: Simulation, fault: Fault) 
     test_a_planted_fault_is_found(vllm_rooms, fault)
 
 
-def test_all_rules_hold_in_sglang_s_fleets(sglang: Simulation) -> None:
-    """Where requests come to both engines at once, and some in a room that another one has or had."""
-    ends = ends_of(sglang, NUM_SGLANG_SEEDS)
+@pytest.mark.parametrize("connector", [LeaseConnector, VllmConnector])
+@pytest.mark.parametrize("model", MODELS)
+def test_all_rules_hold_where_prefill_has_pipeline_stages(connector: Callable[[Site], Connector], model: str) -> None:
+    """Each has its layers in block tables that all have: decode reads from all of them."""
+    simulation = Simulation(connector)
+    ends = ends_of(simulation, NUM_STAGE_SEEDS, model, Stages(2))
+    simulation.close()
+    assert {"right", "LEASE", "PEER"} <= ends.keys() <= {"right", "LEASE", "PEER", "PROMPT", "TRANSFER"}
+
+
+@pytest.mark.parametrize("stages", [NO_STAGES, TWO_STAGES], ids=["", "stages"])
+@pytest.mark.parametrize("model", MODELS)
+def test_all_rules_hold_in_sglang_s_fleets(sglang: Simulation, model: str, stages: Stages) -> None:
+    """Where requests come to both engines at once, and some in a room that another one has or had.
+
+    Each pipeline stage has block tables of its own, and publishes them when it comes to them.
+    """
+    ends = ends_of(sglang, NUM_SGLANG_SEEDS, model, stages)
     assert {"right", "PEER", "NAME", "TOKENS"} <= ends.keys() <= {"right", "LEASE", "NAME", "PEER", "PROMPT", "TOKENS"}
 
 
@@ -248,6 +271,18 @@ def test_a_failure_is_shrunk(simulation: Simulation) -> None:
     assert shrink(simulation, right) is right
 
 
+def test_a_failure_of_stages_is_shrunk(sglang: Simulation) -> None:
+    """To engines whose prefill has them still, on shapes as plain as may be."""
+    (fault,) = (fault for fault in STAGE_FAULTS if fault.name == "the first stage has the pages of all")
+    with fault.planted():
+        shrunk = shrink(sglang, sglang.run(fault.scenario))
+        assert shrunk.rule == fault.rule
+        assert sglang.run(shrunk.scenario).trace == shrunk.trace
+    shapes = {member.name.partition("-")[0]: member.shape for member in shrunk.scenario.members}
+    assert shapes["prefill"] == attrs.evolve(SHAPES[0], stages=TWO_STAGES)
+    assert sglang.run(shrunk.scenario).rule == ""
+
+
 def test_a_failure_with_states_is_shrunk(simulation: Simulation) -> None:
     """To engines that run the same model, on shapes as plain as may be."""
     (fault,) = (fault for fault in HYBRID_FAULTS if fault.name == "a state is read from another request's slot")
@@ -263,7 +298,7 @@ def test_the_command_runs_seeds(capsys: pytest.CaptureFixture[str]) -> None:
     """One with its trace, or several; one that breaks a rule is shrunk, and the status is 1."""
     assert main(["--seed", "1"]) == 0
     assert "seed 1: all rules hold" in capsys.readouterr().out
-    assert main(["--seeds", "2", "--model", "windows"]) == 0
+    assert main(["--seeds", "2", "--model", "windows", "--stages", "2"]) == 0
     assert capsys.readouterr().out == "2 seeds: all rules hold\n"
     with STALE.planted():
         assert main(["--seed", f"{STALE.seed}", "--seeds", "5"]) == 1

@@ -16,7 +16,7 @@ seed 1: all rules hold (566 steps; requests: 4 LEASE, 1 PROMPT, 25 right)
 ``python -m kvplan.testing.simulation --seed 1`` prints what happens in that fleet.
 """
 
-from kvplan.testing.simulation.catalog import MODELS, CacheGroup, Shape
+from kvplan.testing.simulation.catalog import MODELS, CacheGroup, Shape, Stages
 from kvplan.testing.simulation.engine import (
     BrokenRuleError,
     Connector,
@@ -42,6 +42,7 @@ __all__ = [
     "Shape",
     "Simulation",
     "Site",
+    "Stages",
     "StepReport",
     "shrink",
 ]

@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from kvplan.testing.simulation import MODELS, Scenario, Simulation, shrink
+from kvplan.testing.simulation import MODELS, Scenario, Simulation, Stages, shrink
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds to run")
     parser.add_argument("--model", choices=MODELS, default="attention", help="what engines run")
+    parser.add_argument("--stages", type=int, default=1, help="pipeline stages of prefill, 1 or 2")
     parser.add_argument(
         "--connector",
         default="kvplan.testing.simulation:LeaseConnector",
@@ -32,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module, _, name = options.connector.partition(":")
     simulation = Simulation(getattr(importlib.import_module(module), name))
     for seed in range(options.seed, options.seed + options.seeds):
-        outcome = simulation.run(Scenario.of(seed, MODELS[options.model]))
+        scenario = Scenario.of(seed, MODELS[options.model], Stages(options.stages))
+        outcome = simulation.run(scenario)
         if outcome.error is not None:
             print(outcome, "\n\nshrunk:")
             outcome = shrink(simulation, outcome)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import product
 from types import MappingProxyType
 from typing import Final
 
@@ -30,8 +32,8 @@ MODELS: Final = MappingProxyType(
         "windows": Model.from_config(
             {
                 "model_type": "gemma3_text",
-                "num_hidden_layers": 2,
-                "layer_types": ["full_attention", "sliding_attention"],
+                "num_hidden_layers": 4,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
                 "sliding_window": 10,
                 **SIZES,
             }
@@ -39,7 +41,7 @@ MODELS: Final = MappingProxyType(
         "states": Model.from_config(
             {
                 "model_type": "nemotron_h",
-                "hybrid_override_pattern": "*M",
+                "hybrid_override_pattern": "*M*M",
                 "mamba_num_heads": 4,
                 "mamba_head_dim": 2,
                 "n_groups": 4,
@@ -52,7 +54,8 @@ MODELS: Final = MappingProxyType(
 )
 """Models of fleets: with full attention, with a window beside it, and with a recurrent state.
 
-They are small, since bytes differ by their labels and not by their number."""
+They are small, since bytes differ by their labels and not by their number. Each of two pipeline
+stages has layers of all kinds."""
 
 STATE_WINDOW: Final = 2
 """A token needs the state after the token before it."""
@@ -79,13 +82,14 @@ class CacheGroup:
 
     These are the last ones of a ``window``, the token's own among them. Of a recurrent state, a
     token needs what it was after the token before: a window of two. A block has the state after
-    the last position that it has passed.
+    the last position that it has passed. The group may be that of one pipeline ``stage``.
     """
 
     name: str
     tokens_per_block: int
     window: int | None = None
     is_state: bool = False
+    stage: int = 0
 
     def first_needed(self, num_computed: int) -> int:
         """Return the first position that is needed to go on after so many."""
@@ -97,12 +101,31 @@ class CacheGroup:
 
 
 @attrs.frozen
+class Stages:
+    """The pipeline stages of an engine, which may have block tables of their own, as SGLang's do.
+
+    Then each has cache groups of its own, whose names end with the stage.
+    """
+
+    number: int = 1
+    has_own_tables: bool = False
+
+    def group_name(self, name: str, stage: int) -> str:
+        """Return the name of a model's group in a stage."""
+        return f"{name}.pp{stage}" if self.has_own_tables else name
+
+
+NO_STAGES: Final = Stages()
+
+
+@attrs.frozen
 class Shape:
     """How an engine divides and stores the cache of a model."""
 
     tp: int = 1
     tokens_per_block: int = 4
     layout: str = "LBHNC"
+    stages: Stages = NO_STAGES
     model: Model = attrs.field(default=MODELS["attention"], repr=False)
 
     @property
@@ -114,11 +137,13 @@ class Shape:
     def groups(self) -> tuple[CacheGroup, ...]:
         """Return the groups of the cache, whose blocks have equally many positions."""
         windows = self.model.windows
+        num_tables = self.stages.number if self.stages.has_own_tables else 1
         groups = []
-        for name in self.model.groups:
-            is_state = name not in windows
-            window = STATE_WINDOW if is_state else windows[name]
-            groups.append(CacheGroup(name, self.tokens_per_block, window, is_state))
+        for stage, key in product(range(num_tables), self.model.groups):
+            name = self.stages.group_name(key, stage)
+            is_state = key not in windows
+            window = STATE_WINDOW if is_state else windows[key]
+            groups.append(CacheGroup(name, self.tokens_per_block, window, is_state, stage))
         return tuple(groups)
 
     def workers(self, name: str) -> tuple[Worker, ...]:
@@ -126,12 +151,27 @@ class Shape:
         workers = self.model.engine(
             name,
             tp=self.tp,
+            pp=self.stages.number,
             tokens_per_block=self.tokens_per_block,
             layout=self.layout,
             num_blocks=self.num_blocks,
         )
+        # ranks of tensor parallelism are consecutive
+        ranks = product(range(self.stages.number), range(self.tp))
+        return tuple(
+            self._equip(worker, stage) for worker, (stage, _) in zip(workers, ranks, strict=True)
+        )
+
+    def _equip(self, worker: Worker, stage: int) -> Worker:
+        """Return a worker with a staging region, and with its stage's groups."""
         staging = Region(STAGING, STAGING_ADDRESS, STAGING_BYTES)
-        return tuple(attrs.evolve(worker, regions=(*worker.regions, staging)) for worker in workers)
+        name_of = partial(self.stages.group_name, stage=stage)
+        return attrs.evolve(
+            worker,
+            regions=(*worker.regions, staging),
+            groups=[attrs.evolve(group, name=name_of(group.name)) for group in worker.groups],
+            views=[attrs.evolve(view, group=name_of(view.group)) for view in worker.views],
+        )
 
 
 SHAPES: Final = (

@@ -25,6 +25,9 @@ from kvplan.testing.simulation.network import Host
 TOKENS_PER_STEP: Final = 16
 """Positions of one request that an engine computes in a step, by default."""
 
+STEP_S: Final = 0.004
+"""Seconds from one step of an engine that computes to the next."""
+
 
 Tables = dict[str, list[int]]
 """The blocks of a request by cache group, in the order of its positions."""
@@ -56,7 +59,9 @@ class EngineRequest:
     that both engines get. ``tell`` is called with the parameters for the next engine, if there are
     any, and the error. ``blocks`` has a table for each group of the cache, with the null block
     where the request needs none any more. Of the blocks of a group that ``num_partial`` counts,
-    some were read in part: nobody finds them in the prefix cache.
+    some were read in part: nobody finds them in the prefix cache. With ``reads_windows`` the
+    request reads all that it needs of windows and states: of the prefix cache it gets positions
+    before them.
     """
 
     name: str
@@ -65,6 +70,7 @@ class EngineRequest:
     tell: Callable[[Mapping[str, Any] | None, KVPlanError | None], None]
     params: Mapping[str, Any] | None = None
     is_for_another: bool = False
+    reads_windows: bool = False
     num_prompt: int = attrs.field(init=False)
     labels: CellLabels = attrs.field(init=False)
     phase: Phase = Phase.WAITING
@@ -169,15 +175,18 @@ class BlockPool:
     """The blocks of an engine, of which the free ones stay in the prefix cache until they are used.
 
     ``check`` is called before a block is given away. With ``takes_newest``, blocks that were freed
-    last are used first, instead of those that were free the longest.
+    last are used first, instead of those that were free the longest. The blocks of a pipeline
+    ``stage`` begin in another order than those of other stages.
     """
 
     def __init__(
-        self, num_blocks: int, check: Callable[[int], None], *, takes_newest: bool
+        self, num_blocks: int, check: Callable[[int], None], stage: int, *, takes_newest: bool
     ) -> None:
         self._check = check
         self._takes_newest = takes_newest
-        self._free: dict[int, None] = dict.fromkeys(range(NULL_BLOCK + 1, num_blocks))
+        first = NULL_BLOCK + 1
+        order = [*range(first + stage, num_blocks), *range(first, first + stage)]
+        self._free: dict[int, None] = dict.fromkeys(order)
         self._num_users = [0] * num_blocks
         self._hash_of: dict[int, int] = {}
         self._by_hash: dict[int, int] = {}
@@ -239,16 +248,18 @@ class Engine:
         host: Host,
         workers: Sequence[Worker],
         groups: Sequence[CacheGroup],
-        pool: Callable[[Callable[[int], None]], BlockPool],
+        pool: Callable[[Callable[[int], None], int], BlockPool],
         fabric: Fabric,
         numbers: Numbers,
         make_connector: Callable[[Site], Connector],
         trace: Callable[[str, str], None],
         name_of: Callable[[int], str],
         tokens_per_step: int,
+        step_s: float,
     ) -> None:
         self._name_of = name_of
         self._tokens_per_step = tokens_per_step
+        self._step_s = step_s
         self.host = host
         self.requests: dict[str, EngineRequest] = {}
         self._trace = trace
@@ -260,7 +271,8 @@ class Engine:
         self._groups = groups
         self._tokens_per_block = groups[0].tokens_per_block
         self.pools: dict[str, BlockPool] = {
-            group.name: pool(partial(self._check_block, group.name)) for group in groups
+            group.name: pool(partial(self._check_block, group.name), group.stage)
+            for group in groups
         }
         self._lent: dict[str, Tables] = {}
         # requests that have ended while bytes may still land
@@ -317,7 +329,7 @@ class Engine:
         # an engine that waits looks less and less often
         is_busy = has_admitted or has_news or has_computed
         draw = self.host.random.random()
-        self._interval_s = 0.004 if is_busy else min(1.0, 1.7 * self._interval_s + 0.004)
+        self._interval_s = self._step_s if is_busy else min(1.0, 1.7 * self._interval_s + 0.004)
         if not self.is_idle:
             self._is_stepping = True
             self.host.loop.at(self.host.loop.now + self._interval_s * (0.5 + draw), self._step)
@@ -360,6 +372,11 @@ class Engine:
             tables: Tables = {}
             for group in self._groups:
                 first = group.first_needed(num_blocks * size) // size
+                if request.reads_windows and group.window is not None:
+                    first_read = group.first_needed(request.num_prompt) // size
+                    if first_read < num_blocks:
+                        break
+                    first = num_blocks
                 blocks = self.pools[group.name].cached(hashes[first:num_blocks])
                 if blocks is None:
                     break
@@ -392,6 +409,7 @@ class Engine:
         request.num_computed = num_cached
         if num_read:
             request.phase = Phase.READING
+            request.reads_windows = False
             # as vLLM does, they count as computed when they are received
             request.num_computed += num_read
         else:

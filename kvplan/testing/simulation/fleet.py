@@ -23,7 +23,7 @@ import math
 import random
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from logging import Logger
 from types import FunctionType, MethodType
@@ -39,6 +39,7 @@ from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan
 from kvplan.testing.simulation.catalog import Catalog
 from kvplan.testing.simulation.engine import (
+    STEP_S,
     TOKENS_PER_STEP,
     BlockPool,
     BrokenRuleError,
@@ -111,7 +112,8 @@ class Simulation:
     A request comes to the engines that read it when prefill has answered, with the parameters of
     that answer. With ``make_params`` it comes to both at once, with the parameters that a proxy
     makes of the name of prefill's host. An engine computes ``tokens_per_step`` positions of a
-    request in a step: the fewer these are, the longer may others read a part of them.
+    request in a step: the fewer these are, the longer may others read a part of them. A step of
+    each prefill engine takes one of ``prefill_steps_s``.
     """
 
     def __init__(
@@ -120,9 +122,11 @@ class Simulation:
         make_params: MakeParams | None = None,
         *,
         tokens_per_step: int = TOKENS_PER_STEP,
+        prefill_steps_s: Sequence[float] = (STEP_S,),
     ) -> None:
         self._make_connector = make_connector
         self._make_params = make_params
+        self._prefill_steps_s = tuple(prefill_steps_s)
         self._tokens_per_step = integer(tokens_per_step, "tokens_per_step", low=1)
         self._catalog = Catalog()
         self._threads: list[TaskThread] = []
@@ -137,6 +141,7 @@ class Simulation:
             loop,
             self._make_params,
             self._tokens_per_step,
+            self._prefill_steps_s,
         )
         try:
             error = fleet.run()
@@ -162,7 +167,9 @@ class Fleet:
         loop: TaskLoop,
         make_params: MakeParams | None = None,
         tokens_per_step: int = TOKENS_PER_STEP,
+        prefill_steps_s: Sequence[float] = (STEP_S,),
     ) -> None:
+        self._prefill_steps_s = prefill_steps_s
         self.scenario = scenario
         self.loop = loop
         self.lines: list[str] = []
@@ -265,8 +272,16 @@ class Fleet:
             self._trace,
             self._name_of,
             self._tokens_per_step,
+            self._step_s_of(member),
         )
         self._trace(host.name, f"start {number}")
+
+    def _step_s_of(self, member: Member) -> float:
+        """Return how long a step of an engine takes that computes."""
+        if not member.name.startswith("prefill"):
+            return STEP_S
+        draw = random.Random(f"{self.scenario.seed} {member.name} step")
+        return draw.choice(self._prefill_steps_s)
 
     def _plan(self, incident: Incident) -> None:
         if isinstance(incident, Arrival):

@@ -99,9 +99,11 @@ class LabelledMemory:
         tensors = [*numbers.weights]
         self._groups: dict[str, _GroupCells] = {}
         for group in groups:
-            slots = list[Ints]()
-            strides = list[Ints]()
-            labels = list[Ints]()
+            # without bytes, where a pipeline stage has no layer of the group
+            num_slots = 1 if group.is_state else group.tokens_per_block
+            slots = [np.zeros((num_slots, 0), np.int64)]
+            strides = [np.zeros(0, np.int64)]
+            labels = [np.zeros(0, np.int64)]
             for view in worker.views:
                 if view.group != group.name:
                     continue

@@ -11,7 +11,7 @@ from kvplan.connector.claims import RENEW_S, RETRY_S
 from kvplan.connector.http import ANSWER_S
 from kvplan.connector.leases import LEASE_S
 from kvplan.models import Model
-from kvplan.testing.simulation.catalog import MODELS, SHAPES, Shape
+from kvplan.testing.simulation.catalog import MODELS, NO_STAGES, SHAPES, Shape, Stages
 from kvplan.testing.simulation.fabric import Trouble
 from kvplan.testing.simulation.network import Disturbance
 
@@ -171,9 +171,11 @@ class Scenario:
         return any(engine in incident.engines for incident in self.incidents)
 
     @classmethod
-    def of(cls, seed: int, model: Model = MODELS["attention"]) -> Scenario:
-        """Draw a scenario, whose engines run a model."""
-        return _Draw(seed, model).scenario()
+    def of(
+        cls, seed: int, model: Model = MODELS["attention"], stages: Stages = NO_STAGES
+    ) -> Scenario:
+        """Draw a scenario, whose engines run a model, those of prefill in pipeline ``stages``."""
+        return _Draw(seed, model, stages).scenario()
 
     def __str__(self) -> str:
         lines = [f"seed {self.seed}", *map(str, self.members)]
@@ -190,16 +192,17 @@ def _begin_of(incident: Incident) -> float:
 class _Draw:
     """Draws the parts of a scenario."""
 
-    def __init__(self, seed: int, model: Model) -> None:
+    def __init__(self, seed: int, model: Model, stages: Stages) -> None:
         self._seed = seed
         self._model = model
+        self._stages = stages
         self._random = random.Random(f"{seed} scenario")
         self._arrivals: list[Arrival] = []
 
     def scenario(self) -> Scenario:
         """Draw engines, requests and incidents."""
         draw = self._random
-        prefills = [self._member(f"prefill-{number}") for number in range(draw.choice((1, 1, 2)))]
+        prefills = [self._prefill(f"prefill-{number}") for number in range(draw.choice((1, 1, 2)))]
         decodes = [self._member(f"decode-{number}") for number in range(draw.choice((1, 1, 2, 3)))]
         members = (*prefills, *decodes)
         incidents = list[Incident]()
@@ -226,6 +229,10 @@ class _Draw:
         if kinds == (self._siege,):
             incidents.append(Trouble(0.0, HEALED_S, "*", chance=1.0, delay_s=60.0))
         return Scenario(self._seed, members, tuple(incidents))
+
+    def _prefill(self, name: str) -> Member:
+        member = self._member(name)
+        return attrs.evolve(member, shape=attrs.evolve(member.shape, stages=self._stages))
 
     def _member(self, name: str) -> Member:
         draw = self._random

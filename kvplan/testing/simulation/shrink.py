@@ -49,8 +49,10 @@ def _simplified(simulation: Simulation, outcome: FleetOutcome) -> FleetOutcome:
     for member in outcome.scenario.members:
         members = outcome.scenario.members
         index = members.index(member)
+        plain_shape = attrs.evolve(SHAPES[0], model=member.shape.model)
         simpler = (
-            Member(member.name, attrs.evolve(SHAPES[0], model=member.shape.model)),
+            Member(member.name, plain_shape),
+            Member(member.name, attrs.evolve(plain_shape, stages=member.shape.stages)),
             attrs.evolve(member, rate=1.0),
             attrs.evolve(member, takes_newest=False),
         )
