@@ -219,6 +219,7 @@ class Published:
         Raises ``MESSAGE`` for one that says why there is none, ``LEASE`` for one under other
         leases, and what :meth:`Handoff.of_params` raises.
 
+        >>> from kvplan.connector import Source
         >>> source = Source("prefill", "a1", "10.0.0.1", 5600)
         >>> part = {"handoff": Handoff(source, "lease 1", 40, "8f2c", {}).params()}
         >>> earlier = Published.of_entry("7", part, b"")
