@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import attrs
 import numpy as np
@@ -115,21 +115,41 @@ def shell(command: str) -> None:
     subprocess.run(command, shell=True, check=True)
 
 
+@attrs.frozen
+class Prompt:
+    """A prompt in the cache of a worker, whose memory the ``arrays`` keep."""
+
+    worker: Worker
+    arrays: list[np.ndarray[Any, Any]]
+    tables: dict[str, Blocks]
+    span: dict[str, tuple[int, int]]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, num_tokens: int) -> Self:
+        """A prompt of Qwen3 0.6B in blocks of 16 tokens."""
+        num_blocks = num_tokens // 16
+        (plain,) = Model.shipped("qwen3-0.6b").engine("e", num_blocks=num_blocks + 1)
+        worker, arrays = in_memory(plain)
+        num_bytes = num_blocks * sum(view.block_bytes for view in worker.views)
+        return cls(worker, arrays, {"attn": Blocks(range(num_blocks))}, {"attn": (0, num_tokens)}, num_bytes)
+
+    def times(self, client: StoreClient, chain: Chain) -> list[float]:
+        """The seconds that a store takes to save it, and to load it."""
+        return [timed(action, chain, self.tables, self.span) for action in (client.save, client.load)]
+
+
 def print_rates(folder: Path, num_tokens: int) -> None:
     """Print the rates of saving and loading a prompt, and of copying its files."""
     print("| tokens per page | synchronized | files | on disk / cache | saved | loaded | `cp` | `cp`, synchronized |")
     print("|---:|---|---:|---:|---:|---:|---:|---:|")
-    (plain,) = Model.shipped("qwen3-0.6b").engine("e", num_blocks=num_tokens // 16 + 1)
-    worker, _arrays = in_memory(plain)
-    tables = {"attn": Blocks(range(num_tokens // 16))}
-    span = {"attn": (0, num_tokens)}
-    cache_bytes = sum(view.block_bytes for view in worker.views) * (num_tokens // 16)
+    prompt = Prompt.of(num_tokens)
     store, copied = folder / "kv", folder / "copy"
     for size in (16, 64, 256):
         for synchronize in (False, True):
-            client = StoreClient(FileBackend(store, synchronize=synchronize), worker, tokens_per_page=size)
+            client = StoreClient(FileBackend(store, synchronize=synchronize), prompt.worker, tokens_per_page=size)
             chain = client.chain(range(num_tokens))
-            times = [timed(client.save, chain, tables, span), timed(client.load, chain, tables, span)]
+            times = prompt.times(client, chain)
             entries = [*client.backend.entries()]
             total = sum(entry.num_bytes for entry in entries)
             for synchronized in ("", f" && find {copied} -type f -exec sync -d {{}} +"):
@@ -137,7 +157,7 @@ def print_rates(folder: Path, num_tokens: int) -> None:
                 shutil.rmtree(copied)
             shutil.rmtree(store)
             rates = [f"{num_tokens / size / s:,.0f} pages/s, {total / s / 1e6:,.0f} MB/s" for s in times]
-            print(f"| {size} | {synchronize} | {len(entries)} | {total / cache_bytes:.4f} | {' | '.join(rates)} |")
+            print(f"| {size} | {synchronize} | {len(entries)} | {total / prompt.num_bytes:.4f} | {' | '.join(rates)} |")
 
 
 class FarBackend:
@@ -160,11 +180,7 @@ def print_buckets(folder: Path, num_tokens: int, bucket: str) -> None:
     """Print the rates of saving and loading a prompt, and how long searches of 100 pages take."""
     print("| store | added to each answer | calls at once | saved | loaded | 100 pages found | none found |")
     print("|---|---:|---:|---:|---:|---:|---:|")
-    (plain,) = Model.shipped("qwen3-0.6b").engine("e", num_blocks=num_tokens // 16 + 1)
-    worker, _arrays = in_memory(plain)
-    tables = {"attn": Blocks(range(num_tokens // 16))}
-    span = {"attn": (0, num_tokens)}
-    cache_bytes = sum(view.block_bytes for view in worker.views) * (num_tokens // 16)
+    prompt = Prompt.of(num_tokens)
     config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
     (small,) = Model.from_config(config, "m").engine("e", num_blocks=9)
     (part,) = parts_of(small, PAGE)
@@ -178,11 +194,11 @@ def print_buckets(folder: Path, num_tokens: int, bucket: str) -> None:
         for delay_s in (0.0, 0.02):
             for at_once in (1, 8, 32):
                 far: Any = FarBackend(backend, at_once, delay_s)
-                client = StoreClient(far, worker)
+                client = StoreClient(far, prompt.worker)
                 salt = f"salt {delay_s} {at_once}"
                 chain = client.chain(range(num_tokens), [(0, salt)])
-                times = [timed(client.save, chain, tables, span), timed(client.load, chain, tables, span)]
-                rates = [f"{num_tokens / PAGE / s:,.0f} pages/s, {cache_bytes / s / 1e6:,.0f} MB/s" for s in times]
+                times = prompt.times(client, chain)
+                rates = [f"{num_tokens / PAGE / s:,.0f} pages/s, {prompt.num_bytes / s / 1e6:,.0f} MB/s" for s in times]
                 reader = StoreReader(far, small)
                 assert reader.find(long) == 100 * PAGE
                 searches = [1e3 * timed(reader.find, sought) for sought in (long, none)]

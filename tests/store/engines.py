@@ -7,13 +7,15 @@ from typing import Any
 
 import attrs
 import numpy as np
+import pytest
 
-from kvplan import Blocks, Model, Worker
+from kvplan import Blocks, KVPlanError, Model, Worker
 from kvplan.store import Backend, StoreClient, find
 
 PAGE = 16
 NUM_BLOCKS = 40
 PROMPT = range(100, 200)
+BLOCKS = {"attn": Blocks([3, 9, 5, 1, 7, 30])}
 QWEN = Model.from_config(
     {
         "model_type": "qwen2",
@@ -85,3 +87,28 @@ class EngineWithStore:
         for cache in self.caches:
             client = cache.client
             client.load(client.chain(tokens), tables, client.needs(0, stop))
+
+
+def saved(backend: Any) -> EngineWithStore:
+    """An engine that has saved six pages."""
+    writer = EngineWithStore.of(QWEN, backend, seed=5)
+    writer.save(PROMPT, BLOCKS, 96)
+    return writer
+
+
+def check_third_page_fails(reader: EngineWithStore) -> None:
+    """No byte arrives of a third page that is damaged."""
+    assert reader.find(PROMPT) == 96  # nothing is read yet
+    with pytest.raises(KVPlanError, match=r"^PAGE: cannot read page"):
+        reader.load(PROMPT, BLOCKS, 96)
+    assert not any(byte for data in reader.caches[0].contents([5]).values() for byte in data)
+    assert dict(reader.caches[0].client.faults) == {"PAGE": 1}
+
+
+def check_third_page_is_saved_again(reader: EngineWithStore, writer: EngineWithStore) -> None:
+    """A third page that is missed is saved by the next engine, and then loaded."""
+    assert reader.find(PROMPT) == 32
+    assert writer.save(PROMPT, BLOCKS, 96) == 1
+    reader.load(PROMPT, BLOCKS, reader.find(PROMPT))
+    ids = BLOCKS["attn"].ids.tolist()
+    assert reader.caches[0].contents(ids) == writer.caches[0].contents(ids)

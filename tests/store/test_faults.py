@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
-from kvplan import Blocks, KVPlanError
+from kvplan import KVPlanError
 from kvplan.store import FileBackend, Limits, MemoryBackend, evict, read_file
-from tests.store.engines import PROMPT, QWEN, EngineWithStore
+from tests.store.engines import (
+    BLOCKS,
+    PROMPT,
+    QWEN,
+    EngineWithStore,
+    check_third_page_fails,
+    check_third_page_is_saved_again,
+    saved,
+)
 
-BLOCKS = {"attn": Blocks([3, 9, 5, 1, 7, 30])}
 DAMAGES = ["cut short", "emptied", "a bit of the data", "a bit of the header", "a bit of the prefix", "another page"]
-
-
-def saved(backend: Any) -> EngineWithStore:
-    """An engine that has saved six pages."""
-    writer = EngineWithStore.of(QWEN, backend, seed=5)
-    writer.save(PROMPT, BLOCKS, 96)
-    return writer
 
 
 def file_of(folder: Path, engine: EngineWithStore, page: int) -> Path:
@@ -56,18 +56,9 @@ def test_a_damaged_page_is_an_error_then_a_miss(kind: str, tmp_path: Path) -> No
     path = file_of(tmp_path, writer, 2)
     damage(path, file_of(tmp_path, writer, 3), kind)
     reader = EngineWithStore.of(QWEN, backend)
-    stop = reader.find(PROMPT)
-    assert stop == 96  # nothing is read yet
-    with pytest.raises(KVPlanError, match=r"^PAGE: cannot read page"):
-        reader.load(PROMPT, BLOCKS, stop)
-    assert not any(byte for data in reader.caches[0].contents([5]).values() for byte in data)
+    check_third_page_fails(reader)
     assert not path.exists()
-    assert dict(reader.caches[0].client.faults) == {"PAGE": 1}
-    assert reader.find(PROMPT) == 32
-    assert writer.save(PROMPT, BLOCKS, 96) == 1
-    reader.load(PROMPT, BLOCKS, reader.find(PROMPT))
-    ids = BLOCKS["attn"].ids.tolist()
-    assert reader.caches[0].contents(ids) == writer.caches[0].contents(ids)
+    check_third_page_is_saved_again(reader, writer)
 
 
 def test_a_file_of_a_later_version_is_refused_by_name(tmp_path: Path) -> None:

@@ -9,10 +9,18 @@ from typing import Any
 
 import pytest
 
-from kvplan import Blocks, KVPlanError
+from kvplan import KVPlanError
 from kvplan.store import open_backend
 from tests.conftest import Cli
-from tests.store.engines import PROMPT, QWEN, EngineWithStore
+from tests.store.engines import (
+    BLOCKS,
+    PROMPT,
+    QWEN,
+    EngineWithStore,
+    check_third_page_fails,
+    check_third_page_is_saved_again,
+    saved,
+)
 from tests.store.s3 import S3Server, s3_server
 
 obstore = pytest.importorskip("obstore")
@@ -22,17 +30,9 @@ from obstore.store import MemoryStore  # noqa: E402
 
 from kvplan.store.objects import MARK_STEP_S, ObjectBackend  # noqa: E402
 
-BLOCKS = {"attn": Blocks([3, 9, 5, 1, 7, 30])}
 PAGE = f"{'0' * 16}/{'0' * 64}"
 NAME = f"{PAGE}/{'a' * 32}"
 SHORT_S = 0.3
-
-
-def saved(backend: Any) -> EngineWithStore:
-    """An engine that has saved six pages."""
-    writer = EngineWithStore.of(QWEN, backend, seed=5)
-    writer.save(PROMPT, BLOCKS, 96)
-    return writer
 
 
 DAMAGES: dict[str, Callable[[bytes, bytes], bytes]] = {
@@ -57,16 +57,8 @@ def test_a_damaged_object_is_an_error_then_a_miss(kind: str, bucket: str) -> Non
     data, other_data = (backend.get(file) or b"" for file in (name, other))
     backend.put(name, [DAMAGES[kind](data, other_data)])
     reader = EngineWithStore.of(QWEN, backend)
-    assert reader.find(PROMPT) == 96  # nothing is read yet
-    with pytest.raises(KVPlanError, match=r"^PAGE: cannot read page"):
-        reader.load(PROMPT, BLOCKS, 96)
-    assert not any(byte for data in reader.caches[0].contents([5]).values() for byte in data)
-    assert dict(reader.caches[0].client.faults) == {"PAGE": 1}
-    assert reader.find(PROMPT) == 32
-    assert writer.save(PROMPT, BLOCKS, 96) == 1
-    reader.load(PROMPT, BLOCKS, reader.find(PROMPT))
-    ids = BLOCKS["attn"].ids.tolist()
-    assert reader.caches[0].contents(ids) == writer.caches[0].contents(ids)
+    check_third_page_fails(reader)
+    check_third_page_is_saved_again(reader, writer)
 
 
 def test_objects_of_others_are_no_files(bucket: str) -> None:
