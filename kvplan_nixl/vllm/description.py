@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -24,17 +23,15 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
-from vllm.v1.request import Request
 
 from kvplan import Context, KVPlanError, Model, Worker
 from kvplan.bridges import RankInfo, from_vllm
 from kvplan.bridges.assembly import FP8_DTYPES
 from kvplan.bridges.vllm import shared_attention
-from kvplan.connector import prompt_digest
 from kvplan.describe.blocks import POSITION_END
 from kvplan_nixl.vllm.drafts import with_drafts
 from kvplan_nixl.vllm.settings import ModelSettings
-from kvplan_nixl.weights import adapter_of, weights_of
+from kvplan_nixl.weights import weights_of
 
 
 def specs_of(group: Any) -> list[Any]:
@@ -152,36 +149,6 @@ def _dtype_name(dtype: Any) -> str:
 def _only(dtypes: set[str]) -> str | None:
     """Return the one dtype of a set, None if there is no such one."""
     return next(iter(dtypes)) if len(dtypes) == 1 else None
-
-
-def prompt_of(request: Request, num_tokens: int) -> str:
-    """Digest the first positions of a request, and the facts that decide their cache too."""
-    facts = [text for position, text in facts_of(request) if position < num_tokens or not position]
-    if request.prompt_embeds is not None:
-        embeddings = request.prompt_embeds[:num_tokens].contiguous().view(torch.uint8).cpu().numpy()
-        digest = hashlib.blake2b(embeddings, digest_size=16).hexdigest()
-        facts.append(f"embeddings {digest} at {request.prompt_is_token_ids}")
-    return prompt_digest(request._all_token_ids[:num_tokens], facts)
-
-
-def facts_of(request: Request) -> list[tuple[int, str]]:
-    """Return what decides a request's cache beside tokens and embeddings, each from a position on.
-
-    They are those of vLLM's own prefix cache: ``generate_block_hash_extra_keys`` in
-    vllm/v1/core/kv_cache_utils.py. An adapter has its name and, if its files are on this machine,
-    their fingerprint.
-    """
-    facts = []
-    if request.cache_salt is not None:
-        facts.append((0, f"salt {request.cache_salt}"))
-    if request.lora_request is not None:
-        adapter = request.lora_request
-        facts.append((0, f"adapter {adapter.lora_name} {adapter_of(adapter.lora_path)}"))
-    for feature in request.mm_features:
-        place = feature.mm_position
-        text = f"input {feature.identifier} at {place.offset}, {place.length} positions"
-        facts.append((int(place.offset), text))
-    return facts
 
 
 def rank_info(config: VllmConfig) -> RankInfo:

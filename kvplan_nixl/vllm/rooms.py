@@ -19,7 +19,7 @@ from kvplan._checks import at_most, name
 from kvplan.connector import Claims, Handoff
 from kvplan.connector.room_contents import MAX_ROOM_CHARACTERS, Published
 from kvplan.connector.system import System
-from kvplan_nixl.vllm.description import prompt_of
+from kvplan_nixl.vllm.requests import prompt_of
 
 ROOM: Final = "transfer_id"
 """The parameter that names a request's room."""

@@ -22,7 +22,8 @@ from kvplan.describe.blocks import Range
 from kvplan.store import Attended, Chain, open_backend
 from kvplan_nixl.eviction import evict_beside
 from kvplan_nixl.settings import StoreSettings
-from kvplan_nixl.vllm.description import facts_of, first_attended, frees_blocks
+from kvplan_nixl.vllm.description import first_attended, frees_blocks
+from kvplan_nixl.vllm.requests import facts_of
 from kvplan_nixl.vllm.store_searches import StoreSearches
 from kvplan_nixl.vllm.tables import BlockTables
 

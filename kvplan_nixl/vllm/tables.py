@@ -8,11 +8,17 @@ from typing import Any, Final
 
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import Blocks
 from kvplan.describe.blocks import Range
-from kvplan_nixl.vllm.description import groups_of, is_state, tokens_per_table_block
+from kvplan_nixl.vllm.description import (
+    frees_blocks,
+    groups_of,
+    is_state,
+    tokens_per_table_block,
+)
 
 NULL_BLOCK: Final = 0
 """The block that stands where vLLM has freed one of a request, or never had one."""
@@ -21,7 +27,8 @@ NULL_BLOCK: Final = 0
 class BlockTables:
     """The cache groups that are transferred, by name: their ``indices``, and what each is.
 
-    ``block_sizes`` are in positions. ``states`` names the groups of recurrent states.
+    ``block_sizes`` are in positions. ``states`` names the groups of recurrent states,
+    ``positioned`` the others, and ``whole_groups`` those of them that keep all positions.
     """
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig) -> None:
@@ -33,6 +40,28 @@ class BlockTables:
             name: tokens_per_table_block(group, config) for name, group in self.groups.items()
         }
         self.states: set[str] = {name for name, group in self.groups.items() if is_state(group)}
+        self.positioned: set[str] = self.indices.keys() - self.states
+        self.whole_groups: list[str] = [
+            name for name, group in self.groups.items() if not frees_blocks(group)
+        ]
+        self._managers: Sequence[SingleTypeKVCacheManager] = ()
+
+    def set_managers(self, managers: Sequence[SingleTypeKVCacheManager]) -> None:
+        """Take the managers of all cache groups, which register blocks in the prefix cache."""
+        self._managers = managers
+
+    def of_request(self, request: str) -> dict[str, Blocks]:
+        """Return the block tables of a running request by group."""
+        blocks = KVCacheBlocks(tuple(manager.req_to_blocks[request] for manager in self._managers))
+        return self.of_ids(blocks.get_block_ids())
+
+    def leave_uncached(self, request: str, group: str, stop: int) -> None:
+        """Keep a request's blocks before the position ``stop`` out of the prefix cache."""
+        manager = self._managers[self.indices[group]]
+        # vLLM caches a request's blocks from this ordinal on, and takes earlier ones for cached.
+        num_blocks = stop // manager.block_size
+        num_cached = manager.num_cached_block.get(request, 0)
+        manager.num_cached_block[request] = max(num_cached, num_blocks)
 
     def of_ids(self, ids: Sequence[Sequence[int]]) -> dict[str, Blocks]:
         """Return block tables by group.

@@ -231,6 +231,6 @@ def test_a_request_that_has_finished_is_forgotten(start: Callable[..., Any]) -> 
     connector = start("full")
     request = request_of([*range(PROMPT)], ASKED)
     connector.on_new_request(request)
-    assert connector._scheduler._lendable
+    assert connector._scheduler._lent._lendable
     connector.request_finished_all_groups(request, ([],))
-    assert not connector._scheduler._lendable
+    assert not connector._scheduler._lent._lendable

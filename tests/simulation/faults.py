@@ -35,7 +35,7 @@ from kvplan.testing.simulation import leases as leases_connector
 from kvplan.testing.simulation.catalog import NO_STAGES
 from kvplan.testing.simulation.leases import LeaseConnector
 from tests.simulation.sglang_connector import BOOTSTRAP, DECODE, MANAGER, PREFILL
-from tests.simulation.vllm_connector import DESCRIPTION, SCHEDULER, WORKER
+from tests.simulation.vllm_connector import DESCRIPTION, LENT_REQUESTS, READ_REQUESTS, WORKER
 
 
 @attrs.frozen
@@ -125,33 +125,34 @@ FAULTS = [
     Fault("bytes land after an error was reported", fabric.VirtualExecutor, "poll", "flight.num_parts == 0", "(flight.num_parts == 0 or flight.error is not None)", seed=174, rule="GIVEN"),
 ]  # fmt: skip
 
-Scheduler = SCHEDULER.Scheduler
+ReadRequests = READ_REQUESTS.ReadRequests
+LentRequests = LENT_REQUESTS.LentRequests
 VLLM_FAULTS = [
-    Fault("claims of requests that are read never end", Scheduler, "end_reads", "requests & self._reading.keys()", "()", seed=0, rule="END"),
-    Fault("a prompt is not compared", Scheduler, "_claim", "handoff.count_shared(partial(prompt_of, request))", "handoff.num_tokens", seed=1, rule="OWN"),
-    Fault("the claim of a request that waits is not ended", Scheduler, "hand_over", "if reading is not None and not reading.is_begun:", "if False:", seed=0, rule="FREE"),
+    Fault("claims of requests that are read never end", ReadRequests, "end", "requests & self._reading.keys()", "()", seed=0, rule="END"),
+    Fault("a prompt is not compared", ReadRequests, "_claim", "handoff.count_shared(partial(prompt_of, request))", "handoff.num_tokens", seed=1, rule="OWN"),
+    Fault("the claim of a request that waits is not ended", ReadRequests, "finish", "if reading is not None and not reading.is_begun:", "if False:", seed=0, rule="FREE"),
     Fault("requests that failed are reported while bytes may land", WORKER.Worker, "results", "finished_recving={result.request for result in results}", "finished_recving={result.request for result in results} | self._reads.late().keys()", seed=0, rule="GIVEN"),
 ]  # fmt: skip
 
-Room = SCHEDULER.RoomRequest
+Room = READ_REQUESTS.RoomRequest
 VLLM_ROOM_FAULTS = [
     # requests that come to both engines at once
-    Fault("a block that is computed in part is read too", Scheduler, "_read_part", "handoff.num_tokens // size * size", "-(-handoff.num_tokens // size) * size", seed=104, rule="OWN"),
-    Fault("a part counts as the whole prompt", Scheduler, "_read_on", "if published.is_whole:", "if True:", seed=2, rule="OWN"),
-    Fault("parts begin where others have not ended", Scheduler, "_read_part", "destination.starts[group] = stop", "destination.starts[group] = stop + size", seed=1, rule="OWN"),
+    Fault("a block that is computed in part is read too", ReadRequests, "_read_part", "handoff.num_tokens // size * size", "-(-handoff.num_tokens // size) * size", seed=104, rule="OWN"),
+    Fault("a part counts as the whole prompt", ReadRequests, "_read_on", "if published.is_whole:", "if True:", seed=2, rule="OWN"),
+    Fault("parts begin where others have not ended", ReadRequests, "_read_part", "destination.starts[group] = stop", "destination.starts[group] = stop + size", seed=1, rule="OWN"),
     Fault("parts of another attempt count", room_contents.Published, "of_entry", "earlier.leases != leases", "False"),
     Fault("a room serves any prompt", Room, "_claim", "handoff.check_prompt(prompt_of(self.request, num_shared))", "pass"),
     Fault("a whole room serves any prompt", Room, "_claim", "handoff.count_shared(partial(prompt_of, self.request))", "handoff.num_tokens", seed=3, rule="OWN"),
     Fault("decode claims no lease of a room", Room, "_claim", "self.claims.begin(handoff.source, handoff.lease, self.reader)", "pass", seed=8, rule="AGAIN"),
     Fault("decode waits for prefill for ever", Room, "check", "self.system.monotonic() > self.until", "False", seed=0, rule="END"),
-    Fault("a request that was given up takes entries", Scheduler, "_end_claim", "self._rooms.forget(reader)", "pass", seed=0, rule="FREE"),
-    Fault("a request that was aborted is read on", Scheduler, "hand_over", "self._read_no_more(request.request_id, _given_up(request.request_id))", "pass"),
-    Fault("a request that is given up keeps its blocks lent", Scheduler, "_revoke", "self._leases.revoke(lent.lease)", "pass", seed=2, rule="GROW"),
-    Fault("a request that is computed is released", Scheduler, "_release", "if lent.is_part:", "if False:", seed=0, rule="REPORT"),
-    Fault("a room that was read stays open", Scheduler, "_release", "self._publications.pop(request, None)", "pass", seed=0, rule="GROW"),
-    Fault("an entry outlives its lease", Scheduler, "_withdraw", "self._listener.rooms.withdraw(publication.room)", "pass", seed=0, rule="GROW"),
-    Fault("blocks are lent before they are computed", Scheduler, "_publish_part", "num_tokens = request.num_computed_tokens - request.num_in_flight_tokens", "num_tokens = min(request.num_computed_tokens + 8, request.num_prompt_tokens - 1)", seed=3, rule="OWN"),
-    Fault("the whole has a lease of its own", Scheduler, "_lend", "elif self._leases.begin_first(part.lease):\n        lease = part.lease", "elif True:\n        lease = self._leases.grant(request.request_id)", seed=0, rule="CLAIM"),
+    Fault("a request that was given up takes entries", ReadRequests, "_end_claim", "self._rooms.forget(reader)", "pass", seed=0, rule="FREE"),
+    Fault("a request that was aborted is read on", ReadRequests, "finish", "self._read_no_more(request, _given_up(request))", "pass"),
+    Fault("a request that is given up keeps its blocks lent", LentRequests, "_revoke", "self._leases.revoke(lent.lease)", "pass", seed=2, rule="GROW"),
+    Fault("a request that is computed is released", LentRequests, "_release", "if lent.is_part:", "if False:", seed=0, rule="REPORT"),
+    Fault("a room that was read stays open", LentRequests, "_release", "self._publications.pop(request, None)", "pass", seed=0, rule="GROW"),
+    Fault("an entry outlives its lease", LentRequests, "_withdraw", "self._listener.rooms.withdraw(publication.room)", "pass", seed=0, rule="GROW"),
+    Fault("blocks are lent before they are computed", LentRequests, "_publish_part", "num_tokens = request.num_computed_tokens - request.num_in_flight_tokens", "num_tokens = min(request.num_computed_tokens + 8, request.num_prompt_tokens - 1)", seed=3, rule="OWN"),
+    Fault("the whole has a lease of its own", LentRequests, "_lend", "elif self._leases.begin_first(part.lease):\n        lease = part.lease", "elif True:\n        lease = self._leases.grant(request.request_id)", seed=0, rule="CLAIM"),
     Fault("a request that failed is reported while parts come", read_parts.ReadParts, "poll", "parted.has_last and not", "(parted.has_last or parted.error) and not"),
     Fault("a request is reported while a part is read", read_parts.ReadParts, "poll", "parted.has_last and not parted.is_under_way", "parted.has_last", seed=0, rule="OWN"),
     Fault("the error of a part is forgotten", read_parts.ReadParts, "poll", "parted.error = parted.error or result.error", "parted.error = result.error"),
@@ -171,11 +172,11 @@ HYBRID_FAULTS = [
 ]  # fmt: skip
 
 HYBRID_VLLM_FAULTS = [
-    Fault("the first block of a state counts", SCHEDULER.BlockTables, "of_ids", "ids[index][-1:]", "ids[index][:1]", seed=0, rule="OWN", model="states"),
-    Fault("a prompt with a state does not stop short", Scheduler, "add", "self._stops_short and", "False and", seed=0, rule="AGAIN", model="states"),
+    Fault("the first block of a state counts", READ_REQUESTS.BlockTables, "of_ids", "ids[index][-1:]", "ids[index][:1]", seed=0, rule="OWN", model="states"),
+    Fault("a prompt with a state does not stop short", LentRequests, "add", "self._stops_short and", "False and", seed=0, rule="AGAIN", model="states"),
     Fault("a window begins one position too early", DESCRIPTION, "_first_attended", " + 1)", ")", seed=5, rule="RIGHT", model="windows"),
-    Fault("vLLM caches blocks that were read in part", Scheduler, "_leave_uncached", "max(num_cached, num_blocks)", "num_cached", seed=125, rule="OWN", model="windows"),
-    Fault("a window keeps what it has freed", SCHEDULER.BlockTables, "first_listed", "first_block * self", "0 * self", seed=5, rule="RIGHT", model="windows"),
+    Fault("vLLM caches blocks that were read in part", READ_REQUESTS.BlockTables, "leave_uncached", "max(num_cached, num_blocks)", "num_cached", seed=125, rule="OWN", model="windows"),
+    Fault("a window keeps what it has freed", READ_REQUESTS.BlockTables, "first_listed", "first_block * self", "0 * self", seed=5, rule="RIGHT", model="windows"),
 ]  # fmt: skip
 
 STAGING_FAULTS = [

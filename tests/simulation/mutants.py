@@ -64,7 +64,7 @@ TESTS = {
             "rooms",
         )
     },
-    **{f"kvplan_nixl.vllm.{name}": VLLM_TESTS for name in ("rooms", "scheduler")},
+    **{f"kvplan_nixl.vllm.{name}": VLLM_TESTS for name in ("lent_requests", "read_requests", "rooms")},
     **{f"kvplan_nixl.sglang.{name}": SGLANG_TESTS for name in ("bootstrap", "decode", "prefill", "rank")},
 }
 """The unit tests of each module."""

@@ -171,7 +171,7 @@ def test_a_preempted_prompt_is_read_no_further(engines: Engines) -> None:
     pair.prompt.num_computed_tokens = 0
     pair.prompt.status = SimpleNamespace()
     pair.prefill.publish(scheduled(preempted=("r",)))
-    assert not pair.prefill._leases.stands(part.lease)
+    assert not pair.prefill._lent._leases.stands(part.lease)
     engines.run(10.0)
     assert pair.decode.take_step().refused["r"].code == "LEASE"
     pair.prompt.status = RequestStatus.RUNNING
@@ -221,7 +221,8 @@ def test_an_aborted_prompt_is_given_up(engines: Engines, num_computed: int) -> N
     if num_computed:
         pair.allocate()
     assert pair.finish(status=RequestStatus.FINISHED_ABORTED) is None
-    assert (pair.prefill._lent, pair.prefill._publications, len(pair.prefill._leases)) == ({}, {}, 0)
+    lent = pair.prefill._lent
+    assert (lent._requests, lent._publications, len(lent._leases)) == ({}, {}, 0)
     if num_computed:
         engines.run(10.0)
         assert pair.decode.take_step().refused["r"].code == "LEASE"
@@ -333,7 +334,7 @@ def test_a_room_is_free_again(engines: Engines) -> None:
     pair.decode.end_reads({"r"})
     engines.run()
     assert pair.prefill.take_step().released == {"r"}
-    assert pair.prefill._publications == {}
+    assert pair.prefill._lent._publications == {}
 
 
 def test_a_handoff_goes_before_an_id(engines: Engines) -> None:
@@ -342,7 +343,7 @@ def test_a_handoff_goes_before_an_id(engines: Engines) -> None:
     params = pair.finish()
     decode = engines.start("full", name="another")
     decode.add(request_of(SAID[:PROMPT], READ | params))
-    assert decode._reading["r"].room is None
+    assert decode._read._reading["r"].room is None
     assert decode.count_tokens_to_read(request_of(SAID[:PROMPT], READ | params), 0) == PROMPT - 1
 
 
@@ -367,7 +368,7 @@ def test_all_children_of_a_request_read_one_room(engines: Engines) -> None:
 def test_a_prompt_that_draws_on_drafts_is_published_one_short(engines: Engines) -> None:
     """What drafts cache at the last position is of the next token."""
     pair = Pair(engines, ("full",))
-    pair.prefill._drafts_know_next = True
+    pair.prefill._lent._drafts_know_next = True
     pair.begin()
     pair.compute(48)
     (part,) = pair.allocate().parts

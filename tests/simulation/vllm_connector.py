@@ -72,7 +72,9 @@ VALUES = {
 }
 
 
-SCHEDULER, WORKER, DESCRIPTION = stand_in("vllm", ("scheduler", "worker", "description"), VALUES)
+SCHEDULER, READ_REQUESTS, LENT_REQUESTS, WORKER, DESCRIPTION = stand_in(
+    "vllm", ("scheduler", "read_requests", "lent_requests", "worker", "description"), VALUES
+)
 SPEC_NAMES = {"full": "FullAttentionSpec", "window": "SlidingWindowSpec", "state": "MambaSpec"}
 """vLLM's names for the kinds of a cache group."""
 
@@ -87,7 +89,7 @@ WAITING_S = 60.0
 ASK_S = 0.02
 """Seconds between two questions about rooms, which are most of what happens while requests wait."""
 
-setattr(SCHEDULER, "Rooms", partial(Rooms, ask_s=ASK_S))  # noqa: B010
+setattr(READ_REQUESTS, "Rooms", partial(Rooms, ask_s=ASK_S))  # noqa: B010
 
 
 def cache_of(kinds: Iterable[str], block_size: int, window: int = 0, *, is_zeroed: bool = False) -> Any:
@@ -311,11 +313,11 @@ class VllmConnector:
         self._scheduler.publish(scheduled)
         for manager in self._managers:
             manager.req_to_blocks.clear()
-        for name, lent in self._scheduler._lent.items():
+        for name, lent in self._scheduler._lent._requests.items():
             if lent.is_part and self._leases.get(name) != lent.lease:
                 self._leases[name] = lent.lease
                 self._promises.grant(lent.lease, name)
-        for name in self._leases.keys() - self._scheduler._lent.keys():
+        for name in self._leases.keys() - self._scheduler._lent._requests.keys():
             self._give_up(name)
 
     def _give_up(self, name: str) -> None:
