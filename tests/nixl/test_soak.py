@@ -123,7 +123,7 @@ def test_engines_whose_workers_die_and_hang() -> None:
         ("count", "120", "wrong bytes in"),
         ("byte", "120", "wrong bytes in"),
         ("late", "120", "late write to|wrong bytes in"),
-        ("leak", "20", "transfers in the end"),
+        ("leak", "5", "transfers in the end"),
     ],
 )
 def test_a_planted_fault_is_found(plant: str, seconds: str, expected: str) -> None:

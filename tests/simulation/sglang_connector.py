@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -69,9 +70,9 @@ def make_params(host: str, draw: random.Random) -> dict[str, Any]:
     return {"bootstrap_addr": f"{host}:{ROOMS_PORT}", "bootstrap_room": room}
 
 
-def sglang_fleets() -> Simulation:
+def sglang_fleets(resend_s: float = math.inf) -> Simulation:
     """A simulation of SGLang's fleets, where many prompts are read while they are computed."""
-    return Simulation(SglangConnector, make_params, prefill_steps_s=PREFILL_STEPS_S)
+    return Simulation(SglangConnector, make_params, prefill_steps_s=PREFILL_STEPS_S, resend_s=resend_s)
 
 
 @attrs.define(eq=False)

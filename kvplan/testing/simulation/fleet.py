@@ -113,7 +113,9 @@ class Simulation:
     that answer. With ``make_params`` it comes to both at once, with the parameters that a proxy
     makes of the name of prefill's host. An engine computes ``tokens_per_step`` positions of a
     request in a step: the fewer these are, the longer may others read a part of them. A step of
-    each prefill engine takes one of ``prefill_steps_s``.
+    each prefill engine takes one of ``prefill_steps_s``. A request that prefill has died with, or
+    that was aborted there, comes to it again after ``resend_s``: under its name, and with its
+    parameters.
     """
 
     def __init__(
@@ -123,11 +125,13 @@ class Simulation:
         *,
         tokens_per_step: int = TOKENS_PER_STEP,
         prefill_steps_s: Sequence[float] = (STEP_S,),
+        resend_s: float = math.inf,
     ) -> None:
         self._make_connector = make_connector
         self._make_params = make_params
         self._prefill_steps_s = tuple(prefill_steps_s)
         self._tokens_per_step = integer(tokens_per_step, "tokens_per_step", low=1)
+        self._resend_s = resend_s
         self._catalog = Catalog()
         self._threads: list[TaskThread] = []
 
@@ -142,6 +146,7 @@ class Simulation:
             self._make_params,
             self._tokens_per_step,
             self._prefill_steps_s,
+            self._resend_s,
         )
         try:
             error = fleet.run()
@@ -168,8 +173,10 @@ class Fleet:
         make_params: MakeParams | None = None,
         tokens_per_step: int = TOKENS_PER_STEP,
         prefill_steps_s: Sequence[float] = (STEP_S,),
+        resend_s: float = math.inf,
     ) -> None:
         self._prefill_steps_s = prefill_steps_s
+        self._resend_s = resend_s
         self.scenario = scenario
         self.loop = loop
         self.lines: list[str] = []
@@ -339,20 +346,37 @@ class Fleet:
         params = self._params_of(arrival, prefill)
         if params is not None:
             self._visit_all(arrival, params, finish)
+        self._compute(arrival, prefill.host.name, params, finish, arrival.patience_s)
+
+    def _compute(
+        self,
+        arrival: Arrival,
+        prefill: str,
+        params: Mapping[str, Any] | None,
+        finish: Callable[[KVPlanError | None], None],
+        patience_s: float | None = None,
+    ) -> None:
+        """Send a request to the host ``prefill``, and again if it is not computed there."""
 
         def computed(answer: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
-            if error is not None:
-                finish(error)
-            elif answer is not None:
+            if answer is not None:
                 self._computed_at[arrival.name] = self.loop.now
                 # they have come already, if a proxy has made their parameters
                 if params is None:
                     self._visit_all(arrival, answer, finish)
+                return
+            is_lost = error is None or error.code == "PEER"
+            again_at = self.loop.now + self._resend_s
+            if is_lost and again_at < HEALED_S:
+                again = partial(self._compute, arrival, prefill, params, finish)
+                self.loop.at(again_at, again)
+            elif error is not None:
+                finish(error)
 
         request = self._request(arrival.name, arrival.tokens, 1, computed)
         request.params = params
         request.is_for_another = True
-        self._submit(prefill, request, arrival.patience_s)
+        self._submit(self._engines[prefill], request, patience_s)
 
     def _params_of(self, arrival: Arrival, prefill: Engine) -> Mapping[str, Any] | None:
         """Return the parameters that a proxy makes for both engines, None if prefill makes them."""
