@@ -16,6 +16,10 @@ from tests.simulation.faults import (
     HYBRID_FAULTS,
     HYBRID_SGLANG_FAULTS,
     HYBRID_VLLM_FAULTS,
+    RESEND_S,
+    SENT_AGAIN_FAULTS,
+    SENT_AGAIN_ROOM_FAULTS,
+    SENT_AGAIN_SGLANG_FAULTS,
     SGLANG_FAULTS,
     STAGE_FAULTS,
     STAGING_FAULTS,
@@ -25,8 +29,7 @@ from tests.simulation.faults import (
 from tests.simulation.sglang_connector import sglang_fleets
 from tests.simulation.staged_connector import StagedConnector
 from tests.simulation.verified_connector import VerifiedConnector
-from tests.simulation.vllm_connector import ROOM_TOKENS_PER_STEP, VllmConnector
-from tests.simulation.vllm_connector import make_params as make_vllm_params
+from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
 
 
 def main(num_seeds: int = 100, part: str = "") -> None:
@@ -36,9 +39,11 @@ def main(num_seeds: int = 100, part: str = "") -> None:
     planted += [(Simulation(StagedConnector), fault) for fault in STAGING_FAULTS]
     planted += [(Simulation(VerifiedConnector), fault) for fault in DIGEST_FAULTS]
     planted += [(Simulation(VllmConnector), fault) for fault in (*VLLM_FAULTS, *HYBRID_VLLM_FAULTS)]
-    rooms = Simulation(VllmConnector, make_vllm_params, tokens_per_step=ROOM_TOKENS_PER_STEP)
-    planted += [(rooms, fault) for fault in VLLM_ROOM_FAULTS]
+    planted += [(vllm_room_fleets(), fault) for fault in VLLM_ROOM_FAULTS]
     planted += [(sglang_fleets(), fault) for fault in (*SGLANG_FAULTS, *HYBRID_SGLANG_FAULTS, *STAGE_FAULTS)]
+    planted += [(Simulation(LeaseConnector, resend_s=RESEND_S), fault) for fault in SENT_AGAIN_FAULTS]
+    planted += [(vllm_room_fleets(RESEND_S), fault) for fault in SENT_AGAIN_ROOM_FAULTS]
+    planted += [(sglang_fleets(RESEND_S), fault) for fault in SENT_AGAIN_SGLANG_FAULTS]
     for simulation, fault in planted:
         if part not in fault.name:
             continue

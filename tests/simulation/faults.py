@@ -93,7 +93,6 @@ FAULTS = [
     # Claims
     Fault("a claim without an answer is not sent again", claims.SourceClaims, "take_failure", "self._due_at[claim] = now + RETRY_S", "del self._due_at[claim]"),
     Fault("claims are not renewed", claims.SourceClaims, "take_answer", "self._due_at[claim] = now + RENEW_S", "del self._due_at[claim]", seed=0, rule="AGAIN"),
-    Fault("answers are taken for others' claims", claims.SourceClaims, "take_answer", "answer.asks, strict=True", "answer.asks[::-1], strict=True"),
     Fault("questions without an answer are forgotten", claims.SourceClaims, "take_failure", "self._resolve(lease, error)", "self._sent.pop(lease)", seed=0, rule="END"),
     Fault("silence ends the thread of an engine", claims.Claims, "_run", "continue", "return", seed=0, rule="END"),
     Fault("refused claims are kept for ever", claims.SourceClaims, "end", "self.refusals.pop(claim, None)", "self.refusals.get(claim)", seed=0, rule="GROW"),
@@ -140,7 +139,6 @@ VLLM_ROOM_FAULTS = [
     Fault("a block that is computed in part is read too", ReadRequests, "_read_part", "handoff.num_tokens // size * size", "-(-handoff.num_tokens // size) * size", seed=104, rule="OWN"),
     Fault("a part counts as the whole prompt", ReadRequests, "_read_on", "if published.is_whole:", "if True:", seed=2, rule="OWN"),
     Fault("parts begin where others have not ended", ReadRequests, "_read_part", "destination.starts[group] = stop", "destination.starts[group] = stop + size", seed=1, rule="OWN"),
-    Fault("parts of another attempt count", room_contents.Published, "of_entry", "earlier.leases != leases", "False"),
     Fault("a room serves any prompt", Room, "_claim", "handoff.check_prompt(prompt_of(self.request, num_shared))", "pass"),
     Fault("a whole room serves any prompt", Room, "_claim", "handoff.count_shared(partial(prompt_of, self.request))", "handoff.num_tokens", seed=3, rule="OWN"),
     Fault("decode claims no lease of a room", Room, "_claim", "self.claims.begin(handoff.source, handoff.lease, self.reader)", "pass", seed=8, rule="AGAIN"),
@@ -153,7 +151,6 @@ VLLM_ROOM_FAULTS = [
     Fault("an entry outlives its lease", LentRequests, "_withdraw", "self._listener.rooms.withdraw(publication.room)", "pass", seed=0, rule="GROW"),
     Fault("blocks are lent before they are computed", LentRequests, "_publish_part", "num_tokens = request.num_computed_tokens - request.num_in_flight_tokens", "num_tokens = min(request.num_computed_tokens + 8, request.num_prompt_tokens - 1)", seed=3, rule="OWN"),
     Fault("the whole has a lease of its own", LentRequests, "_lend", "elif self._leases.begin_first(part.lease):\n        lease = part.lease", "elif True:\n        lease = self._leases.grant(request.request_id)", seed=0, rule="CLAIM"),
-    Fault("a request that failed is reported while parts come", read_parts.ReadParts, "poll", "parted.has_last and not", "(parted.has_last or parted.error) and not"),
     Fault("a request is reported while a part is read", read_parts.ReadParts, "poll", "parted.has_last and not parted.is_under_way", "parted.has_last", seed=0, rule="OWN"),
     Fault("the error of a part is forgotten", read_parts.ReadParts, "poll", "parted.error = parted.error or result.error", "parted.error = result.error"),
 ]  # fmt: skip
@@ -217,7 +214,6 @@ SGLANG_FAULTS = [
     Fault("a page that is computed in part is read", Receiver, "_read_on", "handoff.num_tokens // page_size * page_size", "-(-handoff.num_tokens // page_size) * page_size", seed=5, rule="RIGHT"),
     Fault("a chunk counts as the whole prompt", Receiver, "_read_on", "read = self._read_tokens(handoff, pages, stop)", "self._is_complete = True; read = self._read_tokens(handoff, pages, stop)", seed=1, rule="RIGHT"),
     Fault("a chunk is read while another one is", Receiver, "_advance", "if self._name in rank.under_way", "if False", seed=0, rule="OWN"),
-    Fault("chunks of another attempt count", room_contents.Published, "of_entry", "earlier.leases != leases", "False"),
     Fault("a request that is given up keeps its lease", PREFILL.PrefillRank, "give_up", "self.leases.revoke(lease)", "pass", seed=38, rule="GROW"),
     Fault("a lease that begins early never ends", Leases, "begin_first", "self._clock() + self.lease_s", "math.inf", seed=0, rule="END"),
     # pages
@@ -232,6 +228,20 @@ HYBRID_SGLANG_FAULTS = [
     Fault("pages of a window begin with the prompt", DECODE.RankMemory, "block_tables", "num_pages - len(ids) if", "0 if", seed=1, rule="RIGHT", model="windows"),
     Fault("a state counts as read with the chunks before it", Receiver, "_read_whole", "local = memory.block_tables(pages.pages, pages.start, stop, pages.states)", "local = memory.block_tables(pages.pages, pages.start, stop, pages.states)\n    if self._num_read > pages.start:\n        local = memory.token_tables(pages.pages, pages.start)", seed=1, rule="OWN", model="states"),
     Fault("a state is read before the last chunk", Receiver, "_read_tokens", "local=memory.token_tables(pages.pages, pages.start)", "local=memory.block_tables(pages.pages, pages.start, handoff.num_tokens, pages.states)", seed=1, rule="RIGHT", model="states"),
+]  # fmt: skip
+
+RESEND_S = 0.5
+"""Seconds after which a proxy sends a request again that prefill did not compute."""
+
+SENT_AGAIN_FAULTS = [
+    Fault("answers are taken for others' claims", claims.SourceClaims, "take_answer", "answer.asks, strict=True", "answer.asks[::-1], strict=True", seed=255, rule="OWN"),
+]  # fmt: skip
+SENT_AGAIN_ROOM_FAULTS = [
+    Fault("parts of another attempt count", room_contents.Published, "of_entry", "earlier.leases != leases", "False", seed=7, rule="GROW"),
+    Fault("a request that failed is reported while parts come", read_parts.ReadParts, "poll", "parted.has_last and not", "(parted.has_last or parted.error) and not", seed=34, rule="REPORT"),
+]  # fmt: skip
+SENT_AGAIN_SGLANG_FAULTS = [
+    Fault("chunks of another attempt count", room_contents.Published, "of_entry", "earlier.leases != leases", "False", seed=38, rule="GROW"),
 ]  # fmt: skip
 
 TWO_STAGES = Stages(2, has_own_tables=True)

@@ -220,23 +220,18 @@ def verdict(mutant: Mutant) -> str:
     logging.disable(logging.CRITICAL)
     try:
         from kvplan.testing.simulation import LeaseConnector, Scenario, Simulation
+        from tests.simulation.faults import RESEND_S
         from tests.simulation.sglang_connector import sglang_fleets
         from tests.simulation.staged_connector import StagedConnector
-        from tests.simulation.vllm_connector import ROOM_TOKENS_PER_STEP, VllmConnector
-        from tests.simulation.vllm_connector import make_params as make_vllm_params
+        from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
     except Exception as error:
         return f"import: {error!r}"
-    vllm = [Simulation(VllmConnector)]
-    vllm.append(Simulation(VllmConnector, make_vllm_params, tokens_per_step=ROOM_TOKENS_PER_STEP))
+    sglang = sglang_fleets(RESEND_S)
+    vllm = [Simulation(VllmConnector), vllm_room_fleets(RESEND_S)]
     simulations = {
-        "kvplan.": [
-            Simulation(LeaseConnector),
-            *vllm,
-            sglang_fleets(),
-            Simulation(StagedConnector),
-        ],
+        "kvplan.": [Simulation(LeaseConnector), *vllm, sglang, Simulation(StagedConnector)],
         "kvplan_nixl.vllm.": vllm,
-        "kvplan_nixl.sglang.": [sglang_fleets()],
+        "kvplan_nixl.sglang.": [sglang],
     }
     for prefix, chosen in simulations.items():
         if mutant.module.startswith(prefix):

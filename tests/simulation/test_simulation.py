@@ -30,6 +30,10 @@ from tests.simulation.faults import (
     HYBRID_FAULTS,
     HYBRID_SGLANG_FAULTS,
     HYBRID_VLLM_FAULTS,
+    RESEND_S,
+    SENT_AGAIN_FAULTS,
+    SENT_AGAIN_ROOM_FAULTS,
+    SENT_AGAIN_SGLANG_FAULTS,
     SGLANG_FAULTS,
     STAGE_FAULTS,
     STAGING_FAULTS,
@@ -41,8 +45,7 @@ from tests.simulation.faults import (
 from tests.simulation.sglang_connector import sglang_fleets
 from tests.simulation.staged_connector import StagedConnector
 from tests.simulation.verified_connector import VerifiedConnector
-from tests.simulation.vllm_connector import ROOM_TOKENS_PER_STEP, VllmConnector
-from tests.simulation.vllm_connector import make_params as make_vllm_params
+from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
 
 NUM_SEEDS = 50
 NUM_HYBRID_SEEDS = 25
@@ -50,6 +53,7 @@ NUM_ROOM_SEEDS = 8
 NUM_SGLANG_SEEDS = 25
 NUM_STAGE_SEEDS = 8
 NUM_STAGED_SEEDS = 20
+NUM_SENT_AGAIN_SEEDS = 8
 NUM_VERIFIED_SEEDS = 3
 FOUND = [fault for fault in FAULTS if fault.rule]
 SGLANG_FOUND = [fault for fault in (*SGLANG_FAULTS, *HYBRID_SGLANG_FAULTS, *STAGE_FAULTS) if fault.rule]
@@ -82,7 +86,7 @@ def vllm() -> Iterator[Simulation]:
 
 @pytest.fixture(scope="module")
 def vllm_rooms() -> Iterator[Simulation]:
-    simulation = Simulation(VllmConnector, make_vllm_params, tokens_per_step=ROOM_TOKENS_PER_STEP)
+    simulation = vllm_room_fleets()
     yield simulation
     simulation.close()
 
@@ -193,6 +197,24 @@ def test_a_fault_in_vllm_s_connector_is_found(vllm: Simulation, fault: Fault) ->
 def test_a_fault_in_sglang_s_plugin_is_found(sglang: Simulation, fault: Fault) -> None:
     """As one in vLLM's connector."""
     test_a_planted_fault_is_found(sglang, fault)
+
+
+SENT_AGAIN = {
+    "leases": (lambda: Simulation(LeaseConnector, resend_s=RESEND_S), SENT_AGAIN_FAULTS),
+    "vLLM's rooms": (lambda: vllm_room_fleets(RESEND_S), SENT_AGAIN_ROOM_FAULTS),
+    "SGLang's": (lambda: sglang_fleets(RESEND_S), SENT_AGAIN_SGLANG_FAULTS),
+}
+
+
+@pytest.mark.parametrize("fleets", SENT_AGAIN)
+def test_requests_that_prefill_did_not_compute_may_come_again(fleets: str) -> None:
+    """All rules hold, and faults are found that no fleet shows where they come once."""
+    make_simulation, faults = SENT_AGAIN[fleets]
+    simulation = make_simulation()
+    ends_of(simulation, NUM_SENT_AGAIN_SEEDS)
+    for fault in faults:
+        test_a_planted_fault_is_found(simulation, fault)
+    simulation.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import json
 import logging
+import math
 import random
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -18,7 +19,7 @@ from kvplan.connector import Read, ReadResult, Reads
 from kvplan.connector.read_parts import ReadParts
 from kvplan.connector.rooms import Rooms
 from kvplan.errors import KVPlanError
-from kvplan.testing.simulation import EngineRequest, Promises, Site, StepReport
+from kvplan.testing.simulation import EngineRequest, Promises, Simulation, Site, StepReport
 from kvplan.testing.simulation.catalog import NULL_BLOCK
 from kvplan.testing.simulation.engine import Phase
 from tests.simulation.stand_in import stand_in
@@ -192,6 +193,11 @@ class SeenRequest:
 def make_params(host: str, draw: random.Random) -> dict[str, Any]:
     """The parameters that a router gives to both engines: a transfer id of few, so that some are used again."""
     return {"transfer_id": f"{host} {draw.randrange(60)}", "remote_bootstrap_addr": f"http://{host}:{PORT}"}
+
+
+def vllm_room_fleets(resend_s: float = math.inf) -> Simulation:
+    """A simulation of vLLM's fleets whose requests have transfer ids, many of which are read in parts."""
+    return Simulation(VllmConnector, make_params, tokens_per_step=ROOM_TOKENS_PER_STEP, resend_s=resend_s)
 
 
 class VllmConnector:
