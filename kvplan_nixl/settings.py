@@ -21,6 +21,7 @@ from kvplan.connector.peer_engines import HANDSHAKE_S
 from kvplan.errors import KVPlanError
 from kvplan.store import PAGE_TOKENS, Limits
 from kvplan.store.client import BUFFER_BYTES
+from kvplan.store.stalls import STALL_S
 from kvplan_nixl.agent import checked_backends
 from kvplan_nixl.executor import UCX, Backends
 
@@ -165,16 +166,18 @@ class StoreSettings(NamedSettings):
     """The settings of connectors to a store.
 
     ``folder``, or the bucket of that URL, has the pages, of ``tokens_per_page``. Each worker copies
-    through ``buffer_bytes`` of host memory. A request waits for a search of the store for at most
-    ``search_timeout_s``. The engine keeps the store below ``max_bytes``, each model below
-    ``max_model_bytes``, and evicts what was not used for ``max_age_s``; 0 is no limit.
-    ``model`` and ``weights`` are those of other connectors.
+    through ``buffer_bytes`` of host memory to load, and as much to save. A request waits at most
+    ``search_timeout_s`` for a search, and ``stall_s`` for a load that makes no step. The engine
+    keeps the store below ``max_bytes``, each model below ``max_model_bytes``, and evicts what was
+    not used for ``max_age_s``; 0 is no limit. ``model`` and ``weights`` are those of other
+    connectors.
     """
 
     folder: str = setting(name, "")
     tokens_per_page: int = setting(integer, PAGE_TOKENS)
     buffer_bytes: int = setting(integer, BUFFER_BYTES)
     search_timeout_s: float = setting(seconds, SEARCH_S)
+    stall_s: float = setting(seconds, STALL_S)
     max_bytes: int = setting(integer, 0)
     max_model_bytes: int = setting(integer, 0)
     max_age_s: float = setting(seconds, 0.0)

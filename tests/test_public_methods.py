@@ -21,7 +21,16 @@ from kvplan.display import Picture, Trace
 from kvplan.handshake import Problem
 from kvplan.plan import Table
 from kvplan.staging import Rates
-from kvplan.store import FileBackend, MemoryBackend, MemoryMover, StoreClient, StoredPart, StoreReader, parts_of
+from kvplan.store import (
+    FileBackend,
+    MemoryBackend,
+    MemoryMover,
+    StallGuard,
+    StoreClient,
+    StoredPart,
+    StoreReader,
+    parts_of,
+)
 from kvplan.testing import FakeCopier, FakeNetwork
 from kvplan.verification import FakeMemory
 from tests import bad_values
@@ -127,6 +136,7 @@ def examples() -> dict[type, Callable[[], Example]]:
         FileBackend: lambda: files(FileBackend(Path.cwd() / "store")),
         MemoryBackend: lambda: files(MemoryBackend()),
         MemoryMover: lambda: (MemoryMover(), {"plan": PLAN, "specs": []}),
+        StallGuard: lambda: (StallGuard(lambda: store(StoreReader)[0]), {"use": lambda reader: reader.num_steps}),
         StoreReader: lambda: store(StoreReader),
         StoreClient: lambda: store(StoreClient),
         StoredPart: part,

@@ -19,24 +19,24 @@ MAX_TERMS = 25
 """What a reader can learn in one sitting. A new term takes the place of another."""
 
 PLAIN = """
-    access addresses advice advise align answer app arrays arrival assembly backend backends background bind
-    blockmap box bridges broken budget cache caches candidates case catalog certificate chain chains challenges
-    check checks choice choices chunk claim claims cli client cluster column columns command commands comparison
-    completion completions condition config connections connector console content contents contract copier copies
-    copy cost death decoder defaults demo describe design diagram difference digest digests direction display
-    disturbance doctor draw drawing end ended entry error errors event evicted eviction exchange executor executors
-    explanation fabric facts failure fake families family fault file files findings fingerprint fit fleet flight
-    freeze handoff handshake head header held host http info integer interval job key keys killed kinds kv labelled
-    labels layout layouts lease leases limits link list listener listening llm lmcache local locations logical long
-    loop map match matrix member memory mesh message messages mismatch model models move mover names need network
-    notebook notice numbers object objects occurrence occurrences of option options outcome overlap owner page pages
-    panel parallel part parts pattern patterns peer pending phase picture pictures pieces pipeline place placed plan
-    planned planner pool pools port problem product promises prompt proof published ranges rank rates reader readers
-    record refused registry report request requests result rival room rooms route rule scenario schema search
-    segments server sglang shape share shared shares shrink side simulation site source sources staged stages status
-    step store stored strategies stretch strided suggestion sum svg system table tables tail tails task tasks
-    template tensorrt terms testing text texts thread token trace traced transfer transmission trial trials trouble
-    values verification verifier version virtual visit vllm wanted whole window work workspace
+    access addresses advice advise align answer app arrays arrival assembly backend backends background bind blockmap
+    box bridges broken budget cache caches call candidates case catalog certificate chain chains challenges check checks
+    choice choices chunk claim claims cli client cluster column columns command commands comparison completion
+    completions condition config connections connector console content contents contract copier copies copy cost death
+    decoder defaults demo describe design diagram difference digest digests direction display disturbance doctor draw
+    drawing end ended entry error errors event evicted eviction exchange executor executors explanation fabric facts
+    failure fake families family fault file files findings fingerprint fit fleet flight freeze guard handoff handshake
+    head header held host http info integer interval job key keys killed kinds kv labelled labels layout layouts lease
+    leases limits link list listener listening llm lmcache local locations logical long loop map match matrix member
+    memory mesh message messages mismatch model models move mover names need network notebook notice numbers object
+    objects occurrence occurrences of option options outcome overlap owner page pages panel parallel part parts pattern
+    patterns peer pending phase picture pictures pieces pipeline place placed plan planned planner pool pools port
+    problem product promises prompt proof published ranges rank rates reader readers record refused registry report
+    request requests result rival room rooms route rule scenario schema search segments server sglang shape share shared
+    shares shrink side simulation site source sources staged stages stall stalls status step store stored strategies
+    stretch strided suggestion sum svg system table tables tail tails task tasks template tensorrt terms testing text
+    texts thread token trace traced transfer transmission trial trials trouble values verification verifier version
+    virtual visit vllm wanted whole window work workspace
 """
 """Words of names beside those of the glossary: plain English, and the field's own."""
 

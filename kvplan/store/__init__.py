@@ -18,6 +18,7 @@ from kvplan.store.mover import MemoryMover, Mover
 from kvplan.store.pages import PageHeader
 from kvplan.store.parts import StoredPart, parts_of
 from kvplan.store.readers import Attended, StoreReader, find
+from kvplan.store.stalls import StallGuard
 
 __all__ = [
     "PAGE_TOKENS",
@@ -34,6 +35,7 @@ __all__ = [
     "MemoryMover",
     "Mover",
     "PageHeader",
+    "StallGuard",
     "StoreClient",
     "StoreReader",
     "StoredPart",

@@ -13,6 +13,7 @@ bytes is used, and two short copies are cheaper than many short writes to a file
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -103,6 +104,9 @@ class StoreClient(StoreReader):
         )
         self._mover: Mover = MemoryMover() if mover is None else mover
         self._prepared: set[TransferPlan] = set()
+        # a move excludes that the client is abandoned meanwhile
+        self._lock = threading.Lock()
+        self._is_abandoned = False
         self._writes = {group.name: self._plan_writes(group) for group in self.groups}
         self.faults: Counter[str] = Counter()
 
@@ -186,6 +190,7 @@ class StoreClient(StoreReader):
     def _write_file(self, file: _FileMemory) -> None:
         stop = (file.page + 1) * self.tokens_per_page
         self.backend.put(file.name, pack(file.key, stop, file.part, file.memory))
+        self.num_steps += 1
 
     def _move(
         self, page_plan: PagePlan, group: Group, table: Blocks, pages: range, positions: Range
@@ -207,7 +212,17 @@ class StoreClient(StoreReader):
         specs = plan.bind(
             local={group.name: table}, remote={name: slots}, tokens={group.name: span}
         )
-        self._mover.move(specs)
+        with self._lock:
+            if self._is_abandoned:
+                action = f"move pages of {self.worker.label}"
+                raise KVPlanError("BACKEND", action, expected="a caller", got="one that gave up")
+            self._mover.move(specs)
+        self.num_steps += 1
+
+    def abandon(self) -> None:
+        """Move nothing any more. A move that is under way ends first."""
+        with self._lock:
+            self._is_abandoned = True
 
     def load(
         self, chain: Chain, tables: Mapping[str, Blocks], positions: Mapping[str, Range]
@@ -268,6 +283,7 @@ class StoreClient(StoreReader):
                 self.backend.delete(file.name)
             raise
         file.memory[:] = data
+        self.num_steps += 1
 
     def use(self, chain: Chain, stop: int) -> None:
         """Note that the pages of a prefix were used: the last ones are evicted first.

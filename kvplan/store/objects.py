@@ -38,6 +38,7 @@ from kvplan.store.backends import (
     failed,
 )
 from kvplan.store.parallel import Returned, in_parallel
+from kvplan.store.stalls import PAUSE_S
 
 MARK: Final = re.compile(r"used\.(\d{1,12}\.\d{5})")
 """The name of a mark, rule O2."""
@@ -46,7 +47,6 @@ MARK_STEP_S: Final = 600.0
 """The times of marks are multiples of this, less what rule S5 takes off."""
 
 TIMEOUT_S: Final = 5.0
-PAUSE_S: Final = 5.0
 AT_ONCE: Final = 32
 MAX_RETRIES: Final = 2
 

@@ -96,7 +96,7 @@ class StoreReader:
 
     ``attended`` has a function for each group that does not attend to all positions before a
     token. Pages are read into a buffer of ``buffer_bytes`` at ``address``; who only searches needs
-    none.
+    none. ``num_steps`` grows with each page that is found, read, written or moved.
 
     >>> from kvplan import Model
     >>> from kvplan.store import MemoryBackend
@@ -129,8 +129,12 @@ class StoreReader:
         self.groups: tuple[Group, ...] = tuple(
             group for group in worker.groups if group.name in held
         )
+        self.num_steps: int = 0
         self._parts: dict[str, StoredPart | None] = {}
         self._plans: dict[tuple[str, frozenset[str]], PagePlan | None] = {}
+
+    def abandon(self) -> None:
+        """Do nothing: a search moves nothing."""
 
     def chain(self, tokens: Sequence[int], facts: Iterable[tuple[int, str]] = ()) -> Chain:
         """Return the keys of the pages of a prompt of this worker's model."""
@@ -183,6 +187,7 @@ class StoreReader:
         instance(Group, group, "group")
         if key not in instance(dict, listings, "listings"):
             self._list(chain, page, listings)
+        self.num_steps += 1
         # pages of one writer have the same parts, and so the same plan
         names = frozenset(name for name in listings[key] if self._part(chain, key, name))
         question = (group.name, names)

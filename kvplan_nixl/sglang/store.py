@@ -15,7 +15,14 @@ from transformers import PretrainedConfig
 from kvplan import Blocks, KVPlanError
 from kvplan.bridges import RankInfo, from_sglang
 from kvplan.bridges.assembly import FP8_DTYPES
-from kvplan.store import BackgroundEviction, Chain, StoreClient, StoreReader, open_backend
+from kvplan.store import (
+    BackgroundEviction,
+    Chain,
+    StallGuard,
+    StoreClient,
+    StoreReader,
+    open_backend,
+)
 from kvplan_nixl.eviction import evict_beside
 from kvplan_nixl.settings import StoreSettings, store_refusal
 from kvplan_nixl.sglang.description import dtype_name, model_of, require
@@ -87,11 +94,18 @@ class KvplanStore(HiCacheStorage):
             self._eviction = evict_beside(backend, settings.limits, logger)
         size = settings.tokens_per_page
         self._reader = StoreReader(backend, worker, tokens_per_page=size)
-        # a client serves one thread, and SGLang loads beside saving
-        self._loader, self._saver = (
-            StoreClient(backend, worker, tokens_per_page=size, buffer_bytes=settings.buffer_bytes)
-            for _ in range(2)
-        )
+
+        def make_reader() -> StoreReader:
+            return StoreReader(backend, worker, tokens_per_page=size)
+
+        def make_client() -> StoreClient:
+            buffer_bytes = settings.buffer_bytes
+            return StoreClient(backend, worker, tokens_per_page=size, buffer_bytes=buffer_bytes)
+
+        # one serves one thread, and SGLang searches and loads beside saving
+        self._searcher = StallGuard(make_reader, stall_s=settings.search_timeout_s)
+        self._loader = StallGuard(make_client, stall_s=settings.stall_s)
+        self._saver = StallGuard(make_client, stall_s=settings.stall_s)
         logger.info("%s keeps pages in %s", worker, settings.folder)
 
     def on_host_pools_registered(self) -> None:
@@ -110,7 +124,9 @@ class KvplanStore(HiCacheStorage):
             # SGLang's scheduler may search too
             with self._lock:
                 chain = self._chain(prompt)
-                end = self._reader.find(chain, start=start, step=prompt.page_size)
+                end = self._searcher.call(
+                    lambda reader: reader.find(chain, start=start, step=prompt.page_size)
+                )
         except KVPlanError as error:
             logger.warning("nothing is loaded of a prompt: %s", error)
             return 0
@@ -131,8 +147,8 @@ class KvplanStore(HiCacheStorage):
         tables = {self._group: pages_of(host_indices, prompt.page_size, start)}
         chain = self._chain(prompt)
         try:
-            self._loader.load(chain, tables, {self._group: positions})
-            self._loader.use(chain, stop)
+            self._loader.call(lambda client: client.load(chain, tables, {self._group: positions}))
+            self._loader.call(lambda client: client.use(chain, stop))
         except KVPlanError as error:
             logger.warning("%d positions are computed: %s", stop - start, error)
             return [False] * len(keys)
@@ -148,10 +164,17 @@ class KvplanStore(HiCacheStorage):
             return [False] * len(keys)
         start, stop = positions
         # the page of the store that an earlier node has begun
-        first = start - start % self._saver.tokens_per_page
+        first = start - start % self._settings.tokens_per_page
         chain = self._chain(prompt)
-        self._saver.save(chain, {self._group: prompt.table}, {self._group: (first, stop)})
-        self._saver.use(chain, stop)
+        tables = {self._group: prompt.table}
+        try:
+            self._saver.call(
+                lambda client: client.save(chain, tables, {self._group: (first, stop)})
+            )
+            self._saver.call(lambda client: client.use(chain, stop))
+        except KVPlanError as error:
+            logger.warning("%d positions are not saved: %s", stop - first, error)
+            return [False] * len(keys)
         return [True] * len(keys)
 
     def close(self) -> None:

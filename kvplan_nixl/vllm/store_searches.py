@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 
 from kvplan import KVPlanError, Worker
 from kvplan.store import Attended, Backend, Chain, StoreReader, find
+from kvplan.store.stalls import PAUSE_S
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -34,7 +35,8 @@ class _Search:
 class StoreSearches:
     """Searches prefixes that all workers of an engine can load, one for each request.
 
-    A search that takes longer than ``timeout_s`` is given up, and has found nothing.
+    A search that takes longer than ``timeout_s`` is given up, and has found nothing; then no other
+    one begins for a while.
     """
 
     def __init__(
@@ -53,10 +55,13 @@ class StoreSearches:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvplan store search")
         self._of_thread = threading.local()
         self._searches: dict[str, _Search] = {}
+        self._paused_until_s = 0.0
 
     def find(self, request: str, chain: Chain, start: int) -> int | None:
         """Return the end of a request's prefix, ``start`` if there is none, ``None`` so far."""
         search = self._searches.get(request)
+        if search is None and time.monotonic() < self._paused_until_s:
+            return start
         # an engine may have forgotten positions that it had at first
         if search is None or start < search.start:
             stop = self._threads.submit(self._find, chain, start)
@@ -66,6 +71,7 @@ class StoreSearches:
         if not search.stop.done():
             if time.monotonic() - search.began_s < self._timeout_s:
                 return None
+            self._paused_until_s = time.monotonic() + PAUSE_S
             logger.warning("nothing is loaded of request %r: the store is slow", request)
             return start
         try:

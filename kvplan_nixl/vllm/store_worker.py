@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
-from queue import PriorityQueue
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
 from typing import Final
 
 import torch
@@ -14,8 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvplan import KVPlanError, encode
-from kvplan.store import MemoryMover, Mover, StoreClient, open_backend
+from kvplan import Blocks, KVPlanError, encode
+from kvplan.describe.blocks import Range
+from kvplan.store import MemoryMover, Mover, StallGuard, StoreClient, open_backend
 from kvplan_nixl.executor import NixlExecutor
 from kvplan_nixl.mover import NixlMover
 from kvplan_nixl.vllm.description import worker_of
@@ -27,11 +28,6 @@ from kvplan_nixl.vllm.store_scheduler import (
 from kvplan_nixl.vllm.store_settings import VllmStoreSettings
 
 logger = init_logger(f"vllm.{__name__}")
-
-STOP: Final = 0
-LOAD: Final = 1
-SAVE: Final = 2
-"""What the thread does first: it ends, it loads for requests that wait, it saves."""
 
 SAVE_WAIT_S: Final = 5.0
 """A request that has waited so long is not saved: its blocks are needed."""
@@ -46,96 +42,87 @@ class StoreWorker:
         self._config = config
         self._cache = cache
         self._settings = settings
-        self._executor: NixlExecutor | None = None
-        self._jobs: PriorityQueue[tuple[int, int, float, StoreJob | None]] = PriorityQueue()
-        self._num_jobs = 0
+        self._executors: list[NixlExecutor] = []
         self._has_sent_offer = False
         self._lock = threading.Lock()
         self._results = KVConnectorTransferResults()
-        self._thread = threading.Thread(target=self._run, name="kvplan store", daemon=True)
+        # requests that wait do not wait for those that are saved
+        self._loads = _Lane("load", self._load)
+        self._saves = _Lane("save", self._save)
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the worker's caches, and begin to work."""
-        worker = worker_of(self._config, self._cache, kv_caches, self._settings)
+        self._worker = worker_of(self._config, self._cache, kv_caches, self._settings)
+        # a pipeline stage may lack some groups
+        self._groups = {view.group for view in self._worker.views}
+        for lane in (self._loads, self._saves):
+            lane.start(StallGuard(self._client, stall_s=self._settings.stall_s))
+        logger.info("%s keeps pages in %s", self._worker, self._settings.folder)
+
+    def _client(self) -> StoreClient:
         # memory of the host is copied without NIXL, which would copy it too
         mover: Mover = MemoryMover()
-        if any(region.memory != "DRAM" for region in worker.regions):
-            self._executor = NixlExecutor(worker, self._settings.backends)
-            mover = NixlMover(self._executor)
-        self._client = StoreClient(
+        if any(region.memory != "DRAM" for region in self._worker.regions):
+            executor = NixlExecutor(self._worker, self._settings.backends)
+            self._executors.append(executor)
+            mover = NixlMover(executor)
+        return StoreClient(
             open_backend(self._settings.folder),
-            worker,
+            self._worker,
             mover=mover,
             tokens_per_page=self._settings.tokens_per_page,
             buffer_bytes=self._settings.buffer_bytes,
         )
-        self._thread.start()
-        logger.info("%s keeps pages in %s", worker, self._settings.folder)
 
     def take_offer(self) -> KvplanStoreWorkerMetadata | None:
         """Return the offer of the worker once, for the scheduler."""
         if self._has_sent_offer:
             return None
         self._has_sent_offer = True
-        return KvplanStoreWorkerMetadata([encode(self._client.worker)])
+        return KvplanStoreWorkerMetadata([encode(self._worker)])
 
     def begin(self, step: KvplanStoreMetadata) -> None:
         """Take the work of a step."""
-        for priority, jobs in ((LOAD, step.loads), (SAVE, step.saves)):
-            for job in jobs:
-                self._put(priority, job)
+        for job in step.loads:
+            self._loads.put(job)
+        for job in step.saves:
+            self._saves.put(job)
 
-    def _put(self, priority: int, job: StoreJob | None) -> None:
-        # jobs of one kind are done in the order in which they came
-        self._num_jobs += 1
-        self._jobs.put((priority, self._num_jobs, time.monotonic(), job))
-
-    def _run(self) -> None:
-        while True:
-            priority, _, job_s, job = self._jobs.get()
-            if job is None:
-                return
-            try:
-                has_failed = not self._carry_out(priority, job, job_s)
-            except Exception:  # whatever it is, the request goes on without the store
-                logger.exception("the store has failed for request %r", job.request)
-                has_failed = True
-            with self._lock:
-                ended = self._results
-                requests = ended.finished_recving if priority == LOAD else ended.finished_sending
-                requests.add(job.request)
-                if has_failed and priority == LOAD:
-                    ended.failed_recving.add(job.request)
-            # the request need not wait for what follows
-            if not has_failed:
-                self._note_use(job)
-
-    def _note_use(self, job: StoreJob) -> None:
+    def _load(self, client: StallGuard[StoreClient], job: StoreJob, _: float) -> None:
+        has_failed = False
         try:
-            self._client.use(job.chain, job.stop)
-        except Exception:  # whatever it is, the thread goes on
-            logger.exception("the store has failed after request %r", job.request)
-
-    def _carry_out(self, priority: int, job: StoreJob, job_s: float) -> bool:
-        """Load, or save, what a job of a time says, and return whether it is done."""
-        client = self._client
-        # a pipeline stage may lack some groups
-        groups = {group.name for group in client.groups}
-        tables = {group: table for group, table in job.tables.items() if group in groups}
-        positions = {group: span for group, span in job.positions.items() if group in groups}
-        if priority == SAVE and time.monotonic() - job_s > SAVE_WAIT_S:
-            logger.warning("request %r is not saved: the store is slow", job.request)
-            return False
-        if priority == SAVE:
-            num_saved = client.save(job.chain, tables, positions)
-            logger.debug("request %r: %d new pages", job.request, num_saved)
-            return True
-        try:
-            client.load(job.chain, tables, positions)
+            client.call(lambda client: client.load(job.chain, *self._held(job)))
         except KVPlanError as error:
             logger.warning("request %r is computed: %s", job.request, error)
-            return False
-        return True
+            has_failed = True
+        except Exception:  # whatever it is, the request goes on without the store
+            logger.exception("the store has failed for request %r", job.request)
+            has_failed = True
+        with self._lock:
+            self._results.finished_recving.add(job.request)
+            if has_failed:
+                self._results.failed_recving.add(job.request)
+        # the request need not wait for what follows
+        if not has_failed:
+            client.call(lambda client: client.use(job.chain, job.stop))
+
+    def _save(self, client: StallGuard[StoreClient], job: StoreJob, waited_s: float) -> None:
+        try:
+            if waited_s > SAVE_WAIT_S:
+                logger.warning("request %r is not saved: the store is slow", job.request)
+                return
+            num_saved = client.call(lambda client: client.save(job.chain, *self._held(job)))
+            logger.debug("request %r: %d new pages", job.request, num_saved)
+        finally:
+            with self._lock:
+                self._results.finished_sending.add(job.request)
+        client.call(lambda client: client.use(job.chain, job.stop))
+
+    def _held(self, job: StoreJob) -> tuple[dict[str, Blocks], dict[str, Range]]:
+        """Return the tables and the positions of the groups that the worker has."""
+        tables = {group: job.tables[group] for group in job.tables.keys() & self._groups}
+        positions = {group: job.positions[group] for group in job.positions.keys() & self._groups}
+        return tables, positions
 
     def results(self) -> KVConnectorTransferResults:
         """Return the requests that have ended since the last step."""
@@ -145,9 +132,48 @@ class StoreWorker:
         return results
 
     def close(self) -> None:
-        """End the thread. No byte moves afterwards."""
-        if self._thread.is_alive():
-            self._put(STOP, None)
+        """End the threads. No byte moves afterwards."""
+        for lane in (self._loads, self._saves):
+            lane.close()
+        for executor in self._executors:
+            executor.close()
+
+
+class _Lane:
+    """A thread that carries out jobs of one kind, in the order in which they come.
+
+    ``carry_out`` gets the client, the job, and the seconds for which that has waited.
+    """
+
+    def __init__(
+        self, kind: str, carry_out: Callable[[StallGuard[StoreClient], StoreJob, float], None]
+    ) -> None:
+        self._kind = kind
+        self._carry_out = carry_out
+        self._jobs: SimpleQueue[tuple[StoreJob, float] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, client: StallGuard[StoreClient]) -> None:
+        self._thread = threading.Thread(
+            target=self._run, args=(client,), name=f"kvplan store {self._kind}", daemon=True
+        )
+        self._thread.start()
+
+    def put(self, job: StoreJob) -> None:
+        self._jobs.put((job, time.monotonic()))
+
+    def close(self) -> None:
+        """End the thread, after the jobs that wait."""
+        if self._thread is not None:
+            self._jobs.put(None)
             self._thread.join()
-        if self._executor is not None:
-            self._executor.close()
+
+    def _run(self, client: StallGuard[StoreClient]) -> None:
+        while (waiting := self._jobs.get()) is not None:
+            job, came_s = waiting
+            try:
+                self._carry_out(client, job, time.monotonic() - came_s)
+            except KVPlanError as error:
+                logger.warning("the store has failed for request %r: %s", job.request, error)
+            except Exception:  # whatever it is, the thread goes on
+                logger.exception("the store has failed for request %r", job.request)

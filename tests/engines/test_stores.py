@@ -298,5 +298,7 @@ def test_a_request_goes_on_without_a_slow_store(slow: SlowBackend, tmp_path: Pat
     searches = made._scheduler._searches
     assert searches is not None
     assert not searches._searches
+    # for a while no other request waits
+    assert made.get_num_new_matched_tokens(request_of(PROMPT), 0) == (0, False)
     slow.is_answering.set()
     made.shutdown()

@@ -22,6 +22,7 @@ import kvplan_nixl.sglang
 from kvplan import KVPlanError
 from kvplan.store import FileBackend, Limits
 from tests.nixl.sglang_names import made
+from tests.store.test_stalls import HangingBackend
 
 CONFIG = {
     "model_type": "llama",
@@ -255,6 +256,34 @@ def test_damaged_pages_are_computed(plugin: SimpleNamespace, tmp_path: Path) -> 
     assert engine.exists(prompt) == 4
     tmp_path.rename(tmp_path.with_name("elsewhere"))
     assert engine.exists(prompt) == 0
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> HangingBackend:
+    """The store of all engines, which may hang."""
+    backend = HangingBackend()
+    monkeypatch.setattr("kvplan.store.open_backend", lambda _: backend)
+    return backend
+
+
+def test_a_store_that_hangs_is_not_waited_for(hanging: HangingBackend, plugin: SimpleNamespace, tmp_path: Path) -> None:
+    """Pages are computed, or not saved, and none is loaded later: SGLang may have given them to another prompt."""
+    save(Engine(plugin, tmp_path), Engine(plugin, tmp_path).prompt(pages=PAGES), 8)
+    engine = Engine(plugin, tmp_path, filled=False, stall_s=0.2, search_timeout_s=0.2)
+    prompt = engine.prompt(pages=PAGES)
+    hanging.hangs_after = hanging.num_calls
+    found = keys(prompt)[:8]
+    assert engine.exists(prompt) == 8
+    assert engine.store.batch_get_v1(found, slots(PAGES[:8]), told(prompt)) == [False] * 8
+    other = engine.prompt([*range(2000, 2150)], PAGES)
+    assert engine.store.batch_set_v1(keys(other)[:8], slots(PAGES[:8]), told(other)) == [False] * 8
+    hanging.is_search_hanging = True
+    assert engine.exists(prompt) == 0
+    hanging.is_answering.set()
+    for guard in (engine.store._loader, engine.store._saver, engine.store._searcher):
+        for call in guard._hanging:
+            call.thread.join()
+    assert not engine.memory.any()
 
 
 def test_the_first_rank_keeps_limits(plugin: SimpleNamespace, tmp_path: Path) -> None:

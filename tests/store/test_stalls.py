@@ -1,0 +1,180 @@
+"""Stalls: a call that hangs is given up, and moves no byte afterwards; a slow one goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from kvplan import KVPlanError
+from kvplan.store import MemoryBackend, StallGuard, StoreClient
+from kvplan.store.backends import FileBytes
+from tests.store.engines import BLOCKS, PAGE, PROMPT, QWEN, EngineWithStore, saved
+
+STALL_S = 0.2
+PAGE_BYTES = 8 << 10
+"""The bytes of a page, so that a buffer has one of them."""
+
+PAGE_FILES = 4
+"""A page has one for each head."""
+
+
+class HangingBackend(MemoryBackend):
+    """A store whose files take a while, or hang after ``hangs_after`` of them until it is told to answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_answering = threading.Event()
+        self.num_calls = 0
+        self._calls_lock = threading.Lock()
+        self.hangs_after: float = float("inf")
+        self.delay_s = 0.0
+        self.is_search_hanging = False
+
+    def _wait(self) -> None:
+        with self._calls_lock:
+            self.num_calls += 1
+            is_hanging = self.num_calls > self.hangs_after
+        time.sleep(self.delay_s)
+        if is_hanging:
+            self.is_answering.wait(60)
+
+    def files(self, page: str) -> tuple[str, ...]:
+        if self.is_search_hanging:
+            self.is_answering.wait(60)
+        return super().files(page)
+
+    def put(self, name: str, chunks: Sequence[FileBytes]) -> None:
+        self._wait()
+        super().put(name, chunks)
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
+        # headers come at once
+        if stop is None:
+            self._wait()
+        return super().get(name, start, stop)
+
+
+class Guarded:
+    """An engine with a store, whose client is guarded."""
+
+    def __init__(self, backend: HangingBackend, seed: int = 0, pause_s: float = 0.0) -> None:
+        self.engine = EngineWithStore.of(QWEN, backend, seed)
+        (self.cache,) = self.engine.caches
+        self.clients: list[StoreClient] = []
+        self.backend = backend
+        self.guard = StallGuard(self.make_client, stall_s=STALL_S, pause_s=pause_s)
+
+    def make_client(self) -> StoreClient:
+        client = StoreClient(self.backend, self.cache.worker, tokens_per_page=PAGE, buffer_bytes=PAGE_BYTES)
+        self.clients.append(client)
+        return client
+
+    def load(self) -> None:
+        self.guard.call(lambda client: client.load(client.chain(PROMPT), BLOCKS, client.needs(0, 96)))
+
+    def save(self) -> int:
+        return self.guard.call(lambda client: client.save(client.chain(PROMPT), BLOCKS, client.needs(0, 96)))
+
+    def contents(self) -> dict[str, bytes]:
+        return self.cache.contents(BLOCKS["attn"].ids.tolist())
+
+    def settle(self) -> None:
+        """Let calls that hang go on to their end."""
+        self.backend.is_answering.set()
+        for call in self.guard._hanging:
+            call.thread.join()
+
+
+@pytest.fixture
+def backend() -> HangingBackend:
+    return HangingBackend()
+
+
+def test_no_byte_of_a_load_that_stalls_lands_later(backend: HangingBackend) -> None:
+    """What answers late is read into a buffer that nobody uses, and the next client loads all of it."""
+    writer = saved(backend)
+    reader = Guarded(backend)
+    backend.hangs_after = backend.num_calls + 2 * PAGE_FILES
+    with pytest.raises(KVPlanError, match=r"^BACKEND: cannot use a store: expected an answer, got nothing for 0.2 s"):
+        reader.load()
+    before = reader.contents()
+    assert any(map(any, before.values()))
+    reader.settle()
+    assert reader.contents() == before
+    reader.load()
+    assert len(reader.clients) == 2
+    assert reader.contents() == writer.caches[0].contents(BLOCKS["attn"].ids.tolist())
+
+
+def test_a_save_that_stalls_takes_nothing_from_blocks_later(backend: HangingBackend) -> None:
+    """Another request may have them by then: the pages that were read before are saved, and no others."""
+    writer = Guarded(backend, seed=5)
+    before = writer.contents()
+    backend.hangs_after = 2 * PAGE_FILES
+    with pytest.raises(KVPlanError, match=r"^BACKEND: "):
+        writer.save()
+    for memory in writer.cache.memory.values():
+        memory[:] = 77
+    writer.settle()
+    reader = EngineWithStore.of(QWEN, backend)
+    stop = reader.find(PROMPT)
+    assert stop == 3 * PAGE
+    reader.load(PROMPT, BLOCKS, stop)
+    loaded = reader.caches[0].contents(BLOCKS["attn"].ids.tolist()[:3])
+    assert loaded == {name: data[: len(data) // 2] for name, data in before.items()}
+
+
+def test_a_slow_store_is_waited_for(backend: HangingBackend) -> None:
+    """As long as pages move, however long all of them take."""
+    writer = saved(backend)
+    reader = Guarded(backend)
+    backend.delay_s = 0.5 * STALL_S
+    began_s = time.monotonic()
+    reader.load()
+    assert time.monotonic() - began_s > 2 * STALL_S
+    assert len(reader.clients) == 1
+    assert reader.contents() == writer.caches[0].contents(BLOCKS["attn"].ids.tolist())
+
+
+def test_nothing_is_asked_for_a_while(backend: HangingBackend) -> None:
+    """Requests that come one after the other do not all wait."""
+    saved(backend)
+    reader = Guarded(backend, pause_s=60.0)
+    backend.hangs_after = 0
+    with pytest.raises(KVPlanError, match="got nothing for"):
+        reader.load()
+    num_calls = backend.num_calls
+    with pytest.raises(KVPlanError, match=r"^BACKEND: cannot use a store: expected an answer, got none a moment ago"):
+        reader.load()
+    assert backend.num_calls == num_calls
+    reader.settle()
+
+
+def test_few_calls_hang_at_a_time(backend: HangingBackend) -> None:
+    """Each has a thread and a buffer. When they have ended, others begin."""
+    saved(backend)
+    reader = Guarded(backend)
+    backend.hangs_after = 0
+    for _ in range(4):
+        with pytest.raises(KVPlanError, match="got nothing for"):
+            reader.load()
+    with pytest.raises(KVPlanError, match="got 4 calls that hang"):
+        reader.load()
+    reader.settle()
+    reader.load()
+
+
+def test_errors_are_those_of_the_call(backend: HangingBackend) -> None:
+    """The client stays."""
+    reader = Guarded(backend)
+    with pytest.raises(KVPlanError, match=r"^PAGE: cannot load page"):
+        reader.load()
+    with pytest.raises(ZeroDivisionError):
+        reader.guard.call(lambda client: client.tokens_per_page // 0)
+    assert len(reader.clients) == 1
+    for bad in ((7, STALL_S), (reader.make_client, "a while")):
+        with pytest.raises(KVPlanError, match=r"^TYPE: "):
+            StallGuard(bad[0], stall_s=bad[1])  # type: ignore[type-var, arg-type]
