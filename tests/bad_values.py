@@ -368,6 +368,7 @@ def calls() -> Calls:
     yield "connector.Read", Read, read
     yield "connector.Connections", Connections, HOOKS
     given = {"worker": OURS, "executor": started()[0], "logger": LOGGER, "connections": Connections(**HOOKS)}
+    given |= {"digest": HOOKS["connect"], "on_handshake": HOOKS["connect"]}
     yield "connector.Reads", Reads, {**given, "claims": claims, "timeout_s": 1.0}
     yield "connector.Reads.begin", reads().begin, {"read": Read(**read)}
     yield "connector.Reads.fail", reads().fail, {"request": "r", "error": KVPlanError("TYPE", "", expected="", got="")}

@@ -162,6 +162,13 @@ def test_an_answer_to_something_else_is_refused(monkeypatch: pytest.MonkeyPatch,
             send_claims(listener.source, ClaimMessage("a", claims=(("lease", "x"),)))
 
 
+def test_an_answer_that_is_no_json_is_refused(monkeypatch: pytest.MonkeyPatch, listener: Listener) -> None:
+    """As what it is: not as one that lacks something."""
+    monkeypatch.setattr("kvplan.connector.system.exchange", lambda *_: b"[")
+    with pytest.raises(KVPlanError, match="MESSAGE: cannot read answers: expected answers as JSON"):
+        send_claims(listener.source, ClaimMessage("a", claims=(("lease", "x"),)))
+
+
 def test_an_answer_that_is_no_offer_is_refused() -> None:
     """What is not the offers of an engine is an error with a code."""
     for data in (b"", b"[]", b"{}", b'{"engine_id": "p", "start": "s", "workers": ["\xff"]}', b"[" * 100_000):

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvplan import Blocks, KVPlanError, Status, Transfer, Worker, decode, encode
+from kvplan import Blocks, KVPlanError, Status, Transfer, Worker, decode, encode, plan_reads
 from kvplan.connector import (
     Claims,
     Connections,
@@ -32,6 +32,7 @@ from kvplan.connector import (
 from kvplan.connector.background import Background
 from kvplan.connector.digest_requests import DigestRequest
 from kvplan.connector.lease_check import ASK_S
+from kvplan.connector.read import cut
 from kvplan.connector.reads import POST_S
 from kvplan.connector.system import System
 from kvplan.staging import Pipeline
@@ -449,6 +450,19 @@ def slow_posts(monkeypatch: pytest.MonkeyPatch) -> World:
         transfers.clear()
     world.watch.clocks.append(ticking(2 * POST_S))
     return world
+
+
+def test_what_fits_a_transfer_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps its shapes; of more, each part has the largest size but the last."""
+    (local,) = engine("decode", order="NH")
+    (remote,) = engine("prefill")
+    tables = {"attn": Blocks([1, 2])}
+    (spec,) = plan_reads(local, [remote]).bind(local=tables, remote=tables, tokens={"attn": (0, 7)})
+    monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_IDS", spec.local_ids.size)
+    (whole,) = cut(spec)
+    assert whole is spec
+    monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_IDS", spec.local_ids.size - 1)
+    assert [part.local_ids.size for part in cut(spec)] == [spec.local_ids.size - 1, 1]
 
 
 @pytest.mark.parametrize("at_once", [False, True])

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from kvplan import Blocks, Context, Group, KVPlanError
 from kvplan.connector import Read, ReadResult, Source
 from kvplan_nixl.vllm import connector as connector_module
 from kvplan_nixl.vllm.host_cache import HostCache, check_platform
-from tests.engines.test_next_turns import ASKED, BLOCK, PROMPT, blocks_of, request_of, start
+from tests.engines.test_next_turns import ASKED, PROMPT, blocks_of, request_of, start
 
 __all__ = ["start"]
 
@@ -156,81 +156,24 @@ def test_a_platform_that_copies_nothing_is_refused() -> None:
     assert refusal.value.code == "SETTING"
 
 
-class Step(NamedTuple):
-    """What a scheduler has computed of a request, and computes next. The request has ``begun`` in this step."""
-
-    num_computed: int
-    num_scheduled: int
-    begun: str = ""
-    num_in_flight: int = 0
-
-
-@pytest.fixture
-def saves_of(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Returns the blocks of each group that workers save in a step of a request."""
-    monkeypatch.setattr(connector_module, "uses_host_cache", lambda transfer: True)
-
-    def saves(kinds: tuple[str, ...], step: Step, params: Any, **settings: Any) -> dict[str, list[int]]:
-        connector = start(*kinds, **settings)
-        request = request_of([*range(PROMPT)], params)
-        connector.on_new_request(request)
-        request.num_computed_tokens, request.num_in_flight_tokens = step.num_computed, step.num_in_flight
-        tables = blocks_of(kinds, step.num_computed + step.num_scheduled).blocks
-        connector._scheduler.set_managers([SimpleNamespace(req_to_blocks={"r": table}) for table in tables])
-        scheduled = SimpleNamespace(
-            num_scheduled_tokens={"r": step.num_scheduled, "another": 3},
-            scheduled_new_reqs=[SimpleNamespace(req_id="r")] if step.begun == "new" else [],
-            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids={"r"} if step.begun == "resumed" else set()),
-        )
-        saved = connector.build_connector_meta(scheduled).saves
-        assert connector.build_connector_meta(SimpleNamespace(**{**vars(scheduled), "num_scheduled_tokens": {}}))
-        return {group: sorted(ids) for group, ids in saved.items()}
-
-    return saves
-
-
-KINDS = ("full", "window", "state")
-IDS = [*range(1, -(-PROMPT // BLOCK) + 1)]  # of a prompt
-
-
-@pytest.mark.parametrize("begun", ["new", "resumed"])
-@pytest.mark.parametrize("num_cached", [0, 3 * BLOCK])
-def test_all_blocks_of_a_request_are_saved_when_it_begins(
-    saves_of: Callable[..., Any], num_cached: int, begun: str
+def test_the_scheduler_saves_with_a_cache_in_main_memory(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the prefix cache too, which another request has computed. Of states there is the last."""
-    saved = saves_of(KINDS, Step(num_cached, PROMPT - num_cached, begun), ASKED)
-    assert saved == {"group0": IDS, "group1": IDS[3:], "group2": IDS[-1:]}
-
-
-@pytest.mark.parametrize(("num_in_flight", "first"), [(0, 5), (1, 4), (BLOCK + 1, 3), (6 * BLOCK, 0)])
-def test_then_what_each_step_computes_is_saved(saves_of: Callable[..., Any], num_in_flight: int, first: int) -> None:
-    """Also what steps under way may compute once more: they were for drafts that may be refused."""
-    saved = saves_of(("full", "state"), Step(5 * BLOCK, PROMPT - 5 * BLOCK, num_in_flight=num_in_flight), ASKED)
-    assert saved == {"group0": IDS[first:], "group1": IDS[-1:]}
-
-
-def test_an_answer_is_saved_if_the_next_turn_may_read_it(saves_of: Callable[..., Any]) -> None:
-    params = {"do_remote_prefill": True}
-    step = Step(PROMPT, 1)
-    assert saves_of(("full",), step, params, bidirectional_kv_xfer=True) == {"group0": IDS[-1:]}
-    assert saves_of(("full",), step, params) == {}
-
-
-def test_nothing_is_saved_of_what_nobody_may_read(saves_of: Callable[..., Any]) -> None:
-    assert saves_of(("full",), Step(0, PROMPT, "new"), None) == {}
+    """What a step computes of a request that others may read; tests/simulation has the rules."""
+    monkeypatch.setattr(connector_module, "uses_host_cache", lambda transfer: True)
+    connector = start("full")
+    connector.on_new_request(request_of([*range(PROMPT)], ASKED))
+    (table,) = blocks_of(("full",), PROMPT).blocks
+    connector._scheduler.set_managers([SimpleNamespace(req_to_blocks={"r": table})])
+    scheduled = SimpleNamespace(
+        num_scheduled_tokens={"r": PROMPT},
+        scheduled_new_reqs=[SimpleNamespace(req_id="r")],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+    )
+    assert connector.build_connector_meta(scheduled).saves == {"group0": {*range(1, 8)}}
 
 
 def test_nothing_is_saved_without_a_cache_in_main_memory(start: Callable[..., Any]) -> None:
     connector = start("full")
     connector.on_new_request(request_of([*range(PROMPT)], ASKED))
     assert connector.build_connector_meta(None).saves == {}
-
-
-def test_a_request_that_has_finished_is_forgotten(start: Callable[..., Any]) -> None:
-    connector = start("full")
-    request = request_of([*range(PROMPT)], ASKED)
-    connector.on_new_request(request)
-    assert connector._scheduler._lent._lendable
-    connector.request_finished_all_groups(request, ([],))
-    assert not connector._scheduler._lent._lendable

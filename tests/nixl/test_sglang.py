@@ -1224,6 +1224,30 @@ def test_few_positions_are_not_published_alone(prefill: Side, chunks: Chunks, mo
     assert published == [24, TOKENS]
 
 
+@pytest.mark.parametrize("event", ["aborted", "sent as a whole", "followed by more"])
+def test_a_chunk_that_waits_is_not_published(chunks: Chunks, monkeypatch: pytest.MonkeyPatch, event: str) -> None:
+    """When it could be, the request was given up, or something newer is there."""
+    published = []
+
+    def publish(entry: dict[str, Any]) -> bool:
+        published.append(entry["handoff"]["remote_num_tokens"])
+        return True
+
+    monkeypatch.setattr(chunks.sender, "_publish", publish)
+    publisher = chunks.sender._publisher
+    may_publish = threading.Event()
+    publisher.begin(lambda: may_publish.wait(30))
+    chunks.send(0, 5)
+    if event == "aborted":
+        chunks.sender.abort()
+    else:
+        stop = 10 if event == "sent as a whole" else 7
+        chunks.send(5, stop, [] if stop == 10 else None)
+    may_publish.set()
+    publisher.begin(lambda: None).result()
+    assert published == {"aborted": [], "sent as a whole": [TOKENS], "followed by more": [28]}[event]
+
+
 def test_a_window_comes_with_the_last_chunk(plugin: SimpleNamespace, server: BootstrapServer) -> None:
     """Prefill gives up its earlier pages while it computes."""
     prefill, decode = Side(plugin, "prefill", 4, 7), Side(plugin, "decode", 16, 7)

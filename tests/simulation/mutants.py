@@ -41,9 +41,10 @@ CONNECTOR_TESTS = (
     "tests/connector/test_listener.py",
     "tests/connector/test_read_parts.py",
     "tests/connector/test_reads.py",
+    "tests/connector/test_rooms.py",
     "tests/nixl/test_bootstrap.py",
 )
-VLLM_TESTS = ("tests/simulation/test_vllm_rooms.py", "tests/simulation/test_vllm_scheduler.py")
+VLLM_TESTS = tuple(f"tests/simulation/test_vllm_{name}.py" for name in ("rooms", "saves", "scheduler"))
 SGLANG_TESTS = ("tests/nixl/test_bootstrap.py", "tests/nixl/test_sglang.py")
 TESTS = {
     **{
@@ -97,6 +98,8 @@ EQUIVALENT = {
     "self._system.monotonic() - peer.used_at > MAX_AGE_S": "at one moment of an hour",
     "system.sleep(RETRY_S)": "a server is asked more often, and answers the same",
     "self._system.sleep(RETRY_S)": "a server is asked more often, and answers the same",
+    "self._polled_at = now": "ended requests are looked for more often",
+    "self._result is None and self._is_sent": "a request that has ended is looked for among those that have",
 }
 """Arguments and code whose change changes no answer, and why."""
 
@@ -123,7 +126,7 @@ class Mutant:
 def is_heard(node: ast.AST) -> bool:
     """Whether a node is more than a message, an annotation or a check of types, and is not equivalent."""
     if (isinstance(node, ast.keyword) and node.arg in EQUIVALENT) or (
-        isinstance(node, ast.expr) and ast.unparse(node) in EQUIVALENT
+        isinstance(node, ast.expr | ast.stmt) and ast.unparse(node) in EQUIVALENT
     ):
         return False
     if isinstance(node, ast.Call):

@@ -81,6 +81,16 @@ class Pair:
         return self.decode.take_step()
 
 
+def test_a_part_may_have_all_positions_that_are_read(engines: Engines) -> None:
+    """All but the last one, which decode computes: of these the whole blocks."""
+    pair = Pair(engines, ("full",))
+    pair.begin()
+    pair.compute(PROMPT - 1)
+    step = pair.allocate()
+    assert step.refused == {}
+    assert step.parts[0].tokens == {"group0": (0, 96)}
+
+
 @pytest.mark.parametrize("kinds", KINDS, ids="+".join)
 def test_a_prompt_is_read_while_it_is_computed(engines: Engines, kinds: tuple[str, ...]) -> None:
     """Full blocks first, then the rest with windows and states, all under one lease that decode claims."""
