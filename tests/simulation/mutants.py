@@ -98,6 +98,7 @@ EQUIVALENT = {
     "self._system.monotonic() - peer.used_at > MAX_AGE_S": "at one moment of an hour",
     "system.sleep(RETRY_S)": "a server is asked more often, and answers the same",
     "self._system.sleep(RETRY_S)": "a server is asked more often, and answers the same",
+    "self._seen = published": "what was read before is looked at again, and nothing of it is read",
     "self._polled_at = now": "ended requests are looked for more often",
     "self._result is None and self._is_sent": "a request that has ended is looked for among those that have",
 }
