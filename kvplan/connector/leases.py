@@ -132,19 +132,23 @@ class Leases:
             self._leases[lease].ends_at = self._clock() + self.lease_s
             return True
 
-    def revoke(self, lease: str) -> None:
+    def revoke(self, lease: str) -> bool:
         """End a lease whose blocks are not to be read any more; :meth:`take_ended` is silent of it.
+
+        Returns whether a reader has claimed it, which fails.
 
         >>> leases = Leases()
         >>> lease = leases.grant_early("request 1")
         >>> leases.claim(lease, "decode 1")
         True
         >>> leases.revoke(lease)
+        True
         >>> leases.stands(lease), leases.begin_first(lease), leases.take_ended().done
         (False, False, ())
         """
         with self._lock:
-            self._leases.pop(name(lease, "lease"), None)
+            revoked = self._leases.pop(name(lease, "lease"), None)
+        return revoked is not None and bool(revoked.claims_end_at)
 
     def claim(self, lease: str, reader: str) -> bool:
         """Claim a lease for a reader, or renew the claim, and return whether the lease stands."""

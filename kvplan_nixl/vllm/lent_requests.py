@@ -46,12 +46,13 @@ class _Publication:
     """A request that is published in a room while it is computed.
 
     It began with ``num_found`` positions of the prefix cache, which may still be computed for
-    another request until it has computed more itself.
+    another request until it has computed more itself. Nobody reads it once it ``is_lost``.
     """
 
     room: str
     request: Request
     num_found: int = POSITION_END
+    is_lost: bool = False
 
 
 def _begun(scheduled: SchedulerOutput) -> set[str]:
@@ -188,15 +189,16 @@ class LentRequests:
             RequestStatus.FINISHED_LENGTH_CAPPED,
             RequestStatus.FINISHED_STOPPED,
         )
+        publication = self._publications.get(request.request_id)
+        is_lost = publication is not None and publication.is_lost
         handoff = None
-        if self._is_lendable(request) and is_done and any(ids):
+        if self._is_lendable(request) and is_done and any(ids) and not is_lost:
             handoff = self._lend(request, ids, read_from)
         if handoff is None:
             self._revoke(request.request_id)
             self._publications.pop(request.request_id, None)
             return None
         params = handoff.params(self._access.key)
-        publication = self._publications.get(request.request_id)
         if publication is not None and self._listener is not None:
             self._listener.rooms.put(publication.room, {"handoff": params, "is_whole": True})
         is_for_another = is_computed(request)
@@ -263,11 +265,12 @@ class LentRequests:
         """Publish what is computed of requests that decode waits for, before a step.
 
         The lease of one that was preempted is revoked, since this step may write into its blocks.
+        If a part of it was read, that reader fails, and nothing more is published or handed over.
         """
         if not self._publications:
             return
         for name in self._publications.keys() & (scheduled.preempted_req_ids or ()):
-            self._revoke(name)
+            self._publications[name].is_lost |= self._revoke(name)
         begun = _begun(scheduled)
         for name, publication in self._publications.items():
             request = publication.request
@@ -282,6 +285,8 @@ class LentRequests:
         name = request.request_id
         num_tokens = request.num_computed_tokens - request.num_in_flight_tokens
         if num_tokens <= publication.num_found or num_tokens >= request.num_prompt_tokens:
+            return
+        if publication.is_lost:
             return
         # What drafts cache at the last position is of the next token.
         num_tokens -= self._drafts_know_next
@@ -306,12 +311,16 @@ class LentRequests:
         assert self._listener is not None
         self._listener.rooms.put(publication.room, {"handoff": handoff.params(self._access.key)})
 
-    def _revoke(self, request: str) -> None:
-        """Revoke the lease of a request that is not computed to its end, if it has one."""
+    def _revoke(self, request: str) -> bool:
+        """Revoke the lease of a request that is not computed to its end, if it has one.
+
+        Returns whether a reader has claimed it.
+        """
         lent = self._requests.pop(request, None)
-        if lent is not None:
-            self._leases.revoke(lent.lease)
-            self._withdraw(request, lent)
+        if lent is None:
+            return False
+        self._withdraw(request, lent)
+        return self._leases.revoke(lent.lease)
 
     def _withdraw(self, request: str, lent: _Lent) -> None:
         """Forget what readers may ask of a request whose lease is over."""

@@ -145,7 +145,7 @@ VLLM_ROOM_FAULTS = [
     Fault("decode waits for prefill for ever", Room, "check", "self.system.monotonic() > self.until", "False", seed=0, rule="END"),
     Fault("a request that was given up takes entries", ReadRequests, "_end_claim", "self._rooms.forget(reader)", "pass", seed=0, rule="FREE"),
     Fault("a request that was aborted is read on", ReadRequests, "finish", "self._read_no_more(request, _given_up(request))", "pass"),
-    Fault("a request that is given up keeps its blocks lent", LentRequests, "_revoke", "self._leases.revoke(lent.lease)", "pass", seed=2, rule="GROW"),
+    Fault("a request that is given up keeps its blocks lent", LentRequests, "_revoke", "return self._leases.revoke(lent.lease)", "return False", seed=2, rule="GROW"),
     Fault("a request that is computed is released", LentRequests, "_release", "if lent.is_part:", "if False:", seed=0, rule="REPORT"),
     Fault("a room that was read stays open", LentRequests, "_release", "self._publications.pop(request, None)", "pass", seed=0, rule="GROW"),
     Fault("an entry outlives its lease", LentRequests, "_withdraw", "self._listener.rooms.withdraw(publication.room)", "pass", seed=0, rule="GROW"),

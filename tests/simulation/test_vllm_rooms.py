@@ -173,7 +173,7 @@ def test_what_decode_has_cached_wholly_is_not_read_at_all(engines: Engines) -> N
 
 
 def test_a_preempted_prompt_is_read_no_further(engines: Engines) -> None:
-    """Its lease is revoked before another request gets its blocks; that of the second time is another one."""
+    """Its lease is revoked before another request gets its blocks, and nobody waits for its second time."""
     pair = Pair(engines, ("full",))
     pair.begin()
     pair.compute(40)
@@ -188,15 +188,32 @@ def test_a_preempted_prompt_is_read_no_further(engines: Engines) -> None:
     pair.begin()
     pair.compute(64)
     assert pair.decode.take_step().parts == []
-    assert pair.finish()["remote_lease"] != part.lease
+    assert pair.finish() is None
+    assert (pair.prefill._lent._requests, pair.prefill._lent._publications) == ({}, {})
+
+
+def test_a_prompt_that_is_preempted_before_anybody_reads_it_is_handed_over(engines: Engines) -> None:
+    """Under another lease: decode has not heard of the first one."""
+    pair = Pair(engines, ("full",))
+    pair.begin()
+    pair.prompt.num_computed_tokens = 40
+    pair.prefill.publish(scheduled())
+    first = pair.prefill._lent._requests["r"].lease
+    pair.prefill.publish(scheduled(preempted=("r",)))
+    pair.begin()
+    pair.compute(64)
+    (part,) = pair.allocate().parts
+    assert part.lease != first
+    assert pair.finish()["remote_lease"] == part.lease
 
 
 def test_a_prompt_that_was_computed_again_is_refused(engines: Engines) -> None:
-    """Also if decode has not heard that the first lease was revoked: what was read is of other blocks."""
+    """If decode's claim was on its way when the first lease was revoked: what was read is of other blocks."""
     pair = Pair(engines, ("full",))
     pair.begin()
     pair.compute(40)
-    pair.allocate()
+    (part,) = pair.allocate().parts
+    pair.prefill._lent._leases._leases[part.lease].claims_end_at.clear()
     pair.prefill.publish(scheduled(preempted=("r",)))
     pair.begin()
     pair.compute(64)
