@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from kvplan import KVPlanError
+from kvplan import Blocks, KVPlanError
+from kvplan.connector import Handoff, Source
 from kvplan.connector import rooms as module
-from kvplan.connector.room_contents import RoomContent, RoomStore, answer_rooms
+from kvplan.connector.room_contents import RoomContent, RoomStore, _merged, answer_rooms, is_part
 from kvplan.connector.rooms import Rooms
 
 SERVER = "10.0.0.1:5600"
+KEY = b"the key of all engines"
 
 
 class Server:
@@ -90,6 +92,20 @@ def test_a_reader_that_comes_later_gets_what_others_have_seen(server: Server) ->
     assert server.asked[-1] == {"a": "version 1"}
     rooms.forget("first")
     rooms.forget("second")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_one_stage_has_in_part_is_a_part(order: int) -> None:
+    """Though it has computed as many positions as one that publishes the whole: what comes with that is not there."""
+    source = Source("prefill", "a1", "10.0.0.1", 5600)
+    entries: list[dict[str, Any]] = [
+        {"handoff": Handoff(source, f"lease {stage}", 40, "8f2c", {f"group{stage}": Blocks([1])}).params(KEY)}
+        for stage in range(2)
+    ]
+    entries[0]["is_whole"] = True
+    merged = _merged("a", [json.dumps(entry) for entry in entries[::order]], KEY)
+    assert is_part(merged)
+    assert {*Handoff.of_params(merged["handoff"], KEY).blocks} == {"group0", "group1"}
 
 
 def test_what_is_no_function_answers_nothing() -> None:
