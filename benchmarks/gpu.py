@@ -5,7 +5,8 @@
 First the executor contract runs in GPU memory, which checks every byte of reads and writes. Then one request is read in
 several pairs of layouts from a worker in a process of its own, on the same GPU, and from the first to the second GPU
 where there are two. Beside it are a copy of the same number of bytes in one piece, and copies of the same descriptors
-one by one, both by torch in one process. All times are medians of several rounds.
+one by one, both by torch in one process. All times are medians of several rounds. Last a source is suspended, closed or
+killed under a read, and all memory of the reader is set to zero once that read has ended: what lands later is seen.
 
 Without a GPU it says so and exits with 0. ``python -m benchmarks.gpu cpu`` tries the script itself.
 """
@@ -34,6 +35,25 @@ BLOCKS: Final = 32
 
 ROUNDS: Final = 7
 TIMEOUT_S: Final = 120.0
+
+FAULTS: Final = ("lives", "is suspended", "deregisters", "closes", "is killed", "was killed before")
+"""What a source does while it is read."""
+
+FAULT_MODEL: Final = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+"""A model with 4 KiB for each token, which is a block of its own."""
+
+FAULT_BLOCKS: Final = 1 << 16
+FAULT_TIMEOUT_S: Final = 15.0
+
+LATE_S: Final = 0.5
+"""Seconds after the end of a read in which bytes may land that come too late."""
 
 
 def check(device: str) -> list[str]:
@@ -131,9 +151,68 @@ def measure(layouts: tuple[str, str], devices: tuple[str, str]) -> str:
     )
 
 
+def faulty(fault: str, device: str, transports: str) -> str:
+    """Return a row of the last table: many blocks are read, over some transports of UCX, from a source with a fault."""
+    import torch
+
+    from benchmarks.real_memory import PeerProcess, pattern, placed, synchronized
+    from kvplan_nixl import NixlExecutor, settle
+
+    backends = {"UCX": {"engine_config": f"TLS={transports},TCP_CONN_NB=y,TCP_SYN_CNT=3"}}
+    model = Model.from_config(FAULT_MODEL, "a model")
+    (prefill_worker,) = model.engine("prefill", tokens_per_block=1, num_blocks=FAULT_BLOCKS)
+    (decode_worker,) = model.engine("decode", tokens_per_block=1, num_blocks=FAULT_BLOCKS)
+    local, memory = placed(decode_worker, device)
+    ((region, cache),) = memory.items()
+    # no two blocks are neighbours on both sides, so each is a descriptor
+    order = np.random.default_rng(1).permutation(FAULT_BLOCKS)
+    expected = torch.from_numpy(pattern(prefill_worker, region)).to(device).view(FAULT_BLOCKS, -1)
+    block_bytes = expected.shape[1]
+    with PeerProcess(prefill_worker, backends, device) as source, NixlExecutor(local, backends) as decode:
+        plan = plan_reads(local, [decode.connect(source.ask("envelope"))])
+        decode.prepare(plan)
+        ours, theirs = {"attn": Blocks(range(FAULT_BLOCKS))}, {"attn": Blocks(order)}
+        (warm,) = plan.bind(local={"attn": Blocks([0])}, remote={"attn": Blocks([0])}, tokens=(0, 1))
+        settle(decode, [decode.start(warm, "first")], TIMEOUT_S)
+        (spec,) = plan.bind(local=ours, remote=theirs, tokens=(0, FAULT_BLOCKS))
+        if fault == "was killed before":
+            source.kill()
+        began_s = time.perf_counter()
+        transfer = decode.start(spec, "request")
+        posted_s = time.perf_counter()
+        actions: dict[str, Callable[[], object]] = {
+            "is suspended": source.stop,
+            "deregisters": lambda: source.channel.send(("deregister",)),
+            "closes": lambda: source.channel.send(("close",)),
+            "is killed": source.kill,
+        }
+        actions.get(fault, lambda: None)()
+        settle(decode, [transfer], FAULT_TIMEOUT_S)
+        ended_s = time.perf_counter()
+        end = transfer.status.name if transfer.error is None else f"{transfer.status.name} {transfer.error.code}"
+        synchronized(device)
+        blocks = cache.view(FAULT_BLOCKS, block_bytes)
+        is_right = (blocks == expected[torch.from_numpy(order).to(device)]).all(dim=1)
+        is_written = (blocks != 0).any(dim=1)
+        cache.zero_()
+        synchronized(device)
+        if fault == "is suspended":
+            source.resume()
+        time.sleep(LATE_S)
+        synchronized(device)
+        num_late = int((blocks != 0).any(dim=1).sum())
+    num_right = int(is_right.sum())
+    num_wrong = int((is_written & ~is_right).sum())
+    return (
+        f"| {transports} | {fault} | {1000 * (posted_s - began_s):.0f} | {1000 * (ended_s - posted_s):,.0f} | {end} | "
+        f"{num_right:,} | {num_wrong:,} | {num_late:,} |"
+    )
+
+
 def main(arguments: list[str]) -> int:
     """Check and measure. The exit status is 0, also without a GPU."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
     try:
         import torch
     except ImportError:
@@ -157,6 +236,12 @@ def main(arguments: list[str]) -> int:
     for pair in dict.fromkeys([(devices[0], devices[0]), (devices[0], devices[-1])]):
         for layouts in LAYOUTS:
             print(measure(layouts, pair), flush=True)
+    print(f"\n{FAULT_BLOCKS:,} blocks from a source on {devices[0]} that fails under the read:\n")
+    print("| UCX_TLS | the source | ms to post | ms to the end | the read | right | wrong | blocks that land later |")
+    print("|---|---|---|---|---|---|---|---|")
+    for transports in ("all", "^cma", "tcp") if devices[0] == "cpu" else ("^cma", "tcp,cuda_copy"):
+        for fault in FAULTS:
+            print(faulty(fault, devices[0], transports), flush=True)
     return 0
 
 

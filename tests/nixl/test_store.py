@@ -5,33 +5,43 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import pytest
+import torch
 
-from kvplan import Blocks, KVPlanError, Status
+from benchmarks.real_memory import placed, synchronized
+from kvplan import Blocks, KVPlanError, Status, Worker
 from kvplan.store import Backend, MemoryBackend, StoreClient
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.mover import NixlMover
-from tests.store.engines import PAGE, PROMPT, QWEN, CacheOfWorker, EngineWithStore
+from tests.store.engines import PAGE, PROMPT, QWEN, EngineWithStore
 
 BLOCKS = {"attn": Blocks([3, 9, 5, 1, 7, 30])}
 
 
-def with_nixl(cache: CacheOfWorker, backend: Backend, stack: ExitStack) -> tuple[StoreClient, NixlExecutor]:
+def with_nixl(worker: Worker, backend: Backend, stack: ExitStack) -> tuple[StoreClient, NixlExecutor]:
     """A client of a worker that has an executor, which ends with the stack."""
-    executor = stack.enter_context(NixlExecutor(cache.worker))
-    return StoreClient(backend, cache.worker, mover=NixlMover(executor), tokens_per_page=PAGE), executor
+    executor = stack.enter_context(NixlExecutor(worker))
+    return StoreClient(backend, worker, mover=NixlMover(executor), tokens_per_page=PAGE), executor
 
 
-def test_nixl_saves_and_loads_pages() -> None:
-    """What NIXL has saved and loaded is what was in the cache."""
+def test_nixl_saves_and_loads_pages(device: str) -> None:
+    """What NIXL has saved and loaded is what was in the cache, on a GPU where there is one."""
     backend = MemoryBackend()
     with ExitStack() as stack:
         (written,) = EngineWithStore.of(QWEN, backend, seed=5).caches
-        client, _ = with_nixl(written, backend, stack)
+        there, memory = placed(written.worker, device)
+        for name, tensor in memory.items():
+            tensor.copy_(torch.from_numpy(written.memory[name]))
+        synchronized(device)
+        client, _ = with_nixl(there, backend, stack)
         assert client.save(client.chain(PROMPT), BLOCKS, {"attn": (0, 96)}) == 6
         (read,) = EngineWithStore.of(QWEN, backend, layout="LBHNC").caches
-        client, _ = with_nixl(read, backend, stack)
+        there, memory = placed(read.worker, device)
+        client, _ = with_nixl(there, backend, stack)
         stop = client.find(client.chain(PROMPT))
         client.load(client.chain(PROMPT), {"attn": Blocks([8, 0, 4, 6, 11, 12])}, {"attn": (0, stop)})
+        synchronized(device)
+        for name, tensor in memory.items():
+            read.memory[name][:] = tensor.cpu().numpy()
     assert read.contents([8, 0, 4, 6, 11, 12]) == written.contents(BLOCKS["attn"].ids.tolist())
 
 
@@ -41,7 +51,7 @@ def test_a_failed_copy_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
         (cache,) = EngineWithStore.of(QWEN, backend, seed=5).caches
         cache.client.save(cache.client.chain(PROMPT), BLOCKS, {"attn": (0, 96)})
-        client, _ = with_nixl(cache, backend, stack)
+        client, _ = with_nixl(cache.worker, backend, stack)
         monkeypatch.setattr("kvplan_nixl.mover.TIMEOUT_S", 0.0)
         with monkeypatch.context() as frozen:
             frozen.setattr(NixlExecutor, "poll", lambda *arguments: Status.RUNNING)

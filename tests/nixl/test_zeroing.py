@@ -26,9 +26,9 @@ def test_exactly_these_bytes(ranges: list[tuple[int, int, int]]) -> None:
     assert [tensor.tolist() for tensor in tensors] == expected
 
 
-def test_the_tails_of_a_request() -> None:
+def test_the_tails_of_a_request(device: str) -> None:
     """After a request of 6 tokens in blocks 4 and 1 of 4 slots, slots 2 and 3 of block 1 are zero, of every head."""
-    cache = torch.ones(6, 2, 4, 8)
+    cache = torch.ones(6, 2, 4, 8, device=device)
     region = region_of(cache)
     view = view_of(cache, "block head token dim", name="layers.0.attn", group="attn", region=region)
     worker = Worker("decode", 0, [region], [Group("attn", 4)], [view])
