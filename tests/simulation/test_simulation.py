@@ -99,12 +99,16 @@ def sglang() -> Iterator[Simulation]:
 
 
 def ends_of(
-    simulation: Simulation, num_seeds: int, model: str = "attention", stages: Stages = NO_STAGES
+    simulation: Simulation,
+    num_seeds: int,
+    model: str = "attention",
+    stages: Stages = NO_STAGES,
+    decode_stages: Stages = NO_STAGES,
 ) -> Counter[str]:
     """How requests end in fleets that keep all rules."""
     ends = Counter[str]()
     for seed in range(num_seeds):
-        outcome = simulation.run(Scenario.of(seed, MODELS[model], stages))
+        outcome = simulation.run(Scenario.of(seed, MODELS[model], stages, decode_stages))
         assert outcome.rule == "", str(outcome)
         ends.update(outcome.ends)
     assert ends["right"] > ends.total() / 2
@@ -157,12 +161,15 @@ def test_a_fault_of_vllm_s_rooms_is_found(vllm_rooms: Simulation, fault: Fault) 
     test_a_planted_fault_is_found(vllm_rooms, fault)
 
 
+@pytest.mark.parametrize("num_stages", [(2, 1), (1, 2), (2, 2)], ids=["of prefill", "of decode", "of both"])
 @pytest.mark.parametrize("connector", [LeaseConnector, VllmConnector])
 @pytest.mark.parametrize("model", MODELS)
-def test_all_rules_hold_where_prefill_has_pipeline_stages(connector: Callable[[Site], Connector], model: str) -> None:
-    """Each has its layers in block tables that all have: decode reads from all of them."""
+def test_all_rules_hold_where_there_are_pipeline_stages(
+    connector: Callable[[Site], Connector], model: str, num_stages: tuple[int, int]
+) -> None:
+    """Each has its layers in block tables that all have: every stage of decode reads from all that have its layers."""
     simulation = Simulation(connector)
-    ends = ends_of(simulation, NUM_STAGE_SEEDS, model, Stages(2))
+    ends = ends_of(simulation, NUM_STAGE_SEEDS, model, *map(Stages, num_stages))
     simulation.close()
     assert {"right", "LEASE", "PEER"} <= ends.keys() <= {"right", "LEASE", "PEER", "PROMPT", "TRANSFER"}
 
@@ -320,7 +327,7 @@ def test_the_command_runs_seeds(capsys: pytest.CaptureFixture[str]) -> None:
     """One with its trace, or several; one that breaks a rule is shrunk, and the status is 1."""
     assert main(["--seed", "1"]) == 0
     assert "seed 1: all rules hold" in capsys.readouterr().out
-    assert main(["--seeds", "2", "--model", "windows", "--stages", "2"]) == 0
+    assert main(["--seeds", "2", "--model", "windows", "--stages", "2", "--decode-stages", "2"]) == 0
     assert capsys.readouterr().out == "2 seeds: all rules hold\n"
     with STALE.planted():
         assert main(["--seed", f"{STALE.seed}", "--seeds", "5"]) == 1

@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds to run")
     parser.add_argument("--model", choices=MODELS, default="attention", help="what engines run")
     parser.add_argument("--stages", type=int, default=1, help="pipeline stages of prefill, 1 or 2")
+    parser.add_argument("--decode-stages", type=int, default=1, help="those of decode")
     parser.add_argument(
         "--connector",
         default="kvplan.testing.simulation:LeaseConnector",
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module, _, name = options.connector.partition(":")
     simulation = Simulation(getattr(importlib.import_module(module), name))
     for seed in range(options.seed, options.seed + options.seeds):
-        scenario = Scenario.of(seed, MODELS[options.model], Stages(options.stages))
+        stages = Stages(options.stages), Stages(options.decode_stages)
+        scenario = Scenario.of(seed, MODELS[options.model], *stages)
         outcome = simulation.run(scenario)
         if outcome.error is not None:
             print(outcome, "\n\nshrunk:")

@@ -172,10 +172,14 @@ class Scenario:
 
     @classmethod
     def of(
-        cls, seed: int, model: Model = MODELS["attention"], stages: Stages = NO_STAGES
+        cls,
+        seed: int,
+        model: Model = MODELS["attention"],
+        stages: Stages = NO_STAGES,
+        decode_stages: Stages = NO_STAGES,
     ) -> Scenario:
         """Draw a scenario, whose engines run a model, those of prefill in pipeline ``stages``."""
-        return _Draw(seed, model, stages).scenario()
+        return _Draw(seed, model, stages, decode_stages).scenario()
 
     def __str__(self) -> str:
         lines = [f"seed {self.seed}", *map(str, self.members)]
@@ -192,18 +196,18 @@ def _begin_of(incident: Incident) -> float:
 class _Draw:
     """Draws the parts of a scenario."""
 
-    def __init__(self, seed: int, model: Model, stages: Stages) -> None:
+    def __init__(self, seed: int, model: Model, stages: Stages, decode_stages: Stages) -> None:
         self._seed = seed
         self._model = model
-        self._stages = stages
+        self._stages = {"prefill": stages, "decode": decode_stages}
         self._random = random.Random(f"{seed} scenario")
         self._arrivals: list[Arrival] = []
 
     def scenario(self) -> Scenario:
         """Draw engines, requests and incidents."""
         draw = self._random
-        prefills = [self._prefill(f"prefill-{number}") for number in range(draw.choice((1, 1, 2)))]
-        decodes = [self._member(f"decode-{number}") for number in range(draw.choice((1, 1, 2, 3)))]
+        prefills = [self._member("prefill", number) for number in range(draw.choice((1, 1, 2)))]
+        decodes = [self._member("decode", number) for number in range(draw.choice((1, 1, 2, 3)))]
         members = (*prefills, *decodes)
         incidents = list[Incident]()
         # prompts that begin alike share blocks of prefix caches
@@ -230,19 +234,15 @@ class _Draw:
             incidents.append(Trouble(0.0, HEALED_S, "*", chance=1.0, delay_s=60.0))
         return Scenario(self._seed, members, tuple(incidents))
 
-    def _prefill(self, name: str) -> Member:
-        member = self._member(name)
-        return attrs.evolve(member, shape=attrs.evolve(member.shape, stages=self._stages))
-
-    def _member(self, name: str) -> Member:
+    def _member(self, role: str, number: int) -> Member:
         draw = self._random
-        shape = attrs.evolve(draw.choice(SHAPES), model=self._model)
+        shape = attrs.evolve(draw.choice(SHAPES), model=self._model, stages=self._stages[role])
         # at least one request has room, and seldom many
         num_tokens = (
             MAX_TOKENS + MAX_ANSWER + shape.tokens_per_block + draw.choice((0, 0, 20, 60, 190))
         )
         return Member(
-            name,
+            f"{role}-{number}",
             shape,
             num_blocks=min(1 + -(-num_tokens // shape.tokens_per_block), shape.num_blocks),
             rate=draw.choice((1.0, 1.0, 0.97, 1.03, 0.5, 2.0)),
