@@ -51,6 +51,12 @@ def test_digests_are_fetched_when_they_are_there(listener: Listener, leases: Lea
     assert listener.digests.take() == []
 
 
+def test_digests_of_no_engine_are_not_asked_for(leases: Leases) -> None:
+    wrong: Any = "prefill"
+    with pytest.raises(KVPlanError, match=r"^TYPE: cannot read source"):
+        fetch_digests(wrong, DigestRequest.of(leases.grant("r"), TOKENS), 1)
+
+
 def test_a_busy_engine_is_asked_again(listener: Listener, leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that does not come in time is no difference."""
     request = DigestRequest.of(leases.grant("r"), TOKENS)

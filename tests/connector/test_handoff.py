@@ -35,6 +35,12 @@ def test_a_window_is_short() -> None:
     assert params["remote_block_ids"] == {"g": [1000, [7, -1, 9]]}
 
 
+def test_a_prefix_may_be_the_whole() -> None:
+    """Its length is one of the handoff's own positions, the last one included."""
+    whole = Handoff(SOURCE, "r", 40, "8f2c", {}, prefixes={40: "51aa"})
+    assert Handoff.of_params(whole.params()) == whole
+
+
 def test_all_else_survives() -> None:
     """Every field but the tables is equal after JSON, and other parameters are ignored."""
     read = Handoff.of_params(json.loads(json.dumps({**HANDOFF.params(), "do_remote_prefill": True})))

@@ -1224,6 +1224,36 @@ def test_few_positions_are_not_published_alone(prefill: Side, chunks: Chunks, mo
     assert published == [24, TOKENS]
 
 
+def test_a_room_that_is_refused_is_asked_for_no_more(
+    plugin: SimpleNamespace, decode: Side, server: BootstrapServer
+) -> None:
+    """Its request fails, whatever is published afterwards."""
+    receiver = received(plugin, decode, server)
+    assert receiver._take({"error": "prefill has failed"}) is True
+    until(receiver, KVPoll.Failed)
+    receiver.clear()
+
+
+def test_a_claim_ends_once(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often SGLang clears a receiver."""
+    sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
+    until(receiver, KVPoll.WaitingForInput)
+    end = decode.manager.rank.claims.end
+    ended = []
+
+    def count(*claim: Any) -> None:
+        ended.append(claim)
+        end(*claim)
+
+    monkeypatch.setattr(decode.manager.rank.claims, "end", count)
+    receiver.clear()
+    receiver.clear()
+    assert len(ended) == 1
+    until(sender, KVPoll.Success)
+
+
 @pytest.mark.parametrize("event", ["aborted", "sent as a whole", "followed by more"])
 def test_a_chunk_that_waits_is_not_published(chunks: Chunks, monkeypatch: pytest.MonkeyPatch, event: str) -> None:
     """When it could be, the request was given up, or something newer is there."""
