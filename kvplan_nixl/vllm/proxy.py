@@ -20,7 +20,7 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -70,6 +70,9 @@ FOR_DECODE_ALONE: Final = ("use_beam_search", "echo", "prompt_logprobs", "prompt
 """Keys of requests whose prompt decode computes in any case."""
 
 USAGE: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
+
+RANK: Final = "X-data-parallel-rank"
+"""The header by which a request chooses a rank of data parallelism."""
 
 CONNECT_S: Final = 10.0
 """How long an engine may take to accept a connection. Answers may take any time."""
@@ -179,13 +182,17 @@ class Engines:
 class Proxy:
     """The proxy, which aiohttp serves as an :meth:`application`.
 
-    With ``listeners``, HOST:PORT of each prefill engine's connector, both engines get a request at
-    once: decode reads what prefill has computed while it computes the rest.
+    With ``listeners``, the host and the port of each prefill engine's connector, both engines get a
+    request at once: decode reads what prefill has computed while it computes the rest. A prefill
+    engine has ``prefill_ranks`` of data parallelism, each of which listens at the port after that
+    of the one before; they take turns.
     """
 
     prefill: Engines
     decode: Engines
-    listeners: tuple[str, ...] = ()
+    listeners: tuple[URL, ...] = ()
+    prefill_ranks: int = 1
+    _rank_turns: Counter[int] = attrs.field(init=False, factory=Counter)
     _session: ClientSession = attrs.field(init=False)
 
     def application(self) -> web.Application:
@@ -253,9 +260,15 @@ class Proxy:
         room = {"transfer_id": f"transfer-{uuid.uuid4()}"}
         first_token = prefill_body(body)
         first_token[TRANSFER] |= room
+        rank = self._rank_turns[index] % self.prefill_ranks
+        self._rank_turns[index] += 1
+        listener = self.listeners[index]
         place = {"do_remote_decode": False, "do_remote_prefill": True} | room
-        place["remote_bootstrap_addr"] = f"http://{self.listeners[index]}"
-        computing = asyncio.create_task(self._compute(request, first_token, prefill))
+        place["remote_bootstrap_addr"] = (
+            f"http://{listener.host_subcomponent}:{(listener.port or 0) + rank}"
+        )
+        headers = {RANK: f"{rank}"} if self.prefill_ranks > 1 else {}
+        computing = asyncio.create_task(self._compute(request, first_token, prefill, headers))
         answering = asyncio.ensure_future(answer({**body, TRANSFER: place}))
         try:
             await asyncio.wait((computing, answering), return_when=asyncio.FIRST_COMPLETED)
@@ -268,10 +281,13 @@ class Proxy:
             await asyncio.gather(computing, answering, return_exceptions=True)
         return await answer(body)
 
-    async def _compute(self, request: web.Request, body: Body, engines: Engines) -> Any:
+    async def _compute(
+        self, request: web.Request, body: Body, engines: Engines, headers: Mapping[str, str] = {}
+    ) -> Any:
         """Let prefill compute a prompt, and return its handoff, None if it keeps no cache."""
+        headers = {**headers, **_credentials(request)}
         async with engines.ask(
-            self._session, "POST", request.path, json=body, headers=_credentials(request)
+            self._session, "POST", request.path, json=body, headers=headers
         ) as response:
             answer = await response.json()
         handoff = answer.get(TRANSFER)
@@ -333,19 +349,37 @@ def _credentials(request: web.Request) -> dict[str, str]:
     return {} if key is None else {"Authorization": key}
 
 
+def _origin(text: str) -> URL | None:
+    """Return the address of a server, None if the text is something else."""
+    try:
+        url = URL(text)
+        return url if url.host and url == url.origin() else None
+    except ValueError:
+        return None
+
+
 def _urls(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> tuple[URL, ...]:
     """Return the addresses of engines. Raises BadParameter for what is no address of a server."""
     urls = []
     for text in texts:
-        try:
-            url = URL(text)
-            is_address = url.scheme in ("http", "https") and url == url.origin()
-        except ValueError:
-            is_address = False
-        if not is_address:
+        url = _origin(text)
+        if url is None or url.scheme not in ("http", "https"):
             raise click.BadParameter(f"expected http://HOST:PORT, got {text!r}")
+        urls.append(url)
+    return tuple(urls)
+
+
+def _listeners(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> tuple[URL, ...]:
+    """Return the addresses of listeners. Raises BadParameter for what is no host and port."""
+    urls = []
+    for text in texts:
+        url = _origin(f"tcp://{text}")
+        if url is None or not url.port:
+            raise click.BadParameter(f"expected HOST:PORT, got {text!r}")
         urls.append(url)
     return tuple(urls)
 
@@ -371,15 +405,24 @@ def _urls(
     "--listener",
     metavar="HOST:PORT",
     multiple=True,
+    callback=_listeners,
     help="Where each prefill engine's connector listens, in their order: both engines get a "
     "request at once, and decode reads a prompt while it is computed.",
+)
+@click.option(
+    "--prefill-ranks",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="The --data-parallel-size of each prefill engine with a listener.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where clients reach it.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
 def main(
     prefill: tuple[URL, ...],
     decode: tuple[URL, ...],
-    listener: tuple[str, ...],
+    listener: tuple[URL, ...],
+    prefill_ranks: int,
     host: str,
     port: int,
 ) -> None:
@@ -393,7 +436,7 @@ def main(
     logging.basicConfig(format="%(levelname)s %(message)s")
     started = f"http://{host}:{port} asks {len(prefill)} prefill and {len(decode)} decode engines"
     web.run_app(
-        Proxy(Engines(prefill), Engines(decode), listener).application(),
+        Proxy(Engines(prefill), Engines(decode), listener, prefill_ranks).application(),
         host=host,
         port=port,
         # a client that goes away cancels its request, on the engines too

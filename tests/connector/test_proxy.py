@@ -45,6 +45,7 @@ class Request(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.requests.append((self.path, body))
         self.server.credentials.append(self.headers["Authorization"])
+        self.server.ranks.append(self.headers["X-data-parallel-rank"])
         self.server.answer(self, body)
 
     def send(self, status: int, answer: Any) -> None:
@@ -84,6 +85,7 @@ class Engine(ThreadingHTTPServer):
         self.answer = answer
         self.requests: list[tuple[str, Body]] = []
         self.credentials: list[str | None] = []
+        self.ranks: list[str | None] = []
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
@@ -116,13 +118,16 @@ def fail(status: int) -> Answer:
 class Running:
     """The proxy as a program, between servers at some ports."""
 
-    def __init__(self, prefills: Sequence[int], decodes: Sequence[int], listeners: Sequence[str] = ()) -> None:
+    def __init__(
+        self, prefills: Sequence[int], decodes: Sequence[int], listeners: Sequence[str] = (), prefill_ranks: int = 1
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.port: int = server.getsockname()[1]
         command = [sys.executable, "-m", "kvplan_nixl.vllm.proxy", "--port", f"{self.port}"]
         for side, ports in (("--prefill", prefills), ("--decode", decodes)):
             command += [word for port in ports for word in (side, f"http://127.0.0.1:{port}")]
         command += [word for listener in listeners for word in ("--listener", listener)]
+        command += ["--prefill-ranks", f"{prefill_ranks}"]
         self._process = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT)
         assert self._process.stdout is not None
         sides = f"{len(prefills)} prefill and {len(decodes)} decode engines"
@@ -503,11 +508,11 @@ def test_credentials_reach_both_engines(guide: Start) -> None:
 
 
 @contextmanager
-def at_once(prefill: Answer, decode: Answer) -> Iterator[Between]:
+def at_once(prefill: Answer, decode: Answer, prefill_ranks: int = 1) -> Iterator[Between]:
     """The proxy between two stand-ins, of which prefill's connector has a listener."""
     with started(prefill) as computing, started(decode) as answering:
         proxy = Between.__new__(Between)
-        Running.__init__(proxy, [computing.server_port], [answering.server_port], ["prefill:5600"])
+        Running.__init__(proxy, [computing.server_port], [answering.server_port], ["prefill:5600"], prefill_ranks)
         proxy.prefill, proxy.decode = computing, answering
         yield proxy
         proxy.end()
@@ -590,6 +595,25 @@ def test_decode_computes_what_prefill_keeps_no_cache_of() -> None:
     with at_once(generate, answer_alone) as proxy:
         status, answer = proxy.ask({"prompt": "A"})
     assert (status, answer["choices"][0]["text"]) == (200, "0: A by None")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_of_prefill_take_turns(num_ranks: int) -> None:
+    """Each listens at a port of its own, which decode gets, and prefill gets the rank."""
+    with at_once(grant, generate, num_ranks) as proxy:
+        for prompt in "ABC":
+            assert proxy.ask({"prompt": prompt})[0] == 200
+    assert proxy.prefill.ranks == (["0", "1", "0"] if num_ranks > 1 else [None] * 3)
+    addresses = [body["kv_transfer_params"]["remote_bootstrap_addr"] for body in proxy.decode.bodies]
+    assert addresses == [f"http://prefill:{5600 + turn % num_ranks}" for turn in range(3)]
+
+
+@pytest.mark.parametrize("listener", ["prefill", "http://prefill:5600", "prefill:5600/a", ":5600", "prefill:x", ""])
+def test_a_listener_has_a_host_and_a_port(listener: str) -> None:
+    engines = ["--prefill", "http://a:1", "--decode", "http://c:1"]
+    result = CliRunner().invoke(main, [*engines, "--listener", listener])
+    assert result.exit_code == 2
+    assert f"expected HOST:PORT, got {listener!r}" in result.output
 
 
 def test_each_prefill_has_a_listener() -> None:

@@ -129,7 +129,7 @@ def judge(pair_name: str, connector: str) -> str:
             return engines[-1]
 
         try:
-            control = connector == "nothing" and pair.trial != "served"
+            control = connector == "nothing" and pair.trial not in ("served", "served_at_once")
             trial = "unmoved" if control else pair.trial
             answers, right = (getattr(trials, trial, None) or getattr(host_trials, trial))(start)
         except (EngineFailedError, AssertionError) as error:

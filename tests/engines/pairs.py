@@ -163,6 +163,9 @@ PAIRS = {
     ),
     "llama TP 1->2, vllm serve": Pair("llama", {}, {}, "served"),
     "llama DP 2->2 TP 1->2, vllm serve": Pair("llama", {"data_parallel_size": 2}, {"data_parallel_size": 2}, "served"),
+    "llama DP 2->2 TP 1->2, vllm serve, at once": Pair(
+        "llama", {"data_parallel_size": 2}, {"data_parallel_size": 2}, "served_at_once"
+    ),
     "llama, vllm serve, before offloading": Pair(
         "llama",
         {"beside": Beside(after=(OFFLOADING,), by_name=True)},

@@ -31,7 +31,7 @@ class Server:
     """An engine as its guide starts it for a side, with more ``settings``. It caches no prefix."""
 
     def __init__(self, engine: str, side: str, settings: dict[str, Any], log: Path, **more: str) -> None:
-        self.log, self.port = log, free_port()
+        self.log, self.port, self.listener_port = log, free_port(), free_port()
         command = shlex.split(blocks(engine, "sh")[["prefill", "decode"].index(side)].replace("\\\n", ""))
         assert MODEL in command, command
         command = [settings["model"] if word == MODEL else word for word in command]
@@ -43,7 +43,7 @@ class Server:
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [*command, "--port", str(self.port), *options],
-                env={**os.environ, **environment(free_port()), **more, "PYTHONPATH": path},
+                env={**os.environ, **environment(self.listener_port), **more, "PYTHONPATH": path},
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -109,13 +109,19 @@ def metadata(folder: Path) -> Path:
 
 
 @contextmanager
-def proxy(prefill: Server, decode: Server) -> Iterator[int]:
-    """The proxy between two servers, as vLLM's guide starts it. The port that it listens on."""
-    command = shlex.split(blocks("vllm", "sh")[2])
+def proxy(prefill: Server, decode: Server, prefill_ranks: int = 0) -> Iterator[int]:
+    """The proxy between two servers, as vLLM's guide starts it. The port that it listens on.
+
+    With ``prefill_ranks`` it asks both servers at once.
+    """
+    command = shlex.split(blocks("vllm", "sh")[4 if prefill_ranks else 2])
     port = free_port()
     ports = {"8100": prefill.port, "8200": decode.port, "8000": port}
-    assert {*re.findall(r"\b8\d00\b", shlex.join(command))} == ports.keys(), command
-    command = [re.sub(r"\b8\d00\b", lambda found: f"{ports[found[0]]}", word) for word in command]
+    if prefill_ranks:
+        ports["5600"] = prefill.listener_port
+        command += ["--port", "8000", "--prefill-ranks", f"{prefill_ranks}"]
+    assert {*re.findall(r"\b[58]\d00\b", shlex.join(command))} == ports.keys(), command
+    command = [re.sub(r"\b[58]\d00\b", lambda found: f"{ports[found[0]]}", word) for word in command]
     process = subprocess.Popen([sys.executable, *command[1:]])
     try:
         wait_for(port)

@@ -706,6 +706,19 @@ def served(start: Callable[..., Server]) -> Outcome:
     return answers, [*agreed(tokens, prefill, decode), *right]
 
 
+def served_at_once(start: Callable[..., Server]) -> Outcome:
+    """``vllm serve``, twice, and a proxy that asks both at once, each rank of prefill in its turn."""
+    prefill, decode = (start(side, served=True) for side in ("prefill", "decode"))
+    tokens = prompts(66)
+    for server in (prefill, decode):
+        completed(server.ready().port, prompts(67, (7,)), 2)
+    with proxy(prefill, decode, prefill_ranks=2) as port:
+        answers = completed(port, tokens, TOKENS)
+    if decode.num_read() < sum(len(prompt) - 1 for prompt in tokens) and all(answer.tokens for answer in answers):
+        raise AssertionError("void: decode has computed prompts itself")
+    return answers, agreed(tokens, prefill, decode)
+
+
 def beside(start: Start) -> Outcome:
     """Both engines have other connectors too, which store what was computed or read: that has to be right later.
 
