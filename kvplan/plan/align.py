@@ -105,7 +105,12 @@ def held_positions(group: Group, num_positions: int) -> tuple[Range, ...]:
 
 
 def num_turns(group: Group, num_positions: int) -> int:
-    """Return how many intervals of :func:`held_positions` there are."""
+    """Return how many intervals of :func:`held_positions` there are.
+
+    >>> from kvplan import Context
+    >>> num_turns(Group("attn", 16, Context(1, 2, 4)), 16), num_turns(Group("attn", 16), 16)
+    (2, 1)
+    """
     return 1 if group.context.size == 1 else num_positions // cycle(group)
 
 
