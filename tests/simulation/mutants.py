@@ -21,6 +21,7 @@ import os
 import random
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -104,6 +105,7 @@ EQUIVALENT = {
 }
 """Arguments and code whose change changes no answer, and why."""
 
+OPTIONS = ("-q", "-x", "--no-header", "-p", "no:cacheprovider")
 NUM_SEEDS = 8
 LIMIT_S = 150
 PROCESSOR_S = 50
@@ -245,9 +247,7 @@ def verdict(mutant: Mutant) -> str:
                     if outcome.error is not None:
                         return outcome.rule
     logging.disable(logging.NOTSET)
-    tests = TESTS[mutant.module]
-    options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider"]
-    return "unit tests" if pytest.main([*options, *tests]) != 0 else ""
+    return "unit tests" if pytest.main([*OPTIONS, *TESTS[mutant.module]]) != 0 else ""
 
 
 def judge(mutant: Mutant) -> str:
@@ -278,6 +278,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="the seed of the sample")
     parser.add_argument("--part", default="", help="part of the modules' names")
     options = parser.parse_args()
+    for tests in {tests for module, tests in TESTS.items() if options.part in module}:
+        # tests that fail in any case would notice everything
+        subprocess.run([sys.executable, "-m", "pytest", *OPTIONS, *tests], check=True)
     mutants = [mutant for module in TESTS if options.part in module for mutant in mutants_of(module)]
     print(f"{len(mutants)} mutants", flush=True)
     sample = random.Random(options.seed).sample(mutants, min(options.count, len(mutants)))
