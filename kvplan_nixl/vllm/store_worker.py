@@ -152,6 +152,7 @@ class _Lane:
         self._carry_out = carry_out
         self._jobs: SimpleQueue[tuple[StoreJob, float] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def start(self, client: StallGuard[StoreClient]) -> None:
         self._thread = threading.Thread(
@@ -163,13 +164,14 @@ class _Lane:
         self._jobs.put((job, time.monotonic()))
 
     def close(self) -> None:
-        """End the thread, after the jobs that wait."""
+        """End the thread, after the job that is under way."""
+        self._is_closed = True
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
 
     def _run(self, client: StallGuard[StoreClient]) -> None:
-        while (waiting := self._jobs.get()) is not None:
+        while (waiting := self._jobs.get()) is not None and not self._is_closed:
             job, came_s = waiting
             try:
                 self._carry_out(client, job, time.monotonic() - came_s)

@@ -81,6 +81,19 @@ def test_a_load_from_a_store_that_hangs_fails(backend: HangingBackend, begun: Ca
     assert not any(memory.any() for memory in cache.memory.values())
 
 
+def test_what_waits_is_left_out_in_the_end(backend: HangingBackend, begun: Callable[[], Any]) -> None:
+    """An engine that stops waits for the job under way alone."""
+    worker, engine = begun()
+    (cache,) = engine.caches
+    backend.delay_s = STALL_S / 4
+    num_calls = backend.num_calls
+    worker.begin(KvplanStoreMetadata(loads=[job_of(f"request {number}", cache.client) for number in range(9)]))
+    while backend.num_calls == num_calls:
+        time.sleep(0.001)
+    worker.close()
+    assert worker.results().finished_recving == {"request 0"}
+
+
 def test_a_load_does_not_wait_for_a_save(
     backend: HangingBackend, begun: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
