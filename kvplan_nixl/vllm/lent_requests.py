@@ -286,6 +286,7 @@ class LentRequests:
         num_tokens = request.num_computed_tokens - request.num_in_flight_tokens
         if num_tokens <= publication.num_found or num_tokens >= request.num_prompt_tokens:
             return
+        # decode has heard that its lease is over, and reads nothing more
         if publication.is_lost:
             return
         # What drafts cache at the last position is of the next token.

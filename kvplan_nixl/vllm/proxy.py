@@ -260,6 +260,7 @@ class Proxy:
         room = {"transfer_id": f"transfer-{uuid.uuid4()}"}
         first_token = prefill_body(body)
         first_token[TRANSFER] |= room
+        # prefill gets the rank by a header, and decode by the port at which that rank listens
         rank = self._rank_turns[index] % self.prefill_ranks
         self._rank_turns[index] += 1
         listener = self.listeners[index]

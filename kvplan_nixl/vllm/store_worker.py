@@ -63,6 +63,7 @@ class StoreWorker:
         # memory of the host is copied without NIXL, which would copy it too
         mover: Mover = MemoryMover()
         if any(region.memory != "DRAM" for region in self._worker.regions):
+            # a client that hangs keeps its executor, so each has its own
             executor = NixlExecutor(self._worker, self._settings.backends)
             self._executors.append(executor)
             mover = NixlMover(executor)

@@ -13,7 +13,7 @@ import pytest
 from kvplan import Blocks, KVPlanError
 from kvplan.connector import Handoff, Source
 from kvplan.connector import rooms as module
-from kvplan.connector.room_contents import RoomContent, RoomStore, _merged, answer_rooms, is_part
+from kvplan.connector.room_contents import Published, RoomContent, RoomStore, _merged, answer_rooms, is_part
 from kvplan.connector.rooms import Rooms
 
 SERVER = "10.0.0.1:5600"
@@ -106,6 +106,13 @@ def test_what_one_stage_has_in_part_is_a_part(order: int) -> None:
     merged = _merged("a", [json.dumps(entry) for entry in entries[::order]], KEY)
     assert is_part(merged)
     assert {*Handoff.of_params(merged["handoff"], KEY).blocks} == {"group0", "group1"}
+
+
+def test_what_is_no_entry_is_an_error() -> None:
+    """Of a server that has something else: the request fails and says why."""
+    assert "an entry that is no object" in _merged("a", ["7"], KEY)["error"]
+    with pytest.raises(KVPlanError, match=r"^MESSAGE: .* prefill has failed"):
+        Published.of_entry("a", {"error": "prefill has failed"}, KEY)
 
 
 def test_what_is_no_function_answers_nothing() -> None:
