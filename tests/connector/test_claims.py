@@ -114,6 +114,16 @@ def test_one_engine_that_hangs_delays_no_other() -> None:
     claims.close()
 
 
+def test_a_question_to_one_engine_too_many_is_answered_at_once() -> None:
+    """By an error, as the answer of an engine would be: whoever asks waits for no thread."""
+    claims = Claims(LOGGER, lambda _, message: yes(message), max_sources=1)
+    claims.begin(SOURCE, "l", "x")
+    error = claims.ask(Source("another", "a1", "127.0.0.1", 2), "l").exception(timeout=0)
+    assert isinstance(error, KVPlanError)
+    assert error.code == "RANGE"
+    claims.close()
+
+
 def test_a_refusal_is_found_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Whoever begins a claim can ask later whether it was refused."""
     claims = Claims(LOGGER, lambda _, message: answer_claims(Leases(), "a1", message))
