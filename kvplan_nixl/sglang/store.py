@@ -93,7 +93,6 @@ class KvplanStore(HiCacheStorage):
         if rank == 0:
             self._eviction = evict_beside(backend, settings.limits, logger)
         size = settings.tokens_per_page
-        self._reader = StoreReader(backend, worker, tokens_per_page=size)
 
         def make_reader() -> StoreReader:
             return StoreReader(backend, worker, tokens_per_page=size)
@@ -102,6 +101,7 @@ class KvplanStore(HiCacheStorage):
             buffer_bytes = settings.buffer_bytes
             return StoreClient(backend, worker, tokens_per_page=size, buffer_bytes=buffer_bytes)
 
+        self._reader = make_reader()
         # one serves one thread, and SGLang searches and loads beside saving
         self._searcher = StallGuard(make_reader, stall_s=settings.search_timeout_s)
         self._loader = StallGuard(make_client, stall_s=settings.stall_s)

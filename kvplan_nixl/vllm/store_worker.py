@@ -89,10 +89,10 @@ class StoreWorker:
         for job in step.saves:
             self._saves.put(job)
 
-    def _load(self, client: StallGuard[StoreClient], job: StoreJob, _: float) -> None:
+    def _load(self, guard: StallGuard[StoreClient], job: StoreJob, _: float) -> None:
         has_failed = False
         try:
-            client.call(lambda client: client.load(job.chain, *self._held(job)))
+            guard.call(lambda client: client.load(job.chain, *self._held(job)))
         except KVPlanError as error:
             logger.warning("request %r is computed: %s", job.request, error)
             has_failed = True
@@ -105,19 +105,19 @@ class StoreWorker:
                 self._results.failed_recving.add(job.request)
         # the request need not wait for what follows
         if not has_failed:
-            client.call(lambda client: client.use(job.chain, job.stop))
+            guard.call(lambda client: client.use(job.chain, job.stop))
 
-    def _save(self, client: StallGuard[StoreClient], job: StoreJob, waited_s: float) -> None:
+    def _save(self, guard: StallGuard[StoreClient], job: StoreJob, waited_s: float) -> None:
         try:
             if waited_s > SAVE_WAIT_S:
                 logger.warning("request %r is not saved: the store is slow", job.request)
                 return
-            num_saved = client.call(lambda client: client.save(job.chain, *self._held(job)))
+            num_saved = guard.call(lambda client: client.save(job.chain, *self._held(job)))
             logger.debug("request %r: %d new pages", job.request, num_saved)
         finally:
             with self._lock:
                 self._results.finished_sending.add(job.request)
-        client.call(lambda client: client.use(job.chain, job.stop))
+        guard.call(lambda client: client.use(job.chain, job.stop))
 
     def _held(self, job: StoreJob) -> tuple[dict[str, Blocks], dict[str, Range]]:
         """Return the tables and the positions of the groups that the worker has."""
@@ -143,7 +143,7 @@ class StoreWorker:
 class _Lane:
     """A thread that carries out jobs of one kind, in the order in which they come.
 
-    ``carry_out`` gets the client, the job, and the seconds for which that has waited.
+    ``carry_out`` gets the guard of a client, the job, and the seconds for which that has waited.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class _Lane:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def start(self, client: StallGuard[StoreClient]) -> None:
+    def start(self, guard: StallGuard[StoreClient]) -> None:
         self._thread = threading.Thread(
-            target=self._run, args=(client,), name=f"kvplan store {self._kind}", daemon=True
+            target=self._run, args=(guard,), name=f"kvplan store {self._kind}", daemon=True
         )
         self._thread.start()
 
@@ -171,11 +171,11 @@ class _Lane:
             self._jobs.put(None)
             self._thread.join()
 
-    def _run(self, client: StallGuard[StoreClient]) -> None:
+    def _run(self, guard: StallGuard[StoreClient]) -> None:
         while (waiting := self._jobs.get()) is not None and not self._is_closed:
             job, came_s = waiting
             try:
-                self._carry_out(client, job, time.monotonic() - came_s)
+                self._carry_out(guard, job, time.monotonic() - came_s)
             except KVPlanError as error:
                 logger.warning("the store has failed for request %r: %s", job.request, error)
             except Exception:  # whatever it is, the thread goes on
