@@ -6,7 +6,8 @@ First the executor contract runs in GPU memory, which checks every byte of reads
 several pairs of layouts from a worker in a process of its own, on the same GPU, and from the first to the second GPU
 where there are two. Beside it are a copy of the same number of bytes in one piece, and copies of the same descriptors
 one by one, both by torch in one process. All times are medians of several rounds. Last a source is suspended, closed or
-killed under a read, and all memory of the reader is set to zero once that read has ended: what lands later is seen.
+killed under a read, and all memory of the reader is set to zero once that read has ended, or has not for a while: what
+lands later is seen, which only a read that is RUNNING may do.
 
 Without a GPU it says so and exits with 0. ``python -m benchmarks.gpu cpu`` tries the script itself.
 """
@@ -174,6 +175,9 @@ def faulty(fault: str, device: str, transports: str) -> str:
         ours, theirs = {"attn": Blocks(range(FAULT_BLOCKS))}, {"attn": Blocks(order)}
         (warm,) = plan.bind(local={"attn": Blocks([0])}, remote={"attn": Blocks([0])}, tokens=(0, 1))
         settle(decode, [decode.start(warm, "first")], TIMEOUT_S)
+        # the blocks of the second read are told by what they have
+        cache.zero_()
+        synchronized(device)
         (spec,) = plan.bind(local=ours, remote=theirs, tokens=(0, FAULT_BLOCKS))
         if fault == "was killed before":
             source.kill()
