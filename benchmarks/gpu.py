@@ -4,8 +4,9 @@
 
 First the executor contract runs in GPU memory, which checks every byte of reads and writes. Then one request is read in
 several pairs of layouts from a worker in a process of its own, on the same GPU, and from the first to the second GPU
-where there are two. Beside it are a copy of the same number of bytes in one piece, and copies of the same descriptors
-one by one, both by torch in one process. All times are medians of several rounds. Last a source is suspended, closed or
+where there are two, with kvplan's settings of UCX and with UCX's own, by which a host without NVLinks does not read by
+CUDA IPC. Beside it are a copy of the same number of bytes in one piece, and copies of the same descriptors one
+by one, both by torch in one process. All times are medians of several rounds. Last a source is suspended, closed or
 killed under a read, and all memory of the reader is set to zero once that read has ended, or has not for a while: what
 lands later is seen, which only a read that is RUNNING may do.
 
@@ -19,8 +20,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -36,6 +37,11 @@ BLOCKS: Final = 32
 
 ROUNDS: Final = 7
 TIMEOUT_S: Final = 120.0
+
+NVLINKS_ALONE: Final = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "auto"}
+BY_TCP: Final = {"UCX_TLS": "tcp,cuda_copy"}
+WITH_CMA: Final = {"UCX_TLS": "all"}
+"""Settings of UCX, as the environment has them."""
 
 FAULTS: Final = ("lives", "is suspended", "deregisters", "closes", "is killed", "was killed before")
 """What a source does while it is read."""
@@ -93,7 +99,18 @@ def median(once: Callable[[], object], synchronize: Callable[[], None]) -> float
     return statistics.median(seconds[1:])
 
 
-def measure(layouts: tuple[str, str], devices: tuple[str, str]) -> str:
+@contextmanager
+def environment(settings: Mapping[str, str]) -> Iterator[str]:
+    """Set variables of the environment for a while. Yield them in words."""
+    os.environ.update(settings)
+    try:
+        yield " ".join(f"{name}={value}" for name, value in settings.items()) or "kvplan's"
+    finally:
+        for name in settings:
+            del os.environ[name]
+
+
+def measure(settings: str, layouts: tuple[str, str], devices: tuple[str, str]) -> str:
     """Return a row of the table: a request from the first device and layout to the second."""
     import torch
 
@@ -147,19 +164,18 @@ def measure(layouts: tuple[str, str], devices: tuple[str, str]) -> str:
     one_by_one = median(piece_by_piece, synchronize)
     figures = (f"{spec.num_bytes / seconds / 1e9:.2f}" for seconds in (by_nixl, in_one, one_by_one))
     return (
-        f"| {' to '.join(dict.fromkeys(devices))} | {' to '.join(layouts)} | {spec.num_descriptors:,} | "
+        f"| {settings} | {' to '.join(dict.fromkeys(devices))} | {' to '.join(layouts)} | {spec.num_descriptors:,} | "
         f"{spec.num_bytes // spec.num_descriptors:,} | {' | '.join(figures)} | {by_nixl / one_by_one:.2f} |"
     )
 
 
-def faulty(fault: str, device: str, transports: str) -> str:
-    """Return a row of the last table: many blocks are read, over some transports of UCX, from a source with a fault."""
+def faulty(settings: str, fault: str, device: str) -> str:
+    """Return a row of the last table: many blocks are read from a source with a fault."""
     import torch
 
     from benchmarks.real_memory import PeerProcess, pattern, placed, synchronized
-    from kvplan_nixl import NixlExecutor, settle
+    from kvplan_nixl import UCX, NixlExecutor, settle
 
-    backends = {"UCX": {"engine_config": f"TLS={transports},TCP_CONN_NB=y,TCP_SYN_CNT=3"}}
     model = Model.from_config(FAULT_MODEL, "a model")
     (prefill_worker,) = model.engine("prefill", tokens_per_block=1, num_blocks=FAULT_BLOCKS)
     (decode_worker,) = model.engine("decode", tokens_per_block=1, num_blocks=FAULT_BLOCKS)
@@ -169,7 +185,7 @@ def faulty(fault: str, device: str, transports: str) -> str:
     order = np.random.default_rng(1).permutation(FAULT_BLOCKS)
     expected = torch.from_numpy(pattern(prefill_worker, region)).to(device).view(FAULT_BLOCKS, -1)
     block_bytes = expected.shape[1]
-    with PeerProcess(prefill_worker, backends, device) as source, NixlExecutor(local, backends) as decode:
+    with PeerProcess(prefill_worker, UCX, device) as source, NixlExecutor(local) as decode:
         plan = plan_reads(local, [decode.connect(source.ask("envelope"))])
         decode.prepare(plan)
         ours, theirs = {"attn": Blocks(range(FAULT_BLOCKS))}, {"attn": Blocks(order)}
@@ -208,7 +224,7 @@ def faulty(fault: str, device: str, transports: str) -> str:
     num_right = int(is_right.sum())
     num_wrong = int((is_written & ~is_right).sum())
     return (
-        f"| {transports} | {fault} | {1000 * (posted_s - began_s):.0f} | {1000 * (ended_s - posted_s):,.0f} | {end} | "
+        f"| {settings} | {fault} | {1000 * (posted_s - began_s):.0f} | {1000 * (ended_s - posted_s):,.0f} | {end} | "
         f"{num_right:,} | {num_wrong:,} | {num_late:,} |"
     )
 
@@ -235,17 +251,23 @@ def main(arguments: list[str]) -> int:
     print(f"{time.strftime('%Y-%m-%d')}: {', '.join(names)}, torch {torch.__version__}, nixl {version('nixl')}")
     print(f"{len(check(devices[0]))} tests of the executor contract: every byte right, read and written")
     print(f"\n{MODEL}, {16 * BLOCKS} tokens, GB/s:\n")
-    print("| from, to | layouts | descriptors | bytes each | NIXL | one copy | one by one | NIXL's time / one by one |")
-    print("|---|---|---|---|---|---|---|---|")
-    for pair in dict.fromkeys([(devices[0], devices[0]), (devices[0], devices[-1])]):
-        for layouts in LAYOUTS:
-            print(measure(layouts, pair), flush=True)
+    is_on_gpu = devices[0] != "cpu"
+    print(
+        "| settings | from, to | layouts | descriptors | bytes each | NIXL | in one | one by one | NIXL / one by one |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for more in ({}, NVLINKS_ALONE) if is_on_gpu else ({},):
+        with environment(more) as settings:
+            for pair in dict.fromkeys([(devices[0], devices[0]), (devices[0], devices[-1])]):
+                for layouts in LAYOUTS:
+                    print(measure(settings, layouts, pair), flush=True)
     print(f"\n{FAULT_BLOCKS:,} blocks from a source on {devices[0]} that fails under the read:\n")
-    print("| UCX_TLS | the source | ms to post | ms to the end | the read | right | wrong | blocks that land later |")
+    print("| settings | the source | ms to post | ms to the end | the read | right | wrong | blocks that land later |")
     print("|---|---|---|---|---|---|---|---|")
-    for transports in ("all", "^cma", "tcp") if devices[0] == "cpu" else ("^cma", "tcp,cuda_copy"):
-        for fault in FAULTS:
-            print(faulty(fault, devices[0], transports), flush=True)
+    for more in ({}, NVLINKS_ALONE) if is_on_gpu else (WITH_CMA, {}, BY_TCP):
+        with environment(more) as settings:
+            for fault in FAULTS:
+                print(faulty(settings, fault, devices[0]), flush=True)
     return 0
 
 

@@ -37,8 +37,11 @@ VARIABLES: Final = MappingProxyType({"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL":
 LISTED: Final = re.compile(r"\| *([\w-]*) *\| *\w* *\| ([+-]) (\w+) *\| (.*?) *\|")
 """A row of UCX's list: the type, unless it is that of the row above, the transport, its devices."""
 
-USED: Final = re.compile(r"intra-node cfg#\d+ .*?rma\w*\(([^)]*)\)")
-"""What UCX logs of the transports by which it reads memory of a process on the same host."""
+USED: Final = re.compile(r"memory read by ucp_get(?:.*\n)+?.*\.\.inf \|[^|]*\| *(.*?) *\|")
+"""What UCX logs of the transports by which it reads long pieces of a peer's memory, in a table."""
+
+NO_NVLINKS: Final = "cuda-ipc get zcopy disabled"
+"""What UCX logs where it reads from GPUs of the same host by its other transports, mostly TCP."""
 
 FOR_OTHER_HOSTS: Final = "192.0.2.1"
 """An address outside this machine (RFC 5737). Nothing is sent there."""
@@ -156,7 +159,9 @@ def findings(host: str, port: int) -> Iterator[Finding]:
     yield backend_finding(nixl["backends"], trial)
     yield from transport_findings(trial.log, has_gpu)
     yield from address_findings(host, port)
-    yield transfer_finding()
+    yield transfer_finding("transfer", "cpu")
+    if has_gpu:
+        yield transfer_finding("GPU transfer", "cuda:0")
 
 
 def kvplan_finding() -> Finding:
@@ -302,6 +307,10 @@ def transport_findings(log: str, has_gpu: bool) -> Iterator[Finding]:
         names = " and ".join(sorted(enabled & {"cuda_copy", "cuda_ipc"})) or "neither"
         advice = "install NIXL for the driver's CUDA (nixl-cu12 or nixl-cu13)"
         yield Finding("CUDA IPC", State.WRONG, f"{names} of cuda_copy and cuda_ipc", advice)
+    elif has_gpu and NO_NVLINKS in log:
+        text = "cuda_copy, cuda_ipc for writes alone"
+        advice = "let UCX_CUDA_IPC_ENABLE_GET_ZCOPY be, which kvplan sets to on"
+        yield Finding("CUDA IPC", State.WRONG, text, advice)
     elif has_gpu:
         yield Finding("CUDA IPC", State.RIGHT, "cuda_copy, cuda_ipc")
 
@@ -341,20 +350,20 @@ def address_findings(host: str, port: int) -> Iterator[Finding]:
         yield Finding("ports", State.RIGHT, f"{port}, and {ports} for UCX over TCP")
 
 
-def transfer_finding() -> Finding:
-    """Return the line of a transfer between two processes of this machine."""
-    trial = probe("move")
+def transfer_finding(subject: str, device: str) -> Finding:
+    """Return the line of a transfer between two processes with memory of one device."""
+    trial = probe("move", device)
     told = trial.told
     if told["error"]:
-        advice = "set UCX_LOG_LEVEL=info and run python -m kvplan_nixl.probe move"
-        return Finding("transfer", State.WRONG, told["error"], advice)
+        advice = f"set UCX_LOG_LEVEL=info and run python -m kvplan_nixl.probe move {device}"
+        return Finding(subject, State.WRONG, told["error"], advice)
     rate = told["num_bytes"] / told["elapsed_s"] / 2**30
     ways = USED.search(trial.log)
     by = f" by {ways[1]}" if ways else ""
     text = f"{rate:.2f} GiB/s between two processes{by}"
     if told["is_right"]:
-        return Finding("transfer", State.RIGHT, f"{text}, every byte right")
-    return Finding("transfer", State.WRONG, f"{text}: BYTES DIFFER", "do not serve; report a bug")
+        return Finding(subject, State.RIGHT, f"{text}, every byte right")
+    return Finding(subject, State.WRONG, f"{text}: BYTES DIFFER", "do not serve; report a bug")
 
 
 def main(host: str, port: int, as_json: bool) -> int:

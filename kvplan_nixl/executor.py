@@ -48,16 +48,17 @@ from kvplan_nixl.rows import PreparedRows, memory_kind_of
 
 Backends = Mapping[str, Mapping[str, str]]
 
-UCX: Final[Backends] = MappingProxyType(
-    {"UCX": MappingProxyType({"engine_config": "TLS=^cma,TCP_CONN_NB=y,TCP_SYN_CNT=3"})}
-)
+UCX_OPTIONS: Final = "TLS=^cma,TCP_CONN_NB=y,TCP_SYN_CNT=3,CUDA_IPC_ENABLE_GET_ZCOPY=on"
+
+UCX: Final[Backends] = MappingProxyType({"UCX": MappingProxyType({"engine_config": UCX_OPTIONS})})
 """The default backends: UCX, without its copies between processes of one host (CMA).
 
 It connects over TCP in the background and gives up after 15 s. With UCX's own settings
 :meth:`NixlExecutor.connect` waits, for minutes where nobody answers. And where a source closes
 while NIXL takes a read, the read fails although UCX goes on with the copies that NIXL took before:
-bytes land in blocks that are free. ``UCX_TCP_CONN_NB``, ``UCX_TCP_SYN_CNT`` and ``UCX_TLS`` in the
-environment take precedence.
+bytes land in blocks that are free. GPUs of one host are read from by CUDA IPC: on a host without
+NVLinks UCX leaves it to writes, and reads over TCP. ``UCX_TCP_CONN_NB``, ``UCX_TCP_SYN_CNT``,
+``UCX_CUDA_IPC_ENABLE_GET_ZCOPY`` and ``UCX_TLS`` in the environment take precedence.
 """
 
 MAX_EARLY: Final = 1024

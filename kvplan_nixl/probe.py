@@ -75,11 +75,21 @@ def listen(host: str, port: str) -> None:
     tell(error="", hint="", has_key=bool(texts))
 
 
-def worker_of(engine_id: str, memory: npt.NDArray[np.uint8]) -> Worker:
+def placed(memory: npt.NDArray[np.uint8], device: str) -> Any:
+    """Return bytes in memory of a device, as torch names it: the array itself is on ``cpu``."""
+    if device == "cpu":
+        return memory
+    import torch
+
+    torch.cuda.set_device(device)
+    return torch.from_numpy(memory).to(device)
+
+
+def worker_of(engine_id: str, memory: Any) -> Worker:
     """Return a worker whose cache is ``memory``, in blocks of :data:`BLOCK_BYTES`."""
     region = region_of(memory)
     axes = (Axis("byte", 0, BLOCK_BYTES, BLOCK_BYTES, 1),)
-    num_blocks = memory.size // BLOCK_BYTES
+    num_blocks = MEMORY_BYTES // BLOCK_BYTES
     view = View("bytes", "bytes", region, "uint8", axes, num_blocks, BLOCK_BYTES)
     return Worker(engine_id, 0, (region,), (Group("bytes"),), (view,))
 
@@ -89,24 +99,27 @@ def source_memory() -> npt.NDArray[np.uint8]:
     return np.random.default_rng(1).integers(0, 256, MEMORY_BYTES, np.uint8)
 
 
-def serve(channel: Connection) -> None:
+def serve(channel: Connection, device: str) -> None:
     """Register the source's memory until the other process ends. Another process runs this."""
     logging.disable(logging.WARNING)
-    memory = source_memory()  # it has to outlive the executor
+    memory = placed(source_memory(), device)  # it has to outlive the executor
     with NixlExecutor(worker_of("source", memory)) as executor:
         channel.send_bytes(executor.envelope())
         channel.poll(PROBE_TIMEOUT_S)
 
 
-def move() -> None:
-    """Read memory of another process for about a second. Tell the bytes, and whether all agree."""
+def move(device: str = "cpu") -> None:
+    """Read memory of another process for about a second. Tell the bytes, and whether all agree.
+
+    Both are on one device, as torch names it.
+    """
     context = multiprocessing.get_context("spawn")
     channel, source_channel = context.Pipe()
     # a daemon ends with this process
-    process = context.Process(target=serve, args=(source_channel,), daemon=True)
+    process = context.Process(target=serve, args=(source_channel, device), daemon=True)
     process.start()
     source_channel.close()
-    memory = np.zeros(MEMORY_BYTES, np.uint8)
+    memory = placed(np.zeros(MEMORY_BYTES, np.uint8), device)
     tables = {"bytes": Blocks(np.arange(MEMORY_BYTES // BLOCK_BYTES))}
     num_bytes = 0
     try:
@@ -127,7 +140,8 @@ def move() -> None:
     except (KVPlanError, TimeoutError, EOFError) as error:
         tell(error=str(error) or "the source's process has ended")
         return
-    is_right = bool(np.array_equal(memory, source_memory()))
+    moved = memory if device == "cpu" else memory.cpu().numpy()
+    is_right = bool(np.array_equal(moved, source_memory()))
     tell(error="", num_bytes=num_bytes, elapsed_s=elapsed_s, is_right=is_right)
 
 

@@ -13,7 +13,7 @@ from kvplan.connector.peer_engines import HANDSHAKE_S
 from kvplan.connector.reads import Digest
 from kvplan.connector.system import SYSTEM, System
 from kvplan.describe import Worker
-from kvplan.staging import Copier, Pipeline
+from kvplan.staging import Copier, Pipeline, Rates
 from kvplan_nixl.envelope import Envelope
 from kvplan_nixl.executor import NixlExecutor
 from kvplan_nixl.rearrange import STAGING
@@ -30,6 +30,7 @@ def make_reads(
     digest: Digest | None = None,
     on_handshake: Callable[[HandshakeResult], object] | None = None,
     budget_bytes: int = BUDGET_BYTES,
+    rates: Rates | None = None,
     system: System = SYSTEM,
 ) -> Reads:
     """Return the reads of an executor's worker. Offers are envelopes of the key of ``access``.
@@ -62,5 +63,6 @@ def make_reads(
         digest=digest,
         on_handshake=on_handshake,
         budget_bytes=budget_bytes,
+        rates=rates,
         system=system,
     )

@@ -19,6 +19,7 @@ from kvplan.connector.handoff import PORT_END
 from kvplan.connector.leases import LEASE_S
 from kvplan.connector.peer_engines import HANDSHAKE_S
 from kvplan.errors import KVPlanError
+from kvplan.staging import Rates
 from kvplan.store import PAGE_TOKENS, Limits
 from kvplan.store.client import BUFFER_BYTES
 from kvplan.store.stalls import STALL_S
@@ -210,8 +211,9 @@ class Settings(NamedSettings):
     An engine announces ``host`` and listens on ``bind``, or on ``host`` if that is empty, at
     ``port``, or at a free one if that is 0. ``model`` and ``weights`` take the place of the
     engine's name for its model, and of a fingerprint of its files, unless they are empty. Prefill
-    publishes a request in part when ``early_tokens`` more positions are computed. The other
-    settings of the network are those of :meth:`access`.
+    publishes a request in part when ``early_tokens`` more positions are computed. ``rates`` names
+    the file of a calibration, by which decode chooses what it stages. The other settings of the
+    network are those of :meth:`access`.
     """
 
     host: str = setting(name, "")
@@ -219,6 +221,7 @@ class Settings(NamedSettings):
     port: int = setting(_port, 0)
     lease_s: float = setting(seconds, LEASE_S)
     staging_bytes: int = setting(integer, STAGING_BYTES)
+    rates: str = setting(name, "")
     handshake_timeout_s: float = setting(seconds, HANDSHAKE_S)
     budget_bytes: int = setting(integer, BUDGET_BYTES)
     max_peers: int = setting(at_least_one, MAX_SOURCES)
@@ -232,6 +235,10 @@ class Settings(NamedSettings):
     tls_private_key: str = setting(name, "")
     tls_authority: str = setting(name, "")
     backends: Backends = setting(backends_of, UCX)  # noqa: RUF009
+
+    def measured_rates(self) -> Rates | None:
+        """Return what the file ``rates`` has, if one is named. Raises as ``Rates.load`` does."""
+        return Rates.load(self.rates) if self.rates else None
 
     def access(self) -> Access:
         """Return the engine's access to the network. Its key is ``key``, or what ``key_file`` has.

@@ -40,7 +40,7 @@ from kvplan.executor import Executor
 from kvplan.plan import TransferPlan, plan_reads
 from kvplan.plan.specs import READ
 from kvplan.staging import Pipeline, StagedPlan, StagedTransfer
-from kvplan.staging.choice import STRATEGIES, choice_of
+from kvplan.staging.choice import STRATEGIES, Rates, choice_of
 from kvplan.staging.plan import Shares
 
 HANDSHAKE_S: Final = 30.0
@@ -176,8 +176,10 @@ class PeerEngines:
         timeout_s: float,
         budget_bytes: int = BUDGET_BYTES,
         system: System = SYSTEM,
+        rates: Rates | None = None,
     ) -> None:
         self.timeout_s = timeout_s
+        self._rates = rates
         self._system = system
         self._budget_bytes = budget_bytes
         self._planning = system.condition()
@@ -316,7 +318,8 @@ class PeerEngines:
         shared = Shares.of(READ, self._worker, workers, (), ())
         staging = self._pipeline.staging
         try:
-            return choice_of(shared, STRATEGIES["READ"], staging, USUAL_TOKENS).best.plan
+            choice = choice_of(shared, STRATEGIES["READ"], staging, USUAL_TOKENS, self._rates)
+            return choice.best.plan
         except KVPlanError as error:
             # There are more descriptors than can be counted.
             if error.code != "RANGE":

@@ -63,7 +63,7 @@ from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Status, Transfer
 from kvplan.plan import ReadSpec, TransferPlan
-from kvplan.staging import Pipeline, StagedTransfer
+from kvplan.staging import Pipeline, Rates, StagedTransfer
 
 MAX_FETCHES: Final = 8
 """Requests whose digests are fetched at a time."""
@@ -163,6 +163,7 @@ class Reads:
         on_handshake: Callable[[HandshakeResult], object] | None = None,
         system: System = SYSTEM,
         budget_bytes: int = BUDGET_BYTES,
+        rates: Rates | None = None,
     ) -> None:
         self.worker: Worker = instance(Worker, worker, "worker")
         self._executor: Executor = having("prepare", executor, "executor", "an Executor")
@@ -186,6 +187,7 @@ class Reads:
             seconds(timeout_s, "timeout_s"),
             Budget(budget_bytes).num_bytes,
             system,
+            None if rates is None else instance(Rates, rates, "rates"),
         )
         self._fetches = Background("kvplan digests", MAX_FETCHES, system)
         # the chunks of the pipeline that have begun, and when that number was seen to change

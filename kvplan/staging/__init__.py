@@ -4,13 +4,14 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kvplan.staging.choice import SHARED_MEMORY, Choice, Option, Rates, choose
+from kvplan.staging.choice import CUDA_IPC, SHARED_MEMORY, Choice, Option, Rates, choose
 from kvplan.staging.copies import Copy
 from kvplan.staging.cost import StagedCost
 from kvplan.staging.pipeline import Copier, Pipeline, StagedTransfer
 from kvplan.staging.plan import Chunk, StagedPlan, stage, stage_writes
 
 __all__ = [
+    "CUDA_IPC",
     "SHARED_MEMORY",
     "Choice",
     "Chunk",

@@ -131,11 +131,32 @@ SHARED_MEMORY: Final = Rates(
     copy_s=2.6e-5,
     copied_byte_s=8.2e-10,
 )
-"""The default rates of :func:`kvplan.staging.choose`: medians of nine calibrations, one thread.
+"""The default rates for caches in main memory: medians of nine calibrations, one thread.
 
 They are of reads, with UCX's copies between processes (CMA), which :data:`kvplan_nixl.UCX` does
-without. Measure your own: networks and GPUs differ.
+without. Measure your own: networks differ.
 """
+
+CUDA_IPC: Final = Rates(
+    "UCX of NIXL 1.5.1 between two processes by CUDA IPC, one H100, 2026-11-27",
+    transfer_s=4.0e-4,
+    descriptor_s=7.7e-6,
+    byte_s=0.0,
+    copy_s=2.7e-5,
+    copied_byte_s=0.0,
+)
+"""The default rates for caches on a GPU, of one calibration.
+
+They are of reads. What a byte takes is less than such a calibration can tell. Measure your own: a
+descriptor of RDMA takes much less time than a copy between processes of one host.
+"""
+
+
+def default_rates(local: Worker) -> Rates:
+    """Return the rates for the memory that a worker is in: :data:`CUDA_IPC` on a GPU."""
+    # a staging region is in the same memory
+    is_on_gpu = any(region.memory == "VRAM" for region in local.regions)
+    return CUDA_IPC if is_on_gpu else SHARED_MEMORY
 
 
 @attrs.frozen(eq=False)
@@ -241,7 +262,7 @@ def choose(
     strategy: str = AUTO,
     staging: str | None = None,
     siblings: Iterable[Worker] = (),
-    rates: Rates = SHARED_MEMORY,
+    rates: Rates | None = None,
     not_transferred: Iterable[str] = (),
 ) -> Choice:
     """Return the strategies by which ``local`` reads from ``remotes``, or writes to them.
@@ -250,7 +271,8 @@ def choose(
     ``local`` that staging may use; without one there is only the direct plan. ``strategy`` is
     ``"auto"``, or the one strategy to plan: of reads ``"direct"``, ``"receive-staged"`` or
     ``"receive-staged-whole"``, of writes ``"direct"`` or ``"send-staged"``. Other arguments are
-    those of :func:`plan_reads`, :func:`plan_writes` and :func:`stage`.
+    those of :func:`plan_reads`, :func:`plan_writes` and :func:`stage`. Without ``rates`` they are
+    :data:`SHARED_MEMORY` or, where ``local`` has memory of a GPU, :data:`CUDA_IPC`.
 
     >>> import attrs
     >>> from kvplan import Model, Region
@@ -271,7 +293,8 @@ def choose(
     and for staging without a region.
     """
     tokens = integer(tokens, "tokens of a request")
-    rates = instance(Rates, rates, "rates")
+    if rates is not None:
+        instance(Rates, rates, "rates")
     action = "choose a strategy"
     if not is_one_of(operation, STRATEGIES):
         expected = "operation READ or WRITE"
@@ -292,13 +315,15 @@ def choice_of(
     candidates: Sequence[str],
     staging: str | None,
     tokens: int,
-    rates: Rates = SHARED_MEMORY,
+    rates: Rates | None = None,
 ) -> Choice:
     """Return the candidates that are possible, which share the cells and the bytes needed.
 
     Raises ``RANGE`` where not even those can be counted that a direct plan moves.
     """
     direct_cost = shared.direct.cost(tokens)
+    if rates is None:
+        rates = default_rates(shared.direct.local)
     options = list[Option]()
     refused = dict[str, KVPlanError]()
     for candidate in candidates:
@@ -318,6 +343,7 @@ def _candidates(operation: str, strategy: str, staging: str | None) -> tuple[str
     """Return the strategies to plan."""
     if strategy != AUTO:
         return (strategy,)
+    # without a region nothing can be staged
     return ("direct",) if staging is None else STRATEGIES[operation]
 
 

@@ -59,6 +59,7 @@ class DecodeRank(Rank):
             copier=copier,
             timeout_s=settings.handshake_timeout_s,
             budget_bytes=settings.budget_bytes,
+            rates=settings.measured_rates(),
             system=system,
         )
         self.rooms = Rooms(logger, memory.access, settings.max_peers, system)

@@ -79,6 +79,7 @@ class Worker:
                 copier=copier,
                 timeout_s=settings.handshake_timeout_s,
                 budget_bytes=settings.budget_bytes,
+                rates=settings.measured_rates(),
                 digest=self._digest_read if settings.verify else None,
                 on_handshake=self.stats.record_handshake,
             )

@@ -32,7 +32,14 @@ TABLE = """
 """
 MOVED = {"error": "", "num_bytes": 3 << 30, "elapsed_s": 2.0, "is_right": True}
 HEARD = {"error": "", "hint": "", "has_key": False}
-USED = "x intra-node cfg#1 rma_am(tcp/lo)  amo_am(tcp/lo)"
+USED = """
+[1.2] [vm:1 :0]   | remote memory read by ucp_get*(multi) into cuda/GPU0 from cuda/dev[1] |
+[1.2] [vm:1 :0]   +--------+--------------------+-----------------------------------------+
+[1.2] [vm:1 :0]   | Range   |    Description     |                Config                  |
+[1.2] [vm:1 :0]   +--------+--------------------+-----------------------------------------+
+[1.2] [vm:1 :0]   | 0..511   | short              | cma/memory                            |
+[1.2] [vm:1 :0]   | 512..inf | software emulation | tcp/lo                                |
+"""
 
 Probe = Callable[..., Trial]
 
@@ -159,8 +166,12 @@ def test_a_gpu_needs_cuda_in_ucx(lines: Lines, monkeypatch: pytest.MonkeyPatch, 
     without = lines()
     assert without["GPU"].text == "NVIDIA H100, 580.95"
     assert without["CUDA IPC"].state is State.WRONG
+    assert without["GPU transfer"].text == "1.50 GiB/s between two processes by tcp/lo, every byte right"
     table = TABLE.replace("- cuda_ipc", "+ cuda_ipc") + "| | cuda | + cuda_copy | + cuda |"
     assert lines(start=told(*started("", "", ""), log=table))["CUDA IPC"].state is State.RIGHT
+    table += "[1.2] cuda_ipc_iface.c:320  UCX  DEBUG cuda-ipc get zcopy disabled as no nvlinks detected"
+    line = lines(start=told(*started("", "", ""), log=table))["CUDA IPC"]
+    assert (line.state, line.text) == (State.WRONG, "cuda_copy, cuda_ipc for writes alone")
 
 
 def test_a_driver_that_does_not_work(lines: Lines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

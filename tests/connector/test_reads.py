@@ -35,7 +35,7 @@ from kvplan.connector.lease_check import ASK_S
 from kvplan.connector.read import cut
 from kvplan.connector.reads import POST_S
 from kvplan.connector.system import System
-from kvplan.staging import Pipeline
+from kvplan.staging import Pipeline, Rates
 from kvplan.testing import FakeCopier, FakeExecutor, FakeNetwork
 from tests.small import engine
 from tests.staged import NAME, with_staging
@@ -124,7 +124,14 @@ class Watch(System):
 class World:
     """One decode worker that reads from prefill engines in fake memory, staged if it has a staging region."""
 
-    def __init__(self, local: Worker, *engines: Sequence[Worker], timeout_s: float = 30.0, digest: Any = None) -> None:
+    def __init__(
+        self,
+        local: Worker,
+        *engines: Sequence[Worker],
+        timeout_s: float = 30.0,
+        digest: Any = None,
+        rates: Rates | None = None,
+    ) -> None:
         self.engines = {workers[0].engine_id: workers for workers in engines}
         self.network = FakeNetwork([local, *(worker for workers in engines for worker in workers)])
         self.local = local
@@ -157,6 +164,7 @@ class World:
             pipeline=self.pipeline,
             digest=digest,
             on_handshake=self.handshakes.append,
+            rates=rates,
             system=self.watch,
         )
 
@@ -225,7 +233,7 @@ class World:
 def one(request: pytest.FixtureRequest) -> Callable[..., World]:
     """Makes the world of one prefill engine with two workers, which is read from directly or staged."""
 
-    def make(**options: float) -> World:
+    def make(**options: Any) -> World:
         (local,) = engine("decode", order="NH")
         world = World(with_staging(local) if request.param == "staged" else local, engine("prefill", tp=2), **options)
         world.fill()
@@ -1035,6 +1043,18 @@ def test_a_direct_plan_is_taken_where_it_is_faster() -> None:
     assert world.until(1)["r"].error is None
     assert world.pipeline is not None
     assert world.pipeline.num_chunks == 0
+
+
+@pytest.mark.parametrize(("copy_s", "num_chunks"), [(0.0, 1), (9.0, 0)])
+def test_measured_rates_decide_what_is_staged(copy_s: float, num_chunks: int) -> None:
+    """Where a copy takes long, the same engines are read directly."""
+    (local,) = engine("decode", order="HN")
+    rates = Rates("here", 0.0, 1e-3, 0.0, copy_s, 0.0)
+    world = World(with_staging(local), engine("prefill", order="NH"), rates=rates)
+    world.reads.begin(world.read())
+    assert world.until(1)["r"].error is None
+    assert world.pipeline is not None
+    assert world.pipeline.num_chunks == num_chunks
 
 
 @pytest.mark.parametrize(("code", "expected"), [("RANGE", None), ("LAYOUT", "LAYOUT")])

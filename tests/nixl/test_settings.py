@@ -17,6 +17,7 @@ import attrs
 import pytest
 
 from kvplan import KVPlanError
+from kvplan.staging import Rates
 from kvplan_nixl import UCX
 from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.settings import settings_of as plugin_settings
@@ -151,6 +152,17 @@ def test_options_of_backends_are_passed_on(vllm: Any) -> None:
     """Those that are not set stay as kvplan sets them."""
     settings = read(vllm, {"backends": {"UCX": {"ucx_error_handling_mode": "peer"}, "POSIX": {}}})
     assert settings.backends == {"UCX": {**UCX["UCX"], "ucx_error_handling_mode": "peer"}, "POSIX": {}}
+
+
+def test_rates_are_those_of_a_file(vllm: Any, tmp_path: Path) -> None:
+    """Of a calibration. Without one decode takes those of its memory; a file that has none is refused at start."""
+    rates = Rates("here", 1e-4, 2e-6, 3e-10, 4e-5, 5e-10)
+    rates.save(tmp_path / "rates.json")
+    assert read(vllm, {"rates": f"{tmp_path}/rates.json"}).measured_rates() == rates
+    assert plugin_settings({"KVPLAN_RATES": f"{tmp_path}/rates.json"}).measured_rates() == rates
+    assert read(vllm).measured_rates() is None
+    with pytest.raises(KVPlanError, match=r"MESSAGE: cannot read rates from .*: expected a file"):
+        read(vllm, {"rates": f"{tmp_path}/none.json"}).measured_rates()
 
 
 @pytest.mark.parametrize("backends", ["UCX", 7, [["UCX"]], {"UCX": 1}, {"UCX": {"a": 1}}], ids=str)

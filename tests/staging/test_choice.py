@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplan import KVPlanError, TransferPlan
-from kvplan.staging import SHARED_MEMORY, Rates, StagedPlan, choose
+from kvplan import KVPlanError, Model, Region, TransferPlan
+from kvplan.staging import CUDA_IPC, SHARED_MEMORY, Rates, StagedPlan, choose
 from tests.small import engine
 from tests.staged import NAME, with_staging
 
@@ -134,6 +134,19 @@ def test_a_choice_prints_all_strategies() -> None:
     assert lines[-1] == "  direct: 480 ms for 480 descriptors, 7680 bytes"
     assert last == "  by rates of nowhere"
     assert repr(choice) == "<Choice for decode/0, 40 tokens: receive-staged of 3>"
+
+
+@pytest.mark.parametrize(("memory", "rates"), [("DRAM", SHARED_MEMORY), ("VRAM", CUDA_IPC)])
+def test_rates_are_those_of_the_memory(memory: str, rates: Rates) -> None:
+    """On a GPU, where copies take next to nothing and descriptors much, more pairs are staged."""
+    model = Model.shipped("llama-3.1-8b")
+    (remote,) = model.engine("prefill", layout="BLHNC", tokens_per_block=64, num_blocks=20, memory=memory)
+    (local,) = model.engine("decode", layout="BLHNC", tokens_per_block=16, num_blocks=80, memory=memory)
+    staging = Region(NAME, 1 << 50, 128 << 20, memory)
+    local = attrs.evolve(local, regions=(*local.regions, staging))
+    choice = choose(local, [remote], tokens=1024, staging=NAME)
+    assert choice.rates == rates
+    assert choice.best.strategy == ("direct" if memory == "DRAM" else "receive-staged")
 
 
 RATES = Rates("here", 1e-4, 2e-6, 3e-10, 4e-5, 5e-10)
