@@ -162,9 +162,11 @@ class StoreReader:
             return range(max(stop // size - 1, 0), stop // size)
         return range(start // size, -(-stop // size)) if start < stop else range(0)
 
-    def find(self, chain: Chain, *, start: int = 0, step: int | None = None) -> int:
+    def find(
+        self, chain: Chain, *, start: int = 0, stop: int | None = None, step: int | None = None
+    ) -> int:
         """Return the longest prefix that can be read, as :func:`find` does for all workers."""
-        return find([self], chain, start=start, step=step)
+        return find([self], chain, start=start, stop=stop, step=step)
 
     def limit(self, chain: Chain, start: int, stop: int, listings: Listings) -> int:
         """Return ``stop`` if a prefix can be read up to there, rule R3, else a bound of others."""
@@ -271,9 +273,14 @@ class StoreReader:
 
 
 def find(
-    readers: Iterable[StoreReader], chain: Chain, *, start: int = 0, step: int | None = None
+    readers: Iterable[StoreReader],
+    chain: Chain,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    step: int | None = None,
 ) -> int:
-    """Return the longest prefix that all workers of an engine can read.
+    """Return the longest prefix that all workers of an engine can read, up to ``stop`` if given.
 
     It is a multiple of ``step``, of whole pages unless one is given, and above ``start``, the
     positions that are there already; ``start`` itself if nothing more is stored. Raises
@@ -285,13 +292,14 @@ def find(
     size = chain.tokens_per_page if step is None else step
     stride = integer(size, "step of a search", low=1, high=POSITION_END)
     listings: Listings = {}
-    stop = chain.num_tokens // stride * stride
-    while stop > first:
-        bound = stop
+    most = chain.num_tokens if stop is None else integer(stop, "stop of a search")
+    end = min(most, chain.num_tokens) // stride * stride
+    while end > first:
+        bound = end
         # what one worker cannot read, the others need not look at
         for reader in searchers:
             bound = min(bound, reader.limit(chain, first, bound, listings))
-        if bound == stop:
-            return stop
-        stop = bound // stride * stride
+        if bound == end:
+            return end
+        end = bound // stride * stride
     return first

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from types import MappingProxyType
+from collections import Counter
+from collections.abc import Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
 from sglang.srt.runtime_context import get_disagg, get_memory, get_model, get_spec
 from transformers import PretrainedConfig
 
-from kvplan import Blocks, KVPlanError
+from kvplan import Blocks, KVPlanError, Model
 from kvplan.bridges import RankInfo, from_sglang
 from kvplan.bridges.assembly import FP8_DTYPES
 from kvplan.store import (
@@ -59,6 +61,7 @@ class KvplanStore(HiCacheStorage):
             raise store_refusal("interface_v1", "1", "0, with which SGLang copies each page")
         self._check_engine()
         self._lock = threading.Lock()
+        self._window = 0  # the positions before its end that a search needs of windows
         self._eviction: BackgroundEviction | None = None
         self.prompt_to_save: PromptPages | None = None
 
@@ -75,19 +78,28 @@ class KvplanStore(HiCacheStorage):
         if algorithm not in WITHOUT_CACHE:
             require("speculative_algorithm", "None or NGRAM", algorithm)
 
-    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+    def on_host_pools_registered(self) -> None:
         """Describe the host memory. Raises ``LAYOUT`` for memory that is not described."""
-        super().register_mem_pool_host(mem_pool_host)
+        pools = {PoolName.KV: self.mem_pool_host, **getattr(self, "registered_pools", {})}
+        unserved = sorted(f"{name}" for name in pools.keys() - {PoolName.KV, PoolName.SWA})
+        require("host pools beside kv and swa", [], unserved)
         config, settings = self._config, self._settings
         files = (get_model().model_path, get_model().revision)
         model = model_of(files, PretrainedConfig.get_config_dict, settings, has_draft=False)
         rank = config.pp_rank * config.tp_size + config.tp_rank
         info = RankInfo(f"sglang-{os.getpid()}", rank, config.tp_rank, config.tp_size)
-        model = model.with_dtypes(_cached_dtype(mem_pool_host.dtype))
-        worker = from_sglang(model, info, mem_pool_host)
-        # one block table: that of HiCache's pages
-        (group,) = worker.groups
-        self._group = group.name
+        pool = self.mem_pool_host
+        model = model.with_dtypes(_cached_dtype(pool.dtype))
+        attended = {}
+        if PoolName.SWA in pools:
+            require("pp_size", 1, config.pp_size)
+            pool = windows_apart(model, pool, pools[PoolName.SWA])
+        worker = from_sglang(model, info, pool)
+        # a block table of HiCache's pages for each pool
+        names = [group.name for group in worker.groups]
+        self._groups = dict(zip((PoolName.KV, PoolName.SWA), names, strict=False))
+        if PoolName.SWA in self._groups:
+            attended[self._groups[PoolName.SWA]] = lambda stop: max(stop - self._window, 0)
         backend = open_backend(settings.folder)
         # one rank of an engine does so, and any number of engines
         if rank == 0:
@@ -95,7 +107,7 @@ class KvplanStore(HiCacheStorage):
         size = settings.tokens_per_page
 
         def make_reader() -> StoreReader:
-            return StoreReader(backend, worker, tokens_per_page=size)
+            return StoreReader(backend, worker, tokens_per_page=size, attended=attended)
 
         def make_client() -> StoreClient:
             buffer_bytes = settings.buffer_bytes
@@ -108,13 +120,19 @@ class KvplanStore(HiCacheStorage):
         self._saver = StallGuard(make_client, stall_s=settings.stall_s)
         logger.info("%s keeps pages in %s", worker, settings.folder)
 
-    def on_host_pools_registered(self) -> None:
-        """Refuse caches with more pools than one. Raises ``LAYOUT``."""
-        pools = {str(name) for name in getattr(self, "registered_pools", ())}
-        require("host pools", [str(PoolName.KV)], sorted(pools | {str(PoolName.KV)}))
-
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """Return how many pages in a row can be loaded."""
+        """Return how many pages in a row can be loaded, without windows."""
+        return self._find(keys, extra_info, 0)
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """Return how many pages in a row can be loaded, with the windows before their end."""
+        sizes = [len(transfer.keys) for transfer in pool_transfers or ()]
+        num_pages = self._find(keys, extra_info, max(sizes, default=0))
+        return PoolTransferResult(num_pages, {}, [num_pages] if num_pages else [])
+
+    def _find(self, keys: list[str], extra_info: Any, num_window_pages: int) -> int:
         prompt = _prompt_of(extra_info)
         positions = prompt.positions(keys)
         if positions is None:
@@ -123,14 +141,15 @@ class KvplanStore(HiCacheStorage):
         try:
             # SGLang's scheduler may search too
             with self._lock:
+                self._window = num_window_pages * prompt.page_size
                 chain = self._chain(prompt)
                 end = self._searcher.call(
-                    lambda reader: reader.find(chain, start=start, step=prompt.page_size)
+                    lambda reader: reader.find(chain, start=start, stop=stop, step=prompt.page_size)
                 )
         except KVPlanError as error:
             logger.warning("nothing is loaded of a prompt: %s", error)
             return 0
-        return (min(end, stop) - start) // prompt.page_size
+        return (end - start) // prompt.page_size
 
     def _chain(self, prompt: PromptPages) -> Chain:
         return self._reader.chain(prompt.tokens, prompt.facts)
@@ -139,15 +158,32 @@ class KvplanStore(HiCacheStorage):
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         """Load pages into host memory: all of them or, as far as SGLang may use, none."""
+        return self._load(PoolName.KV, keys, host_indices, extra_info)
+
+    def batch_get_v2(
+        self, transfers: Sequence[Any], extra_info: Any = None
+    ) -> dict[str, list[bool]]:
+        """Load pages of other pools, as of the first one."""
+        return {
+            transfer.name: self._load(
+                transfer.name, transfer.keys, transfer.host_indices, extra_info
+            )
+            for transfer in transfers
+        }
+
+    def _load(
+        self, pool: str, keys: list[str], host_indices: torch.Tensor, extra_info: Any
+    ) -> list[bool]:
         prompt = _prompt_of(extra_info)
         positions = prompt.positions(keys)
         if positions is None:
             return [False] * len(keys)
         start, stop = positions
-        tables = {self._group: pages_of(host_indices, prompt.page_size, start)}
+        group = self._groups[pool]
+        tables = {group: pages_of(host_indices, prompt.page_size, start)}
         chain = self._chain(prompt)
         try:
-            self._loader.call(lambda client: client.load(chain, tables, {self._group: positions}))
+            self._loader.call(lambda client: client.load(chain, tables, {group: positions}))
             self._loader.call(lambda client: client.use(chain, stop))
         except KVPlanError as error:
             logger.warning("%d positions are computed: %s", stop - start, error)
@@ -159,21 +195,37 @@ class KvplanStore(HiCacheStorage):
     ) -> list[bool]:
         """Save the store's pages that end in these pages. They may begin in pages before."""
         prompt = _prompt_of(extra_info)
+        return self._save(PoolName.KV, keys, prompt, prompt.table)
+
+    def batch_set_v2(
+        self, transfers: Sequence[Any], extra_info: Any = None
+    ) -> dict[str, list[bool]]:
+        """Save pages of other pools, as of the first one."""
+        prompt = _prompt_of(extra_info)
+        return {
+            transfer.name: self._save(transfer.name, transfer.keys, prompt, prompt.window_table)
+            for transfer in transfers
+        }
+
+    def _save(
+        self, pool: str, keys: list[str], prompt: PromptPages, table: Blocks | None
+    ) -> list[bool]:
         positions = prompt.positions(keys)
-        if positions is None or prompt.table is None:
+        if positions is None or table is None:
             return [False] * len(keys)
         start, stop = positions
-        # the page of the store that an earlier node has begun
-        first = start - start % self._settings.tokens_per_page
+        # the page of the store that an earlier node has begun, if that is still there
+        begun = start - start % self._settings.tokens_per_page
+        first = max(begun, table.first * prompt.page_size)
         chain = self._chain(prompt)
-        tables = {self._group: prompt.table}
+        group = self._groups[pool]
         try:
             self._saver.call(
-                lambda client: client.save(chain, tables, {self._group: (first, stop)})
+                lambda client: client.save(chain, {group: table}, {group: (first, stop)})
             )
             self._saver.call(lambda client: client.use(chain, stop))
         except KVPlanError as error:
-            logger.warning("%d positions are not saved: %s", stop - first, error)
+            logger.warning("%d positions are not saved: %s", stop - start, error)
             return [False] * len(keys)
         return [True] * len(keys)
 
@@ -228,6 +280,19 @@ def _cached_dtype(dtype: torch.dtype) -> str | None:
     if setting not in FP8_WORDS:
         require("kv_cache_dtype", " or ".join(FP8_WORDS), setting)
     return FP8_DTYPES[setting]
+
+
+def windows_apart(model: Model, full: Any, sliding: Any) -> SimpleNamespace:
+    """Return host pools as SGLang has pools of layers without and with windows, each in order."""
+    num_layers: Counter[bool] = Counter()
+    mapping = {}
+    for layer, tensors in enumerate(model.layers):
+        slides = any(tensor.window is not None for tensor in tensors)
+        mapping[layer] = (num_layers[slides], slides)
+        num_layers[slides] += 1
+    counts = [num_layers[False], num_layers[True]]
+    require("layers of the host pools", counts, [full.layer_num, sliding.layer_num])
+    return SimpleNamespace(full_kv_pool=full, swa_kv_pool=sliding, layers_mapping=mapping)
 
 
 def pages_of(host_indices: torch.Tensor, page_size: int, start: int) -> Blocks:

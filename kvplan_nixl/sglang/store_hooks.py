@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final
 
 import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvplan_nixl.sglang.store import KvplanStore, pages_of
@@ -126,15 +128,39 @@ def _backed_up(tree: Any, node_id: Any) -> PromptPages | None:
     """
     core = tree.tree_core
     (path,) = core.collect_path_info([node_id])
+    specs = [core.build_storage_backup_spec(node.node_id, False) for node in path]
+    if None in specs:
+        return None
     tokens = array("q")
     # SGLang evicts no node before those that follow it, and none that it saves
     slots = [torch.empty(0, dtype=torch.int64)]
-    for node in path:
-        spec = core.build_storage_backup_spec(node.node_id, False)
-        if spec is None:
-            return None
+    for spec in specs:
         tokens.extend(spec.token_ids)
         slots.append(spec.host_value)
     extra_key, salt = core.prefetch_anchor_info(node_id)
-    table = pages_of(torch.cat(slots), tree.page_size, 0)
-    return PromptPages.of(tokens, extra_key, salt, tree.page_size, table)
+    size = tree.page_size
+    table = pages_of(torch.cat(slots), size, 0)
+    window_slots = _window_slots(specs, tree.swa_retain_window or 0)
+    window_table = pages_of(window_slots, size, len(tokens) - len(window_slots))
+    return PromptPages.of(tokens, extra_key, salt, size, table, window_table)
+
+
+def _window_slots(specs: Sequence[Any], num_retained: int) -> torch.Tensor:
+    """Return the slots of windows in the last nodes of a prompt that SGLang locks while it saves.
+
+    It locks nodes from the last one on until they have as many positions as it retains. What is
+    before them it may evict at any time, and the slots are another prompt's then.
+    """
+    slots = [torch.empty(0, dtype=torch.int64)]
+    num_positions = 0
+    for spec in reversed(specs):
+        transfers = [each for of_one in spec.comp_xfers.values() for each in of_one]
+        of_windows = [each.host_indices for each in transfers if each.name == PoolName.SWA]
+        if num_positions >= num_retained or len(of_windows) != 1:
+            break
+        (node_slots,) = of_windows
+        slots.insert(0, node_slots)
+        num_positions += len(spec.token_ids)
+        if len(node_slots) < len(spec.token_ids):
+            break
+    return torch.cat(slots)

@@ -30,12 +30,14 @@ class PromptPages:
     """A prompt, which SGLang hands to its storage with each call.
 
     SGLang takes it for the hashes of the pages before those of a call, to which it adds more: they
-    are of the same prompt. ``table`` has the pages in host memory that a backup may read.
+    are of the same prompt. ``table`` has the pages in host memory that a backup may read, and
+    ``window_table`` those of windows that have a pool of their own.
     """
 
     key: RadixKey
     page_size: int
     table: Blocks | None = None
+    window_table: Blocks | None = None
 
     @classmethod
     def of(
@@ -45,6 +47,7 @@ class PromptPages:
         salt: str | None,
         page_size: int,
         table: Blocks | None = None,
+        window_table: Blocks | None = None,
     ) -> Self:
         """Return the prompt of tokens in a namespace of SGLang's.
 
@@ -52,7 +55,8 @@ class PromptPages:
         that outlive the engine. So the prompt ends before the first one.
         """
         text = array("q", takewhile(lambda token: token < MM_PAD_SHIFT_VALUE, tokens))
-        return cls(RadixKey(text, extra_key=extra_key, cache_salt=salt), page_size, table)
+        key = RadixKey(text, extra_key=extra_key, cache_salt=salt)
+        return cls(key, page_size, table, window_table)
 
     def __add__(self, hashes: list[str]) -> Self:
         return self

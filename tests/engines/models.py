@@ -77,6 +77,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 64,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    # SGLang gives the windows of this one a pool of their own
+    "mellum": {
+        "model_type": "mellum",
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
     "mistral": {"model_type": "mistral", "sliding_window": 64},
     "gpt-oss": {
         "model_type": "gpt_oss",

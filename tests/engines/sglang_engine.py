@@ -11,6 +11,7 @@ import os
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 if __name__ == "__mp_main__":  # in a process that SGLang has started
@@ -18,6 +19,23 @@ if __name__ == "__mp_main__":  # in a process that SGLang has started
 
     # DP attention asks on a CPU how long a padded sequence is; intel_amx, which SGLang has for that, says the same.
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda backend: 1
+
+    # On a CPU, SGLang looks up windows that have a pool of their own by slots of the other pool.
+    def in_own_pool(forward: Any) -> Any:
+        def wrapped(backend: Any, q: Any, k: Any, v: Any, layer: Any, *arguments: Any, **options: Any) -> Any:
+            pool, requests = backend.token_to_kv_pool, backend.req_to_token_pool
+            if backend.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]:
+                slots = pool.translate_loc_from_full_to_swa(requests.req_to_token)
+                backend.req_to_token_pool = SimpleNamespace(req_to_token=slots)
+            try:
+                return forward(backend, q, k, v, layer, *arguments, **options)
+            finally:
+                backend.req_to_token_pool = requests
+
+        return wrapped
+
+    for name in ("forward_extend", "forward_decode"):
+        setattr(TorchNativeAttnBackend, name, in_own_pool(getattr(TorchNativeAttnBackend, name)))
 
     # HiCache calls a kernel of CUDA's between its host memory and the pools, and pins the one for the other.
     from sglang.srt.mem_cache.pool_host import common, mha, mla

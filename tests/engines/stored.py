@@ -34,14 +34,22 @@ PAGE = 64
 ENDS_OF_PAGES = tuple(number * PAGE - MAX_TOKENS + 1 for number in (1, 2, 3))
 """Lengths of prompts whose answers end where a page does, but for the last token, which no cache has."""
 
+QUIET_S = 2.0
+"""Seconds without a new file after which an SGLang engine has saved all."""
+
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
-CONVERSATION = "a conversation"
 BESIDE = "beside KvplanConnector"
 
-TURNS = (Side("vllm", 32), Side("sglang", 16), Side("vllm", 64, tp=2), Side("vllm", 32))
-"""The engines that answer the turns of a conversation. Each is killed after its turn."""
+CONVERSATIONS = {
+    "a conversation": ("llama", (Side("vllm", 32), Side("sglang", 16), Side("vllm", 64, tp=2), Side("vllm", 32))),
+    "a conversation, windows apart": ("mellum", (Side("sglang", 16), Side("sglang", 16, tp=2), Side("sglang", 16)) * 2),
+}
+"""Models, and the engines that answer the turns of a conversation. Each is killed after its turn."""
+
+SMALL_PAGES = {"a conversation, windows apart": 16}
+"""Tokens of a page in some rows. SGLang keeps windows up to a turn's end: of larger pages it lacks more."""
 
 
 class Row(NamedTuple):
@@ -71,35 +79,38 @@ ROWS = {
     "vLLM 32 to SGLang 16, in a bucket": Row("llama", Side("vllm", 32), Side("sglang", 16), in_bucket=True),
     "TP 2 to 1, in a bucket": Row("llama", Side("vllm", 64, tp=2), Side("vllm", 32), in_bucket=True),
     "SGLang 16 to 64, TP 2 to 1": Row("llama", Side("sglang", 16, tp=2), Side("sglang", 64)),
+    "SGLang 16 to vLLM 32, windows": Row("gemma-3", Side("sglang", 16), Side("vllm", 32)),
+    "SGLang 64 to 16, windows apart": Row("mellum", Side("sglang", 64), Side("sglang", 16)),
+    "SGLang 16 to 64, TP 1 to 2, windows apart": Row("mellum", Side("sglang", 16), Side("sglang", 64, tp=2)),
 }
 
 
-def start(model: str, side: Side, store: str, name: str) -> Engine:
-    """An engine with a store."""
+def start(model: str, side: Side, store: str, name: str, page: int = PAGE) -> Engine:
+    """An engine with a store of pages of some tokens."""
     (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
     log = FOLDER / "logs" / f"store {name}.log".replace(" ", "_")
     folder = FOLDER / model
     if not folder.exists():
         build(model, folder)
-    settings = {**(vllm if side.engine == "vllm" else sglang)(side, store), **side.more}
+    settings = {**(vllm if side.engine == "vllm" else sglang)(side, store, page), **side.more}
     if side.engine == "vllm":
         return Engine({**ENGINE, **settings, "model": str(folder)}, log, free_port()).ready()
     return SglangEngine({**settings, "model_path": str(folder)}, log).ready()
 
 
-def vllm(side: Side, store: str) -> dict[str, Any]:
+def vllm(side: Side, store: str, page: int = PAGE) -> dict[str, Any]:
     """The settings of a vLLM engine."""
     transfer = {
         "kv_connector": "KvplanStore",
         "kv_connector_module_path": "kvplan_nixl.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"folder": store},
+        "kv_connector_extra_config": {"folder": store, "tokens_per_page": page},
     }
     return {"block_size": side.block, "tensor_parallel_size": side.tp, "kv_transfer_config": transfer}
 
 
-def sglang(side: Side, store: str) -> dict[str, Any]:
+def sglang(side: Side, store: str, page: int) -> dict[str, Any]:
     """The settings of an SGLang engine. Its io backend is the one that copies whole layers."""
     storage = {
         "backend_name": "kvplan",
@@ -108,6 +119,7 @@ def sglang(side: Side, store: str) -> dict[str, Any]:
         "interface_v1": 1,
         "prefetch_threshold": side.block,
         "folder": store,
+        "tokens_per_page": page,
     }
     return {
         "page_size": side.block,
@@ -172,7 +184,7 @@ def damage(store: str) -> None:
 def saved(engine: Engine, store: str, num_pages: int) -> None:
     """Wait until an engine has saved its answers, with which the store has some pages.
 
-    vLLM holds blocks until they are saved. SGLang does not say it: all pages have the same number of files then.
+    vLLM holds blocks until they are saved. SGLang does not say it, and of windows it saves what it still has.
     """
     if not isinstance(engine, SglangEngine):
         while engine.held()[0]:
@@ -180,9 +192,13 @@ def saved(engine: Engine, store: str, num_pages: int) -> None:
         return
     backend = open_backend(store)
     deadline = time.monotonic() + TIMEOUT_S
+    changed_at = time.monotonic()
+    num_files: Counter[str] = Counter()
     while time.monotonic() < deadline:
-        num_files = Counter(entry.page for entry in parts(backend))
-        if len(num_files) == num_pages and len({*num_files.values()}) == 1:
+        before, num_files = num_files, Counter(entry.page for entry in parts(backend))
+        if num_files != before:
+            changed_at = time.monotonic()
+        if len(num_files) == num_pages and time.monotonic() - changed_at > QUIET_S:
             return
         time.sleep(0.2)
     raise TimeoutError(f"{num_files} instead of {num_pages} pages")
@@ -241,32 +257,34 @@ def judge(name: str) -> str:
     return f"{name}: {'right' if not wrong else 'WRONG: ' + ', '.join(wrong)}; cached {cached}"
 
 
-def converse() -> str:
+def converse(name: str) -> str:
     """What came of a conversation that moves between engines, and returns after all have restarted."""
-    rng = random.Random(CONVERSATION)
+    model, sides = CONVERSATIONS[name]
+    page = SMALL_PAGES.get(name, PAGE)
+    rng = random.Random(name)
     said: list[int] = []
     wrong, found, pages = [], [], 0
     with empty_store(in_bucket=False) as store:
-        for turn, side in enumerate(TURNS):
-            stored = (len(said) - 1) // PAGE * PAGE if said else 0
+        for turn, side in enumerate(sides):
+            stored = (len(said) - 1) // page * page if said else 0
             said += [rng.randrange(3, VOCABULARY) for _ in range(70)]
-            with closing_engine(start("llama", side, store, f"turn {turn}")) as engine:
+            with closing_engine(start(model, side, store, f"turn {turn}", page)) as engine:
                 ((computed, num_computed),) = answers(engine, [said], salt=f"computed in turn {turn}")
                 ((answer, cached),) = answers(engine, [said])
                 # the pages of a turn, those of the last one apart, and the same with a salt
-                length = (len(said) + MAX_TOKENS - 1) // PAGE
-                pages += 2 * length - stored // PAGE
+                length = (len(said) + MAX_TOKENS - 1) // page
+                pages += 2 * length - stored // page
                 saved(engine, store, pages)
             found.append(cached)
             if (answer, num_computed, cached) != (computed, 0, stored):
                 wrong.append(f"turn {turn}")
             said += answer
-    return f"{CONVERSATION}: {'right' if not wrong else 'WRONG: ' + ', '.join(wrong)}; cached {found}"
+    return f"{name}: {'right' if not wrong else 'WRONG: ' + ', '.join(wrong)}; cached {found}"
 
 
-def beside() -> str:
+def beside(name: str) -> str:
     """What came of a store beside a transfer from prefill to decode, both of which save. A third engine loads."""
-    rng = random.Random(BESIDE)
+    rng = random.Random(name)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
     with empty_store(in_bucket=False) as store:
         kept = vllm(Side("vllm", 32), store)["kv_transfer_config"]
@@ -300,7 +318,7 @@ def beside() -> str:
     }
     wrong = [name for name, is_so in findings.items() if not is_so]
     cached = [cached for _, cached in loaded]
-    return f"{BESIDE}: {'right' if not wrong else 'WRONG: ' + ', '.join(wrong)}; cached {cached}"
+    return f"{name}: {'right' if not wrong else 'WRONG: ' + ', '.join(wrong)}; cached {cached}"
 
 
 def num_pages(prompts: list[list[int]]) -> int:
@@ -319,9 +337,9 @@ def closing_engine(engine: Engine) -> Iterator[Engine]:
 
 def main() -> None:
     """Judges rows."""
-    others = {CONVERSATION: converse, BESIDE: beside}
-    for row in sys.argv[1:] or [*ROWS, *others]:
-        print(others[row]() if row in others else judge(row), flush=True)
+    trials = {**dict.fromkeys(ROWS, judge), **dict.fromkeys(CONVERSATIONS, converse), BESIDE: beside}
+    for row in sys.argv[1:] or trials:
+        print(trials[row](row), flush=True)
 
 
 if __name__ == "__main__":

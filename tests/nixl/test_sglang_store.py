@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -45,7 +46,16 @@ class Storage:
         self.mem_pool_host = pool
 
     def register_mem_host_pool_v2(self, pool: Any, name: str) -> None:
-        self.registered_pools = {name: pool}
+        self.__dict__.setdefault("registered_pools", {})[name] = pool
+
+
+@attrs.frozen
+class Result:
+    """PoolTransferResult."""
+
+    kv_hit_pages: int
+    extra_pool_hit_pages: dict[str, int]
+    restorable_prefix_pages: list[int]
 
 
 class Key:
@@ -87,7 +97,11 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     parts = ("serving", "memory", "disagg", "model", "spec")
     names: dict[str, dict[str, Any]] = {
-        "sglang.srt.mem_cache.hicache_storage": {"HiCacheStorage": Storage, "PoolName": SimpleNamespace(KV="kv")},
+        "sglang.srt.mem_cache.hicache_storage": {
+            "HiCacheStorage": Storage,
+            "PoolName": SimpleNamespace(KV="kv", SWA="swa"),
+            "PoolTransferResult": Result,
+        },
         "sglang.srt.mem_cache.radix_cache": {"RadixKey": Key},
         "sglang.srt.mem_cache.utils": {"get_storage_hash_str": hashes_of},
         "sglang.srt.managers.schedule_batch": {"MM_PAD_SHIFT_VALUE": IMAGE},
@@ -102,30 +116,45 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(engine=engine, **modules)
 
 
+def host_pool(filled: bool, dtype: Any) -> tuple[Any, SimpleNamespace]:
+    """The memory of an MHATokenToKVPoolHost, and the pool."""
+    memory = np.zeros((2, LAYERS, 20 * PAGE, 2, 8), dtype)
+    if filled:
+        memory[:] = np.arange(memory.size).reshape(memory.shape)
+    pool = SimpleNamespace(
+        kv_buffer=memory,
+        k_buffer=memory[0],
+        v_buffer=memory[1],
+        layout="layer_first",
+        page_size=PAGE,
+        start_layer=0,
+        layer_num=LAYERS,
+        dtype=memory.dtype,
+    )
+    return memory, pool
+
+
 class Engine:
-    """A rank with a cache in host memory, whose values are all different, or zero."""
+    """A rank with a cache in host memory, whose values are all different, or zero, and maybe one of windows."""
 
     def __init__(
-        self, plugin: SimpleNamespace, folder: Path, filled: bool = True, dtype: Any = np.float32, **extra: Any
+        self,
+        plugin: SimpleNamespace,
+        folder: Path,
+        filled: bool = True,
+        dtype: Any = np.float32,
+        has_windows: bool = False,
+        pp_size: int = 1,
+        **extra: Any,
     ) -> None:
-        self._plugin = plugin
-        self.memory = np.zeros((2, LAYERS, 20 * PAGE, 2, 8), dtype)
-        if filled:
-            self.memory[:] = np.arange(self.memory.size).reshape(self.memory.shape)
-        pool = SimpleNamespace(
-            kv_buffer=self.memory,
-            k_buffer=self.memory[0],
-            v_buffer=self.memory[1],
-            layout="layer_first",
-            page_size=PAGE,
-            start_layer=0,
-            layer_num=LAYERS,
-            dtype=self.memory.dtype,
-        )
+        self.plugin = plugin
+        self.memory, pool = host_pool(filled, dtype)
+        self.windows, window_pool = host_pool(filled, dtype)
         config = SimpleNamespace(
             tp_rank=0,
             tp_size=1,
             pp_rank=0,
+            pp_size=pp_size,
             attn_cp_size=1,
             dcp_size=1,
             extra_config={"backend_name": "kvplan", "interface_v1": 1, "folder": str(folder), **extra},
@@ -133,12 +162,14 @@ class Engine:
         self.store = plugin.store.KvplanStore(config, {})
         self.store.register_mem_pool_host(pool)
         self.store.register_mem_host_pool_v2(pool, "kv")
+        if has_windows:
+            self.store.register_mem_host_pool_v2(window_pool, "swa")
         self.store.on_host_pools_registered()
 
     def prompt(self, tokens: Sequence[int] = TOKENS, pages: Sequence[int] = (), salt: str | None = None) -> Any:
         """A prompt, and where it is in host memory."""
-        table = self._plugin.store.pages_of(slots(pages), PAGE, 0) if pages else None
-        return self._plugin.store_prompts.PromptPages.of(tokens, None, salt, PAGE, table)
+        table = self.plugin.store.pages_of(slots(pages), PAGE, 0) if pages else None
+        return self.plugin.store_prompts.PromptPages.of(tokens, None, salt, PAGE, table)
 
     def exists(self, prompt: Any, start: int = 0) -> int:
         """How many pages are found from one on."""
@@ -164,6 +195,7 @@ def told(prompt: Any) -> Any:
 
 
 PAGES = [7, 2, 9, 4, 11, 1, 15, 3, 8]
+WINDOW_PAGES = [4, 8, 1, 12, 5, 3, 10, 6, 2]
 
 
 def save(engine: Engine, prompt: Any, *sizes: int) -> None:
@@ -192,6 +224,114 @@ def test_what_one_engine_saves_another_loads(plugin: SimpleNamespace, tmp_path: 
     assert reader.store.batch_get_v1(keys(wanted)[3:8], slots(places), told(wanted)) == [True] * 5
     assert (reader.rows(places) == writer.rows(PAGES[3:8])).all()
     assert not reader.memory.sum(axis=(0, 1, 3, 4))[slots([1, 3, 4, 7])].any()
+
+
+def windowed_config(*kinds: str) -> dict[str, Any]:
+    """A model with layers of these kinds, and twice as many."""
+    return {
+        **CONFIG,
+        "model_type": "gemma3_text",
+        "sliding_window": 32,
+        "num_hidden_layers": 2 * LAYERS,
+        "layer_types": [f"{kind}_attention" for kind in kinds] * LAYERS,
+    }
+
+
+@pytest.fixture
+def windowed(monkeypatch: pytest.MonkeyPatch, plugin: SimpleNamespace) -> SimpleNamespace:
+    """The plugin of an engine whose windows have a pool of their own."""
+    config = windowed_config("sliding", "full")
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda path, revision: (config, {}))
+    return plugin
+
+
+def window(hashes: list[str], pages: Sequence[int] = ()) -> Any:
+    """PoolTransfer of the last pages of a prompt."""
+    return SimpleNamespace(name="swa", keys=hashes, host_indices=slots(pages))
+
+
+def backed_up(engine: Engine, num_pages: int, held: int) -> Any:
+    """A prompt in host memory, with windows from the page ``held`` on."""
+    pages_of = engine.plugin.store.pages_of
+    table = pages_of(slots(PAGES[:num_pages]), PAGE, 0)
+    window_table = pages_of(slots(WINDOW_PAGES[held:num_pages]), PAGE, held * PAGE)
+    tokens = TOKENS[: num_pages * PAGE]
+    return engine.plugin.store_prompts.PromptPages.of(tokens, None, None, PAGE, table, window_table)
+
+
+def save_windows(engine: Engine, first: int, stop: int, held: int) -> None:
+    """Back up a node of the pages from ``first`` on."""
+    prompt = backed_up(engine, stop, held)
+    saved = engine.store.batch_set_v2([window(keys(prompt)[max(first, held) :])], told(prompt))
+    assert all(saved["swa"])
+    assert all(engine.store.batch_set_v1(keys(prompt)[first:], slots(PAGES[first:stop]), told(prompt)))
+
+
+def test_windows_are_saved_and_loaded(windowed: SimpleNamespace, tmp_path: Path) -> None:
+    """As far as SGLang still has them; a prefix is found where all windows before its end are stored."""
+    writer, reader = (Engine(windowed, tmp_path, filled, has_windows=True) for filled in (True, False))
+    save_windows(writer, 0, 8, held=3)
+    prompt = reader.prompt()
+    hashes = keys(prompt)
+    # of the store's two pages only the second one has windows
+    assert reader.store.batch_exists_v2(hashes, [window(hashes[:2])], told(prompt)) == Result(8, {}, [8])
+    assert reader.store.batch_exists_v2(hashes[:7], [window(hashes[:2])], told(prompt)) == Result(7, {}, [7])
+    assert reader.store.batch_exists_v2(hashes[:5], [window(hashes[:2])], told(prompt)) == Result(0, {}, [])
+    assert reader.store.batch_exists(hashes[:5], told(prompt)) == 5
+    places = [5, 0, 13, 6, 2, 9, 11, 1]
+    assert reader.store.batch_get_v1(hashes[:8], slots(places), told(prompt)) == [True] * 8
+    assert not reader.windows.any()
+    wanted = [window(hashes[6:8], places[:2])]
+    assert reader.store.batch_get_v2(wanted, told(prompt)) == {"swa": [True] * 2}
+    assert (reader.rows(places) == writer.rows(PAGES[:8])).all()
+    assert (reader.windows[:, :, slots(places[:2])] == writer.windows[:, :, slots(WINDOW_PAGES[6:8])]).all()
+    assert not reader.windows[:, :, slots([*range(1, 5), *range(6, 20)])].any()
+
+
+@pytest.mark.parametrize(("held", "num_found"), [(4, 8), (6, 0)])
+def test_a_page_whose_windows_two_nodes_have(
+    windowed: SimpleNamespace, tmp_path: Path, held: int, num_found: int
+) -> None:
+    """It is saved with the second one, if the first one's are there; else the page has none."""
+    engine = Engine(windowed, tmp_path, has_windows=True)
+    save_windows(engine, 0, 6, held=4)
+    save_windows(engine, 6, 8, held=held)
+    prompt = engine.prompt()
+    found = engine.store.batch_exists_v2(keys(prompt), [window(keys(prompt)[:2])], told(prompt))
+    assert found.kv_hit_pages == num_found
+
+
+def test_windows_of_another_prompt_are_none(windowed: SimpleNamespace, tmp_path: Path) -> None:
+    """They are not saved; nor are those that nobody has found in host memory. What is not stored is not loaded."""
+    engine = Engine(windowed, tmp_path, has_windows=True)
+    prompt = engine.prompt(pages=PAGES)
+    hashes = keys(prompt)
+    assert engine.store.batch_set_v2([window(hashes)], told(prompt)) == {"swa": [False] * 9}
+    in_memory = backed_up(engine, 8, 0)
+    assert engine.store.batch_set_v2([window(hashes[1::-1])], told(in_memory)) == {"swa": [False] * 2}
+    assert engine.store.batch_get_v2([window(hashes[6:8], [0, 1])], told(prompt)) == {"swa": [False] * 2}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pp_size", "text"),
+    [
+        (("sliding", "full"), 2, "expected pp_size = 1, got 2"),
+        (("full", "full"), 1, r"expected layers of the host pools = \[4, 0\], got \[2, 2\]"),
+    ],
+)
+def test_pools_of_other_layers_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    plugin: SimpleNamespace,
+    tmp_path: Path,
+    kinds: tuple[str, str],
+    pp_size: int,
+    text: str,
+) -> None:
+    """As those of a stage, or of a model whose layers share caches."""
+    config = windowed_config(*kinds)
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda path, revision: (config, {}))
+    with pytest.raises(KVPlanError, match=text):
+        Engine(plugin, tmp_path, has_windows=True, pp_size=pp_size)
 
 
 def test_what_decides_a_cache_decides_a_key(plugin: SimpleNamespace, tmp_path: Path) -> None:
@@ -325,14 +465,14 @@ def test_engines_that_are_not_served(
 
 
 def test_settings_that_are_not_understood(plugin: SimpleNamespace, tmp_path: Path) -> None:
-    """They are refused by name, and so is a second pool."""
+    """They are refused by name, and so is a pool of another kind."""
     with pytest.raises(KVPlanError, match=r"SETTING: cannot read hicache_storage_backend_extra_config: .* got 'foldr'"):
         Engine(plugin, tmp_path, foldr="kv")
     with pytest.raises(KVPlanError, match="SETTING: cannot set interface_v1"):
         Engine(plugin, tmp_path, interface_v1=0)
     engine = Engine(plugin, tmp_path)
     engine.store.registered_pools["mamba"] = None
-    with pytest.raises(KVPlanError, match="serve this SGLang by kvplan: expected host pools"):
+    with pytest.raises(KVPlanError, match=r"expected host pools beside kv and swa = \[\], got \['mamba'\]"):
         engine.store.on_host_pools_registered()
 
 
@@ -341,7 +481,11 @@ class Tree:
 
     page_size = PAGE
 
-    def __init__(self, engine: Engine, sizes: Sequence[int], storage: Any = None) -> None:
+    def __init__(
+        self, engine: Engine, sizes: Sequence[int], storage: Any = None, retained: int | None = None, gone: int = 0
+    ) -> None:
+        self.swa_retain_window = retained
+        self.gone = gone  # the pages at the start whose windows SGLang has evicted
         self.cache_controller = SimpleNamespace(storage_backend=storage or engine.store)
         self.tree_core = self
         self.sizes = sizes
@@ -354,7 +498,11 @@ class Tree:
         start = sum(self.sizes[:node_id])
         stop = start + self.sizes[node_id]
         tokens = array("q", TOKENS[start * PAGE : stop * PAGE])
-        return SimpleNamespace(token_ids=tokens, host_value=slots(PAGES[start:stop])) if stop <= 8 else None
+        spec = SimpleNamespace(token_ids=tokens, host_value=slots(PAGES[start:stop]), comp_xfers={})
+        held = max(start, self.gone)
+        if self.swa_retain_window is not None and held < stop:
+            spec.comp_xfers["swa"] = [SimpleNamespace(name="swa", host_indices=slots(WINDOW_PAGES[held:stop]))]
+        return spec if stop <= 8 else None
 
     def prefetch_anchor_info(self, node_id: int) -> tuple[None, str]:
         return None, "blue"
@@ -386,6 +534,29 @@ def test_hooks_hand_on_the_prompt(plugin: SimpleNamespace, tmp_path: Path) -> No
     assert [*hooks._prefetch(search, tree, "r", 0, TOKENS[48:], "last", None, **known).tokens] == TOKENS
     assert [*hooks._query(search, tree, 0, TOKENS[48:], cache_salt="blue").tokens] == TOKENS
     assert hooks._query(search, tree, 3, TOKENS, cache_salt="blue") == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "retained", "gone", "held"),
+    [
+        ([3, 3, 2], 2 * PAGE, 0, range(6, 8)),
+        ([3, 3, 2], 2 * PAGE + 1, 0, range(3, 8)),
+        ([3, 3, 2], 8 * PAGE, 0, range(8)),
+        ([3, 3, 2], 8 * PAGE, 4, range(4, 8)),
+        ([3, 3, 2], 8 * PAGE, 6, range(6, 8)),
+        ([8], 2 * PAGE, 5, range(5, 8)),
+        ([8], 2 * PAGE, 8, range(8, 8)),
+    ],
+)
+def test_windows_that_a_backup_may_read(
+    plugin: SimpleNamespace, tmp_path: Path, sizes: list[int], retained: int, gone: int, held: range
+) -> None:
+    """They are of the nodes that SGLang locks, from the last one on: what it may evict is another prompt's soon."""
+    tree = Tree(Engine(plugin, tmp_path), sizes, retained=retained, gone=gone)
+    prompt = plugin.store_hooks._backed_up(tree, len(sizes) - 1)
+    assert prompt.table.ids.tolist() == PAGES[:8]
+    assert prompt.window_table.ids.tolist() == [WINDOW_PAGES[page] for page in held]
+    assert prompt.window_table.first == held.start
 
 
 def test_other_storages_stay_as_they_are(plugin: SimpleNamespace, tmp_path: Path) -> None:
