@@ -128,6 +128,7 @@ class KvplanStore(HiCacheStorage):
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
         """Return how many pages in a row can be loaded, with the windows before their end."""
+        # SGLang names as many pages as the windows before any end need
         sizes = [len(transfer.keys) for transfer in pool_transfers or ()]
         num_pages = self._find(keys, extra_info, max(sizes, default=0))
         return PoolTransferResult(num_pages, {}, [num_pages] if num_pages else [])
@@ -284,12 +285,14 @@ def _cached_dtype(dtype: torch.dtype) -> str | None:
 
 def windows_apart(model: Model, full: Any, sliding: Any) -> SimpleNamespace:
     """Return host pools as SGLang has pools of layers without and with windows, each in order."""
+    # by whether they have windows; a layer's index is that in its own pool
     num_layers: Counter[bool] = Counter()
     mapping = {}
     for layer, tensors in enumerate(model.layers):
         slides = any(tensor.window is not None for tensor in tensors)
         mapping[layer] = (num_layers[slides], slides)
         num_layers[slides] += 1
+    # a stage has some of them, and layers may share the cache of another one
     counts = [num_layers[False], num_layers[True]]
     require("layers of the host pools", counts, [full.layer_num, sliding.layer_num])
     return SimpleNamespace(full_kv_pool=full, swa_kv_pool=sliding, layers_mapping=mapping)
