@@ -145,7 +145,8 @@ class Reads:
     ``connections`` are the functions by which other engines' workers become known, and ``claims``
     asks sources whether leases stand. An engine has ``timeout_s`` to answer a handshake. ``digest``
     computes the digests of what has arrived. ``on_handshake`` is called with the result of each
-    handshake. What an engine offers may cost ``budget_bytes`` of a :class:`kvplan.Budget`. Not for
+    handshake. What an engine offers may cost ``budget_bytes`` of a :class:`kvplan.Budget`. By
+    ``rates`` the pipeline is faster or not, by default by those of the worker's memory. Not for
     several threads at once.
     """
 
