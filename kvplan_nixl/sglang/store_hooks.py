@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -154,11 +155,12 @@ def _window_slots(specs: Sequence[Any], num_retained: int) -> torch.Tensor:
     slots = [torch.empty(0, dtype=torch.int64)]
     num_positions = 0
     for spec in reversed(specs):
-        transfers = [each for of_one in spec.comp_xfers.values() for each in of_one]
-        of_windows = [each.host_indices for each in transfers if each.name == PoolName.SWA]
-        if num_positions >= num_retained or len(of_windows) != 1:
+        transfers = chain.from_iterable(spec.comp_xfers.values())
+        by_pool = {transfer.name: transfer.host_indices for transfer in transfers}
+        # a node whose windows are evicted has none
+        if num_positions >= num_retained or PoolName.SWA not in by_pool:
             break
-        (node_slots,) = of_windows
+        node_slots = by_pool[PoolName.SWA]
         slots.insert(0, node_slots)
         num_positions += len(spec.token_ids)
         if len(node_slots) < len(spec.token_ids):

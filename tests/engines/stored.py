@@ -43,13 +43,21 @@ ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 BESIDE = "beside KvplanConnector"
 
 CONVERSATIONS = {
-    "a conversation": ("llama", (Side("vllm", 32), Side("sglang", 16), Side("vllm", 64, tp=2), Side("vllm", 32))),
-    "a conversation, windows apart": ("mellum", (Side("sglang", 16), Side("sglang", 16, tp=2), Side("sglang", 16)) * 2),
+    "a conversation": (
+        "llama",
+        PAGE,
+        (Side("vllm", 32), Side("sglang", 16), Side("vllm", 64, tp=2), Side("vllm", 32)),
+    ),
+    "a conversation, windows apart": (
+        "mellum",
+        16,
+        (Side("sglang", 16), Side("sglang", 16, tp=2), Side("sglang", 16)) * 2,
+    ),
 }
-"""Models, and the engines that answer the turns of a conversation. Each is killed after its turn."""
+"""Models, the tokens of a page, and the engines that answer the turns of a conversation.
 
-SMALL_PAGES = {"a conversation, windows apart": 16}
-"""Tokens of a page in some rows. SGLang keeps windows up to a turn's end: of larger pages it lacks more."""
+Each is killed after its turn. SGLang keeps windows up to a turn's end: of larger pages it lacks more.
+"""
 
 
 class Row(NamedTuple):
@@ -259,8 +267,7 @@ def judge(name: str) -> str:
 
 def converse(name: str) -> str:
     """What came of a conversation that moves between engines, and returns after all have restarted."""
-    model, sides = CONVERSATIONS[name]
-    page = SMALL_PAGES.get(name, PAGE)
+    model, page, sides = CONVERSATIONS[name]
     rng = random.Random(name)
     said: list[int] = []
     wrong, found, pages = [], [], 0
