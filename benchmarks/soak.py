@@ -660,6 +660,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--plant", choices=PLANTS, default="")
     options = parser.parse_args(arguments)
     os.environ |= {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal", "UCX_NET_DEVICES": "lo"}
+    os.environ.setdefault("UCX_TLS", "tcp")
     folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="soak-"))
     try:
         soak = Soak(options.seconds, options.decode_tp, options.seed, options.plant, folder)

@@ -299,10 +299,10 @@ def transport_findings(log: str, has_gpu: bool) -> Iterator[Finding]:
         state = State.NOTE if rdma else State.WRONG
         yield Finding("TCP", state, "left out", "look at UCX_TLS and UCX_NET_DEVICES")
     if "cma" in enabled:
-        text = "enabled: a failed read is RUNNING until its source's process has ended"
-        yield Finding("CMA", State.RIGHT, text)
+        yield Finding("CMA", State.RIGHT, "engines of this host copy out of each other's memory")
     else:
-        yield Finding("CMA", State.RIGHT, "left out, as kvplan's default wants it")
+        advice = "look at UCX_TLS, and let containers of this host share a PID namespace"
+        yield Finding("CMA", State.NOTE, "left out: engines of this host read over TCP", advice)
     if has_gpu and not {"cuda_copy", "cuda_ipc"} <= enabled:
         names = " and ".join(sorted(enabled & {"cuda_copy", "cuda_ipc"})) or "neither"
         advice = "install NIXL for the driver's CUDA (nixl-cu12 or nixl-cu13)"

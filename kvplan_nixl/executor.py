@@ -11,9 +11,9 @@ strided descriptors, and indexes them by a spec's ids. It follows the rules of
   way. So the executor does neither while a transfer runs. A cancelled transfer runs until NIXL
   reports DONE or an error, also where its remote worker is disconnected by force. Only
   :meth:`NixlExecutor.close` ends running transfers. An error ends a transfer only if UCX stops
-  writing after it. With its own copies on one host (CMA, :mod:`kvplan_nixl.cma`) it does not:
-  :data:`UCX` leaves these out, and where the environment allows them, a transfer that has failed
-  stays RUNNING until the process of its remote worker has ended.
+  writing after it. With its own copies on one host (CMA, :mod:`kvplan_nixl.cma`) it does not, so
+  where it may have used these, a transfer that has failed stays RUNNING until the process of its
+  remote worker has ended.
 - N3: Handles are freed in this order: transfers, prepared rows, remote agents, registered memory,
   the agent. After :meth:`NixlExecutor.close` nothing of NIXL is left, whatever transfers and errors
   the caller keeps.
@@ -51,18 +51,16 @@ from kvplan_nixl.rows import PreparedRows, memory_kind_of
 
 Backends = Mapping[str, Mapping[str, str]]
 
-UCX_OPTIONS: Final = "TLS=^cma,TCP_CONN_NB=y,TCP_SYN_CNT=3,CUDA_IPC_ENABLE_GET_ZCOPY=on"
+UCX_OPTIONS: Final = "TCP_CONN_NB=y,TCP_SYN_CNT=3,CUDA_IPC_ENABLE_GET_ZCOPY=on"
 
 UCX: Final[Backends] = MappingProxyType({"UCX": MappingProxyType({"engine_config": UCX_OPTIONS})})
-"""The default backends: UCX, without its copies between processes of one host (CMA).
+"""The default backend: UCX, with some settings.
 
 It connects over TCP in the background and gives up after 15 s. With UCX's own settings
-:meth:`NixlExecutor.connect` waits, for minutes where nobody answers. With CMA a read that fails is
-RUNNING, and its blocks are out of use, until its source's process has ended: NIXL forgets the
-copies that it took before, and UCX goes on with them. GPUs of one host are read from by CUDA IPC:
-on a host without NVLinks UCX leaves it to writes, and reads over TCP. ``UCX_TCP_CONN_NB``,
-``UCX_TCP_SYN_CNT``, ``UCX_CUDA_IPC_ENABLE_GET_ZCOPY`` and ``UCX_TLS`` in the environment take
-precedence.
+:meth:`NixlExecutor.connect` waits, for minutes where nobody answers. GPUs of one host are read from
+by CUDA IPC: on a host without NVLinks UCX leaves it to writes, and reads over TCP.
+``UCX_TCP_CONN_NB``, ``UCX_TCP_SYN_CNT`` and ``UCX_CUDA_IPC_ENABLE_GET_ZCOPY`` in the environment
+take precedence.
 """
 
 MAX_EARLY: Final = 1024
@@ -348,17 +346,23 @@ class NixlExecutor:
 
     def _fail(self, transfer: NixlTransfer, peer: _Peer, error: KVPlanError) -> None:
         """Settle a transfer with an error, or hold it while copies of it may go on, rule N2."""
-        process = cma.Process.of_agent(peer.agent)
-        is_elsewhere = process is not None and not process.is_beside(self._process)
-        # without a handle nothing was posted, and no process of this host writes to a file
-        is_copied = transfer.handle is not None and peer.attached is None
-        if not self._uses_cma or is_elsewhere or not is_copied:
+        # without a handle nothing was posted
+        if transfer.handle is None or not self._may_be_copied(transfer.spec, peer):
             self._end(transfer, error)
             return
         error.__traceback__ = None  # its frames refer to this transfer
         transfer.failure = error
         if error.code == "PEER":
             self._lose(peer, error)
+
+    def _may_be_copied(self, spec: ReadSpec, peer: _Peer) -> bool:
+        """Return whether UCX may move the bytes of a spec by CMA."""
+        if not self._uses_cma or peer.attached is not None:
+            return False
+        process = cma.Process.of_agent(peer.agent)
+        is_elsewhere = process is not None and not process.is_beside(self._process)
+        kinds = {memory_kind_of(spec.local_table), memory_kind_of(spec.remote_table)}
+        return kinds == {"DRAM"} and not is_elsewhere
 
     def _end_held(self, transfer: NixlTransfer, peer: _Peer, failure: KVPlanError) -> None:
         """Settle a transfer that has failed, if the process of its peer has ended."""

@@ -17,6 +17,9 @@ from kvplan.plan import ReadSpec, TransferPlan
 MAX_TRANSFER_IDS: Final = 4096
 """The most ids of a transfer. UCX takes up to 16 us to begin a descriptor over TCP."""
 
+MAX_TRANSFER_BYTES: Final = 1 << 26
+"""The most bytes of a transfer. Between processes of one host UCX copies while it takes them."""
+
 
 @attrs.frozen(kw_only=True)
 class Read:
@@ -68,13 +71,16 @@ class ReadResult:
 
 
 def cut(spec: ReadSpec) -> Iterator[ReadSpec]:
-    """Cut what is read from a worker into transfers of at most :data:`MAX_TRANSFER_IDS` ids."""
-    if spec.local_ids.size <= MAX_TRANSFER_IDS:
-        if spec.local_ids.size:
-            yield spec
+    """Cut what is read from a worker into transfers of a limited number of ids and of bytes."""
+    if not spec.local_ids.size:
         return
-    for start in range(0, spec.local_ids.size, MAX_TRANSFER_IDS):
-        part = slice(start, start + MAX_TRANSFER_IDS)
+    longest_bytes = int(spec.local_table.rows[:, 1].max())
+    num_ids = min(MAX_TRANSFER_IDS, max(1, MAX_TRANSFER_BYTES // longest_bytes))
+    if spec.local_ids.size <= num_ids:
+        yield spec
+        return
+    for start in range(0, spec.local_ids.size, num_ids):
+        part = slice(start, start + num_ids)
         local_ids = spec.local_ids[part]
         yield attrs.evolve(spec, local_ids=local_ids, remote_ids=spec.remote_ids[part], shapes=())
 

@@ -24,8 +24,9 @@
   cannot digest the same elements, such as heads that are divided unevenly, the log says that the
   request was not verified.
 - R7: A step hands over transfers for about :data:`POST_S`, since the engine's other requests wait
-  meanwhile. So a read of many descriptors is cut into transfers of
-  :data:`~kvplan.connector.read.MAX_TRANSFER_IDS` ids, and each :meth:`Reads.poll` hands over some,
+  meanwhile. So a large read is cut into transfers of
+  :data:`~kvplan.connector.read.MAX_TRANSFER_IDS` ids and
+  :data:`~kvplan.connector.read.MAX_TRANSFER_BYTES`, and each :meth:`Reads.poll` hands over some,
   until the read has failed.
 """
 

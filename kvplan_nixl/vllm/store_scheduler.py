@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 import attrs
 from vllm.config import VllmConfig
@@ -23,18 +24,22 @@ from kvplan.store import Attended, Chain, open_backend
 from kvplan_nixl.eviction import evict_beside
 from kvplan_nixl.settings import StoreSettings
 from kvplan_nixl.vllm.description import first_attended, frees_blocks
-from kvplan_nixl.vllm.requests import facts_of
+from kvplan_nixl.vllm.requests import facts_of, params_of
 from kvplan_nixl.vllm.store_searches import StoreSearches
 from kvplan_nixl.vllm.tables import BlockTables
 
 logger = init_logger(f"vllm.{__name__}")
+
+PIN: Final = "kvplan_pin"
+"""The ``kv_transfer_params`` of a request say with it whether its prompt stays in the store."""
 
 
 @attrs.frozen
 class StoreJob:
     """What all workers do for one request: load, or save, positions of its blocks, by group.
 
-    The positions end at ``stop``, or before it.
+    The positions end at ``stop``, or before it. Pages of the first ``pin_stop`` positions are
+    pinned, or no longer, if ``is_pinned`` says so.
     """
 
     request: str
@@ -42,6 +47,8 @@ class StoreJob:
     tables: dict[str, Blocks]
     positions: dict[str, Range]
     stop: int
+    is_pinned: bool | None = None
+    pin_stop: int = 0
 
 
 @dataclass
@@ -209,8 +216,17 @@ class StoreScheduler:
         if request.num_computed_tokens == chain.num_tokens == num_tokens:
             for group in self._tables.states:
                 positions[group] = (num_tokens, num_tokens)
-        job = StoreJob(request.request_id, chain, tables, positions, chain.num_tokens)
-        self._step.saves.append(job)
+        self._step.saves.append(
+            StoreJob(
+                request.request_id,
+                chain,
+                tables,
+                positions,
+                chain.num_tokens,
+                is_pinned=_is_pinned(request),
+                pin_stop=min(request.num_prompt_tokens, chain.num_tokens),
+            )
+        )
         return True
 
     def take_step(self) -> KvplanStoreMetadata:
@@ -218,3 +234,13 @@ class StoreScheduler:
         step = self._step
         self._step = KvplanStoreMetadata()
         return step
+
+
+def _is_pinned(request: Request) -> bool | None:
+    """Return whether a request wants its prompt to stay in the store, None if it does not say."""
+    is_pinned = params_of(request).get(PIN)
+    if is_pinned is None or isinstance(is_pinned, bool):
+        return is_pinned
+    message = "request %r pins nothing: %s must be true or false, got %.80r"
+    logger.warning(message, request.request_id, PIN, is_pinned)
+    return None

@@ -118,6 +118,9 @@ class StoreWorker:
             with self._lock:
                 self._results.finished_sending.add(job.request)
         guard.call(lambda client: client.use(job.chain, job.stop))
+        if job.is_pinned is not None:
+            keep = StoreClient.pin if job.is_pinned else StoreClient.unpin
+            guard.call(lambda client: keep(client, job.chain, job.pin_stop))
 
     def _held(self, job: StoreJob) -> tuple[dict[str, Blocks], dict[str, Range]]:
         """Return the tables and the positions of the groups that the worker has."""

@@ -471,6 +471,16 @@ def test_what_fits_a_transfer_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> Non
     assert whole is spec
     monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_IDS", spec.local_ids.size - 1)
     assert [part.local_ids.size for part in cut(spec)] == [spec.local_ids.size - 1, 1]
+    monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_IDS", spec.local_ids.size)
+    monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_BYTES", spec.num_bytes)
+    assert [*cut(spec)] == [spec]
+    monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_BYTES", spec.num_bytes - 1)
+    parts = [*cut(spec)]
+    assert {part.num_bytes < spec.num_bytes for part in parts} == {True}
+    assert np.concatenate([part.remote_ids for part in parts]).tolist() == spec.remote_ids.tolist()
+    # what is longer than a transfer may be is one by itself
+    monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_BYTES", 1)
+    assert [part.local_ids.size for part in cut(spec)] == [1] * spec.local_ids.size
 
 
 @pytest.mark.parametrize("at_once", [False, True])

@@ -144,7 +144,7 @@ PAIRS = {
     "llama 32->64, two of each": Pair("llama", side(32), side(64), "several"),
     "llama 32->64, aborted": Pair("llama", side(32), side(64), "aborted", lease_s=30),
     "llama, prefill dies": Pair("llama", side(), side(), "prefill_dies"),
-    "llama, prefill dies, by CMA": Pair("llama", side(), side(), "prefill_dies", transports="all"),
+    "llama, prefill dies, over TCP": Pair("llama", side(), side(), "prefill_dies", transports="tcp"),
     "llama, prefill dies, recompute": Pair("llama", side(), side(kv_load_failure_policy="recompute"), "recomputed"),
     "llama, prefill restarts": Pair("llama", side(), side(), "prefill_restarts"),
     "llama, prefill freezes": Pair("llama", side(), side(), "prefill_freezes"),

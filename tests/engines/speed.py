@@ -49,7 +49,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 4352,
 }
 POOL_TOKENS = 16_384
-OURS = ("kvplan", "kvplan, UCX_TLS=all")
+OURS = ("kvplan", "kvplan, UCX_TLS=tcp")
 
 PAIRS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "equal": ({"block_size": 32}, {"block_size": 32}),
@@ -61,7 +61,7 @@ PAIRS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
 CONTENDERS = {
     ALONE: ("", ""),
     "kvplan": ("kvplan", ""),
-    "kvplan, UCX_TLS=all": ("kvplan", "all"),
+    "kvplan, UCX_TLS=tcp": ("kvplan", "tcp"),
     "NixlConnector": ("nixl", ""),
 }
 """Connectors, and UCX_TLS of their engines where it is not their default."""

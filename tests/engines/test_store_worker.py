@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvplan.store import StoreClient
+from kvplan.store import Limits, StoreClient, evict
 from kvplan_nixl.vllm.store_scheduler import KvplanStoreMetadata, StoreJob
 from kvplan_nixl.vllm.store_settings import VllmStoreSettings
 from kvplan_nixl.vllm.store_worker import StoreWorker
@@ -92,6 +93,22 @@ def test_what_waits_is_left_out_in_the_end(backend: HangingBackend, begun: Calla
         time.sleep(0.001)
     worker.close()
     assert worker.results().finished_recving == {"request 0"}
+
+
+def test_a_request_pins_its_prompt(backend: HangingBackend, begun: Callable[[], Any]) -> None:
+    """The pages of its answer may be evicted, and those of its prompt once another request says so."""
+    worker, engine = begun()
+    (cache,) = engine.caches
+    job = job_of("r", cache.client, OTHER_PROMPT)
+    for is_pinned, num_left in ((True, 48 // PAGE), (None, 48 // PAGE), (False, 0)):
+        worker.begin(KvplanStoreMetadata(saves=[attrs.evolve(job, is_pinned=is_pinned, pin_stop=48 + PAGE // 2)]))
+        results_of(worker, "r")
+        # what follows the results of a save comes before the next one
+        worker.begin(KvplanStoreMetadata(saves=[attrs.evolve(job, request="next")]))
+        results_of(worker, "next")
+        evict(backend, Limits(max_bytes=0), now_s=time.time())
+        assert cache.client.find(job.chain) == num_left * PAGE
+    worker.close()
 
 
 def test_a_load_does_not_wait_for_a_save(

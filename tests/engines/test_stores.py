@@ -214,6 +214,21 @@ def test_a_finished_request_is_saved(role: str, status: Any, is_saved: bool, tmp
     assert [job.positions for job in saves] == ([{"group0": (0, 128)}] if is_saved else [])
 
 
+@pytest.mark.parametrize(
+    ("params", "is_pinned"),
+    [(None, None), ({}, None), ({"kvplan_pin": True}, True), ({"kvplan_pin": False}, False), ({"kvplan_pin": 1}, None)],
+)
+def test_a_request_says_that_its_prompt_stays(params: Any, is_pinned: bool | None, tmp_path: Path) -> None:
+    """The prompt's whole pages, not those of the answer."""
+    made, request = ready(tmp_path / "kv"), request_of(PROMPT)
+    request.kv_transfer_params = params
+    request.append_output_token_ids([*range(80)])
+    request.num_computed_tokens, request.status = 279, RequestStatus.FINISHED_LENGTH_CAPPED
+    assert made.request_finished(request, [*range(18)]) == (True, None)
+    (job,) = made.build_connector_meta(None).saves
+    assert (job.is_pinned, job.pin_stop, job.stop) == (is_pinned, 200, 256)
+
+
 def test_a_window_has_its_last_blocks(tmp_path: Path) -> None:
     """Of a window of 48 the store gets what vLLM has kept, and a request needs the blocks that it attends to."""
     made, request = ready(tmp_path / "kv", spec=WINDOW), request_of(PROMPT[:190])

@@ -54,11 +54,11 @@ def choose(monkeypatch: pytest.MonkeyPatch, transports: str | None) -> None:
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="no counters of sockets")
 @pytest.mark.parametrize(
     ("transports", "backends", "over_tcp"),
-    [("self,sm", SHARED_MEMORY, False), ("tcp", UCX, True), (None, UCX, True)],
+    [("self,sm", SHARED_MEMORY, False), ("tcp", UCX, True), (None, UCX, False)],
     ids=["sm", "tcp", "default"],
 )
 class TestTransports:
-    """The named transport moves the bytes, and no other does. By default that is TCP, also on one host."""
+    """The named transport moves the bytes, and no other does. By default that is CMA, on one host."""
 
     def test_in_one_process(
         self, monkeypatch: pytest.MonkeyPatch, transports: str | None, backends: Backends, over_tcp: bool

@@ -24,9 +24,9 @@ TIMEOUT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
-def all_transports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """UCX moves bytes between two processes by CMA."""
-    monkeypatch.setenv("UCX_TLS", "all")
+def by_cma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX moves bytes between two processes by CMA, as it does by default."""
+    monkeypatch.delenv("UCX_TLS", raising=False)
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")  # other interfaces come and go, as those of tests/nixl/test_backends.py
 
 
@@ -149,9 +149,10 @@ def test_a_source_out_of_sight_holds_nothing(
     ("options", "listed", "expected"),
     [
         ({}, None, True),
-        ({"engine_config": UCX_OPTIONS}, None, False),
-        ({"engine_config": UCX_OPTIONS}, "all", True),
-        ({"engine_config": "TCP_SYN_CNT=3"}, None, True),
+        ({"engine_config": UCX_OPTIONS}, None, True),
+        ({"engine_config": UCX_OPTIONS}, "tcp", False),
+        ({"engine_config": "TLS=^cma,TCP_SYN_CNT=3"}, None, False),
+        ({"engine_config": "TLS=^cma,TCP_SYN_CNT=3"}, "all", True),
         ({}, "tcp", False),
         ({}, "tcp,cuda_copy", False),
         ({}, "tcp,sm", True),

@@ -26,7 +26,7 @@ def test_what_nixl_does_here_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "UCX start" in lines["NIXL backends"].text
     assert "lo" in lines["TCP"].text.split()
     assert "every byte right" in lines["transfer"].text
-    assert " by tcp/lo, " in lines["transfer"].text
+    assert " by cma/memory, " in lines["transfer"].text
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
