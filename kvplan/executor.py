@@ -105,8 +105,9 @@ def _settled_status(value: Any) -> Status:
 class Transfer:
     """One spec under way, for the request named ``request``.
 
-    ``status`` is the result of the last poll. ``error`` is set where the status is FAILED.
-    ``notifies`` says whether the remote worker gets a :class:`Notice` at the end, with ``attempt``.
+    ``status`` is the result of the last poll. ``error`` is set where the status is FAILED, and
+    where a transfer has failed that is RUNNING, since its bytes may still move. ``notifies`` says
+    whether the remote worker gets a :class:`Notice` at the end, with ``attempt``.
     ``num_descriptors`` has moved the bytes of a transfer that is DONE, if its executor counts them.
     Raises ``TYPE``, ``NAME`` or ``RANGE`` for what can name no request or attempt.
     """

@@ -72,13 +72,9 @@ PAUSE_S: Final = 50e-6
 
 @attrs.define(eq=False, repr=False)
 class NixlTransfer(Transfer):
-    """A transfer with NIXL's handle, which is None where no byte moves.
-
-    ``failure`` is the error of a transfer whose copies may still go on, rule N2.
-    """
+    """A transfer with NIXL's handle, which is None where no byte moves."""
 
     is_cancelled: bool = False
-    failure: KVPlanError | None = None
     handle: Handle | None = None
     peer: _Peer | None = None
     watch: Unwatched = UNWATCHED
@@ -351,7 +347,7 @@ class NixlExecutor:
             self._end(transfer, error)
             return
         error.__traceback__ = None  # its frames refer to this transfer
-        transfer.failure = error
+        transfer.error = error
         if error.code == "PEER":
             self._lose(peer, error)
 
@@ -364,7 +360,7 @@ class NixlExecutor:
         kinds = {memory_kind_of(spec.local_table), memory_kind_of(spec.remote_table)}
         return kinds == {"DRAM"} and not is_elsewhere
 
-    def _end_held(self, transfer: NixlTransfer, peer: _Peer, failure: KVPlanError) -> None:
+    def _end_held(self, transfer: NixlTransfer, peer: _Peer) -> None:
         """Settle a transfer that has failed, if the process of its peer has ended."""
         process = cma.Process.of_agent(peer.agent)
         if process is None or not process.has_ended():
@@ -372,7 +368,7 @@ class NixlExecutor:
         # a copy that began before goes on to its end; UCX takes this message only after it
         with suppress(KVPlanError):
             self._agent.notify(self._agent.name, b"")
-        self._end(transfer, failure)
+        self._end(transfer, transfer.error)
 
     def _end(self, transfer: NixlTransfer, error: KVPlanError | None = None) -> None:
         """Set the final status of a transfer, which has ended, or failed with an error."""
@@ -405,8 +401,8 @@ class NixlExecutor:
         if status is Status.RUNNING and isinstance(transfer, NixlTransfer):
             assert transfer.handle is not None
             assert transfer.peer is not None
-            if transfer.failure is not None:
-                self._end_held(transfer, transfer.peer, transfer.failure)
+            if transfer.error is not None:
+                self._end_held(transfer, transfer.peer)
                 return transfer.status
             try:
                 if self._agent.is_done(transfer.handle):

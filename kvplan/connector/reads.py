@@ -122,9 +122,18 @@ class _Job:
     transfer_seconds: float = 0.0
 
     @property
+    def held_error(self) -> KVPlanError | None:
+        """The error of a transfer that has failed although its bytes may still move, if any."""
+        for transfer in self.transfers:
+            if transfer.error is not None and not transfer.status.is_settled:
+                return transfer.error
+        return None
+
+    @property
     def may_repeat(self) -> bool:
-        """Whether an old connection was lost, and the lease was not."""
-        return self.was_connected and self.is_lost and self.lease_check.error is None
+        """Whether an old connection was lost, the lease was not, and nobody was told of a failure."""
+        is_lent = self.lease_check.error is None
+        return self.was_connected and self.is_lost and is_lent and not self.is_reported_late
 
     def result(self, now: float) -> ReadResult:
         """Return the result of a read that has ended at ``now``."""
@@ -236,14 +245,14 @@ class Reads:
         return results
 
     def late(self) -> dict[str, KVPlanError]:
-        """Return the requests that have lost their lease while bytes may still move, with errors.
+        """Return the requests that have failed while bytes may still move, with errors.
 
-        Each is returned once. Its blocks must stay until :meth:`poll` reports it: when its source
-        answers or dies.
+        They have lost their lease, or their connection. Each is returned once. Its blocks must stay
+        until :meth:`poll` reports it: when its source answers or dies.
         """
         late = dict[str, KVPlanError]()
         for job in self._jobs:
-            error = job.lease_check.error
+            error = job.held_error or job.lease_check.error
             if error is not None and not job.is_reported_late:
                 job.is_reported_late = True
                 request = job.read.request
@@ -352,6 +361,8 @@ class Reads:
             for transfer in job.transfers:
                 if isinstance(transfer, Transfer):
                     self._executor.poll(transfer)
+            if job.error is None and (held_error := job.held_error) is not None:
+                self._fail(job, held_error)
             if job.unposted:
                 self._post_more(job)
             is_posted = not job.unposted

@@ -62,8 +62,9 @@ class Copier(Protocol):
 class StagedTransfer:
     """A request in a pipeline.
 
-    ``status`` is the result of the last poll; ``error`` is set if that is FAILED. When the request
-    is settled, nothing touches its blocks any more; if it is DONE, all their bytes are in place.
+    ``status`` is the result of the last poll; ``error`` is set if that is FAILED, or if a transfer
+    of the request has failed whose bytes may still move. When the request is settled, nothing
+    touches its blocks any more; if it is DONE, all their bytes are in place.
     ``num_bytes`` counts the bytes of chunks that have begun, as a direct plan would move them, and
     ``num_descriptors`` those of transfers that are done.
     """
@@ -374,6 +375,9 @@ class Pipeline:
             status = self._executor.poll(transfer)
             if status.is_settled and status is not Status.DONE:
                 self._stop(work.request, status, transfer.error)
+            elif transfer.error is not None:
+                work.request.transfer.error = transfer.error
+                self._stop(work.request, Status.FAILED, transfer.error)
         return not all(transfer.status.is_settled for transfer in work.transfers)
 
     def _release_transfers(self, work: _Work) -> None:

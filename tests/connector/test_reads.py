@@ -50,7 +50,8 @@ def source_of(name: str = "prefill", start: str = "1") -> Source:
 class HeldExecutor(FakeExecutor):
     """Moves no byte of a transfer until it is let go, and fails those with workers in ``broken``.
 
-    It also fails those of requests in ``failing``. Engines in ``silent`` hang.
+    It also fails those of requests in ``failing``; of those in ``copying`` bytes may move afterwards. Engines in
+    ``silent`` hang.
     """
 
     def __init__(self, network: FakeNetwork, worker: Worker) -> None:
@@ -60,6 +61,7 @@ class HeldExecutor(FakeExecutor):
         self.at_once = False  # moves all bytes when a transfer starts
         self.broken: set[tuple[str, int]] = set()
         self.failing: set[str] = set()
+        self.copying: set[str] = set()
         self.lost: set[tuple[str, int]] = set()
         self.code = "TRANSFER"
         self.released: list[Transfer] = []
@@ -77,10 +79,13 @@ class HeldExecutor(FakeExecutor):
             transfer.status = Status.FAILED
             transfer.error = KVPlanError(self.code, "move bytes", expected="a peer", got="none")
             self.lost |= {transfer.spec.remote} if self.code == "PEER" else set()
+        elif transfer.request in self.copying:
+            transfer.error = KVPlanError(self.code, "move bytes", expected="a peer", got="none")
         return transfer.status if self.hangs(transfer) else super().poll(transfer)
 
     def hangs(self, transfer: Transfer) -> bool:
-        return self.held or transfer.spec.remote[0] in self.silent
+        is_held = self.held or transfer.request in self.copying
+        return is_held or transfer.spec.remote[0] in self.silent
 
     def cancel(self, transfer: Transfer) -> None:
         if not self.hangs(transfer):
@@ -770,6 +775,31 @@ def test_a_read_that_has_lost_its_lease_is_not_read_again(one: Callable[..., Wor
     assert error is not None
     assert error.code == "LEASE"
     assert len(world.fetched) == 1
+
+
+def test_a_request_has_failed_while_its_bytes_may_move(one: Callable[..., World]) -> None:
+    """It is late at once, though its lease stands. The next one shakes hands again, and is read meanwhile.
+
+    It is not read again, since its client was told, and it keeps its blocks until no byte can move.
+    """
+    world = one()
+    world.reads.begin(world.read("a"))
+    world.until(1)
+    world.executor.copying, world.executor.code = {"b"}, "PEER"
+    world.reads.begin(world.read("b"))
+    while not (late := world.reads.late()):
+        assert world.reads.poll() == []
+    assert (late["b"].code, world.reads.late()) == ("PEER", {})
+    world.reads.begin(world.read("c", local={"attn": Blocks([1, 3, 5])}))
+    assert world.until(1)["c"].error is None
+    assert len(world.fetched) == 2
+    assert not world.executor.released[-1].error
+    world.executor.copying.clear()
+    world.executor.failing = {"b"}
+    ended = world.until(1)["b"]
+    assert ended.error is not None
+    assert ended.error.code == "PEER"
+    assert len(world.fetched) == 2
 
 
 def test_a_request_shakes_hands_again_only_once(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,14 +97,13 @@ def test_a_read_that_fails_is_held_until_its_source_has_ended(peer: PeerProcess,
     """Copies go on for a while, and may until then: the blocks stay out of use."""
     transfer = close_under(peer, reader)
     assert not settle(reader.executor, [transfer], 0.2)
+    assert transfer.error is not None
     (lost,) = reader.executor.peers
     assert not lost.is_connected
     assert reader.start().status is Status.FAILED  # nothing is posted to a peer that is lost
     peer.kill()
     assert settle(reader.executor, [transfer], TIMEOUT_S)
-    assert transfer.status is Status.FAILED
-    assert transfer.error is not None
-    assert transfer.error.code == "PEER"
+    assert (transfer.status, transfer.error.code) == (Status.FAILED, "PEER")
     reader.executor.release(transfer)
 
 
