@@ -131,7 +131,7 @@ class _Job:
 
     @property
     def may_repeat(self) -> bool:
-        """Whether an old connection was lost, the lease was not, and nobody was told of a failure."""
+        """Whether an old connection was lost, the lease was not, and no failure was reported."""
         is_lent = self.lease_check.error is None
         return self.was_connected and self.is_lost and is_lent and not self.is_reported_late
 
