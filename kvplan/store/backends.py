@@ -82,8 +82,11 @@ class Backend(Protocol):
     def files(self, page: str) -> tuple[str, ...]:
         """Return what the names of the files of ``space/key`` end with, none if it has no files."""
 
-    def touch(self, pages: Sequence[str], used_s: float) -> None:
-        """Note when the pages of a prefix were used, in seconds of the epoch, rule S5."""
+    def touch(self, pages: Sequence[str], used_s: float, first_page: int = 0) -> None:
+        """Note when pages of a prefix were used, in seconds of the epoch, rule S5.
+
+        ``first_page`` is the place of the first of them in the prefix.
+        """
 
     def entries(self) -> Iterator[FileEntry]:
         """Yield all files. Ones that come or go meanwhile may be among them."""
@@ -106,12 +109,16 @@ def checked_page(page: str) -> str:
     return page
 
 
-def checked_uses(pages: Sequence[str], used_s: float) -> list[tuple[str, float]]:
+def checked_uses(
+    pages: Sequence[str], used_s: float, first_page: int = 0
+) -> list[tuple[str, float]]:
     """Return when each page of a prefix counts as used, rule S5. Raises ``TYPE`` or ``RANGE``."""
     check_moment(used_s, "used_s")
     return [
         (checked_page(page), used_s - number * BETWEEN_PAGES_S)
-        for number, page in enumerate(members(str, pages, "pages"))
+        for number, page in enumerate(
+            members(str, pages, "pages"), start=integer(first_page, "first_page")
+        )
     ]
 
 
@@ -190,10 +197,10 @@ class MemoryBackend:
         """Return the ends of the names of a page's files."""
         return tuple(self._files.get(checked_page(page), ()))
 
-    def touch(self, pages: Sequence[str], used_s: float) -> None:
+    def touch(self, pages: Sequence[str], used_s: float, first_page: int = 0) -> None:
         """Set the times of files."""
         with self._lock:
-            for page, page_used_s in checked_uses(pages, used_s):
+            for page, page_used_s in checked_uses(pages, used_s, first_page):
                 for file in self._files.get(page, {}).values():
                     file.used_s = page_used_s
 
@@ -324,9 +331,9 @@ class FileBackend:
         except OSError as error:
             raise failed("list", page, "a folder that can be read", _reason(error)) from error
 
-    def touch(self, pages: Sequence[str], used_s: float) -> None:
+    def touch(self, pages: Sequence[str], used_s: float, first_page: int = 0) -> None:
         """Set the times of the last changes of files, which are those of their last use."""
-        for page, page_used_s in checked_uses(pages, used_s):
+        for page, page_used_s in checked_uses(pages, used_s, first_page):
             for part in self.files(page):
                 with contextlib.suppress(OSError):
                     os.utime(self._page_folder(page) / part, (page_used_s, page_used_s))

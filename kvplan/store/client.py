@@ -51,6 +51,9 @@ BUFFER_BYTES: Final = 64 << 20
 DIGESTS_AT_ONCE: Final = 4
 """Digests take as long as files, so several are computed at once even of a backend at hand."""
 
+PAGES_AT_ONCE: Final = 32
+"""The most pages that are noted as used in one step."""
+
 
 @attrs.frozen(eq=False)
 class _PageRun:
@@ -291,8 +294,12 @@ class StoreClient(StoreReader):
         A failing backend is counted in ``faults``.
         """
         pages = self._page_names(chain, stop)
+        used_s = time.time()
         try:
-            self.backend.touch(pages, time.time())
+            for first_page in range(0, len(pages), PAGES_AT_ONCE):
+                used_pages = pages[first_page : first_page + PAGES_AT_ONCE]
+                self.backend.touch(used_pages, used_s, first_page)
+                self.num_steps += 1
         except KVPlanError as error:
             if error.code != "BACKEND":
                 raise
@@ -307,11 +314,13 @@ class StoreClient(StoreReader):
         """Keep the pages of a prefix from being evicted. Raises ``BACKEND``."""
         for page in self._page_names(chain, stop):
             self.backend.put(f"{page}/{PIN}", [b""])
+            self.num_steps += 1
 
     def unpin(self, chain: Chain, stop: int) -> None:
         """Let the pages of a prefix be evicted again."""
         for page in self._page_names(chain, stop):
             self.backend.delete(f"{page}/{PIN}")
+            self.num_steps += 1
 
 
 def read_file(

@@ -167,11 +167,11 @@ class ObjectBackend:
             for entry in objects:
                 yield entry["path"].rpartition("/")[2]
 
-    def touch(self, pages: Sequence[str], used_s: float) -> None:
+    def touch(self, pages: Sequence[str], used_s: float, first_page: int = 0) -> None:
         """Mark pages that have no mark of that time, rule O2. Those that are not there get none."""
         check_moment(used_s, "used_s")
         marked_s = used_s // MARK_STEP_S * MARK_STEP_S
-        uses = checked_uses(pages, marked_s)
+        uses = checked_uses(pages, marked_s, first_page)
         # what this process has marked with that time needs no further request
         with self._lock:
             if self._marked[0] != marked_s:

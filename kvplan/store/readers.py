@@ -96,7 +96,7 @@ class StoreReader:
 
     ``attended`` has a function for each group that does not attend to all positions before a
     token. Pages are read into a buffer of ``buffer_bytes`` at ``address``; who only searches needs
-    none. ``num_steps`` grows with each page that is found, read, written or moved.
+    none. ``num_steps`` grows while pages are found, read, written, moved, or noted as used.
 
     >>> from kvplan import Model
     >>> from kvplan.store import MemoryBackend

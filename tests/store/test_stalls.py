@@ -46,6 +46,11 @@ class HangingBackend(MemoryBackend):
             self.is_answering.wait(60)
         return super().files(page)
 
+    def touch(self, pages: Sequence[str], used_s: float, first_page: int = 0) -> None:
+        for _ in pages:
+            self._wait()
+        super().touch(pages, used_s, first_page)
+
     def put(self, name: str, chunks: Sequence[FileBytes]) -> None:
         self._wait()
         super().put(name, chunks)
@@ -91,6 +96,22 @@ class Guarded:
 @pytest.fixture
 def backend() -> HangingBackend:
     return HangingBackend()
+
+
+def test_a_long_prefix_may_take_long_to_use(backend: HangingBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some pages at a time are noted as used, or pinned, so the call goes on; the last ones are evicted first."""
+    monkeypatch.setattr("kvplan.store.client.PAGES_AT_ONCE", 2)
+    saved(backend)
+    user = Guarded(backend)
+    backend.delay_s = STALL_S / 4
+    user.guard.call(lambda client: client.use(client.chain(PROMPT), 96))
+    user.guard.call(lambda client: client.pin(client.chain(PROMPT), 96))
+    assert len(user.clients) == 1
+    (client,) = user.clients
+    times = {entry.name.split("/")[1]: entry.used_s for entry in backend.entries() if not entry.name.endswith("pin")}
+    in_order = [times[key] for key in client.chain(PROMPT).keys[:6]]
+    assert in_order == sorted(in_order, reverse=True)
+    assert len({*in_order}) == 6
 
 
 def test_no_byte_of_a_load_that_stalls_lands_later(backend: HangingBackend) -> None:
