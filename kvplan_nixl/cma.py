@@ -60,11 +60,15 @@ class Process:
     boot: str
 
     @classmethod
-    def current(cls) -> Process:
-        """Return this process."""
-        namespace = (PROC / "self/ns/pid").stat().st_ino
-        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip().replace("-", "")
-        return cls(os.getpid(), _start_ticks(os.getpid()), namespace, boot)
+    def current(cls) -> Process | None:
+        """Return this process, None where the system does not tell."""
+        pid = os.getpid()
+        try:
+            namespace = (PROC / "self/ns/pid").stat().st_ino
+            boot = (PROC / "sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+            return cls(pid, _start_ticks(pid), namespace, boot)
+        except OSError:
+            return None
 
     @classmethod
     def of_agent(cls, agent: str) -> Process | None:
@@ -110,6 +114,11 @@ class Process:
             return True
         finally:
             os.close(descriptor)
+
+
+def may_copy(ours: Process | None, theirs: Process | None) -> bool:
+    """Return whether UCX may use CMA between two processes. It may if one of them is unknown."""
+    return ours is None or theirs is None or ours.is_beside(theirs)
 
 
 def _start_ticks(pid: int) -> int:

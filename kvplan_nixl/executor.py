@@ -152,7 +152,8 @@ class NixlExecutor:
         instance(bool, progress_thread, "progress_thread")
         check_memory(worker.regions, f"register the memory of {worker.label}")
         self._process = cma.Process.current()
-        agent_name = f"{agent_prefix(worker)}{self._process}.{uuid.uuid4().hex}"
+        named_process = "" if self._process is None else f"{self._process}."
+        agent_name = f"{agent_prefix(worker)}{named_process}{uuid.uuid4().hex}"
         options = checked_backends(backends)
         self._uses_cma = "UCX" in options and cma.is_enabled(options["UCX"], os.environ)
         self._agent = Agent(agent_name, options, progress_thread)
@@ -355,10 +356,9 @@ class NixlExecutor:
         """Return whether UCX may move the bytes of a spec by CMA."""
         if not self._uses_cma or peer.attached is not None:
             return False
-        process = cma.Process.of_agent(peer.agent)
-        is_elsewhere = process is not None and not process.is_beside(self._process)
+        processes = (self._process, cma.Process.of_agent(peer.agent))
         kinds = {memory_kind_of(spec.local_table), memory_kind_of(spec.remote_table)}
-        return kinds == {"DRAM"} and not is_elsewhere
+        return kinds == {"DRAM"} and cma.may_copy(*processes)
 
     def _end_held(self, transfer: NixlTransfer, peer: _Peer) -> None:
         """Settle a transfer that has failed, if the process of its peer has ended."""
