@@ -53,7 +53,8 @@ class Engine:
         if transports:
             given["UCX_TLS"] = transports
         if host is not None:
-            given |= {"UCX_NET_DEVICES": "eth0", "VLLM_NIXL_SIDE_CHANNEL_HOST": host.address}
+            # processes of two hosts here are of one kernel, out of whose memory UCX would copy
+            given |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0", "VLLM_NIXL_SIDE_CHANNEL_HOST": host.address}
         backend = {"distributed_executor_backend": "mp" if ranks > 1 else "uni"}
         self.log = log
         self._pipe, theirs = forked.Pipe()

@@ -228,6 +228,8 @@ class SglangEngine(Engine):
         command = [sys.executable, "-m", "tests.engines.sglang_engine", f"{theirs.fileno()}", json.dumps(settings)]
         if host is not None:
             command = ["ip", "netns", "exec", host.name, *command]
+            # processes of two hosts here are of one kernel, out of whose memory UCX would copy
+            environment["UCX_TLS"] = "tcp"
         with log.open("w") as output:
             self._process: Any = subprocess.Popen(
                 command,
