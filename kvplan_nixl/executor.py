@@ -363,7 +363,8 @@ class NixlExecutor:
     def _end_held(self, transfer: NixlTransfer, peer: _Peer) -> None:
         """Settle a transfer that has failed, if the process of its peer has ended."""
         process = cma.Process.of_agent(peer.agent)
-        if process is None or not process.has_ended():
+        # a number means nothing to a process that does not know its own namespace
+        if process is None or self._process is None or not process.has_ended():
             return
         # a copy that began before goes on to its end; UCX takes this message only after it
         with suppress(KVPlanError):
