@@ -375,7 +375,7 @@ class Pipeline:
             status = self._executor.poll(transfer)
             if status.is_settled and status is not Status.DONE:
                 self._stop(work.request, status, transfer.error)
-            elif transfer.error is not None:
+            elif status is Status.RUNNING and transfer.error is not None:
                 work.request.transfer.error = transfer.error
                 self._stop(work.request, Status.FAILED, transfer.error)
         return not all(transfer.status.is_settled for transfer in work.transfers)
