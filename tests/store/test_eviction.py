@@ -96,9 +96,10 @@ def test_engines_keep_a_store_within_limits_together(
         eviction.close()
     assert faults == []
     assert any(loads)
-    evicted = [report for report in reports if isinstance(report, Evicted)]
-    assert len(evicted) == len(reports)
-    assert sum(report.num_pages for report in evicted) >= (num_prompts - 3) * 6
+    # a look that has just deleted files reports a little later
+    num_evicted = (num_prompts - 3) * 6
+    assert within(60, lambda: sum(report.num_pages for report in reports if isinstance(report, Evicted)) >= num_evicted)
+    assert all(isinstance(report, Evicted) for report in reports)
     assert num_bytes(backend) > 0
     assert writer.caches[0].contents(IDS) == contents
 
