@@ -41,9 +41,10 @@ def is_enabled(options: Mapping[str, str], environment: Mapping[str, str]) -> bo
     engine_config = options.get("engine_config", "")
     settings = dict(setting.partition("=")[::2] for setting in engine_config.split(","))
     listed = environment.get("UCX_TLS", settings.get("TLS", "all"))
-    transports = listed.removeprefix("^").split(",")
-    is_listed = not WITH_CMA.isdisjoint(transports)
-    return is_listed is not listed.startswith("^")
+    names_cma = not WITH_CMA.isdisjoint(listed.removeprefix("^").split(","))
+    # a list that begins so names what is left out
+    leaves_out = listed.startswith("^")
+    return names_cma != leaves_out
 
 
 @attrs.frozen

@@ -9,8 +9,8 @@
 - R3: What fails is one request, or those that wait for one engine. Another request to that engine
   tries again. A request that came :data:`~kvplan.connector.claims.RETRY_S` after a handshake began
   does not fail with it, since the network may have healed meanwhile: it shakes hands again. So does
-  one whose connection is lost, unless it has waited for that connection: one that broke while
-  nothing was read shows it only when bytes are to move.
+  one whose connection is lost, unless it has waited for that connection, or its bytes may still
+  move: a connection that broke while nothing was read shows it only when bytes are to move.
 - R4: A request is right only if its source says, after the last byte, that the lease stands: until
   then it has given the blocks to no other request. No clock is compared. While bytes move, the
   source is asked every :data:`~kvplan.connector.lease_check.ASK_S`; a request fails if the lease is

@@ -114,11 +114,10 @@ def checked_uses(
 ) -> list[tuple[str, float]]:
     """Return when each page of a prefix counts as used, rule S5. Raises ``TYPE`` or ``RANGE``."""
     check_moment(used_s, "used_s")
+    integer(first_page, "first_page")
     return [
         (checked_page(page), used_s - number * BETWEEN_PAGES_S)
-        for number, page in enumerate(
-            members(str, pages, "pages"), start=integer(first_page, "first_page")
-        )
+        for number, page in enumerate(members(str, pages, "pages"), start=first_page)
     ]
 
 

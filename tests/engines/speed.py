@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import random
 import signal
 import statistics
@@ -27,27 +28,20 @@ import time
 from collections import defaultdict
 from contextlib import ExitStack
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER
+from tests.engines.__main__ import CONNECTORS, FOLDER
 from tests.engines.models import build
 from tests.engines.process import Answer, Engine, EngineFailedError, free_port
+from tests.engines.stages import MODEL, SETTINGS
 from tests.engines.trials import ASK, offered, prompts
 
-MODEL = "llama, 16 KiB a token"
 BYTES_A_TOKEN = 1 << 14
 ALONE = "no transfer"
 ROUNDS = 6  # in each turn, after one in which engines shake hands
 
-SETTINGS: dict[str, Any] = {
-    **ENGINE,
-    "model": str(FOLDER / MODEL),
-    "max_model_len": 4352,
-    "hf_overrides": {"max_position_embeddings": 4352},
-    "max_num_batched_tokens": 4352,
-}
 POOL_TOKENS = 16_384
 OURS = ("kvplan", "kvplan, UCX_TLS=tcp")
 
@@ -141,19 +135,18 @@ def copied_ms(num_tokens: int) -> float:
 
 def row(pair: str, name: str, turns: list[Turn], right: list[list[int]]) -> str:
     """Returns the row of a contender."""
-    if any(each.tokens != right for each in turns):
+    if any(run.tokens != right for run in turns):
         return f"| {pair} | {name} | other tokens |" + " |" * (len(LENGTHS) + 2)
+    # of all turns, by the prompt's tokens, and under 0 of requests in flight
+    times = {length: [*itertools.chain(*(run.times[length] for run in turns))] for length in (*LENGTHS, 0)}
     cells = list[str]()
     for length in LENGTHS:
-        low, half, high = (
-            1000 * quartile
-            for quartile in statistics.quantiles((one.seconds for each in turns for one in each.times[length]), n=4)
-        )
-        cells.append(f"{half:.0f} ({low:.0f} to {high:.0f})")
-    flight = [one for each in turns for one in each.times[0]]
-    cells.append(f"{NUM_IN_FLIGHT / statistics.median(one.seconds for one in flight):.1f}")
-    for cpu_s in ([one.decode_cpu_s for one in flight], [one.prefill_cpu_s for one in flight]):
-        cells.append(f"{1000 * statistics.median(cpu_s) / NUM_IN_FLIGHT:.1f}")
+        low_s, half_s, high_s = statistics.quantiles([taken.seconds for taken in times[length]], n=4)
+        cells.append(f"{1000 * half_s:.0f} ({1000 * low_s:.0f} to {1000 * high_s:.0f})")
+    # by column: seconds, and those of decode's and prefill's processors
+    seconds, *cpu_s = zip(*times[0], strict=True)
+    cells.append(f"{NUM_IN_FLIGHT / statistics.median(seconds):.1f}")
+    cells += [f"{1000 * statistics.median(engine_s) / NUM_IN_FLIGHT:.1f}" for engine_s in cpu_s]
     return f"| {pair} | {name} | {' | '.join(cells)} |"
 
 
@@ -180,7 +173,7 @@ def main() -> int:
                     print(f"{pair}, {name}: {error}", file=sys.stderr)
                     turns[name].append(Turn({}, []))
         right = turns[ALONE][0].tokens
-        is_right &= all(each.tokens == right for name in OURS for each in turns[name])
+        is_right &= all(run.tokens == right for run in itertools.chain(*(turns[name] for name in OURS)))
         for name in CONTENDERS:
             print(row(pair, name, turns[name], right), flush=True)
     print("| | a copy | " + " | ".join(f"{copied_ms(length):.1f}" for length in LENGTHS) + " | | | |")
