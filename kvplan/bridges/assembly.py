@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
@@ -26,10 +26,9 @@ from kvplan.describe.views import ITEMSIZE, TOKEN, Context, Group, Region, View
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.models.layouts import STEP, Layout, LocalTensor, Page
-from kvplan.models.model import Model
+from kvplan.models.model import Model, NamedLayer
 from kvplan.models.parallel import MAX_RANKS, RankPart
 from kvplan.models.pools import place_pool
-from kvplan.models.tensors import Layer
 
 FP8_DTYPES: Final = MappingProxyType(
     {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -87,8 +86,11 @@ def reads_engine(release: str) -> Callable[[Bridge], Bridge]:
 
     def decorate(bridge: Bridge) -> Bridge:
         @functools.wraps(bridge)
-        def checked_bridge(model: Model, info: RankInfo, *objects: Any, **options: Any) -> Worker:
-            instance(Model, model, "model")
+        def checked_bridge(
+            model: Model | ObservedModel, info: RankInfo, *objects: Any, **options: Any
+        ) -> Worker:
+            if not isinstance(model, ObservedModel):
+                instance(Model, model, "model")
             instance(RankInfo, info, "info")
             try:
                 return bridge(model, info, *objects, **options)
@@ -103,6 +105,25 @@ def reads_engine(release: str) -> Callable[[Bridge], Bridge]:
         return cast(Bridge, checked_bridge)
 
     return decorate
+
+
+@attrs.frozen
+class ObservedModel:
+    """The cached tensors of a running engine, read off its own objects: no model type is needed.
+
+    ``layers`` has the engine's key of each layer, a name or a number. Takes the place of a
+    :class:`~kvplan.Model`, which says the same from a configuration.
+    """
+
+    name: str
+    layers: Mapping[Hashable, NamedLayer]
+    dtype: str = "uint8"
+
+    def named_layer(self, key: Hashable) -> NamedLayer:
+        """Return a layer by its key. Raises ``NAME``."""
+        if key not in self.layers:
+            raise contradiction("NAME", "place a layer", "a layer of the engine", f"{key!r}")
+        return self.layers[key]
 
 
 class MemoryInterval(NamedTuple):
@@ -129,17 +150,24 @@ class Assembly:
     ``allocations`` are the memory that the engine's objects know of.
     """
 
-    model: Model
+    model: Model | ObservedModel
     info: RankInfo
     groups: list[Group] = attrs.field(factory=list, init=False)
     views: list[PlacedView] = attrs.field(factory=list, init=False)
     allocations: set[MemoryInterval] = attrs.field(factory=set, init=False)
 
-    def begin_group(self, layer: int, tokens: int | None, *, spread: bool = True) -> None:
+    def begin_group(
+        self,
+        layer: Hashable,
+        tokens: int | None,
+        *,
+        spread: bool = True,
+        tokens_per_slot: int = 1,
+    ) -> None:
         """Begin a block table with ``tokens`` slots per block (None: states).
 
         It has the name of the group of ``layer``. Its positions are those of the rank's context, or
-        all of them if they are not ``spread``.
+        all of them if they are not ``spread``. A slot has ``tokens_per_slot`` positions.
         """
         _, tensors = self._layer(layer, tokens)
         name = tensors[0].group
@@ -148,17 +176,17 @@ class Assembly:
         names = [name, *(f"{name}.{number}" for number in range(1, len(used_names) + 1))]
         unused_names = (name for name in names if name not in used_names)
         context = self.info.context if spread and tokens is not None else Context()
-        self.groups.append(Group(next(unused_names), tokens, context))
+        self.groups.append(Group(next(unused_names), tokens, context, tokens_per_slot))
 
-    def pages(self, layer: int) -> dict[str, Page]:
+    def pages(self, layer: Hashable) -> dict[str, Page]:
         """Return what a block of the current group stores of a layer, by pool."""
-        tokens = self.groups[-1].tokens_per_block
-        prefix, tensors = self._layer(layer, tokens)
-        blocks = dict.fromkeys((tensor.group for tensor in tensors), tokens or 1)
+        group = self.groups[-1]
+        prefix, tensors = self._layer(layer, group.tokens_per_block)
+        blocks = dict.fromkeys((tensor.group for tensor in tensors), group.num_slots)
         part = RankPart(self.info.tp_rank, self.info.tp, blocks, self.model.dtype)
         return {page.name.removeprefix(prefix): page for _, page in part.pages(tensors, prefix)}
 
-    def attention(self, layer: int, *allowed_pools: str) -> LocalTensor:
+    def attention(self, layer: Hashable, *allowed_pools: str) -> LocalTensor:
         """Return K and V of a layer, or its latent.
 
         Raises ``LAYOUT`` if the layer has other pools too, except ``allowed_pools``.
@@ -173,7 +201,7 @@ class Assembly:
         ((tensor,),) = pages[ATTENTION].sections
         return tensor
 
-    def index(self, layer: int) -> Page:
+    def index(self, layer: Hashable) -> Page:
         """Return what a layer's indexer stores. Raises ``LAYOUT`` if the model has no indexer."""
         pages = self.pages(layer)
         if INDEX not in pages:
@@ -181,31 +209,21 @@ class Assembly:
             raise contradiction("LAYOUT", action, f"no indexer in {self.model.name}", "one")
         return pages[INDEX]
 
-    def _layer(self, number: int, tokens: int | None) -> tuple[str, Layer]:
-        """Return the prefix of a layer's names, and its tensors with tokens or with states.
-
-        Layers numbered after the last one are draft layers.
-        """
-        layers = (*self.model.layers, *self.model.drafts)
-        num_layers = len(self.model.layers)
-        if not 0 <= number < len(layers):
-            numbers = f"one of {num_layers} layers and {len(self.model.drafts)} draft layers"
-            expected = f"{numbers} of {self.model.name}"
-            raise contradiction("NAME", "place a layer", expected, f"layer {number}")
-        is_draft = number >= num_layers
-        prefix = f"draft.{number - num_layers}." if is_draft else f"layers.{number}."
+    def _layer(self, layer: Hashable, tokens: int | None) -> NamedLayer:
+        """Return the prefix of a layer's names, and its tensors with tokens or with states."""
+        prefix, cached = self.model.named_layer(layer)
         paged = tokens is not None
-        tensors = tuple(tensor for tensor in layers[number] if tensor.paged == paged)
+        tensors = tuple(tensor for tensor in cached if tensor.paged == paged)
         if not tensors:
             action = f"place {prefix}* of {self.model.name}"
             expected = f"a layer that caches {'tokens' if paged else 'states'}"
-            got = ", ".join(tensor.kind for tensor in layers[number]) or "nothing"
+            got = ", ".join(tensor.kind for tensor in cached) or "nothing"
             raise contradiction("GROUP", action, expected, got)
         for tensor in tensors:
             if tensor.scale_of is not None:
                 action = f"place {prefix}{tensor.kind}"
                 raise contradiction("LAYOUT", action, "a cache without scales", tensor.scale_of)
-        return prefix, tensors
+        return NamedLayer(prefix, tensors)
 
     def add(
         self, memory: Any, pattern: str, tensor: LocalTensor, *, kernel_blocks: int = 1

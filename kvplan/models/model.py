@@ -21,10 +21,10 @@ Which rank holds what, as in vLLM 0.33:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -43,6 +43,13 @@ from kvplan.models.tensors import Layer, Layers, Tensor, convert, group_evenly, 
 
 BlockTokens = int | Mapping[str, int]
 """Tokens per block: of each token group, or of the one with the largest page."""
+
+
+class NamedLayer(NamedTuple):
+    """What a layer caches, and the prefix of its tensors' names, such as ``layers.3.``."""
+
+    prefix: str
+    tensors: Layer
 
 
 @attrs.frozen
@@ -273,11 +280,25 @@ expected a value for key 'hidden_size', got no such key
         return tensors
 
     @cached_property
-    def _named_layers(self) -> tuple[tuple[str, Layer], ...]:
-        """Each layer with what the names of its tensors begin with, the drafts last."""
-        layers = ((f"layers.{i}.", layer) for i, layer in enumerate(self.layers))
-        drafts = ((f"draft.{i}.", layer) for i, layer in enumerate(self.drafts))
+    def _named_layers(self) -> tuple[NamedLayer, ...]:
+        layers = (NamedLayer(f"layers.{i}.", layer) for i, layer in enumerate(self.layers))
+        drafts = (NamedLayer(f"draft.{i}.", layer) for i, layer in enumerate(self.drafts))
         return (*layers, *drafts)
+
+    def named_layer(self, number: Hashable) -> NamedLayer:
+        """Return a layer by its number; draft layers are numbered after the last one.
+
+        Raises ``NAME``.
+        """
+        if not isinstance(number, int) or not 0 <= number < len(self._named_layers):
+            numbers = f"one of {len(self.layers)} layers and {len(self.drafts)} draft layers"
+            raise KVPlanError(
+                "NAME",
+                "place a layer",
+                expected=f"{numbers} of {self.name}",
+                got=f"layer {shown(number)}",
+            )
+        return self._named_layers[number]
 
     def __str__(self) -> str:
         drafts = f", {len(self.drafts)} draft layers" if self.drafts else ""
