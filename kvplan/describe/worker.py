@@ -32,6 +32,7 @@ from kvplan._text import count, fold, meant, shown
 from kvplan.budget import spend
 from kvplan.describe._overlap import describe_overlap, overlaps
 from kvplan.describe.axes import MAX_SEGMENTS, most_segments
+from kvplan.describe.model import model_text
 from kvplan.describe.views import TOKEN, Geometry, Group, Region, View
 from kvplan.errors import KVPlanError
 
@@ -112,12 +113,12 @@ class _Geometries(NamedTuple):
 class Worker:
     """One rank of an engine: the regions it registers, and the views it keeps in them.
 
-    ``rank`` is unique within ``engine_id``. ``model`` is whose cache it is, in any words that
-    engines agree on: a name, a revision, and whatever else changes the values in the cache, or a
-    hash of them. Workers of two models are not planned together; the empty model is unknown and
-    goes with any. ``extensions`` are your own facts for peers, which kvplan only passes on: a
-    mapping of JSON values, read back as JSON text. Equal workers may differ in them. A worker never
-    changes: threads may share it.
+    ``rank`` is unique within ``engine_id``. ``model`` is whose cache it is: a name in any words
+    that engines agree on, or a mapping of facts, each of which changes the values in the cache,
+    kept as JSON text. Workers of two models are not planned together, and the error names the facts
+    that differ; the empty model is unknown and goes with any. ``extensions`` are your own facts for
+    peers, which kvplan only passes on: a mapping of JSON values, read back as JSON text. Equal
+    workers may differ in them. A worker never changes: threads may share it.
 
     Raises a KVPlanError for a worker that breaks one of the rules V1 to V5.
 
@@ -133,15 +134,13 @@ class Worker:
     regions: tuple[Region, ...] = attrs.field(converter=_regions)
     groups: tuple[Group, ...] = attrs.field(converter=_groups)
     views: tuple[View, ...] = attrs.field(converter=_views)
-    model: str = ""
+    model: str = attrs.field(default="", converter=model_text)
     extensions: str = attrs.field(default="{}", converter=_extensions, eq=False)
 
     _repr_svg_ = _notebook.svg
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "a worker", name, "engine_id")
-        if not isinstance(self.model, str) or self.model:
-            check_fields(self, "a worker", name, "model")
         check_fields(self, "a worker", integer, "rank")
         self._check_views()
         number = sum(most_segments(geometry.axes) for geometry in self.geometries)

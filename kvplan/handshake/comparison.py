@@ -15,8 +15,9 @@ import attrs
 
 from kvplan import _notebook
 from kvplan._checks import wrong_type
-from kvplan._text import brief_repr, count, fold
+from kvplan._text import FEW, brief_repr, count, fold
 from kvplan.describe.axes import Axis, global_sizes
+from kvplan.describe.model import differing
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker, checked_names
 
@@ -159,11 +160,25 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
 def _worker_differences(local: Worker, remote: Worker) -> Iterator[Difference]:
     """Yield the differences of whole workers."""
     if local.model != remote.model and local.model and remote.model:
-        yield _difference("model", local.model, remote.model, where="worker")
+        yield from _model_differences(local.model, remote.model)
     local_regions = _regions(local)
     remote_regions = _regions(remote)
     if local_regions != remote_regions:
         yield _difference("regions", local_regions, remote_regions, where="worker")
+
+
+def _model_differences(local: str, remote: str) -> Iterator[Difference]:
+    """Yield the facts in which two models differ, or the texts of models that have no facts."""
+    facts = differing(local, remote)
+    if not facts:
+        yield _difference("model", local, remote, where="worker")
+        return
+    # one row for each of the first facts, and one that counts the others
+    for fact, values in list(facts.items())[:FEW]:
+        yield Difference(f"model: {fact}", "worker", *values, REFUSED, REFUSALS["model"])
+    if len(facts) > FEW:
+        others = count(len(facts) - FEW, "more fact")
+        yield Difference(f"model: {others}", "worker", "", "", REFUSED, REFUSALS["model"])
 
 
 def _difference(field: str, local: str, remote: str, where: str = "") -> Difference:

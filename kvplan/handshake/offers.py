@@ -49,12 +49,12 @@ from kvplan.handshake.messages import BAD, MAX_BYTES, MODEL_KEY, VERSION, Findin
 from kvplan.handshake.schema import (
     GROUP,
     MEMORY,
+    MODEL,
     OFFER,
     REGIONS,
     STEM,
     VIEWS,
     Columns,
-    Text,
     validate,
 )
 
@@ -85,6 +85,7 @@ def encode(worker: Worker) -> bytes:
     if MODEL_KEY in extensions:
         expected = "extensions without kvplan's own"
         raise KVPlanError("NAME", action, expected=expected, got=f"{MODEL_KEY!r}")
+    validate(MODEL, worker.model, f"extensions.{MODEL_KEY}", findings)
     if worker.model:
         extensions = {MODEL_KEY: worker.model, **extensions}
     if extensions:
@@ -275,7 +276,7 @@ def _read_worker(data: bytes, findings: Findings) -> Any:
     extensions = message.pop("extensions")
     fields = validate(OFFER, message, "", findings)
     model = extensions.pop(MODEL_KEY, "")
-    model = validate(Text(or_empty=True), model, f"extensions.{MODEL_KEY}", findings)
+    model = validate(MODEL, model, f"extensions.{MODEL_KEY}", findings)
     # messages name the worker, also by a key with bad parts
     engine_id = "offer" if fields["engine_id"] is BAD else fields["engine_id"]
     rank = 0 if fields["rank"] is BAD else fields["rank"]

@@ -24,6 +24,7 @@ import attrs
 
 from kvplan._checks import INT64_END, integer, name, wrong_type
 from kvplan._text import shown
+from kvplan.describe.model import MAX_MODEL
 from kvplan.describe.views import ADDRESS_END
 from kvplan.errors import KVPlanError
 from kvplan.handshake.messages import BAD, Findings
@@ -57,9 +58,10 @@ class Integer:
 
 @attrs.frozen
 class Text:
-    """A string of at most :data:`MAX_NAME` printable characters."""
+    """A string of at most ``max_length`` printable characters."""
 
     or_empty: bool = False
+    max_length: int = MAX_NAME
 
 
 @attrs.frozen
@@ -115,6 +117,9 @@ LAYOUT: Final = Record(
     }
 )
 MEMORY: Final = Record({"memory": Text(), "device_id": INDEX, "size_bytes": INDEX})
+MODEL: Final = Text(or_empty=True, max_length=MAX_MODEL)
+"""The model's text, which stands among the extensions."""
+
 STEM: Final = Record({"before": Text(or_empty=True), "after": Text(or_empty=True)})
 REGIONS: Final = Columns(
     {"stem": INDEX, "number": NUMBER, "memory": INDEX, "address": Integer(ADDRESS_END)}, MAX_ROWS
@@ -150,7 +155,7 @@ def validate(node: Node, value: Any, path: str, findings: Findings) -> Any:
                 return value
             return findings.attempt(path, integer, value, _last_key(path), 0, node.high)
         case Text():
-            return findings.attempt(path, _text, value, _last_key(path), node.or_empty)
+            return findings.attempt(path, _text, value, _last_key(path), node)
         case ListOf():
             return _items(node, value, path, findings)
         case Record():
@@ -163,12 +168,12 @@ def _last_key(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _text(value: Any, subject: str, or_empty: bool) -> str:
-    if isinstance(value, str) and len(value) > MAX_NAME:
-        expected = f"at most {MAX_NAME} characters"
+def _text(value: Any, subject: str, node: Text) -> str:
+    if isinstance(value, str) and len(value) > node.max_length:
+        expected = f"at most {node.max_length} characters"
         got = f"{len(value)}"
         raise KVPlanError("RANGE", f"read {subject}", expected=expected, got=got, value=len(value))
-    return "" if or_empty and value == "" else name(value, subject)
+    return "" if node.or_empty and value == "" else name(value, subject)
 
 
 def _items(node: ListOf, value: Any, path: str, findings: Findings) -> Any:

@@ -28,6 +28,7 @@ from kvplan._arrays import Bools, Ints, distinct
 from kvplan._text import FEW, few
 from kvplan.budget import spend
 from kvplan.describe.axes import global_sizes
+from kvplan.describe.model import model_values
 from kvplan.describe.views import TOKEN, Geometry, Group
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
@@ -364,11 +365,12 @@ def _check_models(destination: Worker, sources: Iterable[Worker]) -> None:
     """Raise ``MODEL`` for a source of another model, rule M4."""
     for source in sources:
         if source.model != destination.model and source.model and destination.model:
+            expected, got = model_values(destination.model, source.model)
             raise KVPlanError(
                 "MODEL",
                 "pair workers",
-                expected=f"model {destination.model!r} (destination {destination.label})",
-                got=f"{source.model!r} (source {source.label})",
+                expected=f"{expected} (destination {destination.label})",
+                got=f"{got} (source {source.label})",
                 hint="if their caches are equal, give both workers the same model",
                 destination=destination.model,
                 source=source.model,

@@ -28,6 +28,7 @@ from kvplan._checks import instance, integer
 from kvplan._text import brief_repr
 from kvplan.describe.axes import Axis
 from kvplan.describe.blocks import Range
+from kvplan.describe.model import model_values
 from kvplan.describe.views import ITEMSIZE, TOKEN, Geometry, Group, Region, View
 from kvplan.describe.worker import Worker, key_of
 from kvplan.errors import KVPlanError
@@ -111,7 +112,8 @@ class StoredPart:
         layers.0.attn is bfloat16 [dim 128, head 8, kv 2], not float16 [dim 128, head 8, kv 2]
         """
         if self.worker.model != instance(Worker, worker, "worker of a reader").model:
-            return f"it is of model {self.worker.model!r}, not {worker.model!r}"
+            own, other = model_values(self.worker.model, worker.model)
+            return f"it is of {own}, not {other}"
         own_tensors = _shared_facts(worker)
         # a tensor that the worker lacks is of another stage, and does no harm
         for name, tensor in self._facts.items():

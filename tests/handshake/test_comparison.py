@@ -237,6 +237,24 @@ def test_another_model_is_refused() -> None:
     assert not compare(attrs.evolve(mistral, model=""), llama).differences
 
 
+def test_facts_that_differ_are_named() -> None:
+    """Each fact of a model has a row of its own, the first sixteen; those that are equal have none."""
+    (worker,) = Model.shipped("llama-3.1-8b").engine("d", num_blocks=9)
+    local = attrs.evolve(worker, model={"weights": "5f1a", "config.rope_theta": 10000, "quantization": "fp8"})
+    remote = attrs.evolve(worker, model={"weights": "5f1a", "config.rope_theta": 500000})
+    assert compare(local, remote).differences == (
+        Difference("model: config.rope_theta", "worker", "10000", "500000", "refused", "MODEL"),
+        Difference("model: quantization", "worker", '"fp8"', "none", "refused", "MODEL"),
+    )
+    remote = attrs.evolve(worker, model={f"fact{i:03}": i for i in range(100)})
+    found = compare(attrs.evolve(worker, model={"weights": "5f1a"}), remote).differences
+    assert len(found) == 17
+    assert found[-1].field == "model: 85 more facts"
+    # a name beside facts
+    (found,) = compare(attrs.evolve(worker, model="llama"), local).differences
+    assert (found.field, found.local) == ("model", "llama")
+
+
 def test_a_plan_is_not_reused_for_another_model() -> None:
     """An engine of the same geometry takes the place of the remotes only if it runs their model."""
     (ours,), (same,), (other,) = (engine(name) for name in ("decode", "p1", "p2"))

@@ -99,6 +99,23 @@ def test_m4_another_model_is_no_source() -> None:
     )
 
 
+def test_m4_the_facts_that_differ_are_named() -> None:
+    """M4: of two models with many facts, an error names the ones that differ, with both values."""
+    (ours,), (theirs,) = engine("decode"), engine("prefill")
+    same = {f"config.key{i}": i for i in range(200)}
+    ours = attrs.evolve(ours, model={**same, "config.rope_theta": 10000, "quantization": "fp8"})
+    with pytest.raises(KVPlanError) as caught:
+        match(ours, Sources([attrs.evolve(theirs, model={**same, "config.rope_theta": 500000})]))
+    assert str(caught.value) == (
+        'MODEL: cannot pair workers: expected config.rope_theta 10000, quantization "fp8" (destination decode/0), got '
+        "config.rope_theta 500000, quantization none (source prefill/0) "
+        "(if their caches are equal, give both workers the same model)"
+    )
+    # in any order of keys, facts are the same model
+    theirs = attrs.evolve(theirs, model={"quantization": "fp8", "config.rope_theta": 10000, **same})
+    match(ours, Sources([theirs]))
+
+
 def test_m4_an_unknown_model_goes_with_any() -> None:
     """M4: a worker that does not say which model it runs is not refused, on either side."""
     (ours,), (theirs,) = engine("decode"), engine("prefill")
