@@ -161,6 +161,10 @@ class ModelNames(Protocol):
     def weights(self) -> str:
         """The fingerprint of its weights."""
 
+    @property
+    def kv_heads(self) -> int:
+        """The KV heads of a layer that has one on each rank, 0 where the engine says it."""
+
 
 @attrs.frozen(kw_only=True)
 class StoreSettings(NamedSettings):
@@ -170,8 +174,8 @@ class StoreSettings(NamedSettings):
     through ``buffer_bytes`` of host memory to load, and as much to save. A request waits at most
     ``search_timeout_s`` for a search, and ``stall_s`` for a load that makes no step. The engine
     keeps the store below ``max_bytes``, each model below ``max_model_bytes``, and evicts what was
-    not used for ``max_age_s``; 0 is no limit. ``model`` and ``weights`` are those of other
-    connectors.
+    not used for ``max_age_s``; 0 is no limit. ``model``, ``weights`` and ``kv_heads`` are those of
+    other connectors.
     """
 
     folder: str = setting(name, "")
@@ -184,6 +188,7 @@ class StoreSettings(NamedSettings):
     max_age_s: float = setting(seconds, 0.0)
     model: str = setting(name, "")
     weights: str = setting(name, "")
+    kv_heads: int = setting(integer, 0)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], place: str) -> Self:
@@ -210,7 +215,8 @@ class Settings(NamedSettings):
 
     An engine announces ``host`` and listens on ``bind``, or on ``host`` if that is empty, at
     ``port``, or at a free one if that is 0. ``model`` and ``weights`` take the place of the
-    engine's name for its model, and of a fingerprint of its files, unless they are empty. Prefill
+    engine's name for its model, and of a fingerprint of its files, unless they are empty;
+    ``kv_heads`` that of the KV heads of a layer, unless it is 0. Prefill
     publishes a request in part when ``early_tokens`` more positions are computed. ``rates`` names
     the file of a calibration, by which decode chooses what it stages. The other settings of the
     network are those of :meth:`access`.
@@ -228,6 +234,7 @@ class Settings(NamedSettings):
     early_tokens: int = setting(at_least_one, EARLY_TOKENS)
     model: str = setting(name, "")
     weights: str = setting(name, "")
+    kv_heads: int = setting(integer, 0)
     key: bytes = setting(_secret, b"")
     key_file: str = setting(name, "")
     trust_network: bool = setting(switch, False)

@@ -2,9 +2,10 @@
 
 An engine's own objects know addresses, shapes and strides, and which layers share a block table.
 The model knows which tensors a layer caches, and a :class:`RankInfo` which part of them this worker
-holds. The functions here read the objects by their attributes and import no engine, so any object
-with the same attributes works. They refuse objects that contradict the model or each other, with
-both values.
+holds. :func:`vllm_model` reads a model off a running engine, so no configuration is needed. The
+functions here read the objects by their attributes and import no engine, so any object with the
+same attributes works. They refuse objects that contradict the model or each other, with both
+values.
 
 The worker has a group for each block table of the engine, in the engine's order. A group has the
 name that the model gives the group of its first layer (``attn``, ``swa``, ``state``); a second
@@ -14,10 +15,19 @@ SGLang do with fp8, has the dtype of the model. Layers numbered after the last l
 are its draft layers.
 """
 
-from kvplan.bridges.assembly import RankInfo
+from kvplan.bridges.assembly import ObservedModel, RankInfo
 from kvplan.bridges.lmcache import from_lmcache
 from kvplan.bridges.sglang import from_sglang
 from kvplan.bridges.tensorrt_llm import from_tensorrt_llm
 from kvplan.bridges.vllm import from_vllm
+from kvplan.bridges.vllm_model import vllm_model
 
-__all__ = ["RankInfo", "from_lmcache", "from_sglang", "from_tensorrt_llm", "from_vllm"]
+__all__ = [
+    "ObservedModel",
+    "RankInfo",
+    "from_lmcache",
+    "from_sglang",
+    "from_tensorrt_llm",
+    "from_vllm",
+    "vllm_model",
+]

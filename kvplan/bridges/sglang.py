@@ -6,19 +6,21 @@ and pool_host/mha.py and mla.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Sequence
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from kvplan.bridges.assembly import (
     INDEX,
     Assembly,
+    ObservedModel,
     RankInfo,
     contradiction,
     conv_order,
     reads_engine,
 )
+from kvplan.bridges.sglang_model import READ_POOL, PoolPart, draft_key, draft_part, pool_parts
 from kvplan.describe.views import TOKEN
 from kvplan.describe.worker import Worker
 from kvplan.models.layouts import Page
@@ -47,17 +49,6 @@ HOST_PATTERNS: Final = MappingProxyType(
     }
 )
 """Dimensions of pools in host memory, by ``layout``. Blocks without tokens are slots."""
-
-
-class PoolPart(NamedTuple):
-    """A pool, maybe inside another, and the model's layers with their indices in its buffers.
-
-    ``index_keys`` has the buffers beside the pool in which layers keep index keys.
-    """
-
-    pool: Any
-    layers: dict[int, int]
-    index_keys: Mapping[int, Any] = MappingProxyType({})
 
 
 @reads_engine("SGLang 0.5.23")
@@ -96,79 +87,32 @@ def from_sglang(model: Model, info: RankInfo, pool: Any, draft_pool: Any = None)
     dim [0, 128) of 128 stride 2
     """
     assembly = Assembly(model, info)
-    full_part, *other_parts = _parts(pool)
-    draft_parts = [] if draft_pool is None else [_draft_part(model, draft_pool)]
-    for parts in ([full_part, *draft_parts], *([part] for part in other_parts)):
-        _add_block_table(assembly, parts)
+    full_part, *other_parts = pool_parts(pool)
+    full_layers = _keyed(assembly, full_part)
+    if draft_pool is not None:
+        full_layers += _draft_layers(model, draft_part(draft_pool))
+    for layers in (full_layers, *(_keyed(assembly, part) for part in other_parts)):
+        _add_block_table(assembly, layers)
     if hasattr(pool, "mamba_pool"):
         _add_states(assembly, pool.mamba_pool)
     return assembly.finish()
 
 
-def _draft_part(model: Model, draft_pool: Any) -> PoolPart:
-    """Return the pool of draft layers. It numbers them in their order, from zero or any number."""
-    parts = [part for part in _parts(draft_pool) if part.layers]
-    if len(parts) != 1:
-        got = f"{len(parts)} block tables"
-        raise contradiction("LAYOUT", "read a draft pool of SGLang", "one block table", got)
-    (part,) = parts
-    # Each layer of the pool is the draft layer in its place.
-    if len(part.layers) != len(model.drafts):
-        expected = f"the {len(model.drafts)} draft layers of {model.name}"
-        got = f"{len(part.layers)} layers"
-        raise contradiction("SIZE", "read a draft pool of SGLang", expected, got)
-    return PoolPart(part.pool, dict(enumerate(part.layers.values(), len(model.layers))))
+class PoolLayer(NamedTuple):
+    """A layer by its key in the model, and its index in the buffers of a pool."""
+
+    key: Hashable
+    part: PoolPart
+    index: int
 
 
-def _add_block_table(assembly: Assembly, parts: list[PoolPart]) -> None:
-    """Add the layers of pools that have a block table in common."""
-    page_sizes = {part.pool.page_size for part in parts if part.layers}
-    if len(page_sizes) > 1:
-        expected = "pages of one size"
-        raise contradiction("LAYOUT", "read pools of SGLang", expected, sorted(page_sizes))
-    # A stage may have no layer of the pools; then it has no such block table.
-    first_layer = next(chain.from_iterable(part.layers for part in parts), None)
-    if first_layer is not None:
-        assembly.begin_group(first_layer, page_sizes.pop())
-    for part in parts:
-        for layer, index in part.layers.items():
-            _add_layer(assembly, part, layer, index)
-
-
-def _parts(pool: Any) -> Iterator[PoolPart]:
-    """Yield the pools inside one, each with a block table of its own."""
-    if hasattr(pool, "swa_kv_pool"):
-        ring = getattr(pool, "swa_req_ring_size", None)
-        if ring is not None:
-            got = f"a ring of {ring} for each request"
-            raise contradiction("LAYOUT", "read a pool of SGLang", "pages of tokens", got)
-        # The mapping has the index of each layer, and whether it is one of the sliding pool.
-        full_layers: dict[int, int] = {}
-        sliding_layers: dict[int, int] = {}
-        for layer, (index, slides) in pool.layers_mapping.items():
-            layers = sliding_layers if slides else full_layers
-            layers[layer] = index
-        yield PoolPart(pool.full_kv_pool, full_layers)
-        yield PoolPart(pool.swa_kv_pool, sliding_layers)
-    elif hasattr(pool, "main_pool"):
-        # All layers have K and V in one pool; some have index keys beside it.
-        if pool.index_kv_pool is not None:
-            got = "index keys and values"
-            raise contradiction("LAYOUT", "read a pool of SGLang", "index keys alone", got)
-        buffers = {}
-        for layer, index in pool.index_k_layer_id_mapping.items():
-            buffers[layer] = pool.index_k_pool.k_buffer[index]
-        yield PoolPart(pool.main_pool, _layers_in_order(pool.main_pool), buffers)
-    elif hasattr(pool, "full_kv_pool"):
-        yield PoolPart(pool.full_kv_pool, dict(pool.full_attention_layer_id_mapping))
-    else:
-        yield PoolPart(pool, _layers_in_order(pool))
-
-
-def _layers_in_order(pool: Any) -> dict[int, int]:
-    return {pool.start_layer + index: index for index in range(pool.layer_num)}
-
-
+def _keyed(assembly: Assembly, part: PoolPart) -> list[PoolLayer]:
+    """Return the layers of a pool. One that caches nothing of its own has a buffer all the same."""
+    return [
+        PoolLayer(layer, part, index)
+        for layer, index in part.layers.items()
+        if assembly.model.caches(layer)
+    ]
 def _add_layer(assembly: Assembly, part: PoolPart, layer: int, index: int) -> None:
     """Add the views of one layer, which has an index in the buffers of a pool."""
     pool = part.pool

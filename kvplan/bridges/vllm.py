@@ -11,8 +11,8 @@ cpu_attn_amx.hpp.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -21,6 +21,7 @@ from kvplan.bridges.assembly import (
     CONTENT,
     Assembly,
     MemoryInterval,
+    ObservedModel,
     RankInfo,
     contradiction,
     conv_order,
@@ -28,6 +29,14 @@ from kvplan.bridges.assembly import (
     reads_engine,
     strided_memory,
     view_at_addresses,
+)
+from kvplan.bridges.vllm_model import (
+    DRAFT_MODULES,
+    CachedLayer,
+    cached_layers,
+    is_indexer,
+    is_state,
+    tokens_per_state,
 )
 from kvplan.describe.views import TOKEN
 from kvplan.describe.worker import Worker
@@ -80,25 +89,15 @@ BACKENDS: Final = MappingProxyType(
 """The layout of K and V by the name of an attention backend, with its instruction set if any."""
 
 
-DRAFT_MODULES: Final = frozenset({"draft_model", "mtp"})
-"""Modules whose layers vLLM numbers from 0, though they are draft layers of the model.
-
-Other draft layers are numbered after those of the model: ``DraftModelProposer`` of
-vllm/v1/spec_decode/draft_model.py, and the models of vllm/model_executor/models whose names end
-with mtp, eagle or eagle3.
-"""
-
-
 @reads_engine("vLLM 0.33")
 def from_vllm(
-    model: Model,
+    model: Model | ObservedModel,
     info: RankInfo,
     kv_cache_config: Any,
     kv_caches: Any,
     layers: Mapping[str, Any] = MappingProxyType({}),
     *,
     kv_layout: str | None = None,
-    attending: Sequence[int] | None = None,
 ) -> Worker:
     """Return the worker of a vLLM rank, from its ``KVCacheConfig`` and its caches by layer name.
 
@@ -114,16 +113,15 @@ def from_vllm(
     ``content``, K and V side by side in each slot; ``vec``, K as ``[dim, slot]``, then V as
     ``[slot, dim]``; or ``amx``, the tiles of cpu_attn_amx.hpp for bfloat16 and fp8.
 
-    Where layers have K and V and a state too, vLLM numbers all attention first and all states after
-    it, in the order of layers. ``attending`` are the layers in the order in which vLLM numbers
-    their attention, if that is another one.
+    ``model`` is what the engine caches: :func:`vllm_model` reads it off the same objects, whatever
+    the model's type. From a configuration it is a :class:`~kvplan.Model`, whose layers are those
+    that vLLM's names number; draft layers follow the last one, or are numbered from 0 in a module
+    of ``DRAFT_MODULES``. A Model cannot describe layers of which vLLM numbers the states apart
+    from the attention, as Falcon-H1 and Zamba2 do.
 
     Older releases have caches ``[2, block, slot, head, dim]`` or ``[block, 2, slot, head, dim]``
     and latents ``[block, slot, dim]``, all of layout ``content``. The argument of
     ``register_cross_layers_kv_cache``, one tensor of all layers, takes the place of ``kv_caches``.
-
-    Draft layers follow the last layer of the model: by their numbers, or, in a module of
-    :data:`DRAFT_MODULES`, by its name.
 
     Raises ``NAME`` for a layer that has no cache, or not exactly one number in its name; ``LAYOUT``
     for a backend or a shape that is not known; ``SIZE`` for kernel blocks that make up no whole
@@ -152,31 +150,33 @@ def from_vllm(
         raise contradiction("LAYOUT", "read kv_layout", expected, repr(kv_layout))
     assembly = Assembly(model, info)
     layers = instance(Mapping, layers, "layers")
-    numbered_apart = _numbered_apart(model, attending)
     tensors = kv_cache_config.kv_cache_tensors
     places = _places(tensors)
     if not isinstance(kv_caches, Mapping):
         kv_caches = _by_layer(kv_caches, tensors)
-    for group in kv_cache_config.kv_cache_groups:
-        names = [name for name in group.layer_names if name in places]
-        if not names or not getattr(group, "enable_kv_transfer", True):
-            continue
-        # The layers of a group may have specs of their own; the first one's is the group's.
-        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-        spec = specs.get(names[0], group.kv_cache_spec)
-        tokens = None if hasattr(spec, "shapes") else spec.block_size
-        first_layer = _layer_of(names[0], spec, model, numbered_apart)
-        assembly.begin_group(first_layer, tokens, spread=getattr(spec, "dcp_sharded", True))
-        for name in names:
-            if name not in kv_caches:
-                action = "place a layer of vLLM"
-                raise contradiction("NAME", action, "a cache for each", f"none for {name!r}")
-            first_view = len(assembly.views)
-            spec = specs.get(name, group.kv_cache_spec)
-            number = _layer_of(name, spec, model, numbered_apart)
-            _add_layer(assembly, name, number, kv_caches[name], spec, layers, kv_layout)
-            if hasattr(places[name].tensor, "layers"):
-                _check_place(assembly, name, first_view, places[name])
+    tables = groupby(cached_layers(kv_cache_config), lambda layer: layer.group)
+    for _, cached in tables:
+        # A block table has a group for the values of single tokens, one for those of four, ...
+        by_unit: dict[int, list[CachedLayer]] = {}
+        for layer in cached:
+            by_unit.setdefault(tokens_per_state(layer.spec), []).append(layer)
+        for unit, members in by_unit.items():
+            first = members[0]
+            assembly.begin_group(
+                _key_of(first, model),
+                None if is_state(first.spec) else first.spec.block_size,
+                spread=getattr(first.spec, "dcp_sharded", True),
+                tokens_per_slot=unit,
+            )
+            for layer in members:
+                name = layer.name
+                if name not in kv_caches:
+                    action = "place a layer of vLLM"
+                    raise contradiction("NAME", action, "a cache for each", f"none for {name!r}")
+                first_view = len(assembly.views)
+                _add_layer(assembly, layer, _key_of(layer, model), kv_caches, layers, kv_layout)
+                if hasattr(places[name].tensor, "layers"):
+                    _check_place(assembly, name, first_view, places[name])
     return assembly.finish()
 
 
@@ -240,16 +240,17 @@ def _by_layer(cache: Any, tensors: Sequence[Any]) -> dict[str, Any]:
 
 def _add_layer(
     assembly: Assembly,
-    name: str,
-    number: int,
-    cache: Any,
-    spec: Any,
+    layer: CachedLayer,
+    key: Hashable,
+    kv_caches: Mapping[str, Any],
     layers: Mapping[str, Any],
     kv_layout: str | None,
 ) -> None:
-    """Add the views of one layer, which has a number in the model."""
-    if hasattr(spec, "shapes"):
-        page = assembly.pages(number)[STATE]
+    """Add the views of one layer, which has a key in the model."""
+    name, spec, _ = layer
+    cache = kv_caches[name]
+    if is_state(spec):
+        page = assembly.pages(key)[STATE]
         order = conv_order(page.sections, spec.shapes, spec.dtypes)
         if not isinstance(cache, list | tuple):
             assembly.add_page(cache, page, order)
@@ -257,19 +258,23 @@ def _add_layer(
         for section, state in zip(page.sections, cache, strict=True):
             assembly.add_page(state, Page.of(*section), order)
         return
-    if getattr(getattr(spec, "cache_role", None), "value", "") == "indexer":
-        assembly.add_page(cache, assembly.index(number))
+    if is_indexer(spec):
+        assembly.add_page(cache, assembly.index(key))
         return
-    tensor = assembly.attention(number, "index")
+    tensor = assembly.attention(key, "index")
     has_kv = tensor.has(KV)
     names = _pattern(cache, HEADS if has_kv else LATENTS)
     # The cache may have smaller blocks than the engine's block tables.
     slots = cache.shape[names.index(TOKEN)]
-    kernel_blocks, num_left = divmod(spec.block_size, slots)
+    num_slots = assembly.groups[-1].num_slots
+    kernel_blocks, num_left = divmod(num_slots, slots)
     if num_left:
         action = f"join the kernel blocks of {name!r}"
-        expected = f"a divisor of {spec.block_size} tokens"
+        expected = (
+            f"a divisor of {num_slots} {'tokens' if spec.block_size == num_slots else 'rows'}"
+        )
         raise contradiction("SIZE", action, expected, f"{slots} in a kernel block")
+    # A backend may keep K and V of a head apart, but not inside of a row of bytes.
     halves = KV_LAYOUTS[kv_layout or _kv_layout(name, layers.get(name))] if has_kv else None
     if halves is None:
         assembly.add(cache, " ".join(names), tensor, kernel_blocks=kernel_blocks)
@@ -360,58 +365,14 @@ def _check_place(assembly: Assembly, name: str, first_view: int, place: TensorPl
         raise contradiction("BOUNDS", action, f"bytes below {stop:#x}", f"{end:#x}")
 
 
-def _numbered_apart(model: Model, attending: Sequence[int] | None) -> Sequence[int]:
-    """Return the layers of a model in the order of their attention's numbers.
-
-    There are none unless its states have numbers of their own. In vLLM no two caches have the same
-    number. So where a layer has two, all states are numbered after all attention
-    (``ssm_layer_idx`` of falcon_h1.py, ``layer2block_map`` of zamba2.py, in
-    vllm/model_executor/models).
-    """
-    in_order = []
-    has_both = False
-    for number, layer in enumerate(model.layers):
-        attends = any(tensor.paged for tensor in layer)
-        if attends:
-            in_order.append(number)
-            has_both |= not all(tensor.paged for tensor in layer)
-    if attending is not None and sorted(attending) != in_order:
-        action = "number the attention of vLLM"
-        raise contradiction("NAME", action, f"layers {in_order}", [*attending])
-    return (attending or in_order) if has_both else ()
-
-
-def _layer_of(name: str, spec: Any, model: Model, numbered_apart: Sequence[int]) -> int:
-    """Return the layer of the model to which vLLM's layer belongs, drafts counted after all."""
-    number = _number(name)
-    if not DRAFT_MODULES.isdisjoint(name.split(".")):
-        return len(model.layers) + number
-    num_attending = len(numbered_apart)
-    if not num_attending:
-        return number
-    is_state = hasattr(spec, "shapes")
-    if is_state == (number < num_attending):
-        expected = f"a number from {num_attending} on" if is_state else f"below {num_attending}"
-        raise contradiction("NAME", f"read the layer name {name!r}", expected, number)
-    return number - num_attending if is_state else numbered_apart[number]
-
-
-def shared_attention(layers: Sequence[int], num_blocks: int) -> list[int]:
-    """Return the ``attending`` of Zamba2: ``layers`` take turns in attention blocks.
-
-    vLLM numbers block by block.
-
-    >>> shared_attention([5, 11, 17, 23, 29], num_blocks=2)
-    [5, 17, 29, 11, 23]
-    """
-    turns = [layers[block::num_blocks] for block in range(num_blocks)]
-    return list(chain.from_iterable(turns))
-
-
-def _number(name: str) -> int:
-    """Return the one number in vLLM's name of a layer."""
-    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+def _key_of(layer: CachedLayer, model: Model | ObservedModel) -> Hashable:
+    """Return the key of vLLM's layer in a model: its name, or the number in it."""
+    if isinstance(model, ObservedModel):
+        return layer.name
+    parts = layer.name.split(".")
+    numbers = [int(part) for part in parts if part.isdecimal()]
     if len(numbers) != 1:
-        action = f"read the layer name {name!r}"
+        action = f"read the layer name {layer.name!r}"
         raise contradiction("NAME", action, "one number", f"{len(numbers)}")
-    return numbers[0]
+    is_draft = not DRAFT_MODULES.isdisjoint(parts)
+    return numbers[0] + (len(model.layers) if is_draft else 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-import attrs
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import (
@@ -14,6 +13,7 @@ from vllm.distributed.parallel_state import (
     get_pp_group,
     get_tensor_model_parallel_rank,
 )
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -24,12 +24,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvplan import Context, KVPlanError, Model, Worker
-from kvplan.bridges import RankInfo, from_vllm
-from kvplan.bridges.assembly import FP8_DTYPES
-from kvplan.bridges.vllm import shared_attention
+from kvplan import Context, KVPlanError, Worker
+from kvplan.bridges import RankInfo, from_vllm, vllm_model
+from kvplan.bridges.vllm_model import KvHeads, group_name, tokens_per_state
 from kvplan.describe.blocks import POSITION_END
-from kvplan_nixl.vllm.drafts import with_drafts
+from kvplan_nixl.vllm.drafts import draft_of
 from kvplan_nixl.vllm.settings import ModelSettings
 from kvplan_nixl.weights import weights_of
 
@@ -113,42 +112,44 @@ def tokens_per_table_block(group: Any, config: VllmConfig) -> int:
 def groups_of(config: KVCacheConfig) -> dict[str, int]:
     """Return the indices of the cache groups that are transferred, by name.
 
-    A group has the same name in all workers.
+    A group has the same name in all workers. Where its layers have values for different numbers of
+    tokens, it has a name for each.
     """
-    return {f"group{index}": index for index in config.transfer_group_ids}
+    groups = {}
+    for index in config.transfer_group_ids:
+        for spec in specs_of(config.kv_cache_groups[index]):
+            groups[group_name(index, tokens_per_state(spec))] = index
+    return groups
 
 
-def model_of(config: VllmConfig, cache: KVCacheConfig, settings: ModelSettings) -> Model:
-    """Return the model as both engines must name it: with its weights, and the cache's dtypes."""
+def model_name_of(config: VllmConfig, settings: ModelSettings) -> str:
+    """Return the model as both engines must name it: with its weights, and those of a draft."""
     name = settings.model or config.model_config.model
     weights = settings.weights or weights_of(
         config.model_config.model, config.model_config.revision
     )
-    model = Model.from_config(config.model_config.hf_config.to_dict(), f"{name}, weights {weights}")
-    model = with_drafts(model, config, settings)
-    attention_dtypes = set()
-    state_dtypes = set()
-    for group in cache.transfer_groups:
-        for spec in specs_of(group):
-            if hasattr(spec, "dtype"):
-                attention_dtypes.add(_dtype_name(spec.dtype))
-            if isinstance(spec, MambaSpec):
-                state_dtypes.add(_dtype_name(spec.dtypes[-1]))
-    # vLLM stores fp8 as bytes, of which its configuration has the dtype.
-    attention_dtypes.discard("uint8")
-    cache_dtype = config.cache_config.cache_dtype
-    if not attention_dtypes and cache_dtype in FP8_DTYPES:
-        attention_dtypes.add(FP8_DTYPES[cache_dtype])
-    return model.with_dtypes(_only(attention_dtypes), _only(state_dtypes))
+    draft = draft_of(config, settings)
+    return f"{name}, weights {weights}" + (f", draft {draft}" if draft else "")
 
 
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+def kv_heads_of(config: VllmConfig, settings: ModelSettings) -> KvHeads:
+    """Return how many KV heads layers have, as vLLM's effective configuration says.
 
+    A layer may have more or fewer than others (``ModelArchitectureConfig.__getitem__`` in
+    vllm/config/model_arch.py).
+    """
+    speculative: Any = config.speculative_config
 
-def _only(dtypes: set[str]) -> str | None:
-    """Return the one dtype of a set, None if there is no such one."""
-    return next(iter(dtypes)) if len(dtypes) == 1 else None
+    def kv_heads(number: int | None, is_draft: bool) -> int | None:
+        if settings.kv_heads:
+            return int(settings.kv_heads)
+        model = speculative.draft_model_config if is_draft else config.model_config
+        architecture = model.model_arch_config
+        if number is not None and number < architecture.total_num_hidden_layers:
+            architecture = architecture[number]
+        return int(architecture.total_num_kv_heads)
+
+    return kv_heads
 
 
 def rank_info(config: VllmConfig) -> RankInfo:
@@ -184,26 +185,21 @@ def worker_of(
 ) -> Worker:
     """Return the worker of this process. Its groups have the names of :func:`groups_of`."""
     layers = config.compilation_config.static_forward_context
-    hf_config = config.model_config.hf_config
-    # Zamba2's attending layers take turns in a few blocks of weights.
-    num_shared = getattr(hf_config, "num_mem_blocks", None)
-    attending = num_shared and shared_attention(hf_config.hybrid_layer_ids, num_shared)
-    model = model_of(config, cache, settings)
     info = rank_info(config)
-    worker = from_vllm(model, info, cache, kv_caches, layers, attending=attending)
-    new_names = dict(zip((group.name for group in worker.groups), _held(cache), strict=True))
-    groups = [attrs.evolve(group, name=new_names[group.name]) for group in worker.groups]
-    views = [attrs.evolve(view, group=new_names[view.group]) for view in worker.views]
-    return attrs.evolve(worker, groups=groups, views=views)
+    model = vllm_model(
+        model_name_of(config, settings),
+        info,
+        cache,
+        layers,
+        kv_heads=kv_heads_of(config, settings),
+        num_layers=_num_layers(config),
+        conv=get_conv_state_layout(),
+    )
+    return from_vllm(model, info, cache, kv_caches, layers)
 
 
-def _held(cache: KVCacheConfig) -> list[str]:
-    """Return the names of the groups of which a rank has layers: a pipeline stage lacks some."""
-    layers_held = set()
-    for tensor in cache.kv_cache_tensors:
-        layers_held.update(tensor.layers)
-    held = []
-    for name, index in groups_of(cache).items():
-        if not layers_held.isdisjoint(cache.kv_cache_groups[index].layer_names):
-            held.append(name)
-    return held
+def _num_layers(config: VllmConfig) -> int | None:
+    """Return how many layers the model has before those of a draft, None if nothing drafts."""
+    if config.speculative_config is None:
+        return None
+    return int(config.model_config.get_total_num_hidden_layers())

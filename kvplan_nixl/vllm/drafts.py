@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import attrs
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvplan import KVPlanError, Model
+from kvplan import KVPlanError
 from kvplan_nixl.vllm.settings import ModelSettings
 from kvplan_nixl.weights import weights_of
 
@@ -74,28 +73,13 @@ def _refusal(expected: str, got: str) -> KVPlanError:
     return KVPlanError("LAYOUT", action, expected=expected, got=got)
 
 
-def with_drafts(model: Model, config: VllmConfig, settings: ModelSettings) -> Model:
-    """Return a model with the draft layers that an engine caches beside its own, if any.
-
-    Its name says which draft that is.
-    """
+def draft_of(config: VllmConfig, settings: ModelSettings) -> str:
+    """Return which draft an engine runs whose cache moves with that of the model, if any."""
     speculative: Any = config.speculative_config
     if speculative is None or speculative.method not in WITH_CACHE:
-        return model
-    target = config.model_config
+        return ""
     draft = speculative.draft_model_config
-    draft_name = f"draft {speculative.method}"
-    if speculative.method == "mtp":
-        # Its layers are listed in the model's own file, and are like the model's.
-        config_keys = target.hf_config.to_dict()
-        layers = Model.from_config(config_keys, with_draft_layers=True).drafts
-    else:
-        draft_config = draft.hf_config
-        # vLLM wraps the configuration of an EAGLE draft in one of its own.
-        if speculative.method in ("eagle", "eagle3"):
-            draft_config = getattr(draft_config, "model", None) or draft_config
-        layers = Model.from_config(draft_config.to_dict()).layers
-    if draft.model != target.model:
-        weights = weights_of(draft.model, draft.revision)
-        draft_name += f" {settings.draft or draft.model}, weights {weights}"
-    return attrs.evolve(model, name=f"{model.name}, {draft_name}", drafts=layers)
+    if draft.model == config.model_config.model:
+        return f"{speculative.method}"
+    weights = weights_of(draft.model, draft.revision)
+    return f"{speculative.method} {settings.draft or draft.model}, weights {weights}"

@@ -1,0 +1,253 @@
+"""What an SGLang rank caches, read off its pools: no model type is needed.
+
+A pool (sglang/srt/mem_cache, 0.5.23) declares the numbers of its layers and what a slot of them
+holds *on this rank*. A plan needs the whole tensor as well, of which the rank holds a part:
+
+=================================  ===============================================================
+a pool declares                    the tensor
+=================================  ===============================================================
+``kv_lora_rank``                   a latent, which every rank has whole
+``dsa_kv_cache_store_fp8``         a latent as packed bytes; its indexer's keys are bytes too
+several heads in ``head_num``      that many on each of ``tp`` ranks
+one head in ``head_num``           1 to ``tp`` heads, each on several ranks: ``kv_heads`` says how
+                                   many, since the pool does not
+``mamba_layer_ids``                a state, whose parts :func:`state_layer` reads off SGLang's
+                                   shape of the state on one rank
+=================================  ===============================================================
+
+Tensors are named by the numbers of their layers in the model, ``layers.3.attn``, and those of a
+draft by their order, ``draft.0.attn``, as :class:`~kvplan.Model` names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import attrs
+
+from kvplan.bridges.assembly import ObservedModel, RankInfo, contradiction
+from kvplan.models.model import NamedLayer
+from kvplan.models.tensors import (
+    FULL,
+    SLIDING,
+    Layer,
+    attention,
+    convolution,
+    delta,
+    lightning,
+    latent,
+    mamba1,
+    mamba2,
+    sparse_latent,
+    with_index_keys,
+)
+
+READ_POOL: Final = "read a pool of SGLang"
+
+
+@attrs.frozen(kw_only=True)
+class KvHeads:
+    """How many KV heads the layers of each pool have on all ranks together, where that is known."""
+
+    full: int | None = None
+    sliding: int | None = None
+    draft: int | None = None
+
+
+class PoolPart(NamedTuple):
+    """A pool, maybe inside another, and the model's layers with their indices in its buffers.
+
+    ``slides`` says that its layers attend to a window, and have a block table of their own.
+    ``index_keys`` has the buffers beside the pool in which layers keep index keys of
+    ``index_dtype``.
+    """
+
+    pool: Any
+    layers: Mapping[int, int]
+    slides: bool = False
+    index_keys: Mapping[int, Any] = MappingProxyType({})
+    index_dtype: Any = None
+
+
+def pool_parts(pool: Any) -> Iterator[PoolPart]:
+    """Yield the pools inside one, each with a block table of its own. Raises ``LAYOUT``."""
+    if hasattr(pool, "swa_kv_pool"):
+        ring = getattr(pool, "swa_req_ring_size", None)
+        if ring is not None:
+            got = f"a ring of {ring} for each request"
+            raise contradiction("LAYOUT", READ_POOL, "pages of tokens", got)
+        # The mapping has the index of each layer, and whether it is one of the sliding pool.
+        full_layers: dict[int, int] = {}
+        sliding_layers: dict[int, int] = {}
+        for layer, (index, slides) in pool.layers_mapping.items():
+            layers = sliding_layers if slides else full_layers
+            layers[layer] = index
+        yield PoolPart(pool.full_kv_pool, full_layers)
+        yield PoolPart(pool.swa_kv_pool, sliding_layers, slides=True)
+    elif hasattr(pool, "main_pool"):
+        # All layers have K and V in one pool; some have index keys beside it.
+        if pool.index_kv_pool is not None:
+            got = "index keys and values"
+            raise contradiction("LAYOUT", READ_POOL, "index keys alone", got)
+        buffers = {}
+        for layer, index in pool.index_k_layer_id_mapping.items():
+            buffers[layer] = pool.index_k_pool.k_buffer[index]
+        index_dtype = getattr(pool.index_k_pool, "dtype", None)
+        layers_in_order = _layers_in_order(pool.main_pool)
+        yield PoolPart(pool.main_pool, layers_in_order, False, buffers, index_dtype)
+    elif hasattr(pool, "full_kv_pool"):
+        yield PoolPart(pool.full_kv_pool, dict(pool.full_attention_layer_id_mapping))
+    else:
+        yield PoolPart(pool, _layers_in_order(pool))
+
+
+def _layers_in_order(pool: Any) -> dict[int, int]:
+    return {pool.start_layer + index: index for index in range(pool.layer_num)}
+
+
+def draft_part(draft_pool: Any) -> PoolPart:
+    """Return the one pool of a draft, whose layers are numbered from zero or from any number."""
+    parts = [part for part in pool_parts(draft_pool) if part.layers]
+    if len(parts) != 1:
+        got = f"{len(parts)} block tables"
+        raise contradiction("LAYOUT", "read a draft pool of SGLang", "one block table", got)
+    return parts[0]
+
+
+def draft_key(number: int) -> Hashable:
+    """Return the key of a draft's layer in the model that :func:`sglang_model` returns."""
+    return f"draft.{number}"
+
+
+def sglang_model(
+    model_name: Mapping[str, Any] | str,
+    info: RankInfo,
+    pool: Any,
+    draft_pool: Any = None,
+    *,
+    kv_heads: KvHeads = KvHeads(),  # noqa: B008
+    written: Collection[int] | None = None,
+    state: Layer = (),
+    dtype: str | None = None,
+) -> ObservedModel:
+    """Return what an SGLang rank caches, for :func:`~kvplan.bridges.from_sglang`.
+
+    The pools are those that it takes. ``written`` are the layers that attention writes to, since
+    layers that share another's cache have buffers too; None: all of the pool. ``state`` has the
+    tensors of each layer in the pool of states. ``dtype`` is that of K and V, or of latents, in
+    host memory, which does not say how bytes are read; None: the pool says.
+
+    Raises ``LAYOUT`` for a cache that has no description, ``SIZE`` where the number of KV heads is
+    not known or contradicts the pool.
+    """
+    layers: dict[Hashable, Layer] = {}
+    for part in pool_parts(pool):
+        total = kv_heads.sliding if part.slides else kv_heads.full
+        for layer, index in part.layers.items():
+            if written is None or layer in written:
+                layers[layer] = _cached(part, layer, index, info.tp, total, dtype)
+    if hasattr(pool, "mamba_pool"):
+        for layer in pool.mamba_pool.mamba_layer_ids:
+            layers[layer] = (*layers.get(layer, ()), *state)
+    named = {layer: NamedLayer(f"layers.{layer}.", tensors) for layer, tensors in layers.items()}
+    if draft_pool is not None:
+        part = draft_part(draft_pool)
+        for number, (layer, index) in enumerate(part.layers.items()):
+            tensors = _cached(part, layer, index, info.tp, kv_heads.draft, dtype)
+            named[draft_key(number)] = NamedLayer(f"draft.{number}.", tensors)
+    return ObservedModel(model_name, MappingProxyType(named))
+
+
+def _cached(
+    part: PoolPart, layer: int, index: int, tp: int, total: int | None, dtype: str | None
+) -> Layer:
+    """Return what one layer keeps in a pool, which has an index in its buffers."""
+    pool = part.pool
+    group = SLIDING if part.slides else FULL
+    if hasattr(pool, "kv_lora_rank"):
+        tensors = _latent(pool, index, group)
+    else:
+        heads = _total_heads(f"read layer {layer} of a pool of SGLang", pool.head_num, tp, total)
+        tensors = attention(heads, pool.head_dim, group, value_dim=pool.v_head_dim)
+    values_dtype = dtype or _dtype_name(pool.dtype)
+    if layer in part.index_keys:
+        keys_dtype = _dtype_name(part.index_dtype)
+        keys = with_index_keys((), part.index_keys[layer].shape[-1])
+        tensors += tuple(attrs.evolve(tensor, dtype=keys_dtype) for tensor in keys)
+    return tuple(attrs.evolve(tensor, dtype=tensor.dtype or values_dtype) for tensor in tensors)
+
+
+def _latent(pool: Any, index: int, group: str) -> Layer:
+    """Return the latent of a layer, and its indexer's keys, if it has any."""
+    rank, rope = pool.kv_lora_rank, pool.qk_rope_head_dim
+    plain = latent(rank, rope, group)
+    index_keys = getattr(pool, "index_k_with_scale_buffer", None)
+    is_packed = getattr(pool, "dsa_kv_cache_store_fp8", False)
+    if index_keys is None and not is_packed:
+        return plain
+    if getattr(pool, "index_kpool", 1) != 1:
+        got = f"one for {pool.index_kpool} tokens"
+        raise contradiction("LAYOUT", READ_POOL, "an index key of each token", got)
+    packed, *keys = sparse_latent(rank, rope, pool.index_head_dim)
+    # A layer that reuses the choice of the one before has no keys.
+    has_keys = index_keys is not None and index_keys[index].shape[0] > 0
+    tensors = (packed.in_group(group),) if is_packed else plain
+    return (*tensors, *keys) if has_keys else tensors
+
+
+def _total_heads(action: str, local: int, tp: int, total: int | None) -> int:
+    """Return the KV heads of a layer on all ranks together, of which a rank has ``local``."""
+    if local > 1 or tp == 1:
+        return local * tp
+    if total is None or not 0 < total <= tp:
+        expected = f"1 to {tp} KV heads in all, of which each rank has one"
+        got = "an unknown number" if total is None else total
+        raise contradiction("SIZE", action, expected, got).with_hint("set KVPLAN_KV_HEADS")
+    return total
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def state_layer(shape: Any, conv_dtype: Any, ssm_dtype: Any, *, is_delta: bool = False) -> Layer:
+    """Return the tensors of a state, from the shape that SGLang gives it on a single rank.
+
+    It is a ``Mamba2StateShape`` or ``KimiLinearStateShape`` of sglang/srt/configs/mamba_utils.py,
+    whose numbers declare the kind: with ``num_k_heads`` or ``conv_shard_groups``, q, k and v of a
+    delta rule, as for a layer that says so otherwise (``is_delta``); without heads of more than one
+    channel Mamba 1; without a state a short convolution; without a convolution lightning attention.
+    Others have the x, B and C of Mamba 2.
+
+    Raises ``LAYOUT`` for several convolutions, or for one of other parts.
+    """
+    action = "read the state of SGLang"
+    if len(shape.conv) != 1:
+        raise contradiction("LAYOUT", action, "one convolution", len(shape.conv))
+    steps = shape.conv_kernel - 1
+    dtypes = (_dtype_name(conv_dtype), _dtype_name(ssm_dtype))
+    heads, dim = shape.num_heads, shape.head_dim
+    if hasattr(shape, "num_k_heads"):
+        channels = max(shape.conv[0])
+        layer = delta(shape.num_k_heads, shape.head_k_dim, heads, dim, steps, *dtypes)
+    else:
+        channels, size, width = shape.conv_dim, shape.state_size, shape.intermediate_size
+        groups = (channels - width) // (2 * size) if size else 0
+        if channels == 0:
+            return lightning(heads, dim, dtypes[1])
+        if size == 0:
+            return convolution(channels, steps, dtypes[0])
+        if shape.conv_shard_groups is not None or is_delta:
+            layer = delta(groups, size, heads, dim, steps, *dtypes)
+        elif dim == 1 and channels == width:
+            layer = mamba1(channels, size, steps, *dtypes)
+        else:
+            layer = mamba2(heads, dim, groups, size, steps, *dtypes)
+    widths = [dict(tensor.axes)["channel"] for tensor in layer if tensor.section == "conv"]
+    stated = shape.conv_shard_groups
+    if sum(widths) != channels or stated not in (None, widths):
+        expected = f"a convolution of {' + '.join(map(str, widths))} channels"
+        raise contradiction("LAYOUT", action, expected, stated or channels)
+    return layer

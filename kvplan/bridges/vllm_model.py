@@ -1,0 +1,388 @@
+"""What a vLLM rank caches, read off the engine's own specs and layers: no model type is needed.
+
+A spec (vllm/v1/kv_cache_interface.py, 0.32 and 0.33) declares what a block of its layers holds *on
+this rank*: heads, sizes, a dtype, shapes of states. A plan needs the whole tensor as well, of which
+the rank holds a part: how many heads there are in all, and which of a convolution's channels are
+replicated. Most of it follows from the part and the number of ranks, since vLLM divides evenly and
+replicates only what has fewer heads than there are ranks:
+
+==================================  ==============================================================
+a spec declares                     the tensor
+==================================  ==============================================================
+``head_size_v`` 0                   a latent, or rows of bytes, which every rank has whole
+several KV heads                    that many on each of ``tp`` ranks
+one KV head                         1 to ``tp`` heads, each on several ranks: ``kv_heads`` says how
+                                    many, since the spec does not
+``shapes`` of a Mamba kind          the tensors of :mod:`kvplan.models.tensors`, rank times ``tp``
+``shapes`` of any other kind        one tensor for each state and rank: such states move between
+                                    ranks of equally many, and to no others
+==================================  ==============================================================
+
+What is declared decides, never the class of a spec or the type of a model. A spec that declares
+what has no description here is refused with that fact.
+
+Tensors are named by the number in vLLM's name of a layer (``layers.3.attn``), as
+:class:`~kvplan.Model` names them. Where a name has no number, or several, or where one number has
+several caches of one kind, the tensors have vLLM's name in theirs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import attrs
+
+from kvplan.bridges.assembly import (
+    FP8_DTYPES,
+    ObservedModel,
+    RankInfo,
+    contradiction,
+)
+from kvplan.models.layouts import HEAD
+from kvplan.models.model import NamedLayer
+from kvplan.models.tensors import (
+    STATE,
+    Layer,
+    Tensor,
+    attention,
+    convolution,
+    delta,
+    latent,
+    lightning,
+    mamba1,
+    mamba2,
+)
+
+DRAFT_MODULES: Final = frozenset({"draft_model", "mtp"})
+"""Modules whose layers vLLM numbers from 0, though they are draft layers of the model.
+
+Other draft layers are numbered after those of the model: ``DraftModelProposer`` of
+vllm/v1/spec_decode/draft_model.py, and the models of vllm/model_executor/models whose names end
+with mtp, eagle or eagle3.
+"""
+
+PLAIN_MODES: Final = ("NONE", "FP8_PER_TENSOR")
+"""Values of ``kv_quant_mode`` for which a cache holds one value for each element and no scales."""
+
+KvHeads = Callable[[int | None, bool], int | None]
+"""Returns how many KV heads a layer has on all ranks together, or None where that is not known.
+
+Its arguments are the layer's number, None where its name has not exactly one, and whether it is a
+draft layer, numbered from 0.
+"""
+
+
+class CachedLayer(NamedTuple):
+    """A layer with a cache of its own: vLLM's name, its spec and the index of its group."""
+
+    name: str
+    spec: Any
+    group: int
+
+    @property
+    def role(self) -> str:
+        """Which of the caches of a layer this is: a state, an indexer's keys, or attention."""
+        if is_state(self.spec):
+            return "state"
+        return "index" if is_indexer(self.spec) else "attn"
+
+
+def is_state(spec: Any) -> bool:
+    """Return whether a block of a spec holds one state and not values of tokens."""
+    return hasattr(spec, "shapes")
+
+
+def is_indexer(spec: Any) -> bool:
+    """Return whether a spec is that of an indexer's keys."""
+    return getattr(getattr(spec, "cache_role", None), "value", "") == "indexer"
+
+
+def cached_layers(kv_cache_config: Any) -> Iterator[CachedLayer]:
+    """Yield the layers of groups that are transferred, without those that use another's cache."""
+    held = set[str]()
+    for tensor in kv_cache_config.kv_cache_tensors:
+        # In older releases the layers of a tensor share its bytes.
+        held.update(tensor.layers if hasattr(tensor, "layers") else tensor.shared_by)
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        if getattr(group, "enable_kv_transfer", True):
+            # The layers of a group may have specs of their own.
+            specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+            for name in group.layer_names:
+                if name in held:
+                    yield CachedLayer(name, specs.get(name, group.kv_cache_spec), index)
+
+
+def tokens_per_state(spec: Any) -> int:
+    """Return how many tokens share one value in the blocks of a spec.
+
+    Raises ``LAYOUT`` where a token has several.
+    """
+    tokens = getattr(spec, "tokens_per_state", 1)
+    if is_state(spec):
+        return 1
+    if tokens != int(tokens) or tokens < 1:
+        raise contradiction(
+            "LAYOUT", "read a cache of vLLM", "tokens_per_state of 1 or more", f"{tokens}"
+        )
+    return int(tokens)
+
+
+def group_name(index: int, tokens: int = 1) -> str:
+    """Return the name of one of vLLM's groups, or of its layers with a value for several tokens.
+
+    >>> group_name(0), group_name(2, tokens=4)
+    ('group0', 'group2.4')
+    """
+    return f"group{index}" if tokens == 1 else f"group{index}.{tokens}"
+
+
+def vllm_model(
+    model_name: str,
+    info: RankInfo,
+    kv_cache_config: Any,
+    layers: Mapping[str, Any],
+    *,
+    kv_heads: KvHeads = lambda number, is_draft: None,
+    num_layers: int | None = None,
+    conv: str = "DS",
+) -> ObservedModel:
+    """Return what a vLLM rank caches, for :func:`~kvplan.bridges.from_vllm`.
+
+    ``layers`` is ``vllm_config.compilation_config.static_forward_context``. Layers from number
+    ``num_layers`` on are drafts; None: none are, except those of :data:`DRAFT_MODULES`. ``conv`` is
+    vLLM's order of a convolution's state: ``DS`` or ``SD`` (``get_conv_state_layout``).
+
+    Groups are named after their index, ``group0``; one whose values are of 4 tokens ``group0.4``.
+
+    Raises ``LAYOUT`` for a cache that has no description, ``SIZE`` where the number of KV heads of
+    a layer is not known or contradicts its spec, ``DTYPE`` for an unknown dtype.
+    """
+    cached = [*cached_layers(kv_cache_config)]
+    # A number that has several caches of one role does not tell them apart.
+    holders = Counter((_number(layer.name), layer.role) for layer in cached)
+    observed: dict[Hashable, NamedLayer] = {}
+    for layer in cached:
+        number = _number(layer.name)
+        is_draft = _is_draft(layer.name, number, num_layers)
+        if is_draft and number is not None and DRAFT_MODULES.isdisjoint(layer.name.split(".")):
+            number -= num_layers or 0
+        prefix = f"{layer.name}."
+        if number is not None:
+            prefix = f"draft.{number}." if is_draft else f"layers.{number}."
+            if holders[_number(layer.name), layer.role] > 1:
+                prefix += f"{_after_number(layer.name)}."
+        module = layers.get(layer.name)
+        if is_state(layer.spec):
+            tensors = _states(layer, module, info, conv)
+        else:
+            total = kv_heads(number, is_draft)
+            tensors = _values(layer, module, info.tp, total)
+        group = group_name(layer.group, tokens_per_state(layer.spec))
+        in_group = tuple(tensor.in_group(group) for tensor in tensors)
+        observed[layer.name] = NamedLayer(prefix, in_group)
+    return ObservedModel(model_name, MappingProxyType(observed))
+
+
+def _number(name: str) -> int | None:
+    """Return the number in vLLM's name of a layer, None unless there is exactly one."""
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def _after_number(name: str) -> str:
+    parts = name.split(".")
+    (place,) = [index for index, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[place + 1 :])
+
+
+def _is_draft(name: str, number: int | None, num_layers: int | None) -> bool:
+    if not DRAFT_MODULES.isdisjoint(name.split(".")):
+        return True
+    return num_layers is not None and number is not None and number >= num_layers
+
+
+def _values(layer: CachedLayer, module: Any, tp: int, total: int | None) -> Layer:
+    """Return the tensors of a cache with values of tokens."""
+    spec = layer.spec
+    action = f"read the cache of {layer.name!r}"
+    for field in ("head_size", "num_kv_heads"):
+        if not hasattr(spec, field):
+            got = f"{type(spec).__name__} without {field}"
+            raise contradiction("LAYOUT", action, "a spec of heads, or of states", got)
+    dtype = _dtype(spec, module, action)
+    size = int(spec.head_size)
+    if is_indexer(spec):
+        return _index_keys(size, dtype)
+    packed_bytes = getattr(spec, "state_content_bytes", None)
+    slots = getattr(spec, "num_head_slots", None)
+    quantization = getattr(getattr(spec, "kv_quant_mode", None), "name", PLAIN_MODES[0])
+    value_size = getattr(spec, "head_size_v", size)
+    if slots not in (None, spec.num_kv_heads) or (
+        packed_bytes is None and quantization not in PLAIN_MODES
+    ):
+        got = f"{quantization} in {slots} slots of {packed_bytes} bytes"
+        raise contradiction("LAYOUT", action, "values of each head side by side", got)
+    if value_size == 0:
+        # One vector for all heads. Bytes that a kernel packs are a row of their own.
+        if packed_bytes is None:
+            return _with_dtype(latent(size, 0), dtype)
+        return (Tensor("attn", "attn", (("byte", int(packed_bytes)),), dtype="uint8"),)
+    heads = _total_heads(layer, tp, total)
+    if packed_bytes is None:
+        return _with_dtype(attention(heads, size, value_dim=int(value_size)), dtype)
+    axes = ((HEAD, heads), ("byte", int(packed_bytes)))
+    return (Tensor("attn", "attn", axes, sharded=HEAD, shards=heads, dtype="uint8"),)
+
+
+def _with_dtype(layer: Layer, dtype: str) -> Layer:
+    return tuple(attrs.evolve(tensor, dtype=dtype) for tensor in layer)
+
+
+def _dtype(spec: Any, module: Any, action: str) -> str:
+    """Return the dtype of a cache. vLLM stores fp8 as bytes; the layer says which fp8 that is."""
+    dtype = str(spec.dtype).removeprefix("torch.")
+    words = getattr(spec, "cache_dtype_str", None), getattr(module, "kv_cache_dtype", None)
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "")
+    if dtype != "uint8" or mode != "FP8_PER_TENSOR":
+        return dtype
+    for word in words:
+        if word is not None and word in FP8_DTYPES:
+            return FP8_DTYPES[word]
+    raise contradiction("DTYPE", action, f"one of {', '.join(FP8_DTYPES)}", f"{words}")
+
+
+def _index_keys(size: int, dtype: str) -> Layer:
+    """Return an indexer's keys, and their scales where both are bytes.
+
+    A block has the values of all its tokens, then a scale in fp32 for each 128 values of a token
+    (``indexer_k_quant_and_cache`` in csrc/cache_kernels.cu).
+    """
+    if dtype != "uint8":
+        return (Tensor("index", "attn", (("dim", size),), dtype=dtype),)
+    # `size` counts both: v values have 4 bytes of scales for each 128 of them.
+    num_scales = -(-size // 132)
+    axes = (("byte", size - 4 * num_scales),)
+    scales = (("byte", 4 * num_scales),)
+    return (
+        Tensor("index", "attn", axes, dtype="uint8"),
+        Tensor("index.scale", "attn", scales, dtype="uint8", pool="index"),
+    )
+
+
+def _total_heads(layer: CachedLayer, tp: int, total: int | None) -> int:
+    """Return the KV heads of a layer on all ranks together.
+
+    Raises ``SIZE`` where they are not known, or are not those of which the spec has a part.
+    """
+    local = int(layer.spec.num_kv_heads)
+    if local > 1 or tp == 1:
+        return local * tp
+    if total is None or not 0 < total <= tp:
+        expected = f"1 to {tp} heads, of which each rank has one"
+        got = "an unknown number" if total is None else f"{total}"
+        error = contradiction("SIZE", f"count the KV heads of {layer.name!r}", expected, got)
+        raise error.with_hint("set kv_heads of the connector")
+    return total
+
+
+def _states(layer: CachedLayer, module: Any, info: RankInfo, conv: str) -> Layer:
+    """Return the tensors of a recurrent state, by the kind of state that its spec declares."""
+    spec = layer.spec
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
+    shapes = [tuple(map(int, shape)) for shape in spec.shapes]
+    kind = getattr(getattr(spec, "mamba_type", None), "name", "")
+    ranks = 1 if getattr(spec, "tp_replicated", False) else info.tp
+    reader = STATE_READERS.get((kind, len(shapes)))
+    if reader is not None:
+        return _whole(reader(shapes, dtypes, ranks, conv, module), ranks, info)
+    # Nobody here knows how ranks divide such a state, but equal ranks hold equal parts.
+    part = "" if ranks == 1 else f"tp{info.tp}.{info.tp_rank}."
+    tensors = []
+    for number, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+        axes = tuple((f"dim{place}", size) for place, size in enumerate(shape))
+        kind = f"{part}state.{number}"
+        tensors.append(Tensor(kind, STATE, axes, paged=False, dtype=dtype, pool=STATE))
+    return tuple(tensors)
+
+
+def _whole(tensors: Layer, ranks: int, info: RankInfo) -> Layer:
+    """Return tensors that every rank holds whole as such, others as they are."""
+    if ranks == info.tp:
+        return tensors
+    return tuple(attrs.evolve(tensor, sharded=None, shards=1) for tensor in tensors)
+
+
+Shapes = list[tuple[int, ...]]
+
+
+def _conv_sizes(shape: tuple[int, ...], conv: str) -> tuple[int, int]:
+    """Return the channels and steps of a convolution's state."""
+    channels, steps = shape if conv == "DS" else shape[::-1]
+    return channels, steps
+
+
+def _mamba1(shapes: Shapes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
+    channels, steps = _conv_sizes(shapes[0], conv)
+    return mamba1(channels * ranks, shapes[1][1], steps, dtypes[0], dtypes[1])
+
+
+def _mamba2(shapes: Shapes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
+    channels, steps = _conv_sizes(shapes[0], conv)
+    heads, dim, state = shapes[1]
+    local_groups, rest = divmod(channels - heads * dim, 2 * state)
+    if rest or local_groups < 1:
+        expected = f"{heads * dim} channels of x, and B and C of {state} a group"
+        raise contradiction("SIZE", "read the convolution of a Mamba-2 layer", expected, channels)
+    groups = local_groups * ranks
+    if local_groups == 1 and ranks > 1:
+        # One group on each rank is either its own, or the only one, which all ranks have. The
+        # layer's own norm is made for the groups that the model has (MambaMixer2 of
+        # vllm/model_executor/layers/mamba/mamba_mixer2.py).
+        found = getattr(getattr(module, "norm", None), "n_groups", None)
+        if found not in (1, ranks):
+            action = "count the groups of a Mamba-2 layer"
+            raise contradiction("SIZE", action, f"1 or {ranks} in its norm", f"{found}")
+        groups = int(found)
+    return mamba2(heads * ranks, dim, groups, state, steps, dtypes[0], dtypes[1])
+
+
+def _delta(shapes: Shapes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
+    channels, steps = _conv_sizes(shapes[0], conv)
+    value_heads, value_dim, key_dim = shapes[1]
+    # q and k have as many channels as each other, v the rest.
+    key_heads, rest = divmod(channels - value_heads * value_dim, 2 * key_dim)
+    if rest or key_heads < 1:
+        expected = f"{value_heads * value_dim} channels of v, and q and k of {key_dim} a head"
+        raise contradiction("SIZE", "read the convolution of a delta layer", expected, channels)
+    sizes = (key_heads * ranks, key_dim, value_heads * ranks, value_dim)
+    return delta(*sizes, steps, dtypes[0], dtypes[1])
+
+
+def _lightning(shapes: Shapes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
+    ((heads, dim, _),) = shapes
+    return lightning(heads * ranks, dim, dtypes[0])
+
+
+def _short_conv(shapes: Shapes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
+    channels, steps = _conv_sizes(shapes[0], conv)
+    return convolution(channels * ranks, steps, dtypes[0])
+
+
+StateReader = Callable[[Shapes, list[str], int, str, Any], Layer]
+
+STATE_READERS: Final[Mapping[tuple[str, int], StateReader]] = MappingProxyType(
+    {
+        ("MAMBA1", 2): _mamba1,
+        ("MAMBA2", 2): _mamba2,
+        ("GDN_ATTN", 2): _delta,
+        ("LINEAR", 1): _lightning,
+        ("SHORT_CONV", 1): _short_conv,
+    }
+)
+"""The states of a layer by vLLM's ``mamba_type`` and their number.
+
+They are made by ``MambaStateShapeCalculator`` of vllm/model_executor/layers/mamba/mamba_utils.py.
+"""
