@@ -1,4 +1,8 @@
-"""Fingerprints: digests that tell apart two models that are served under one name."""
+"""Fingerprints: digests of weights, which tell apart two models that are served under one name.
+
+They are of the tensors, and of Python code beside them. A model's configuration is no part of them:
+an engine may run other values than the file has, so kvplan_nixl.identity has it key by key.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from kvplan._checks import wrong_type
@@ -52,24 +55,6 @@ KINDS: Final = (
     re.compile(NO_WEIGHTS + r".+\.gguf"),
 )
 
-# Keys that change no cache, in a model's configuration and in those that it nests.
-MODEL_KEYS: Final = frozenset(
-    {
-        "_name_or_path",  # the folder or repository that somebody loaded it from, before saving it
-        "_commit_hash",  # the revision of that repository
-        "transformers_version",  # the version that wrote the file
-        # The tensors say the dtype of the weights, and offers that of a cache, which an engine's
-        # options set. Transformers renamed torch_dtype to dtype, so the same model has either.
-        "torch_dtype",
-        "dtype",
-        "use_cache",  # trainers switch it off; an engine has a cache either way
-        "_attn_implementation",  # an engine has its own attention
-        "_attn_implementation_autoset",
-    }
-)
-# All others stay. Among them are architectures, by which engines choose their code, rope settings,
-# windows, and keys that are null: a key that lacks has a default, which need not be null.
-
 # Keys that change nothing that an adapter computes.
 ADAPTER_KEYS: Final = frozenset(
     {
@@ -84,17 +69,7 @@ ADAPTER_KEYS: Final = frozenset(
 )
 # All others stay: lora_alpha, use_rslora and alpha_pattern scale what an adapter adds.
 
-IGNORED_KEYS: Final = MappingProxyType(
-    {
-        "config.json": MODEL_KEYS,
-        "params.json": frozenset[str](),  # Mistral's own; it counts without a config.json
-        "adapter_config.json": ADAPTER_KEYS,
-    }
-)
-
-# Configurations of parts of a model nest under such keys. Quantization has keys of the same names
-# that count, such as the dtype of a layer's weights.
-NESTED_MODEL: Final = re.compile(r"(?!quantization_|compression_).+_config")
+ADAPTER_CONFIG: Final = "adapter_config.json"
 
 NUMBER: Final = re.compile(r"\.[0-9]+")
 
@@ -111,17 +86,18 @@ class TensorRecord(NamedTuple):
 
 
 def fingerprint(folder: Path | str) -> str | None:
-    """Digest the model, or the LoRA adapter, that a local folder stores.
+    """Digest the weights of a model, or a LoRA adapter, that a local folder stores.
 
     Returns 32 hex digits, or None where ``folder`` is no local folder, such as a model's name on a
     hub, or has no weights. Reads files and follows links. Raises ``CONFIG`` if a file is broken or
     cannot be read, ``TYPE`` if ``folder`` is no path.
 
-    Equal digests: the same tensors in other files, in another order or under other file names; a
-    configuration with other white space, order of keys, or values of keys that change no cache.
+    Equal digests: the same tensors in other files, in another order or under other file names; an
+    adapter's configuration with other white space, order of keys, or values of keys that change
+    nothing that it computes.
 
-    Different digests: another name, dtype or shape of any tensor; another value of any key of
-    ``config.json`` or ``adapter_config.json`` that can change a cache; another byte in a sample.
+    Different digests: another name, dtype or shape of any tensor; another value of any other key of
+    ``adapter_config.json``; another byte in a sample, or in a Python file of the folder.
 
     Up to 8,192 places of 4 KiB are sampled, 32 MiB, spread evenly over tensors, and over each
     tensor from its first byte to its last; a tensor that its places could cover is read whole.
@@ -136,8 +112,8 @@ def fingerprint(folder: Path | str) -> str | None:
     the change with probability ``p ** (2048 * k)``.
 
     A change outside the sample is not seen: of a few rows of an embedding, or of a few experts
-    among thousands. Neither are a model's own Python code, its tokenizer, an engine's options,
-    and weights that an engine loads from elsewhere. One model in two formats has two digests.
+    among thousands. Neither are its configuration, its tokenizer, an engine's options, and weights
+    and code that an engine loads from elsewhere. One model in two formats has two digests.
     Weights that are not safetensors, such as ``.bin`` or ``.gguf``, count by the name and size
     of each file and places in it; if a folder also has safetensors, these count alone.
 
@@ -145,7 +121,7 @@ def fingerprint(folder: Path | str) -> str | None:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     num_bytes = Path(folder, "pytorch_model.bin").write_bytes(b"weights")
     ...     fingerprint(folder)
-    '4f826b1c2333392ce6a58d8e0eef280b'
+    '3f1c33414f8e760ce154ecffe919c7ba'
     >>> fingerprint("Qwen/Qwen3-8B") is None
     True
     """
@@ -165,7 +141,10 @@ def _fingerprint(folder: Path) -> str | None:
         return None
     tensors = sorted(chain.from_iterable(map(_tensors, paths)))
     listed = [tensor[:3] for tensor in tensors]  # name, dtype and shape
-    text = json.dumps([_configs(folder), listed])
+    try:
+        text = json.dumps([_adapter_config(folder), _code(folder), listed], sort_keys=True)
+    except RecursionError as error:
+        raise _broken(folder / ADAPTER_CONFIG, "a JSON object", str(error)) from None
     digest = hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES)
     for sample in _samples(_selection(tensors)):
         digest.update(sample)
@@ -203,38 +182,33 @@ def _weight_paths(folder: Path) -> list[Path]:
 
 def _listed_names(index: Path) -> set[str]:
     """Return the names of files in an index."""
-    files = _config(index).get("weight_map")
+    files = read_config(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise _broken(index, "a weight_map from tensors to files", shown(files))
     return set(files.values())
 
 
-def _configs(folder: Path) -> dict[str, str]:
-    """Return the configurations of a folder by file name, without keys that change no cache."""
-    configs = {}
-    for name, ignored in IGNORED_KEYS.items():
-        path = folder / name
-        is_second = name == "params.json" and "config.json" in configs
-        if os.path.lexists(path) and not is_second:
-            config = _config(path)
-            try:
-                configs[name] = json.dumps(_without(config, ignored), sort_keys=True)
-            except RecursionError as error:
-                raise _broken(path, "a JSON object", str(error)) from None
-    return configs
+def _adapter_config(folder: Path) -> dict[str, Any] | None:
+    """Return the configuration of an adapter, without keys that change nothing that it computes."""
+    path = folder / ADAPTER_CONFIG
+    if not os.path.lexists(path):
+        return None
+    config = read_config(path)
+    return {key: value for key, value in config.items() if key not in ADAPTER_KEYS}
 
 
-def _without(config: dict[str, Any], ignored: frozenset[str]) -> dict[str, Any]:
-    """Return a configuration without some keys, which nested models lose too."""
-    kept = {key: value for key, value in config.items() if key not in ignored}
-    for key, value in kept.items():
-        if NESTED_MODEL.fullmatch(key) and isinstance(value, dict):
-            kept[key] = _without(value, ignored)
-    return kept
+def _code(folder: Path) -> dict[str, str]:
+    """Return a digest of each Python file of a folder, by name: it may be the model's own code."""
+    digests = {}
+    for path in sorted(folder.glob("*.py")):
+        _require_file(path)
+        digest = hashlib.blake2b(path.read_bytes(), digest_size=DIGEST_BYTES)
+        digests[path.name] = digest.hexdigest()
+    return digests
 
 
-def _config(path: Path) -> dict[str, Any]:
-    """Read a JSON file of an object."""
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a JSON file of an object, such as a model's configuration. Raises ``CONFIG``."""
     _require_file(path)
     num_bytes = path.stat().st_size
     if num_bytes > MAX_CONFIG_BYTES:
