@@ -39,7 +39,15 @@ from kvplan import (
     plan_reads,
     plan_writes,
 )
-from kvplan.bridges import RankInfo, from_lmcache, from_sglang, from_tensorrt_llm, from_vllm
+from kvplan.bridges import (
+    ObservedModel,
+    RankInfo,
+    from_lmcache,
+    from_sglang,
+    from_tensorrt_llm,
+    from_vllm,
+    vllm_model,
+)
 from kvplan.connector import (
     Access,
     Claims,
@@ -247,6 +255,12 @@ def calls() -> Calls:
     config = SimpleNamespace(kv_cache_tensors=[], kv_cache_groups=[])
     caches: dict[str, Any] = {"kv_cache_config": config, "kv_caches": {}, "layers": {}, "kv_layout": "content"}
     yield "bridges.from_vllm", from_vllm, {**both, **caches}
+    yield (
+        "bridges.vllm_model",
+        vllm_model,
+        {"model_name": "m", "info": RankInfo("d"), "kv_cache_config": config, "layers": {}, "num_layers": 2},
+    )
+    yield "bridges.ObservedModel", ObservedModel, {"name": "m", "layers": {}, "dtype": "uint8"}
     manager = SimpleNamespace(max_attention_window_vec=[1], layer_offsets={}, tokens_per_block=16)
     yield "bridges.from_tensorrt_llm", from_tensorrt_llm, {**both, "kv_cache_manager": manager, "kv_layout": "HND"}
     raw = np.zeros(2 * 28 * 16 * 256 * 2, np.uint8)

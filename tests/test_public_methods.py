@@ -15,7 +15,8 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplan import Budget, KVPlanError, PeerError, Region, View, Workspace, show
+from kvplan import Budget, KVPlanError, Model, PeerError, Region, View, Workspace, show
+from kvplan.bridges import ObservedModel
 from kvplan.connector import Access, Handoff, Leases, System
 from kvplan.display import Picture, Trace
 from kvplan.handshake import Problem
@@ -122,6 +123,8 @@ def examples() -> dict[type, Callable[[], Example]]:
         Budget: lambda: (Budget(), {"number": 3, "unit": "rows", "bytes_each": 8, "action": "plan"}),
         KVPlanError: lambda: error(KVPlanError),
         PeerError: lambda: error(PeerError),
+        Model: lambda: (bad_values.MODEL, {"number": 0}),
+        ObservedModel: lambda: (ObservedModel("m", {"a": bad_values.MODEL.named_layer(0)}), {"key": "a"}),
         View: lambda: (OURS.views[0], {"view_name": "k", "region": OURS.regions[0], "offset_bytes": 0}),
         Access: lambda: (Access(), access),
         Leases: lambda: (Leases(), {"request": "r", "lease": "r 0"}),

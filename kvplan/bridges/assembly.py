@@ -19,7 +19,7 @@ import attrs
 
 from kvplan import _checks
 from kvplan._checks import INT64_END, check_fields, instance, integer
-from kvplan._text import brief_repr
+from kvplan._text import brief_repr, shown
 from kvplan.describe.axes import Axis
 from kvplan.describe.tensors import Device, MemoryOwner, device_of, view_of
 from kvplan.describe.views import ITEMSIZE, TOKEN, Context, Group, Region, View
@@ -43,7 +43,7 @@ INDEX: Final = "index"
 """Pools of a layer's attention cache, and of its indexer."""
 
 
-Bridge = TypeVar("Bridge", bound=Callable[..., Worker])
+Reader = TypeVar("Reader", bound=Callable[..., Any])
 
 
 @attrs.frozen
@@ -81,19 +81,14 @@ def contradiction(code: str, action: str, expected: object, got: object) -> KVPl
     )
 
 
-def reads_engine(release: str) -> Callable[[Bridge], Bridge]:
-    """Decorate a bridge for the objects of a ``release``: others are a ``TYPE`` error."""
+def reads_engine(release: str) -> Callable[[Reader], Reader]:
+    """Decorate a function that reads the objects of a ``release``: others are a ``TYPE`` error."""
 
-    def decorate(bridge: Bridge) -> Bridge:
-        @functools.wraps(bridge)
-        def checked_bridge(
-            model: Model | ObservedModel, info: RankInfo, *objects: Any, **options: Any
-        ) -> Worker:
-            if not isinstance(model, ObservedModel):
-                instance(Model, model, "model")
-            instance(RankInfo, info, "info")
+    def decorate(read: Reader) -> Reader:
+        @functools.wraps(read)
+        def checked(*objects: Any, **options: Any) -> Any:
             try:
-                return bridge(model, info, *objects, **options)
+                return read(*objects, **options)
             except KVPlanError:
                 raise
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -102,7 +97,7 @@ def reads_engine(release: str) -> Callable[[Bridge], Bridge]:
                 got = f"{type(error).__name__}: {error}"
                 raise KVPlanError("TYPE", action, expected=expected, got=got) from error
 
-        return cast(Bridge, checked_bridge)
+        return cast(Reader, checked)
 
     return decorate
 
@@ -112,18 +107,28 @@ class ObservedModel:
     """The cached tensors of a running engine, read off its own objects: no model type is needed.
 
     ``layers`` has the engine's key of each layer, a name or a number. Takes the place of a
-    :class:`~kvplan.Model`, which says the same from a configuration.
+    :class:`~kvplan.Model`, which says the same from a configuration. ``name`` is whose cache it is,
+    as in :class:`~kvplan.Worker`.
     """
 
-    name: str
+    name: Mapping[str, Any] | str
     layers: Mapping[Hashable, NamedLayer]
     dtype: str = "uint8"
 
+    __repr__ = brief_repr
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            instance(Mapping, self.name, "name of a model")
+        for layer in instance(Mapping, self.layers, "layers of an engine").values():
+            instance(NamedLayer, layer, "layer of an engine")
+
     def named_layer(self, key: Hashable) -> NamedLayer:
         """Return a layer by its key. Raises ``NAME``."""
-        if key not in self.layers:
-            raise contradiction("NAME", "place a layer", "a layer of the engine", f"{key!r}")
-        return self.layers[key]
+        layer = self.layers.get(key) if isinstance(key, Hashable) else None
+        if layer is None:
+            raise contradiction("NAME", "place a layer", "a layer of the engine", shown(key))
+        return layer
 
 
 class MemoryInterval(NamedTuple):
@@ -155,6 +160,11 @@ class Assembly:
     groups: list[Group] = attrs.field(factory=list, init=False)
     views: list[PlacedView] = attrs.field(factory=list, init=False)
     allocations: set[MemoryInterval] = attrs.field(factory=set, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.model, ObservedModel):
+            instance(Model, self.model, "model")
+        instance(RankInfo, self.info, "info")
 
     def begin_group(
         self,

@@ -35,11 +35,13 @@ from typing import Any, Final, NamedTuple
 
 import attrs
 
+from kvplan._checks import instance
 from kvplan.bridges.assembly import (
     FP8_DTYPES,
     ObservedModel,
     RankInfo,
     contradiction,
+    reads_engine,
 )
 from kvplan.models.layouts import HEAD
 from kvplan.models.model import NamedLayer
@@ -139,8 +141,9 @@ def group_name(index: int, tokens: int = 1) -> str:
     return f"group{index}" if tokens == 1 else f"group{index}.{tokens}"
 
 
+@reads_engine("vLLM 0.33")
 def vllm_model(
-    model_name: str,
+    model_name: Mapping[str, Any] | str,
     info: RankInfo,
     kv_cache_config: Any,
     layers: Mapping[str, Any],
@@ -160,6 +163,7 @@ def vllm_model(
     Raises ``LAYOUT`` for a cache that has no description, ``SIZE`` where the number of KV heads of
     a layer is not known or contradicts its spec, ``DTYPE`` for an unknown dtype.
     """
+    instance(RankInfo, info, "info")
     cached = [*cached_layers(kv_cache_config)]
     # A number that has several caches of one role does not tell them apart.
     holders = Counter((_number(layer.name), layer.role) for layer in cached)

@@ -362,66 +362,6 @@ def test_states_over_attention(zeros: Any, model: Model, order: str, are_apart: 
     check(model, [worker], {"state": [1], "attn": TABLES["attn"]})
 
 
-BOTH = Model("both", (MAMBA2.layers[0] + MAMBA2.layers[1],) * 3, "int32")
-"""Three layers with a Mamba-2 state and K and V each, as Falcon-H1 has."""
-
-
-def both(zeros: Any, names: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """The config and caches of BOTH, with attention and states under the names, three of either."""
-    page = HEADS * 8 * 2 * DIM * 4
-    raw = zeros(6, BLOCKS, page, dtype=np.int8)
-    conv, ssm = states_of(MAMBA2, "DS")
-    dtypes = (f"torch.{conv.dtype}", f"torch.{ssm.dtype}")
-    spec = MambaSpec(512, (conv.shape, ssm.shape), dtypes)
-    groups = [KVCacheGroupSpec(names[:3], AttentionSpec(8)), KVCacheGroupSpec(names[3:], spec)]
-    caches = {
-        name: memory[:, None, None, : conv.nbytes + ssm.nbytes]
-        if number > 2
-        else memory.view(np.int32).reshape(BLOCKS, HEADS, 8, 2 * DIM)
-        for number, (name, memory) in enumerate(zip(names, raw, strict=True))
-    }
-    return KVCacheConfig([KVCacheTensor(raw.nbytes, names, raw.strides[0], page)], groups), caches
-
-
-FALCON_NAMES = [*(f"model.layers.{i}.attn" for i in range(3)), *(f"model.{3 + i}.mixer" for i in range(3))]
-
-
-@pytest.mark.parametrize("attending", [None, [0, 2, 1]])
-def test_layers_with_attention_and_a_state(zeros: Any, attending: list[int] | None) -> None:
-    """vLLM numbers the states of such layers after all attention: Falcon-H1 in order, Zamba2 by shared blocks."""
-    config, caches = both(zeros, FALCON_NAMES)
-    worker = in_content(BOTH, RankInfo("prefill"), config, caches, attending=attending)
-    start = min(view.offset_bytes for view in worker.views)
-    page = HEADS * 8 * 2 * DIM * 4 * BLOCKS
-    places = {view.name: (view.offset_bytes - start) // page for view in worker.views}
-    order = attending or [0, 1, 2]
-    assert [places[f"layers.{layer}.attn"] for layer in order] == [0, 1, 2]
-    for layer in range(3):
-        assert places[f"layers.{layer}.conv.x"] == places[f"layers.{layer}.ssm"] == 3 + layer
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({0: "model.layers.3.attn"}, "the layer name 'model.layers.3.attn': expected below 3, got 3"),
-        ({3: "model.2.mixer"}, "the layer name 'model.2.mixer': expected a number from 3 on, got 2"),
-        ({5: "model.6.mixer"}, "cannot place a layer: expected one of 3 layers"),
-    ],
-)
-def test_numbers_of_no_layer(zeros: Any, changes: dict[int, str], message: str) -> None:
-    """A state numbered among attention, attention among states, and numbers beyond both are refused."""
-    names = [changes.get(number, name) for number, name in enumerate(FALCON_NAMES)]
-    with pytest.raises(KVPlanError, match=f"^NAME: .*{message}"):
-        in_content(BOTH, RankInfo("prefill"), *both(zeros, names))
-
-
-@pytest.mark.parametrize("attending", [[0, 1], [0, 1, 1], [1, 2, 3]])
-def test_attention_of_other_layers(zeros: Any, attending: list[int]) -> None:
-    """The layers that attend are those of the model."""
-    with pytest.raises(KVPlanError, match=r"^NAME: cannot number the attention of vLLM: expected layers \[0, 1, 2\]"):
-        in_content(BOTH, RankInfo("prefill"), *both(zeros, FALCON_NAMES), attending=attending)
-
-
 def test_indexers(zeros: Any) -> None:
     """A sparse latent and an indexer's cache are two caches of one layer in one group, with specs of their own."""
     raw = zeros(BLOCKS * 8 * (656 + 132), dtype=np.uint8)
