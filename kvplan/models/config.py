@@ -297,12 +297,13 @@ def _exceptions(config: Config, num_layers: int) -> dict[int, Config]:
     """Return what ``per_layer_config`` states of single layers, by their number."""
     contents = "layers to mappings of keys"
     per_layer = mapping_of(config, "per_layer_config", contents)
-    numbers = {str(layer_number): layer_number for layer_number in range(num_layers)}
-    # JSON has the numbers of layers as text.
-    has_layers = {*map(str, per_layer)} <= {*numbers}
+    # JSON has the numbers of layers as text; transformers pads them with zeros, as "05".
+    texts = [str(layer) for layer in per_layer]
+    numbers = [int(text) if text.isdecimal() and len(text) < 8 else -1 for text in texts]
+    has_layers = {*numbers} <= {*range(num_layers)} and len({*numbers}) == len(numbers)
     if not has_layers or not all(isinstance(keys, Mapping) for keys in per_layer.values()):
         raise unusable("per_layer_config", f"a mapping of {contents}", per_layer)
-    return {numbers[str(layer)]: keys for layer, keys in per_layer.items()}
+    return dict(zip(numbers, per_layer.values(), strict=True))
 
 
 @attrs.frozen
@@ -386,7 +387,14 @@ def _check_keys(config: Config, family: Family) -> None:
     slides = config.get("sliding_window") is not None
     if config.get("use_sliding_window") is False or config.get("layer_types") or not slides:
         foreign_keys = {key for key in foreign_keys if "window" not in key}
+    # A file of a model without attention may state heads all the same, and one whose class knows
+    # no grouped heads may state as many KV heads as it has heads.
+    if not {*NUM_HEADS} & {*family.defaults}:
+        foreign_keys -= {*KV_HEADS, *HEAD_DIMS}
+    num_heads = config.get(stated_key(config, NUM_HEADS))
     for key in sorted(foreign_keys & {*config}):
+        if key in KV_HEADS and config[key] == num_heads:
+            continue
         if config[key] not in (None, False, 0, [], {}):
             expected = f"no {key!r}, which this type doesn't have"
             hint = f"remove {key!r} if the model doesn't use it; {WAY_OUT}"

@@ -81,6 +81,32 @@ def test_a_latent_is_one_row_of_latent_and_rotary_key(model_type: str) -> None:
     assert tensor == Tensor("attn", "attn", (("dim", 576),))
 
 
+NO_GROUPS = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model_type": "opt", **NO_GROUPS, "num_key_value_heads": 4},
+        {"model_type": "persimmon", **NO_GROUPS, "num_key_value_heads": 4},
+        {"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 8, "num_key_value_heads": 2},
+        {"model_type": "mimo_v2_flash", **HEADS, "num_hidden_layers": 2, "attention_chunk_size": 128},
+    ],
+)
+def test_a_key_that_changes_nothing_may_be_stated(keys: dict[str, Any]) -> None:
+    """As many KV heads as heads, KV heads of a model without attention, chunks that MiMo-V2 does not have."""
+    *_, superfluous = keys
+    without = {key: value for key, value in keys.items() if key != superfluous}
+    assert layers_of(keys) == layers_of(without)
+
+
+@pytest.mark.parametrize("model_type", ["minimax_m3", "minimax_m3_text"])
+def test_other_names_of_minimax_m3(model_type: str) -> None:
+    """A file with the text model alone, and what vLLM's reader makes of a nested one."""
+    keys = {"num_hidden_layers": 2, "sparse_attention_config": {"sparse_attention_freq": [0, 1]}}
+    assert layers_of({"model_type": model_type, **keys}) == layers_of({"model_type": "minimax_m3_vl_text", **keys})
+
+
 @pytest.mark.parametrize(
     ("outer", "inner", "heads"),
     [("mistral3", "mistral", 8), ("mistral3", "ministral3", 8), ("gemma3", "gemma3_text", 4), ("llava", "llama", 32)],
@@ -516,6 +542,7 @@ def test_dtypes_of_a_state(keys: dict[str, Any], dtypes: set[str]) -> None:
         ({"attention_k_eq_v": False, "num_global_key_value_heads": 2}, (4, 512)),
         ({"global_head_dim": 64}, (4, 64)),
         ({"per_layer_config": {"5": ONE_HEAD, "6": ONE_HEAD}}, (1, 128)),
+        ({"per_layer_config": {"05": ONE_HEAD, "06": ONE_HEAD}}, (1, 128)),  # as transformers writes more than ten
     ],
 )
 def test_full_layers_of_gemma_4(keys: dict[str, Any], full: tuple[int, int]) -> None:
@@ -583,7 +610,10 @@ def test_draft_layers_that_cannot_be_are_refused(model_type: str, number: int | 
             {"model_type": "kimi_linear", **LATENT, "linear_attn_config": {"full_attn_layers": 1, "kda_layers": []}},
         ),
         ("num_kv_shared_layers", {"model_type": "gemma4_text", **HEADS, "num_kv_shared_layers": 5}),
-        ("per_layer_config", {"model_type": "gemma4_text", **HEADS, "per_layer_config": {"1": 3}}),
+        *(
+            ("per_layer_config", {"model_type": "gemma4_text", **HEADS, "per_layer_config": exceptions})
+            for exceptions in ({"1": 3}, {"1": ONE_HEAD, "01": ONE_HEAD}, {"02": ONE_HEAD}, {"0" * 5000: ONE_HEAD})
+        ),
     ],
 )
 def test_an_unusable_value_of_a_family_is_named(key: str, config: dict[str, Any]) -> None:

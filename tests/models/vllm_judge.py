@@ -2,10 +2,11 @@
 
 ``.ci/engines models`` or, where vLLM is installed, ``python -m tests.models.vllm_judge``: builds each model that vLLM
 has without weights on a CPU, lets vLLM make its KV cache groups, and compares groups, layers, block sizes, page sizes,
-shapes, dtypes and windows with ``model.engine``. It does so for the last rank of TP 1, of TP 2 with heads and groups
-that both ranks hold, and of TP 3 with heads and groups that the ranks divide. The other ranks are not there: a cache
-depends on how many there are, not on what they say. All families take three minutes, and their verdicts are written to
-vllm_verdicts.json, from which ``python -m tests.models.page`` makes a page; arguments name some of them.
+shapes, dtypes and windows with ``model.engine``. It compares the tensors that the connector reads off vLLM's own specs
+with those of the model, too. It does so for the last rank of TP 1, of TP 2 with heads and groups that both ranks hold,
+and of TP 3 with heads and groups that the ranks divide. The other ranks are not there: a cache depends on how many
+there are, not on what they say. All families take three minutes, and their verdicts are written to vllm_verdicts.json,
+from which ``python -m tests.models.page`` makes a page; arguments name some of them.
 
 Exit status 1: one is wrong, or none is equal, as without vLLM.
 """
@@ -21,20 +22,25 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 from unittest.mock import MagicMock
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
+import attrs
 import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
 from kvplan import KVPlanError, Model
+from kvplan.bridges import RankInfo, vllm_model
 from kvplan.models import FAMILIES
+from kvplan.models.tensors import Tensor
 from tests.models.page import write_verdicts
 from tests.models.walk import CLASSES, EXCEPTIONS, KEYS, ROPE, TINY, model_types, stated
 
@@ -222,6 +228,10 @@ Rows = dict[tuple[int, bool], tuple[Any, ...]]
 """For each layer's cache with tokens, and each state: the layers of its group, tokens, bytes and shapes of a block."""
 
 
+class WrongError(Exception):
+    """What vLLM's own objects say of a cache is not what kvplan reads in the model's file."""
+
+
 class Absent(MetaPathFinder, Loader):
     """Stands in for packages that models import to prepare images, or for kernels of GPUs."""
 
@@ -348,17 +358,15 @@ def allocated(config: dict[str, Any], ranks: int) -> Rows:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    model_type = config["model_type"]
     vllm, specs = built(config, ranks)
     rows: Rows = {}
-    layers = len(Model.from_config(config).layers)
-    for group in get_kv_cache_groups(vllm, specs):
+    groups = get_kv_cache_groups(vllm, specs)
+    check_observed(config, ranks, vllm, groups)
+    for group in groups:
         found = {}
         for name in group.layer_names:
             spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
-            own, *second = map(int, re.findall(r"\.(\d+)", name))  # LongCat-Flash attends twice in a layer
-            own //= 2 if model_type == "cosmos3_edge" else 1  # which numbers attention and MLP
-            number = (2 * own + second[0] if second else own) % layers  # Falcon-H1 numbers states after attention
+            number = number_of(name, config)
             if isinstance(spec, MambaSpec):
                 tokens, window = None, None
                 shapes = [(*shape, str(dtype)) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
@@ -372,6 +380,47 @@ def allocated(config: dict[str, Any], ranks: int) -> Rows:
             found[key] = tokens, spec.page_size_bytes, window, plain(shapes)
         rows |= {key: (sorted(found), *row) for key, row in found.items()}
     return rows
+
+
+def number_of(name: str, config: dict[str, Any]) -> int:
+    """The number that kvplan gives vLLM's layer of a name."""
+    own, *second = map(int, re.findall(r"\.(\d+)", name))  # LongCat-Flash attends twice in a layer
+    own //= 2 if config["model_type"] == "cosmos3_edge" else 1  # which numbers attention and MLP
+    layers = len(Model.from_config(config).layers)
+    return (2 * own + second[0] if second else own) % layers  # Falcon-H1 numbers states after attention
+
+
+def check_observed(config: dict[str, Any], ranks: int, vllm: Any, groups: Sequence[Any]) -> None:
+    """Compare what the connector reads off vLLM's specs and layers with what kvplan reads in the file.
+
+    Raises WrongError. Groups and windows are those of the scheduler, and not of a tensor.
+    """
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+    from kvplan_nixl.vllm.description import kv_heads_of
+
+    names = [name for group in groups for name in group.layer_names]
+    cache = SimpleNamespace(kv_cache_groups=groups, kv_cache_tensors=[SimpleNamespace(layers=names)])
+    observed = vllm_model(
+        "observed",
+        RankInfo("vllm", ranks - 1, ranks - 1, ranks),
+        cache,
+        vllm.compilation_config.static_forward_context,
+        kv_heads=kv_heads_of(vllm, SimpleNamespace(kv_heads=0)),
+        conv=get_conv_state_layout(),
+    )
+    model = Model.from_config(config)
+    planned = {(number, t.kind): tensor_of(t, model) for number, layer in enumerate(model.layers) for t in layer}
+    found = {(number_of(name, config), t.kind): tensor_of(t, model) for name in names for t in observed.layers[name][1]}
+    for key in sorted({*planned, *found}):
+        if planned.get(key) != found.get(key):
+            raise WrongError(f"{key} observed: {found.get(key)}, in the file: {planned.get(key)}")
+
+
+def tensor_of(tensor: Tensor, model: Model) -> Tensor:
+    """A tensor without what a scheduler alone needs."""
+    dtype = tensor.dtype or model.dtype
+    return attrs.evolve(tensor, group="any", window=None, chunked=False, plain_axes=None, dtype=dtype)
 
 
 def plain(shapes: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -438,6 +487,8 @@ def verdict(model_type: str, ranks: int) -> tuple[str, str]:
         theirs = allocated(config, ranks)
     except KVPlanError as error:
         return "refused", str(error)
+    except WrongError as error:
+        return "wrong", str(error)
     except Exception as error:
         return "not loaded", shortly(error)
     ours = planned(config, min((tokens for _, tokens, *_ in theirs.values() if tokens), default=None), ranks)
