@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
@@ -19,6 +21,7 @@ from tests.engines import device
 from tests.engines.flips import flip_bits
 from tests.engines.hosts import Host, enter
 from tests.engines.notes import Notes
+from tests.engines.trainer import WeightsInFolder
 
 
 def count_parts(connector: Any) -> list[str]:
@@ -34,6 +37,38 @@ def count_parts(connector: Any) -> list[str]:
 
         connector.build_connector_meta = build_counted
     return names
+
+
+def error_of(function: Callable[..., Any], *arguments: Any) -> str:
+    """The error of a call, if there is one."""
+    try:
+        function(*arguments)
+    except Exception as error:  # which the judge shows
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def adapter_of(mark: str, model: str) -> LoRARequest | None:
+    """The LoRA adapter that a request has by its mark: ``2`` is called so, ``2:5`` too, and is the engine's fifth."""
+    name, _, number = mark.partition(":")
+    return LoRARequest(name, int(number or name), f"{model}/adapter-{name}") if mark else None
+
+
+def reload(engine: LLMEngine, folder: str) -> None:
+    """Loads other weights into a running engine, from a folder."""
+    engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+
+
+def update(engine: LLMEngine, folder: str) -> None:
+    """Updates weights as a trainer does, by vLLM's ``weight_transfer_config``."""
+    engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+    engine.collective_rpc("start_weight_update")
+    engine.collective_rpc("update_weights", kwargs={"update_info": {"folder": folder}})
+    engine.collective_rpc("finish_weight_update")
+
+
+WEIGHTS = {"reload": reload, "update": update}
+"""Ways to change the weights of a running engine."""
 
 
 def serve(
@@ -57,6 +92,7 @@ def serve(
     notes = Notes()
     if settings.pop("stages", False):
         notes.install()
+    WeightTransferEngineFactory.register_engine("folder", WeightsInFolder)
     config = EngineArgs(**settings).create_engine_config()
     # vLLM turns it off on a CPU, whatever the settings say.
     config.scheduler_config.async_scheduling = settings.get("async_scheduling", False)
@@ -86,15 +122,19 @@ def serve(
                     extra_args={"kv_transfer_params": transfer} if transfer else None,
                 )
                 tokens = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
-                lora = None
-                if adapter:
-                    folder = f"{settings['model']}/adapter-{adapter}"
-                    lora = LoRARequest(adapter, int(adapter), folder)
-                engine.add_request(name, tokens, sampling, lora_request=lora)
+                engine.add_request(name, tokens, sampling, lora_request=adapter_of(adapter, settings["model"]))
             elif verb == "abort":
                 engine.abort_request(arguments)
             elif verb == "forget":
                 engine.reset_prefix_cache(reset_connector=arguments[0])
+            elif verb == "load":
+                lora = adapter_of(arguments[0], settings["model"])
+                lora.load_inplace = True
+                engine.add_lora(lora)
+            elif verb == "unload":
+                engine.remove_lora(adapter_of(arguments[0], settings["model"]).lora_int_id)
+            elif verb in WEIGHTS:
+                pipe.send(("changed", error_of(WEIGHTS[verb], engine, *arguments)))
             elif verb == "held":
                 pool = scheduler.kv_cache_manager.block_pool
                 # One block is vLLM's null block, which is never free.

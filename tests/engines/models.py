@@ -86,6 +86,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
     },
+    # the layer pattern of published ones; layers that attend to all have fewer and larger KV heads
+    "gemma-4, 12 layers": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+        "global_head_dim": 64,
+        "attention_k_eq_v": True,
+        "sliding_window": 64,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
     "mistral": {"model_type": "mistral", "sliding_window": 64},
     "gpt-oss": {
         "model_type": "gpt_oss",
@@ -200,13 +215,42 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+THETA: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+YARN: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 128,
+    }
+}
+EPSILON: dict[str, Any] = {"rms_norm_eps": 0.5}
+WINDOW: dict[str, Any] = {"sliding_window": 32}
+"""Values of config.json that decide what a cache holds, and not its shape."""
+
+for key, name, value in (
+    ("llama, RoPE theta", "llama", THETA),
+    ("llama, YaRN", "llama", YARN),
+    ("llama, epsilon", "llama", EPSILON),
+    ("gemma-3, window", "gemma-3", WINDOW),
+):
+    MODELS[key] = {**MODELS[name], **value}
+
+BFLOAT16 = ("granite-hybrid", "nemotron-h", "falcon-h1", "mamba-2", "llama")
+"""Models that also exist as published ones do, with weights of bfloat16 and a config.json that says so."""
+
+for name in BFLOAT16:
+    MODELS[f"{name}, bfloat16"] = MODELS[name]
+
 DRAFTS = {"llama, EAGLE": 1, "llama, another EAGLE": 1, "llama, EAGLE-3": 3}
 """Drafts of one layer that go with hidden states of a llama, by the release of EAGLE."""
 
 SEEDS = {"llama, other weights": 1, "llama, another EAGLE": 1}
 """Seeds of weights, 0 for other models."""
 
-ABSENT = {"mamba-2": ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
+ABSENT = dict.fromkeys(
+    ("mamba-2", "mamba-2, bfloat16"), ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+)
 """Keys of COMMON that files of a model do not state."""
 
 ADAPTED = ("llama", "qwen3")
@@ -232,7 +276,7 @@ def build(name: str, folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(0.1)
-    model.save_pretrained(folder)
+    model.to(torch.bfloat16 if name.endswith(", bfloat16") else torch.float32).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, chat_template=CHAT).save_pretrained(folder)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tests.engines.models import BFLOAT16, EPSILON, THETA, WINDOW, YARN
+
 
 class Pair(NamedTuple):
     """A prefill engine, a decode engine and a trial of them (a function of ``trials``).
@@ -285,7 +287,7 @@ PAIRS = {
         "llama",
         side(**ALIKE, model="llama, other weights"),
         side(**ALIKE),
-        "other_weights",
+        "unlike",
     ),
     "llama 32->64 TP 1->2, with a key": Pair("llama", side(32, **KEYED), side(64, tp=2, **KEYED)),
     "llama, other key": Pair("llama", side(**KEYED), side(**OTHER_KEY), "refused", lease_s=30),
@@ -362,4 +364,97 @@ PAIRS = {
     "nemotron-h": Pair("nemotron-h", side(), side()),
     "falcon-h1": Pair("falcon-h1", side(), side()),
     "zamba-2": Pair("zamba-2", side(), side()),
+}
+
+
+PUBLISHED = ", bfloat16"
+"""What follows the name of a model whose files are of bfloat16, as most published ones are."""
+
+GEMMA_4 = "gemma-4, 12 layers"
+PAIRS |= {
+    "gemma-4 TP 1->2": Pair(GEMMA_4, side(), side(tp=2)),
+    "gemma-4 TP 2->1": Pair(GEMMA_4, side(tp=2), side()),
+    "gemma-4 32->64": Pair(GEMMA_4, side(32), side(64)),
+    "gemma-4 64->32 TP 2->1": Pair(GEMMA_4, side(64, tp=2), side(32)),
+    "nemotron-h TP 1->2": Pair("nemotron-h", side(), side(tp=2)),
+    "falcon-h1 TP 1->2": Pair("falcon-h1", side(), side(tp=2)),
+    "mamba-2 TP 1->2": Pair("mamba-2", side(), side(tp=2)),
+}
+
+DTYPES: dict[str, dict[str, Any]] = {
+    "dtype float32": {},
+    "dtype bfloat16": {"dtype": "bfloat16"},
+    "mamba_cache_dtype float32": {"dtype": "bfloat16", "mamba_cache_dtype": "float32"},
+    "mamba_cache_dtype float16": {"dtype": "bfloat16", "mamba_cache_dtype": "float16"},
+    "mamba_ssm_cache_dtype float32": {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"},
+    "mamba_ssm_cache_dtype bfloat16": {"dtype": "float32", "mamba_ssm_cache_dtype": "bfloat16"},
+}
+"""Settings of both engines, whose models are of bfloat16."""
+
+for hybrid in BFLOAT16[:4]:
+    for name, settings in DTYPES.items():
+        PAIRS[f"{hybrid}, {name}"] = Pair(f"{hybrid}{PUBLISHED}", side(**settings), side(**settings), "continued")
+
+SKIPPED: dict[str, Any] = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0", "2"]}
+SKIPPED_OTHERS: dict[str, Any] = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]}
+PAIRS |= {
+    "llama 32->64, dtype float32": Pair(f"llama{PUBLISHED}", side(32), side(64)),
+    "llama 32->64, fp8": Pair("llama", side(32, kv_cache_dtype="fp8"), side(64, kv_cache_dtype="fp8")),
+    "llama 32->64, fp8 but for layers": Pair("llama", side(32, **SKIPPED), side(64, **SKIPPED)),
+    "gemma-3 32->64, fp8 but for windows": Pair(
+        "gemma-3",
+        side(32, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["sliding_window"]),
+        side(64, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["sliding_window"]),
+    ),
+    "llama, fp8 but for other layers": Pair("llama", side(**SKIPPED), side(**SKIPPED_OTHERS), "refused"),
+    "llama, int8 with scales": Pair(
+        "llama", side(kv_cache_dtype="int8_per_token_head"), side(kv_cache_dtype="int8_per_token_head")
+    ),
+    "llama, float32 to bfloat16": Pair("llama", side(), side(dtype="bfloat16"), "refused"),
+    "llama, bfloat16 to float32": Pair("llama", side(dtype="bfloat16"), side(), "refused"),
+    "llama, bfloat16 to float16": Pair("llama", side(dtype="bfloat16"), side(dtype="float16"), "refused"),
+    "llama, fp8 to float32": Pair("llama", side(kv_cache_dtype="fp8"), side(), "refused"),
+    "llama, fp8 of float32 to fp8 of bfloat16": Pair(
+        "llama", side(kv_cache_dtype="fp8"), side(kv_cache_dtype="fp8", dtype="bfloat16"), "unlike"
+    ),
+}
+
+OVERRIDES = {
+    "RoPE theta": ("llama", THETA),
+    "YaRN": ("llama", YARN),
+    "epsilon": ("llama", EPSILON),
+    "window": ("gemma-3", WINDOW),
+}
+"""A model, and values of its config.json that an engine may be given by ``hf_overrides``."""
+
+for name, (model, value) in OVERRIDES.items():
+    given = {"hf_overrides": value}
+    PAIRS |= {
+        f"{model}, {name} on prefill": Pair(model, side(**CACHED, **given), side(**CACHED), "unlike"),
+        f"{model}, {name} on decode": Pair(model, side(**CACHED), side(**CACHED, **given), "unlike"),
+        f"{model} 32->64, {name} on both": Pair(model, side(32, **given), side(64, **given)),
+        f"{model} 32->64, {name} by override to file": Pair(
+            model, side(32, **given), side(64, model=f"{model}, {name}")
+        ),
+        f"{model} 64->32, {name} by file to override": Pair(
+            model, side(64, model=f"{model}, {name}"), side(32, **given)
+        ),
+    }
+
+HALF = {**CACHED, "dtype": "bfloat16"}  # vLLM quantises no weights of float32
+PAIRS |= {
+    "llama, int8 weights on prefill": Pair(
+        "llama", side(**HALF, quantization="int8_per_channel_weight_only"), side(**HALF), "unlike"
+    ),
+    "llama, fp8 weights on decode": Pair("llama", side(**HALF), side(**HALF, quantization="fp8_per_tensor"), "unlike"),
+}
+
+TRAINED = {"weight_transfer_config": {"backend": "folder"}}
+PAIRS |= {
+    "llama, adapter replaced": Pair("llama", side(**ADAPTERS), side(**ADAPTERS), "adapter_replaced", lease_s=30),
+    "llama, adapter replaced, times kept": Pair(
+        "llama", side(**ADAPTERS), side(**ADAPTERS), "adapter_replaced_times_kept", lease_s=30
+    ),
+    "llama, weights reloaded": Pair("llama", side(), side(), "weights_reloaded", lease_s=30),
+    "llama, weights updated": Pair("llama", side(**TRAINED), side(**TRAINED), "weights_updated", lease_s=30),
 }

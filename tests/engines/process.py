@@ -57,6 +57,7 @@ class Engine:
             given |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0", "VLLM_NIXL_SIDE_CHANNEL_HOST": host.address}
         backend = {"distributed_executor_backend": "mp" if ranks > 1 else "uni"}
         self.log = log
+        self.model = Path(settings["model"])
         self._pipe, theirs = forked.Pipe()
         self._process = forked.Process(target=serve, args=(theirs, {**backend, **settings}, given, str(log), host))
         self._process.start()
@@ -83,7 +84,7 @@ class Engine:
     ) -> str:
         """Adds a request and returns its name. ``transfer`` travels as JSON, as through a proxy.
 
-        ``adapter`` is the number of a LoRA adapter, ``salt`` is the request's ``cache_salt``. Several answers are
+        ``adapter`` is the mark of a LoRA adapter, ``salt`` is the request's ``cache_salt``. Several answers are
         drawn at random, with a seed each.
         """
         self._count += 1
@@ -126,6 +127,21 @@ class Engine:
     def forget(self, stored: bool = True) -> None:
         """Empties the prefix cache, and what connectors have ``stored``, or keep for other engines."""
         self._send("forget", stored)
+
+    def load(self, adapter: str) -> None:
+        """Loads an adapter, also where the engine has one of its name."""
+        self._send("load", adapter)
+
+    def unload(self, adapter: str) -> None:
+        """Takes an adapter out of the engine."""
+        self._send("unload", adapter)
+
+    def change_weights(self, way: str, model: Path) -> None:
+        """Loads the weights of another model into the running engine: by ``reload`` or ``update``."""
+        self._send(way, str(model))
+        (error,) = self._receive("changed", time.monotonic() + TIMEOUT_S)
+        if error:
+            raise EngineFailedError(f"refused: {error}")
 
     def held(self) -> tuple[int, int]:
         """How many blocks and how many requests the engine holds."""

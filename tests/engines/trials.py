@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import shutil
 import time
 import uuid
 from collections.abc import Callable
 from typing import Any
 
-from tests.engines.models import VOCABULARY
+from tests.engines.models import VOCABULARY, build
 from tests.engines.process import Answer, Engine, free_port
 from tests.engines.served import Server, chosen, completed, proxy, text
 
@@ -97,6 +99,22 @@ def transfer(start: Start) -> Outcome:
     answers = moved(prefill.ready(), decode.ready(), tokens)
     idle(prefill, decode)
     return answers, agreed(tokens, prefill, decode)
+
+
+def continued(start: Start) -> Outcome:
+    """Prompts end in a token that prefill alone has generated, and decode has to go on as an engine alone goes on.
+
+    Decode computes a prompt's last token from a state that it reads, as an engine computes what it has generated. Where
+    a state is rounded, that is another result than of a prompt that is computed at once.
+    """
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens = prompts(1)
+    generated = alone(prefill, tokens, TOKENS + 1)
+    ended = [[*prompt, one[0]] for prompt, one in zip(tokens, generated, strict=True)]
+    answers = moved(prefill, decode, ended)
+    idle(prefill, decode)
+    right = agreed(tokens, prefill, decode, max_tokens=TOKENS + 1)
+    return answers, [one[1:] for one in right]
 
 
 def prefix(start: Start) -> Outcome:
@@ -635,16 +653,125 @@ def marked(start: Start, *marks: dict[str, str]) -> Outcome:
     return answers, expected
 
 
-def other_weights(start: Start) -> Outcome:
-    """Prefill has other weights under the same name: whatever it has computed fails."""
+def unlike(start: Start) -> Outcome:
+    """Engines that generate different tokens: all that prefill has computed fails on decode.
+
+    Decode then computes the same prompts itself, where nothing of what has failed may be cached.
+    """
     prefill, decode = start("prefill").ready(), start("decode").ready()
     tokens = prompts(50)
     transfers = [offered(answer) for answer in prefill.generate(tokens, 1, [ASK] * len(tokens))]
     answers = decode.generate(tokens, TOKENS, transfers)
+    own = decode.generate(tokens, TOKENS)
     idle(prefill, decode)
-    if alone(prefill, tokens) == alone(decode, tokens):
-        raise AssertionError("void: both engines have the same weights")
-    return answers, [[]] * len(tokens)
+    right = agreed(tokens, decode)
+    if alone(prefill, tokens) == right:
+        raise AssertionError("void: both engines generate the same tokens")
+    return [*answers, *own], [*[[]] * len(tokens), *right]
+
+
+def put_adapter(engine: Engine, number: int, *, times_kept: bool) -> None:
+    """Writes the files of one of a model's adapters over those of its adapter 3, perhaps with the times of the last."""
+    folder = engine.model / "adapter-3"
+    folder.mkdir(exist_ok=True)
+    for file in (engine.model / f"adapter-{number}").iterdir():
+        copy = folder / file.name
+        before_ns = copy.stat().st_mtime_ns if copy.exists() else 0
+        shutil.copyfile(file, copy)
+        if times_kept:
+            os.utime(copy, ns=(before_ns, before_ns))
+
+
+def adapter_replaced(start: Start) -> Outcome:
+    """An adapter's files are replaced while some engines have the old one loaded. Others load the new one."""
+    return replaced(start, times_kept=False)
+
+
+def adapter_replaced_times_kept(start: Start) -> Outcome:
+    """The same, and the times of the files do not show it."""
+    return replaced(start, times_kept=True)
+
+
+def replaced(start: Start, *, times_kept: bool) -> Outcome:
+    """Engines read from each other under one adapter's name: right where both have the same one, else right or failed.
+
+    The new adapter is loaded by engines that start, by one that has unloaded the old one, and in place.
+    """
+    old, decode = start("prefill").ready(), start("decode").ready()
+    put_adapter(old, 1, times_kept=times_kept)
+    all_tokens = [prompts(seed, (40, 100, 200)) for seed in range(70, 77)]
+    answers: list[list[Answer]] = []
+
+    def read(prefill: Engine, reader: Engine) -> None:
+        tokens = all_tokens[len(answers)]
+        computed = prefill.generate(tokens, 1, [ASK] * len(tokens), adapter="3")
+        answers.append(reader.generate(tokens, TOKENS, [offered(answer) for answer in computed], adapter="3"))
+
+    read(old, decode)
+    put_adapter(old, 2, times_kept=times_kept)
+    new, fresh = start("prefill").ready(), start("decode").ready()
+    read(old, fresh)
+    read(new, decode)
+    read(old, decode)
+    decode.unload("3")
+    read(new, decode)
+    read(old, decode)
+    old.load("3")
+    read(old, fresh)
+    idle(old, new, decode, fresh)
+    expected = []
+    for tokens, found, (adapter, must_be_read) in zip(
+        all_tokens,
+        answers,
+        (("1", True), ("2", False), ("1", False), ("1", False), ("2", True), ("2", False), ("2", True)),
+        strict=True,
+    ):
+        decode.forget()
+        right = [answer.tokens for answer in decode.generate(tokens, TOKENS, adapter=adapter)]
+        expected += right if must_be_read else unless_failed(found, right)
+    return [answer for found in answers for answer in found], expected
+
+
+def weights_reloaded(start: Start) -> Outcome:
+    """Running engines load other weights from a folder."""
+    return weights_changed(start, "reload")
+
+
+def weights_updated(start: Start) -> Outcome:
+    """Running engines get other weights from a trainer."""
+    return weights_changed(start, "update")
+
+
+def weights_changed(start: Start, way: str) -> Outcome:
+    """Prefill gets other weights, with and without a reset, then decode does: right where both have the same ones.
+
+    Where they have not, a request fails, and one whose prompt prefill has computed before may be right.
+    """
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    others = prefill.model.parent / "llama, other weights"
+    build("llama, other weights", others)
+    all_tokens = [prompts(seed) for seed in range(80, 85)]
+    first = [alone(decode, tokens) for tokens in all_tokens]
+
+    def compute(tokens: list[list[int]]) -> list[Any]:
+        return [offered(answer) for answer in prefill.generate(tokens, 1, [ASK] * len(tokens))]
+
+    answers = [moved(prefill, decode, all_tokens[0])]
+    before = compute(all_tokens[1])
+    prefill.change_weights(way, others)
+    answers.append(decode.generate(all_tokens[1], TOKENS, before))
+    answers.append(decode.generate(all_tokens[2], TOKENS, compute(all_tokens[2])))
+    prefill.forget()
+    answers.append(decode.generate(all_tokens[3], TOKENS, compute(all_tokens[3])))
+    decode.change_weights(way, others)
+    decode.forget()
+    answers.append(moved(prefill, decode, all_tokens[4]))
+    idle(prefill, decode)
+    last = alone(decode, all_tokens[4])
+    if last == first[4]:
+        raise AssertionError("void: the weights have not changed")
+    unequal = [unless_failed(found, right) for found, right in zip(answers[1:4], first[1:4], strict=True)]
+    return [answer for found in answers for answer in found], [*first[0], *itertools.chain(*unequal), *last]
 
 
 def drafted(start: Start) -> Outcome:
