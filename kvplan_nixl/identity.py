@@ -37,7 +37,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
@@ -55,6 +55,9 @@ MAX_VALUE: Final = 200
 
 MAX_KEYS: Final = 64
 """Keys of a nested mapping that are facts of their own. More of them are one fact."""
+
+HF_CONFIG: Final = "config.json"
+MISTRAL_CONFIG: Final = "params.json"
 
 HARMLESS_KEYS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -118,14 +121,14 @@ HARMLESS_PROCESSOR_KEYS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def stated_config(folder: Path | str) -> dict[str, Any] | None:
+def stated_config(folder: Path | str, file: str = "") -> dict[str, Any] | None:
     """Return a model's configuration as its folder states it, None where the folder has none.
 
-    It is ``config.json``, or Mistral's ``params.json``. How weights are quantized may be in a file
-    of its own. Raises ``CONFIG`` for a file that cannot be read.
+    It is that of a ``file``, or else ``config.json``, or Mistral's ``params.json``. How weights are
+    quantized may be in a file of its own. Raises ``CONFIG`` for a file that cannot be read.
     """
     config = None
-    for name in ("config.json", "params.json"):
+    for name in (file,) if file else (HF_CONFIG, MISTRAL_CONFIG):
         path = Path(folder, name)
         if os.path.lexists(path):
             config = read_config(path)
@@ -154,8 +157,9 @@ def processor_facts(folder: Path | str) -> Facts:
 def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with overrides in it, as if they stood in the file.
 
-    A mapping changes the keys that it has, also in configurations that are nested. New parameters
-    of rotary embeddings take the place of all old ones, which a file may have under other names.
+    Overrides of a nested configuration change the keys that they have; other mappings are replaced.
+    New parameters of rotary embeddings take the place of all old ones, which a file may have under
+    other names.
 
     >>> merged({"rope_theta": 1, "text_config": {"a": 1, "b": 2}}, {"text_config": {"a": 3}})
     {'rope_theta': 1, 'text_config': {'a': 3, 'b': 2}}
@@ -168,10 +172,8 @@ def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
             new.pop(key, None)
     for key, value in overrides.items():
         old = new.get(key)
-        if isinstance(value, Mapping):
-            new[key] = merged(old, value) if isinstance(old, Mapping) else dict(value)
-        else:
-            new[key] = value
+        both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        new[key] = merged(old, value) if both and _is_nested(key) else value
     return new
 
 
@@ -181,7 +183,7 @@ def config_facts(config: Mapping[str, Any], prefix: str = "config") -> Facts:
     >>> config_facts({"model_type": "llama", "rope_theta": 1e4, "use_cache": True, "dtype": "half"})
     {'config.model_type': 'llama', 'config.rope_parameters.rope_theta': 10000}
     """
-    return _flat(prefix, _model_config(config))
+    return _flat(prefix, _in_one_form(_without_harmless(config)))
 
 
 def option_facts(name: str, value: Any) -> Facts:
@@ -193,17 +195,35 @@ def option_facts(name: str, value: Any) -> Facts:
     return _flat(name, {"": value}) if not isinstance(value, Mapping) else _flat(name, value)
 
 
+def changes(changed: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the overrides that make one configuration of another, as far as overrides can.
+
+    >>> changes({"a": 1, "b_config": {"c": 2, "d": 3}}, {"a": 1, "b_config": {"c": 2, "d": 4}})
+    {'b_config': {'d': 3}}
+    """
+    overrides = {}
+    for key, value in changed.items():
+        old = plain.get(key)
+        if _is_nested(key) and isinstance(value, Mapping) and isinstance(old, Mapping):
+            nested = changes(value, old)
+            overrides.update({key: nested} if nested else {})
+        elif key not in plain or _text(_canonical(old)) != _text(_canonical(value)):
+            overrides[key] = value
+    return overrides
+
+
 def difference(changed: Mapping[str, Any], plain: Mapping[str, Any]) -> Facts:
     """Return the keys of a configuration that differ from those of another one, by path.
 
-    It says what an override does that is no text: a function, or an override that the engine reads
-    in another way than the same key of a file. A key that it removes is null.
+    It says what an override does that is no text, or that the engine reads in another way than the
+    same key of a file. A key that it removes is null.
 
     >>> difference({"a": 1, "b": {"c": 2, "d": 3}}, {"a": 1, "b": {"c": 2, "d": 4}})
     {'overrides.b.d': 3}
     """
-    changed_facts = config_facts(changed, "overrides")
-    plain_facts = config_facts(plain, "overrides")
+    changed_facts, plain_facts = (
+        _flat("overrides", _without_harmless(config)) for config in (changed, plain)
+    )
     return {
         key: changed_facts.get(key)
         for key in sorted(changed_facts.keys() | plain_facts.keys())
@@ -247,13 +267,80 @@ def short_model(facts: Mapping[str, Any]) -> str:
     return f"{name} {digest}" if isinstance(name, str) and name.isprintable() else digest
 
 
-def _model_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without harmless keys, with rotary embeddings in one form."""
+FIRST_WEIGHTS: Final = "default"
+"""Engines' name for the version of the weights that they started with."""
+
+
+class Identity:
+    """The identity of an engine that runs: the facts that it started with, and what came later.
+
+    Weights may change while an engine runs, as in reinforcement learning. Each change begins a
+    *version*. Whoever changes the weights of several engines alike can give the version a name, and
+    engines that started with equal facts share caches again under it. A change without a name has a
+    version that no other engine has. The version is a fact, ``weights_version``, and is empty for
+    the weights that the engine started with.
+
+    >>> identity = Identity({"weights": "5f1a"}, lambda num_bytes: "c0ffee")
+    >>> identity.change()
+    >>> identity.facts()
+    {'weights': '5f1a', 'weights_version': 'unnamed c0ffee'}
+    >>> identity.name_version("step 7")
+    >>> identity.facts()
+    {'weights': '5f1a', 'weights_version': 'step 7'}
+    """
+
+    def __init__(self, started: Mapping[str, Any], token_hex: Callable[[int], str]) -> None:
+        self.started: Facts = dict(started)
+        self.version = ""
+        self._token_hex = token_hex
+        self._has_changed = False
+
+    def facts(self) -> Facts:
+        """Return all facts as they are now."""
+        version = {"weights_version": self.version} if self.version else {}
+        return {**self.started, **version}
+
+    def change(self) -> None:
+        """Begin a version without a name: weights have changed, or may have."""
+        self._has_changed = True
+        self.version = f"unnamed {self._token_hex(DIGEST_BYTES)}"
+
+    def forget(self) -> None:
+        """Begin a version without a name, although nobody has changed the weights.
+
+        What was saved under the version before is not found any more.
+        """
+        self.version = f"unnamed {self._token_hex(DIGEST_BYTES)}"
+
+    def name_version(self, version: str) -> None:
+        """Name the version of the weights. The first name is that of the weights of the start."""
+        if version != FIRST_WEIGHTS:
+            self.version = version
+        elif not self._has_changed:
+            self.version = ""
+
+
+def _without_harmless(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration, and those nested in it, without keys that change no cache."""
     kept = _without(config, HARMLESS_KEYS)
     for key, value in kept.items():
-        if isinstance(value, Mapping) and key.endswith("_config") and key not in KEPT_WHOLE:
-            kept[key] = _model_config(value)
-    return _with_rope_parameters(kept)
+        if isinstance(value, Mapping) and _is_nested(key):
+            kept[key] = _without_harmless(value)
+    return kept
+
+
+def _in_one_form(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration, and those nested in it, with rotary embeddings in one form."""
+    new = dict(config)
+    for key, value in new.items():
+        if isinstance(value, Mapping) and _is_nested(key):
+            new[key] = _in_one_form(value)
+    return _with_rope_parameters(new)
+
+
+def _is_nested(key: str) -> bool:
+    """Return whether a key has the configuration of a part of a model."""
+    return key.endswith("_config") and key not in KEPT_WHOLE
 
 
 def _without(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:

@@ -75,6 +75,11 @@ def at_least_one(value: Any, subject: str) -> int:
     return integer(value, subject, low=1)
 
 
+def texts(value: Any, subject: str) -> tuple[str, ...]:
+    """Return ``value``, which must be a list of texts."""
+    return members(str, value, subject)
+
+
 def _port(value: Any, subject: str) -> int:
     return integer(value, subject, high=PORT_END)
 
@@ -162,6 +167,10 @@ class ModelNames(Protocol):
         """The fingerprint of its weights."""
 
     @property
+    def ignored_facts(self) -> tuple[str, ...]:
+        """Facts of its identity that do not count. ``*`` stands for any text."""
+
+    @property
     def kv_heads(self) -> int:
         """The KV heads of a layer that has one on each rank, 0 where the engine says it."""
 
@@ -174,8 +183,8 @@ class StoreSettings(NamedSettings):
     through ``buffer_bytes`` of host memory to load, and as much to save. A request waits at most
     ``search_timeout_s`` for a search, and ``stall_s`` for a load that makes no step. The engine
     keeps the store below ``max_bytes``, each model below ``max_model_bytes``, and evicts what was
-    not used for ``max_age_s``; 0 is no limit. ``model``, ``weights`` and ``kv_heads`` are those of
-    other connectors.
+    not used for ``max_age_s``; 0 is no limit. ``model``, ``weights``,
+    ``ignored_facts`` and ``kv_heads`` are those of other connectors.
     """
 
     folder: str = setting(name, "")
@@ -188,6 +197,7 @@ class StoreSettings(NamedSettings):
     max_age_s: float = setting(seconds, 0.0)
     model: str = setting(name, "")
     weights: str = setting(name, "")
+    ignored_facts: tuple[str, ...] = setting(texts, ())
     kv_heads: int = setting(integer, 0)
 
     @classmethod
@@ -215,8 +225,9 @@ class Settings(NamedSettings):
 
     An engine announces ``host`` and listens on ``bind``, or on ``host`` if that is empty, at
     ``port``, or at a free one if that is 0. ``model`` and ``weights`` take the place of the
-    engine's name for its model, and of a fingerprint of its files, unless they are empty;
-    ``kv_heads`` that of the KV heads of a layer, unless it is 0. Prefill
+    engine's name for its model, and of a fingerprint of its weights, unless they are empty;
+    ``kv_heads`` that of the KV heads of a layer, unless it is 0. ``ignored_facts`` are those of the
+    engine's identity (:mod:`kvplan_nixl.identity`) that the operator knows to be harmless. Prefill
     publishes a request in part when ``early_tokens`` more positions are computed. ``rates`` names
     the file of a calibration, by which decode chooses what it stages. The other settings of the
     network are those of :meth:`access`.
@@ -234,6 +245,7 @@ class Settings(NamedSettings):
     early_tokens: int = setting(at_least_one, EARLY_TOKENS)
     model: str = setting(name, "")
     weights: str = setting(name, "")
+    ignored_facts: tuple[str, ...] = setting(texts, ())
     kv_heads: int = setting(integer, 0)
     key: bytes = setting(_secret, b"")
     key_file: str = setting(name, "")

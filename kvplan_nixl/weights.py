@@ -19,10 +19,13 @@ def weights_of(model: str, revision: str | None = None) -> str:
 
     Where there are none, return the revision, or ``unknown``.
     """
+    return fingerprint(folder_of(model, revision) or model) or revision or "unknown"
+
+
+def folder_of(model: str, revision: str | None = None) -> Path | None:
+    """Return a model's folder, or that of its snapshot in the hub's local cache; None without."""
     folder = Path(model)
-    if not folder.is_dir():
-        folder = _snapshot(model, revision) or folder
-    return fingerprint(folder) or revision or "unknown"
+    return folder if folder.is_dir() else _snapshot(model, revision)
 
 
 def _snapshot(repository: str, revision: str | None) -> Path | None:

@@ -26,7 +26,7 @@ def test_facts_are_canonical_text():
 
 @pytest.mark.parametrize("model", [{1: 2}, {"": 1}, {"a": object()}, {"a": float("nan")}, {"a": "\ud800"}, [], None, 7])
 def test_what_is_no_model_is_refused(model):
-    with pytest.raises(KVPlanError, match="^TYPE: cannot read model of a worker"):
+    with pytest.raises(KVPlanError, match=r"^TYPE: cannot read model of a worker"):
         worker(model)
 
 
@@ -74,5 +74,5 @@ def test_a_repeated_key_hides_nothing():
 
 
 def test_a_model_too_long_for_an_offer_is_refused():
-    with pytest.raises(KVPlanError, match="^RANGE: cannot encode worker engine/0: expected at most 65536 characters"):
+    with pytest.raises(KVPlanError, match=r"^RANGE: cannot encode worker engine/0: expected at most 65536 characters"):
         encode(worker({"a": "x" * MAX_MODEL}))
