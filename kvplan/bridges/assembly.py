@@ -188,11 +188,15 @@ class Assembly:
         context = self.info.context if spread and tokens is not None else Context()
         self.groups.append(Group(next(unused_names), tokens, context, tokens_per_slot))
 
-    def pages(self, layer: Hashable) -> dict[str, Page]:
-        """Return what a block of the current group stores of a layer, by pool."""
+    def pages(self, layer: Hashable, kernel_blocks: int = 1) -> dict[str, Page]:
+        """Return what a block of the current group stores of a layer, by pool.
+
+        With ``kernel_blocks``, what one of so many equal parts of a block does.
+        """
         group = self.groups[-1]
         prefix, tensors = self._layer(layer, group.tokens_per_block)
-        blocks = dict.fromkeys((tensor.group for tensor in tensors), group.num_slots)
+        num_slots = group.num_slots // kernel_blocks
+        blocks = dict.fromkeys((tensor.group for tensor in tensors), num_slots)
         part = RankPart(self.info.tp_rank, self.info.tp, blocks, self.model.dtype)
         return {page.name.removeprefix(prefix): page for _, page in part.pages(tensors, prefix)}
 
@@ -261,11 +265,13 @@ class Assembly:
         )
         self.views.append(PlacedView(device_of(memory), view, _owner_of(memory)))
 
-    def add_page(self, memory: Any, page: Page, conv: str = "DS") -> None:
+    def add_page(
+        self, memory: Any, page: Page, conv: str = "DS", *, kernel_blocks: int = 1
+    ) -> None:
         """Add the views of all tensors of ``page``, which each block of ``memory`` stores densely.
 
-        Blocks are its first dimension. Raises ``SIZE`` if they have more bytes or fewer, ``STRIDE``
-        if the bytes of a block have gaps.
+        Blocks are its first dimension; each ``kernel_blocks`` of them are one block. Raises
+        ``SIZE`` if they have more bytes or fewer, ``STRIDE`` if the bytes of a block have gaps.
         """
         dims = [f"dim{number}" for number in range(1, len(memory.shape))]
         raw = view_at_addresses(memory, " ".join(["block", *dims]), page.name, self.groups[-1])
@@ -281,14 +287,19 @@ class Assembly:
                 expected = f"blocks of {page_bytes} bytes"
                 raise contradiction(code, action, expected, f"{block_bytes} bytes")
         owner = _owner_of(memory)
+        joined: tuple[Axis, ...] = ()
+        if kernel_blocks > 1:
+            joined = (Axis(TOKEN, 0, kernel_blocks, kernel_blocks, raw.block_stride_bytes),)
         # Each tensor of the page is a view with the blocks of the memory.
         for placed in placed_views:
             view = attrs.evolve(
                 raw,
                 name=placed.name,
                 dtype=placed.dtype,
-                axes=placed.axes,
+                axes=(*joined, *placed.axes),
                 offset_bytes=raw.offset_bytes + placed.offset_bytes,
+                num_blocks=raw.num_blocks // kernel_blocks,
+                block_stride_bytes=raw.block_stride_bytes * kernel_blocks,
             )
             self.views.append(PlacedView(device_of(memory), view, owner))
 

@@ -35,9 +35,11 @@ from kvplan.bridges.vllm_model import (
     CachedLayer,
     cached_layers,
     is_indexer,
+    is_ring,
     is_state,
-    tokens_per_state,
+    unit_of,
 )
+from kvplan.bridges.vllm_rows import PAGE
 from kvplan.describe.views import TOKEN
 from kvplan.describe.worker import Worker
 from kvplan.models.layouts import HEAD, KV, LAYER, LocalTensor, Page
@@ -47,6 +49,9 @@ from kvplan.models.tensors import STATE
 
 PATTERN: Final = "block head token content"
 """Dimensions of an attention cache, from 0.32 on."""
+
+RING: Final = "block slot position byte"
+"""Dimensions of a ring, in bytes. Where ranks divide it, its slot is a head."""
 
 LATENTS: Final = (PATTERN, "block token content")
 HEADS: Final = (PATTERN, "kv block token head content", "block kv token head content")
@@ -80,6 +85,8 @@ BACKENDS: Final = MappingProxyType(
         "TRITON_ATTN": "content",
         "FLEX_ATTENTION": "content",
         "HPC_ATTN": "content",
+        "QWEN4_EXP_QSA_TRITON": "content",
+        "STEP5_DSA": "content",
         "ROCM_AITER_UNIFIED_ATTN": "content",
         "CPU_ATTN vec": "vec",
         "CPU_ATTN vec16": "vec",
@@ -159,7 +166,7 @@ def from_vllm(
         # A block table has a group for the values of single tokens, one for those of four, ...
         by_unit: dict[int, list[CachedLayer]] = {}
         for layer in cached:
-            by_unit.setdefault(tokens_per_state(layer.spec), []).append(layer)
+            by_unit.setdefault(_unit_of(layer, model), []).append(layer)
         for unit, members in by_unit.items():
             first = members[0]
             assembly.begin_group(
@@ -249,6 +256,10 @@ def _add_layer(
     """Add the views of one layer, which has a key in the model."""
     name, spec, _ = layer
     cache = kv_caches[name]
+    if is_ring(spec):
+        ((ring,),) = assembly.pages(key)["ring"].sections
+        assembly.add(_bytes_of(cache), RING.replace("slot", ring.axes[0].name), ring)
+        return
     if is_state(spec):
         page = assembly.pages(key)[STATE]
         order = conv_order(page.sections, spec.shapes, spec.dtypes)
@@ -258,22 +269,19 @@ def _add_layer(
         for section, state in zip(page.sections, cache, strict=True):
             assembly.add_page(state, Page.of(*section), order)
         return
+    if isinstance(assembly.model, ObservedModel):
+        (page,) = assembly.pages(key).values()
+        if len(page.sections) > 1 or page.name.endswith(PAGE):
+            _add_packed(assembly, layer, key, cache)
+            return
     if is_indexer(spec):
         assembly.add_page(cache, assembly.index(key))
         return
     tensor = assembly.attention(key, "index")
     has_kv = tensor.has(KV)
     names = _pattern(cache, HEADS if has_kv else LATENTS)
-    # The cache may have smaller blocks than the engine's block tables.
-    slots = cache.shape[names.index(TOKEN)]
     num_slots = assembly.groups[-1].num_slots
-    kernel_blocks, num_left = divmod(num_slots, slots)
-    if num_left:
-        action = f"join the kernel blocks of {name!r}"
-        expected = (
-            f"a divisor of {num_slots} {'tokens' if spec.block_size == num_slots else 'rows'}"
-        )
-        raise contradiction("SIZE", action, expected, f"{slots} in a kernel block")
+    kernel_blocks = _kernel_blocks(layer, num_slots, cache.shape[names.index(TOKEN)])
     # A backend may keep K and V of a head apart, but not inside of a row of bytes.
     halves = KV_LAYOUTS[kv_layout or _kv_layout(name, layers.get(name))] if has_kv else None
     if halves is None:
@@ -283,6 +291,59 @@ def _add_layer(
     for half, dims in enumerate(halves):
         memory, pattern = _half(cache, half, dims, tensor)
         assembly.add(memory, pattern, k_or_v(tensor, half), kernel_blocks=kernel_blocks)
+
+
+def _kernel_blocks(layer: CachedLayer, num_slots: int, kernel_slots: int) -> int:
+    """Return how many blocks of a cache are one of the engine's block tables."""
+    kernel_blocks, num_left = divmod(num_slots, kernel_slots)
+    if num_left:
+        action = f"join the kernel blocks of {layer.name!r}"
+        slots = "tokens" if layer.spec.block_size == num_slots else "rows"
+        expected = f"a divisor of {num_slots} {slots}"
+        raise contradiction("SIZE", action, expected, f"{kernel_slots} in a kernel block")
+    return kernel_blocks
+
+
+def _add_packed(assembly: Assembly, layer: CachedLayer, key: Hashable, cache: Any) -> None:
+    """Add the views of rows whose scales are behind all rows of a block, or of whole blocks."""
+    shape = tuple(cache.shape)
+    num_slots = assembly.groups[-1].num_slots
+    (page,) = assembly.pages(key).values()
+    if page.name.endswith(PAGE):
+        num_slots = int(layer.spec.num_states)
+    # An older cache has no dimension of rows.
+    kernel_blocks = _kernel_blocks(layer, num_slots, shape[-2] if len(shape) > 2 else num_slots)
+    if page.name.endswith(PAGE):
+        assembly.add_page(_joined_blocks(cache, kernel_blocks), page)
+        return
+    (kernel_page,) = assembly.pages(key, kernel_blocks).values()
+    assembly.add_page(cache, kernel_page, kernel_blocks=kernel_blocks)
+
+
+def _joined_blocks(cache: Any, kernel_blocks: int) -> Any:
+    """Return a cache as bytes, with each so many of its blocks as one."""
+    dims = [f"dim{number}" for number in range(1, len(cache.shape))]
+    raw = view_at_addresses(cache, " ".join(["block", *dims]), "pages", "pages")
+    if kernel_blocks > 1 and raw.block_stride_bytes != raw.block_bytes:
+        expected = f"blocks {raw.block_bytes} bytes apart"
+        got = f"{raw.block_stride_bytes} bytes"
+        raise contradiction("STRIDE", f"join {kernel_blocks} kernel blocks", expected, got)
+    shape = (raw.num_blocks // kernel_blocks, kernel_blocks * raw.block_bytes)
+    strides = (kernel_blocks * raw.block_stride_bytes, 1)
+    return strided_memory(cache, "uint8", raw.offset_bytes, shape, strides)
+
+
+def _bytes_of(cache: Any) -> Any:
+    """Return a cache whose last dimension is bytes."""
+    dims = [f"dim{number}" for number in range(1, len(cache.shape))]
+    raw = view_at_addresses(cache, " ".join(["block", *dims]), "bytes", "bytes")
+    *outer, last = raw.axes
+    if last.stride_bytes != raw.itemsize:
+        got = f"{last.stride_bytes} bytes apart"
+        raise contradiction("STRIDE", "read a ring of vLLM", "dense elements", got)
+    shape = (raw.num_blocks, *(axis.extent for axis in outer), last.extent * raw.itemsize)
+    strides = (raw.block_stride_bytes, *(axis.stride_bytes for axis in outer), 1)
+    return strided_memory(cache, "uint8", raw.offset_bytes, shape, strides)
 
 
 def _kv_layout(name: str, layer: Any) -> str:
@@ -363,6 +424,12 @@ def _check_place(assembly: Assembly, name: str, first_view: int, place: TensorPl
     end = max(placed.view.end_bytes for placed in assembly.views[first_view:])
     if end > stop:
         raise contradiction("BOUNDS", action, f"bytes below {stop:#x}", f"{end:#x}")
+
+
+def _unit_of(layer: CachedLayer, model: Model | ObservedModel) -> int:
+    """Return of how many tokens a value of a layer is."""
+    tensors = model.named_layer(layer.name).tensors if isinstance(model, ObservedModel) else ()
+    return unit_of(layer.spec, tensors)
 
 
 def _key_of(layer: CachedLayer, model: Model | ObservedModel) -> Hashable:

@@ -9,10 +9,14 @@ replicates only what has fewer heads than there are ranks:
 ==================================  ==============================================================
 a spec declares                     the tensor
 ==================================  ==============================================================
-``head_size_v`` 0                   a latent, or rows of bytes, which every rank has whole
+``max_tp_shards`` 1, or the fields  a latent, or rows of bytes, which every rank has whole
+of MLA                              (:mod:`kvplan.bridges.vllm_rows`)
 several KV heads                    that many on each of ``tp`` ranks
 one KV head                         1 to ``tp`` heads, each on several ranks: ``kv_heads`` says how
                                     many, since the spec does not
+``tokens_per_state``                a row of each so many tokens, in a group of its own
+no slot of any token                a ring: one block of a request, with its last tokens in slots
+                                    ``p % size``. It moves whole, as a state does
 ``shapes`` of a Mamba kind          the tensors of :mod:`kvplan.models.tensors`, rank times ``tp``
 ``shapes`` of any other kind        one tensor for each state and rank: such states move between
                                     ranks of equally many, and to no others
@@ -29,7 +33,7 @@ several caches of one kind, the tensors have vLLM's name in theirs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -43,6 +47,7 @@ from kvplan.bridges.assembly import (
     contradiction,
     reads_engine,
 )
+from kvplan.bridges.vllm_rows import PAGE, is_packed, packed_row, packed_tensors
 from kvplan.models.layouts import HEAD
 from kvplan.models.model import NamedLayer
 from kvplan.models.tensors import (
@@ -52,7 +57,6 @@ from kvplan.models.tensors import (
     attention,
     convolution,
     delta,
-    latent,
     lightning,
     mamba1,
     mamba2,
@@ -87,14 +91,35 @@ class CachedLayer(NamedTuple):
     @property
     def role(self) -> str:
         """Which of the caches of a layer this is: a state, an indexer's keys, or attention."""
+        if is_ring(self.spec):
+            return "ring"
         if is_state(self.spec):
             return "state"
         return "index" if is_indexer(self.spec) else "attn"
 
 
 def is_state(spec: Any) -> bool:
-    """Return whether a block of a spec holds one state and not values of tokens."""
-    return hasattr(spec, "shapes")
+    """Return whether a block of a spec holds one state of a request and not values of tokens."""
+    return hasattr(spec, "shapes") or is_ring(spec)
+
+
+def is_ring(spec: Any) -> bool:
+    """Return whether a spec is that of a ring: the one block of a request, which has no slots.
+
+    Specs of raw memory have none either, but these have no view.
+    """
+    has_slots = getattr(spec, "uses_slot_mapping", True)
+    return not has_slots and getattr(spec, "has_layer_views", True)
+
+
+def is_latent(spec: Any) -> bool:
+    """Return whether every rank holds all that a layer of a spec caches, of all heads.
+
+    A spec says so with the number of its parts, or is one of MLA, whose fields others lack: not
+    every latent states that number (vllm/models/deepseek_v41/attention.py), and what has no V is
+    not always one (vllm/models/inkling/nvidia/sconv_swa_attn.py).
+    """
+    return getattr(spec, "max_tp_shards", None) == 1 or hasattr(spec, "cache_dtype_str")
 
 
 def is_indexer(spec: Any) -> bool:
@@ -122,14 +147,38 @@ def tokens_per_state(spec: Any) -> int:
 
     Raises ``LAYOUT`` where a token has several.
     """
-    tokens = getattr(spec, "tokens_per_state", 1)
     if is_state(spec):
         return 1
+    tokens = getattr(spec, "tokens_per_state", 1)
     if tokens != int(tokens) or tokens < 1:
         raise contradiction(
             "LAYOUT", "read a cache of vLLM", "tokens_per_state of 1 or more", f"{tokens}"
         )
     return int(tokens)
+
+
+def units_of(spec: Any) -> list[int]:
+    """Return of how many tokens the values of a spec may be.
+
+    Rows of bytes whose order the spec does not state may turn out to be whole blocks, by the layer
+    that has them, which a scheduler does not know.
+    """
+    units = [tokens_per_state(spec)]
+    if (
+        not is_state(spec)
+        and is_packed(spec)
+        and getattr(spec, "state_content_bytes", None) is None
+    ):
+        units.append(int(spec.block_size))
+    elif not is_state(spec) and is_packed(spec) and packed_row(spec, None) is None:
+        units = [int(spec.block_size)]
+    return units
+
+
+def unit_of(spec: Any, tensors: Layer) -> int:
+    """Return of how many tokens a value of a layer is, that caches these tensors."""
+    is_page = any(tensor.kind == PAGE for tensor in tensors)
+    return int(spec.block_size) if is_page else tokens_per_state(spec)
 
 
 def group_name(index: int, tokens: int = 1) -> str:
@@ -151,12 +200,14 @@ def vllm_model(
     kv_heads: KvHeads = lambda number, is_draft: None,
     num_layers: int | None = None,
     conv: str = "DS",
+    tiled_keys: bool = False,
 ) -> ObservedModel:
     """Return what a vLLM rank caches, for :func:`~kvplan.bridges.from_vllm`.
 
     ``layers`` is ``vllm_config.compilation_config.static_forward_context``. Layers from number
     ``num_layers`` on are drafts; None: none are, except those of :data:`DRAFT_MODULES`. ``conv`` is
     vLLM's order of a convolution's state: ``DS`` or ``SD`` (``get_conv_state_layout``).
+    ``tiled_keys``: an indexer's keys of fp8 lie in tiles, as on ROCm.
 
     Groups are named after their index, ``group0``; one whose values are of 4 tokens ``group0.4``.
 
@@ -179,12 +230,14 @@ def vllm_model(
             if holders[_number(layer.name), layer.role] > 1:
                 prefix += f"{_after_number(layer.name)}."
         module = layers.get(layer.name)
-        if is_state(layer.spec):
+        if is_ring(layer.spec):
+            tensors = _ring(layer, cached, info, kv_heads(number, is_draft))
+        elif is_state(layer.spec):
             tensors = _states(layer, module, info, conv)
         else:
             total = kv_heads(number, is_draft)
-            tensors = _values(layer, module, info.tp, total)
-        group = group_name(layer.group, tokens_per_state(layer.spec))
+            tensors = _values(layer, module, info.tp, total, tiled_keys=tiled_keys)
+        group = group_name(layer.group, unit_of(layer.spec, tensors))
         in_group = tuple(tensor.in_group(group) for tensor in tensors)
         observed[layer.name] = NamedLayer(prefix, in_group)
     return ObservedModel(model_name, MappingProxyType(observed))
@@ -208,7 +261,9 @@ def _is_draft(name: str, number: int | None, num_layers: int | None) -> bool:
     return num_layers is not None and number is not None and number >= num_layers
 
 
-def _values(layer: CachedLayer, module: Any, tp: int, total: int | None) -> Layer:
+def _values(
+    layer: CachedLayer, module: Any, tp: int, total: int | None, *, tiled_keys: bool
+) -> Layer:
     """Return the tensors of a cache with values of tokens."""
     spec = layer.spec
     action = f"read the cache of {layer.name!r}"
@@ -218,8 +273,7 @@ def _values(layer: CachedLayer, module: Any, tp: int, total: int | None) -> Laye
             raise contradiction("LAYOUT", action, "a spec of heads, or of states", got)
     dtype = _dtype(spec, module, action)
     size = int(spec.head_size)
-    if is_indexer(spec):
-        return _index_keys(size, dtype)
+    kind = "index" if is_indexer(spec) else "attn"
     packed_bytes = getattr(spec, "state_content_bytes", None)
     slots = getattr(spec, "num_head_slots", None)
     quantization = getattr(getattr(spec, "kv_quant_mode", None), "name", PLAIN_MODES[0])
@@ -229,16 +283,61 @@ def _values(layer: CachedLayer, module: Any, tp: int, total: int | None) -> Laye
     ):
         got = f"{quantization} in {slots} slots of {packed_bytes} bytes"
         raise contradiction("LAYOUT", action, "values of each head side by side", got)
-    if value_size == 0:
-        # One vector for all heads. Bytes that a kernel packs are a row of their own.
-        if packed_bytes is None:
-            return _with_dtype(latent(size, 0), dtype)
-        return (Tensor("attn", "attn", (("byte", int(packed_bytes)),), dtype="uint8"),)
-    heads = _total_heads(layer, tp, total)
-    if packed_bytes is None:
+    whole = is_latent(spec)
+    heads = int(spec.num_kv_heads) if whole else _total_heads(layer, tp, total)
+    sharded = None if whole or heads == 1 else HEAD
+    if dtype == "uint8" and is_packed(spec) and sharded is None and spec.num_kv_heads == 1:
+        row = packed_row(spec, module, tiled_keys=tiled_keys)
+        return packed_tensors(spec, row, kind)
+    if packed_bytes is None and value_size:
         return _with_dtype(attention(heads, size, value_dim=int(value_size)), dtype)
-    axes = ((HEAD, heads), ("byte", int(packed_bytes)))
-    return (Tensor("attn", "attn", axes, sharded=HEAD, shards=heads, dtype="uint8"),)
+    # One vector of each head, or of all. Bytes that a kernel packs are a row of their own.
+    content = ("dim", size) if packed_bytes is None else ("byte", int(packed_bytes))
+    dtype = dtype if packed_bytes is None else "uint8"
+    if sharded is None and heads == 1:
+        return (Tensor(kind, "attn", (content,), dtype=dtype),)
+    shards = heads if sharded else 1
+    axes = ((HEAD, heads), content)
+    return (Tensor(kind, "attn", axes, sharded=sharded, shards=shards, dtype=dtype),)
+
+
+def _ring(
+    layer: CachedLayer, cached: Iterable[CachedLayer], info: RankInfo, total: int | None
+) -> Layer:
+    """Return what a ring holds: the last tokens of a request, some of which have no row yet.
+
+    Ranks divide it as they divide the rows that come of it, which are those of its layer.
+    """
+    spec = layer.spec
+    number = _number(layer.name)
+    rows = [
+        other
+        for other in cached
+        if _number(other.name) == number
+        and not is_state(other.spec)
+        and tokens_per_state(other.spec) > 1
+    ]
+    slots = int(spec.num_heads)
+    size = spec.state_content_size_bytes
+    content = (("slot", slots), ("position", int(spec.num_states)), ("byte", int(size)))
+    if rows and all(is_latent(row.spec) for row in rows):
+        return (Tensor("ring", STATE, content, paged=False, dtype="uint8"),)
+    if rows and slots == 1:
+        heads = _total_heads(rows[0], info.tp, total)
+        axes = ((HEAD, heads), *content[1:])
+        return (
+            Tensor("ring", STATE, axes, paged=False, sharded=HEAD, shards=heads, dtype="uint8"),
+        )
+    kind = f"{_part_of(info)}ring"
+    return (Tensor(kind, STATE, content, paged=False, dtype="uint8", pool="ring"),)
+
+
+def _part_of(info: RankInfo) -> str:
+    """Return what names of tensors begin with whose division among ranks is not known.
+
+    Equal ranks hold equal parts, so ranks of equally many find them by their names.
+    """
+    return "" if info.tp == 1 else f"tp{info.tp}.{info.tp_rank}."
 
 
 def _with_dtype(layer: Layer, dtype: str) -> Layer:
@@ -250,30 +349,12 @@ def _dtype(spec: Any, module: Any, action: str) -> str:
     dtype = str(spec.dtype).removeprefix("torch.")
     words = getattr(spec, "cache_dtype_str", None), getattr(module, "kv_cache_dtype", None)
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "")
-    if dtype != "uint8" or mode != "FP8_PER_TENSOR":
+    if dtype != "uint8" or mode != "FP8_PER_TENSOR" or is_packed(spec):
         return dtype
     for word in words:
         if word is not None and word in FP8_DTYPES:
             return FP8_DTYPES[word]
     raise contradiction("DTYPE", action, f"one of {', '.join(FP8_DTYPES)}", f"{words}")
-
-
-def _index_keys(size: int, dtype: str) -> Layer:
-    """Return an indexer's keys, and their scales where both are bytes.
-
-    A block has the values of all its tokens, then a scale in fp32 for each 128 values of a token
-    (``indexer_k_quant_and_cache`` in csrc/cache_kernels.cu).
-    """
-    if dtype != "uint8":
-        return (Tensor("index", "attn", (("dim", size),), dtype=dtype),)
-    # `size` counts both: v values have 4 bytes of scales for each 128 of them.
-    num_scales = -(-size // 132)
-    axes = (("byte", size - 4 * num_scales),)
-    scales = (("byte", 4 * num_scales),)
-    return (
-        Tensor("index", "attn", axes, dtype="uint8"),
-        Tensor("index.scale", "attn", scales, dtype="uint8", pool="index"),
-    )
 
 
 def _total_heads(layer: CachedLayer, tp: int, total: int | None) -> int:
@@ -302,8 +383,7 @@ def _states(layer: CachedLayer, module: Any, info: RankInfo, conv: str) -> Layer
     reader = STATE_READERS.get((kind, len(shapes)))
     if reader is not None:
         return _whole(reader(shapes, dtypes, ranks, conv, module), ranks, info)
-    # Nobody here knows how ranks divide such a state, but equal ranks hold equal parts.
-    part = "" if ranks == 1 else f"tp{info.tp}.{info.tp_rank}."
+    part = "" if ranks == 1 else _part_of(info)
     tensors = []
     for number, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
         axes = tuple((f"dim{place}", size) for place, size in enumerate(shape))

@@ -14,19 +14,18 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
 )
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
 from kvplan import Context, KVPlanError, Worker
 from kvplan.bridges import RankInfo, from_vllm, vllm_model
-from kvplan.bridges.vllm_model import KvHeads, group_name, tokens_per_state
+from kvplan.bridges.vllm_model import KvHeads, group_name, is_ring, tokens_per_state, units_of
 from kvplan.describe.blocks import POSITION_END
 from kvplan_nixl.vllm.drafts import draft_of
 from kvplan_nixl.vllm.settings import ModelSettings
@@ -40,38 +39,38 @@ def specs_of(group: Any) -> list[Any]:
 
 
 def is_state(group: Any) -> bool:
-    """Return whether a cache group has recurrent states."""
-    return isinstance(specs_of(group)[0], MambaSpec)
+    """Return whether a block of a cache group is a state of one request: recurrent, or a ring."""
+    spec = specs_of(group)[0]
+    return isinstance(spec, MambaSpec) or is_ring(spec)
 
 
-SPEC_KINDS: Final = (
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    SlidingWindowMLASpec,
-    ChunkedLocalAttentionSpec,
-    MambaSpec,
-)
-"""Specs of caches whose blocks hold positions, or states, in the order of a request.
+POSITIONED: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""Specs of caches whose blocks hold a request's positions in order, and all derived from them.
 
-vLLM's other specs derive from these, and keep something else in some blocks."""
+vLLM chooses by these classes which blocks a request keeps. Of those derived, a sink's blocks are of
+no request, since each layer fills its own from its weights, and R-SWA frees blocks of what was
+decoded, never of a prompt. Of other specs, that of cross attention has the positions of another
+sequence."""
 
 
 def check_kinds(cache: KVCacheConfig) -> None:
-    """Refuse caches whose blocks are used in another way than those of :data:`SPEC_KINDS`.
+    """Refuse caches whose blocks hold neither positions of a request nor its state.
 
     Raises ``LAYOUT``.
     """
+    action = "transfer a cache of vLLM"
     for group in cache.transfer_groups:
         for spec in specs_of(group):
-            got = type(spec).__name__
-            if type(spec) not in SPEC_KINDS:
-                expected = " or ".join(kind.__name__ for kind in SPEC_KINDS)
-                raise KVPlanError("LAYOUT", "transfer a cache of vLLM", expected=expected, got=got)
-            if not isinstance(spec, MambaSpec) and spec.tokens_per_state != 1:
-                expected = "one value for each token"
-                got = f"one for {spec.tokens_per_state} tokens in {got}"
-                raise KVPlanError("LAYOUT", "transfer a cache of vLLM", expected=expected, got=got)
+            if not (is_state(group) or isinstance(spec, POSITIONED)):
+                kinds = " or ".join(kind.__name__ for kind in (*POSITIONED, MambaSpec))
+                expected = f"{kinds}, or one derived from them, or a ring"
+                got = type(spec).__name__
+                raise KVPlanError("LAYOUT", action, expected=expected, got=got)
+            tokens_per_state(spec)
+        if getattr(group, "host_resident", False):
+            expected = "blocks on the device"
+            got = "a group whose blocks are on the host (HiSparse)"
+            raise KVPlanError("LAYOUT", action, expected=expected, got=got)
 
 
 def first_attended(group: Any, position: int) -> int:
@@ -118,7 +117,8 @@ def groups_of(config: KVCacheConfig) -> dict[str, int]:
     groups = {}
     for index in config.transfer_group_ids:
         for spec in specs_of(config.kv_cache_groups[index]):
-            groups[group_name(index, tokens_per_state(spec))] = index
+            names = [group_name(index, unit) for unit in units_of(spec)]
+            groups.update(dict.fromkeys(names, index))
     return groups
 
 
@@ -194,6 +194,7 @@ def worker_of(
         kv_heads=kv_heads_of(config, settings),
         num_layers=_num_layers(config),
         conv=get_conv_state_layout(),
+        tiled_keys=current_platform.is_rocm(),
     )
     return from_vllm(model, info, cache, kv_caches, layers)
 
