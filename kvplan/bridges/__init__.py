@@ -2,7 +2,8 @@
 
 An engine's own objects know addresses, shapes and strides, and which layers share a block table.
 The model knows which tensors a layer caches, and a :class:`RankInfo` which part of them this worker
-holds. :func:`vllm_model` reads a model off a running engine, so no configuration is needed. The
+holds. :func:`vllm_model` and :func:`sglang_model` read a model off a running engine, so no
+configuration is needed. The
 functions here read the objects by their attributes and import no engine, so any object with the
 same attributes works. They refuse objects that contradict the model or each other, with both
 values.
@@ -18,6 +19,7 @@ are its draft layers.
 from kvplan.bridges.assembly import ObservedModel, RankInfo
 from kvplan.bridges.lmcache import from_lmcache
 from kvplan.bridges.sglang import from_sglang
+from kvplan.bridges.sglang_model import sglang_model
 from kvplan.bridges.tensorrt_llm import from_tensorrt_llm
 from kvplan.bridges.vllm import from_vllm
 from kvplan.bridges.vllm_model import vllm_model
@@ -29,5 +31,6 @@ __all__ = [
     "from_sglang",
     "from_tensorrt_llm",
     "from_vllm",
+    "sglang_model",
     "vllm_model",
 ]

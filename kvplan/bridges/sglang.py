@@ -20,7 +20,14 @@ from kvplan.bridges.assembly import (
     conv_order,
     reads_engine,
 )
-from kvplan.bridges.sglang_model import READ_POOL, PoolPart, draft_key, draft_part, pool_parts
+from kvplan.bridges.sglang_model import (
+    READ_POOL,
+    PoolPart,
+    draft_key,
+    draft_part,
+    pool_parts,
+    state_buffers,
+)
 from kvplan.describe.views import TOKEN
 from kvplan.describe.worker import Worker
 from kvplan.models.layouts import Page
@@ -52,7 +59,9 @@ HOST_PATTERNS: Final = MappingProxyType(
 
 
 @reads_engine("SGLang 0.5.23")
-def from_sglang(model: Model, info: RankInfo, pool: Any, draft_pool: Any = None) -> Worker:
+def from_sglang(
+    model: Model | ObservedModel, info: RankInfo, pool: Any, draft_pool: Any = None
+) -> Worker:
     """Return the worker of an SGLang rank, from its ``token_to_kv_pool``.
 
     The pool is an ``MHATokenToKVPool`` (in the layout ``nhd``, ``hnd`` or ``vectorized_5d``), an
@@ -67,6 +76,9 @@ def from_sglang(model: Model, info: RankInfo, pool: Any, draft_pool: Any = None)
 
     ``draft_pool`` is the ``draft_token_to_kv_pool``, of the draft layers of the model
     (:meth:`~kvplan.Model.with_draft`). It has the block table of the first layers.
+
+    ``model`` is what the pools hold: :func:`sglang_model` reads it off them, whatever the model's
+    type. From a configuration it is a :class:`~kvplan.Model`.
 
     Raises ``LAYOUT`` for other layouts, for scales in buffers of their own, and for a window stored
     as a ring for each request.
@@ -87,39 +99,63 @@ def from_sglang(model: Model, info: RankInfo, pool: Any, draft_pool: Any = None)
     dim [0, 128) of 128 stride 2
     """
     assembly = Assembly(model, info)
-    full_part, *other_parts = pool_parts(pool)
-    full_layers = _keyed(assembly, full_part)
+    full_part, *other_parts = [_written(model, part) for part in pool_parts(pool)]
+    full_parts = [full_part]
     if draft_pool is not None:
-        full_layers += _draft_layers(model, draft_part(draft_pool))
-    for layers in (full_layers, *(_keyed(assembly, part) for part in other_parts)):
-        _add_block_table(assembly, layers)
+        full_parts.append(_numbered(model, draft_part(draft_pool)))
+    for parts in (full_parts, *([part] for part in other_parts)):
+        _add_block_table(assembly, parts)
     if hasattr(pool, "mamba_pool"):
         _add_states(assembly, pool.mamba_pool)
     return assembly.finish()
 
 
-class PoolLayer(NamedTuple):
-    """A layer by its key in the model, and its index in the buffers of a pool."""
+def _written(model: Model | ObservedModel, part: PoolPart) -> PoolPart:
+    """Return a pool without the layers that cache nothing: their buffers are never written."""
 
-    key: Hashable
-    part: PoolPart
-    index: int
+    def is_written(layer: int) -> bool:
+        if isinstance(model, ObservedModel):
+            return layer in model.layers
+        return bool(model.named_layer(layer).tensors)
+
+    layers = {layer: index for layer, index in part.layers.items() if is_written(layer)}
+    return part._replace(layers=layers)
 
 
-def _keyed(assembly: Assembly, part: PoolPart) -> list[PoolLayer]:
-    """Return the layers of a pool. One that caches nothing of its own has a buffer all the same."""
-    return [
-        PoolLayer(layer, part, index)
-        for layer, index in part.layers.items()
-        if assembly.model.caches(layer)
-    ]
-def _add_layer(assembly: Assembly, part: PoolPart, layer: int, index: int) -> None:
+def _numbered(model: Model | ObservedModel, part: PoolPart) -> PoolPart:
+    """Return a draft's pool with the keys of the draft's layers in a model, in their order."""
+    numbers = range(len(part.layers))
+    keys: list[Hashable] = [draft_key(number) for number in numbers]
+    if isinstance(model, Model):
+        if len(model.drafts) != len(part.layers):
+            expected = f"the {len(model.drafts)} draft layers of {model.name}"
+            got = f"{len(part.layers)} layers"
+            raise contradiction("SIZE", "read a draft pool of SGLang", expected, got)
+        keys = [len(model.layers) + number for number in numbers]
+    return part._replace(layers=dict(zip(keys, part.layers.values(), strict=True)))
+
+
+def _add_block_table(assembly: Assembly, parts: Sequence[PoolPart]) -> None:
+    """Add the layers of pools that have a block table in common."""
+    page_sizes = {part.pool.page_size for part in parts if part.layers}
+    if len(page_sizes) > 1:
+        expected = "pages of one size"
+        raise contradiction("LAYOUT", "read pools of SGLang", expected, sorted(page_sizes))
+    # A stage may have no layer of the pools; then it has no such block table.
+    first_layer = next(chain.from_iterable(part.layers for part in parts), None)
+    if first_layer is not None:
+        assembly.begin_group(first_layer, page_sizes.pop())
+    for part in parts:
+        for layer, index in part.layers.items():
+            _add_layer(assembly, part, layer, index)
+
+
+def _add_layer(assembly: Assembly, part: PoolPart, layer: Hashable, index: int) -> None:
     """Add the views of one layer, which has an index in the buffers of a pool."""
     pool = part.pool
-    action = "read a pool of SGLang"
     for name in ("k_scale_buffer", "kv_scale_buffer"):
         if getattr(pool, name, None) is not None:
-            raise contradiction("LAYOUT", action, "no buffers of scales", name)
+            raise contradiction("LAYOUT", READ_POOL, "no buffers of scales", name)
     if hasattr(pool, "layout"):
         _add_host_layer(assembly, pool, layer, index)
         return
@@ -135,7 +171,8 @@ def _add_layer(assembly: Assembly, part: PoolPart, layer: int, index: int) -> No
         return
     layout = pool.kv_cache_layout
     if layout not in PATTERNS:
-        raise contradiction("LAYOUT", action, f"one of {', '.join(PATTERNS)}", repr(layout))
+        expected = f"one of {', '.join(PATTERNS)}"
+        raise contradiction("LAYOUT", READ_POOL, expected, repr(layout))
     has_index_keys = layer in part.index_keys
     tensor = assembly.attention(layer, *([INDEX] if has_index_keys else []))
     # Slots are the first dimension of nhd, pages that of the other layouts.
@@ -151,7 +188,7 @@ def _add_layer(assembly: Assembly, part: PoolPart, layer: int, index: int) -> No
         assembly.add(keys, "block head content", keys_tensor, kernel_blocks=page_size)
 
 
-def _add_host_layer(assembly: Assembly, pool: Any, layer: int, index: int) -> None:
+def _add_host_layer(assembly: Assembly, pool: Any, layer: Hashable, index: int) -> None:
     """Add the views of one layer of a pool in host memory."""
     if pool.layout not in HOST_PATTERNS:
         expected = f"one of {', '.join(HOST_PATTERNS)}"
@@ -174,14 +211,18 @@ def _add_host_layer(assembly: Assembly, pool: Any, layer: int, index: int) -> No
 
 def _add_states(assembly: Assembly, pool: Any) -> None:
     """Add the states of a ``MambaPool``: convolutions and SSM states are in separate buffers."""
-    buffers = [*pool.mamba_cache.conv, pool.mamba_cache.temporal]
-    # The first two dimensions of a buffer are layers and blocks.
-    shapes = [buffer.shape[2:] for buffer in buffers]
+    buffers = state_buffers(pool)
     dtypes = [buffer.dtype for buffer in buffers]
     for index, layer in enumerate(pool.mamba_layer_ids):
         if index == 0:
             assembly.begin_group(layer, None)
         sections = assembly.pages(layer)[STATE].sections
+        # The first two dimensions of a buffer are layers and blocks.
+        shapes = [tuple(buffer.shape[2:]) for buffer in buffers]
+        if sections[-1][0].axes[0].name == "channel" and len(shapes[-1]) == 3:
+            # SGLang keeps Mamba 1's channels as heads of one channel.
+            heads, _, size = shapes[-1]
+            shapes[-1] = (heads, size)
         order = conv_order(sections, shapes, dtypes)
         for section, buffer in zip(sections, buffers, strict=True):
             assembly.add_page(buffer[index], Page.of(*section), order)

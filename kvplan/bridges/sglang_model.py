@@ -12,7 +12,8 @@ several heads in ``head_num``      that many on each of ``tp`` ranks
 one head in ``head_num``           1 to ``tp`` heads, each on several ranks: ``kv_heads`` says how
                                    many, since the pool does not
 ``mamba_layer_ids``                a state, whose parts :func:`state_layer` reads off SGLang's
-                                   shape of the state on one rank
+                                   shape of the state on a single rank, or else whatever a rank
+                                   has of it, for ranks of equally many (:func:`rank_state`)
 =================================  ===============================================================
 
 Tensors are named by the numbers of their layers in the model, ``layers.3.attn``, and those of a
@@ -32,12 +33,14 @@ from kvplan.models.model import NamedLayer
 from kvplan.models.tensors import (
     FULL,
     SLIDING,
+    STATE,
     Layer,
+    Tensor,
     attention,
     convolution,
     delta,
-    lightning,
     latent,
+    lightning,
     mamba1,
     mamba2,
     sparse_latent,
@@ -127,7 +130,7 @@ def sglang_model(
     pool: Any,
     draft_pool: Any = None,
     *,
-    kv_heads: KvHeads = KvHeads(),  # noqa: B008
+    kv_heads: KvHeads = KvHeads(),
     written: Collection[int] | None = None,
     state: Layer = (),
     dtype: str | None = None,
@@ -212,23 +215,20 @@ def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def state_layer(shape: Any, conv_dtype: Any, ssm_dtype: Any, *, is_delta: bool = False) -> Layer:
+def state_layer(shape: Any, conv_dtype: Any, ssm_dtype: Any, rule: str = "") -> Layer | None:
     """Return the tensors of a state, from the shape that SGLang gives it on a single rank.
 
-    It is a ``Mamba2StateShape`` or ``KimiLinearStateShape`` of sglang/srt/configs/mamba_utils.py,
-    whose numbers declare the kind: with ``num_k_heads`` or ``conv_shard_groups``, q, k and v of a
-    delta rule, as for a layer that says so otherwise (``is_delta``); without heads of more than one
-    channel Mamba 1; without a state a short convolution; without a convolution lightning attention.
-    Others have the x, B and C of Mamba 2.
-
-    Raises ``LAYOUT`` for several convolutions, or for one of other parts.
+    It is a ``Mamba2StateShape`` or ``KimiLinearStateShape`` of sglang/srt/configs/mamba_utils.py.
+    Its numbers declare the kind, except one: a convolution may have the x, B and C of Mamba
+    (``rule`` "mamba"), or the q, k and v of a delta rule ("delta"), which has them too where the
+    shape says how ranks divide it. None: its parts are not known.
     """
-    action = "read the state of SGLang"
     if len(shape.conv) != 1:
-        raise contradiction("LAYOUT", action, "one convolution", len(shape.conv))
+        return None
     steps = shape.conv_kernel - 1
     dtypes = (_dtype_name(conv_dtype), _dtype_name(ssm_dtype))
     heads, dim = shape.num_heads, shape.head_dim
+    layer: Layer | None = None
     if hasattr(shape, "num_k_heads"):
         channels = max(shape.conv[0])
         layer = delta(shape.num_k_heads, shape.head_k_dim, heads, dim, steps, *dtypes)
@@ -239,15 +239,43 @@ def state_layer(shape: Any, conv_dtype: Any, ssm_dtype: Any, *, is_delta: bool =
             return lightning(heads, dim, dtypes[1])
         if size == 0:
             return convolution(channels, steps, dtypes[0])
-        if shape.conv_shard_groups is not None or is_delta:
+        if groups == 0:
+            layer = mamba1(channels, size, steps, *dtypes) if dim == 1 else None
+        elif shape.conv_shard_groups is not None or rule == "delta":
             layer = delta(groups, size, heads, dim, steps, *dtypes)
-        elif dim == 1 and channels == width:
-            layer = mamba1(channels, size, steps, *dtypes)
-        else:
+        elif rule == "mamba":
             layer = mamba2(heads, dim, groups, size, steps, *dtypes)
+    if layer is None:
+        return None
     widths = [dict(tensor.axes)["channel"] for tensor in layer if tensor.section == "conv"]
-    stated = shape.conv_shard_groups
-    if sum(widths) != channels or stated not in (None, widths):
-        expected = f"a convolution of {' + '.join(map(str, widths))} channels"
-        raise contradiction("LAYOUT", action, expected, stated or channels)
-    return layer
+    is_right = sum(widths) == channels and shape.conv_shard_groups in (None, widths)
+    return layer if is_right else None
+
+
+def rank_state(pool: Any, info: RankInfo) -> Layer:
+    """Return a state whose parts nobody knows: ranks of equally many hold equal parts of it.
+
+    ``pool`` is a ``MambaPool``. Each of its buffers is a tensor of this rank, which moves between
+    ranks of the same number, and to no others.
+    """
+    part = "" if info.tp == 1 else f"tp{info.tp}.{info.tp_rank}."
+    return tuple(
+        Tensor(
+            f"{part}state.{number}",
+            STATE,
+            tuple((f"dim{place}", size) for place, size in enumerate(buffer.shape[2:])),
+            paged=False,
+            dtype=_dtype_name(buffer.dtype),
+            pool=STATE,
+        )
+        for number, buffer in enumerate(state_buffers(pool))
+    )
+
+
+def state_buffers(pool: Any) -> list[Any]:
+    """Return the buffers of a ``MambaPool``, of layers and blocks: convolutions, then the state.
+
+    A layer without a convolution, or without a state, has a buffer of no bytes.
+    """
+    buffers = (*pool.mamba_cache.conv, pool.mamba_cache.temporal)
+    return [buffer for buffer in buffers if 0 not in buffer.shape[2:]]

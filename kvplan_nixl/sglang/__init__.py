@@ -13,12 +13,15 @@ module's name. SGLang's cache is hooked when it first asks for the class.
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any, Final
 
 BACKEND: Final = "kvplan"
 
 DISAGGREGATION: Final = "sglang.srt.disaggregation"
+
+LORA: Final = "sglang.srt.lora.lora_manager"
 
 
 def register() -> None:
@@ -31,6 +34,11 @@ def register() -> None:
     TransferBackend._missing_ = classmethod(_missing)
     HookRegistry.register(f"{DISAGGREGATION}.utils.get_kv_class", _get_kv_class, HookType.AROUND)
     add_disagg_transfer_backend_choices([BACKEND])
+    # in the process of a scheduler, before it loads adapters
+    if LORA in sys.modules:
+        load = f"{LORA}.LoRAManager._load_lora_adapter"
+        HookRegistry.register(load, _load_adapter, HookType.AROUND)
+        HookRegistry.register(f"{load}_from_tensors", _note_adapter, HookType.AFTER)
 
 
 def _missing(transfer_backend: Any, value: Any) -> Any:
@@ -49,8 +57,10 @@ def _member(transfer_backend: Any) -> Any:
 
 
 def _hook_queues() -> None:
-    """Hook what SGLang's queues do with managers, senders and receivers."""
+    """Hook SGLang's queues of managers, senders and receivers, and what changes weights."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from kvplan_nixl.sglang.changes import hook_changes
 
     hooks = {
         "prefill.PrefillBootstrapQueue._init_kv_manager": _start,
@@ -61,6 +71,7 @@ def _hook_queues() -> None:
     for target, hook in hooks.items():
         HookRegistry.register(f"{DISAGGREGATION}.{target}", hook, HookType.AFTER)
     HookRegistry.apply_hooks()
+    hook_changes()
 
 
 def _get_kv_class(original: Any, backend: Any, kind: Any) -> Any:
@@ -78,6 +89,33 @@ def _get_kv_class(original: Any, backend: Any, kind: Any) -> Any:
         "bootstrap_server": serve_rooms,
     }
     return classes[kind.value]
+
+
+def _uses_kvplan() -> bool:
+    """Return whether this engine transfers or stores by kvplan."""
+    from sglang.srt.runtime_context import get_disagg, get_memory
+
+    extra = f"{get_memory().hicache_storage_backend_extra_config}"
+    return get_disagg().disaggregation_transfer_backend == BACKEND or BACKEND in extra
+
+
+def _load_adapter(original: Any, manager: Any, lora_ref: Any) -> Any:
+    """Load an adapter from a folder, and note its content."""
+    if not _uses_kvplan():
+        return original(manager, lora_ref)
+    from kvplan_nixl.sglang.changes import load_folder
+
+    return load_folder(original, manager, lora_ref)
+
+
+def _note_adapter(
+    result: Any, manager: Any, lora_ref: Any, tensors: Any, config: Any, *_: Any
+) -> None:
+    """Note the content of an adapter that was loaded from tensors."""
+    if _uses_kvplan():
+        from kvplan_nixl.sglang.changes import note_tensors
+
+        note_tensors(lora_ref, tensors, config)
 
 
 def _start(manager: Any, queue: Any) -> None:
@@ -111,8 +149,10 @@ def __getattr__(name: str) -> Any:
     """Return the store's class, after SGLang's cache is hooked."""
     if name != "KvplanStore":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvplan_nixl.sglang.changes import hook_changes
     from kvplan_nixl.sglang.store import KvplanStore
     from kvplan_nixl.sglang.store_hooks import hook_cache
 
     hook_cache()
+    hook_changes()
     return KvplanStore

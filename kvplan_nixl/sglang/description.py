@@ -1,48 +1,120 @@
-"""Descriptions of an SGLang engine, and refusals of one that kvplan does not serve."""
+"""Descriptions of an SGLang engine by its own objects, and refusals of one that is not served.
+
+What a rank caches is read off its pools (:mod:`kvplan.bridges.sglang_model`). Three facts are not
+in them: which layers write a cache of their own, how many KV heads there are where each rank has
+one, and the parts of a state. The first is in the model that SGLang has built, the others in its
+``ModelConfig``, which is the configuration with all overrides.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Final
 
-from sglang.srt.runtime_context import get_serving, get_spec
+import attrs
+from sglang.srt.runtime_context import get_parallel
 
-from kvplan import KVPlanError, Model
+from kvplan import KVPlanError, Worker
+from kvplan.bridges import RankInfo, from_sglang, sglang_model
+from kvplan.bridges.sglang_model import KvHeads, rank_state, state_layer
+from kvplan.models.tensors import Layer
+from kvplan_nixl.identity import Facts
 from kvplan_nixl.settings import ModelNames
-from kvplan_nixl.weights import weights_of
 
-ReadConfig = Callable[..., tuple[dict[str, Any], dict[str, Any]]]
-"""Reads the configuration of a path and a revision, as transformers' ``get_config_dict`` does."""
+MODEL: Final = "SGLang's model"
+"""What messages call the model before its facts are known."""
+
+DELTA, MAMBA = "delta", "mamba"
+"""Kinds of states, by the names of :func:`kvplan.bridges.sglang_model.state_layer`."""
+
+GROUPS: Final = ("tp", "attn_tp", "attn_cp", "moe_ep")
+"""SGLang's groups of ranks whose sizes are checked against those of its configuration."""
+
+SINGLE_RANK: Final = MappingProxyType(
+    {
+        **{f"{name}_size": 1 for name in (*GROUPS, "attn_dp", "moe_dp", "moe_tp")},
+        **{f"{name}_rank": 0 for name in (*GROUPS, "attn_dp")},
+        **{f"{name}_group": SimpleNamespace(world_size=1) for name in GROUPS},
+    }
+)
+"""What SGLang's parallel context says where a single rank has all heads."""
 
 
-def model_of(
-    files: tuple[str, str | None], read_config: ReadConfig, names: ModelNames, has_draft: bool
-) -> Model:
-    """Return the model by its files: SGLang writes into the configuration that it has read.
+def worker_of(
+    facts: Facts,
+    info: RankInfo,
+    pool: Any,
+    draft_pool: Any,
+    runner: Any,
+    draft_config: Any,
+    names: ModelNames,
+) -> Worker:
+    """Return the worker of a rank, whose ``runner`` is its ``ModelRunner``."""
+    config = runner.model_config
+    model = sglang_model(
+        MODEL,
+        info,
+        pool,
+        draft_pool,
+        kv_heads=kv_heads_of(config, draft_config, names),
+        written=written_layers(runner.model),
+        state=state_of(config, runner.model, pool, info),
+    )
+    return attrs.evolve(from_sglang(model, info, pool, draft_pool), model=facts)
 
-    If a draft of it has a cache, the model has its layers: of the same files, or of a draft model.
-    The name says which, since decode needs the cache of its draft from prefill.
+
+def kv_heads_of(config: Any, draft_config: Any, names: ModelNames) -> KvHeads:
+    """Return how many KV heads there are in all, by ``ModelConfig``, or as the operator says."""
+    if names.kv_heads:
+        return KvHeads(full=names.kv_heads, sliding=names.kv_heads, draft=names.kv_heads)
+    draft = None if draft_config is None else draft_config.get_total_num_kv_heads()
+    return KvHeads(
+        full=config.get_total_num_kv_heads(),
+        # those of a single rank
+        sliding=config.get_swa_num_kv_heads(1),
+        draft=draft,
+    )
+
+
+def written_layers(model: Any) -> set[int] | None:
+    """Return the layers whose caches attention writes, None where the model does not say.
+
+    An attention layer has the number of the cache that it uses: that of another layer, if it shares
+    its cache (``RadixAttention`` of sglang/srt/layers/radix_attention.py).
     """
+    layers = {
+        module.layer_id
+        for module in model.modules()
+        if hasattr(module, "layer_id") and hasattr(module, "tp_k_head_num")
+    }
+    return layers or None
 
-    def fields(path: str, revision: str | None) -> Any:
-        contents, _ = read_config(path, revision=revision)
-        return contents
 
-    def weights(path: str, revision: str | None) -> str:
-        return names.weights or weights_of(path, revision)
+def state_of(config: Any, model: Any, pool: Any, info: RankInfo) -> Layer:
+    """Return the tensors of the states in a pool: none of a pool without any.
 
-    model_name = names.model or get_serving().served_model_name
-    name = f"{model_name}, weights {weights(*files)}"
-    if not has_draft:
-        return Model.from_config(fields(*files), name)
-    draft = get_spec()
-    draft_files = (draft.speculative_draft_model_path, draft.speculative_draft_model_revision)
-    if draft_files[0] in (None, files[0]):
-        name = f"{name}, with draft layers"
-        return Model.from_config(fields(*files), name, with_draft_layers=True)
-    name = f"{name}, draft weights {weights(*draft_files)}"
-    drafting = Model.from_config(fields(*draft_files), "draft")
-    return Model.from_config(fields(*files), name).with_draft(drafting)
+    SGLang's own function says what a single rank would have, which is the whole state. What a rank
+    has does not tell one group of Mamba-2 that all ranks hold from one on each.
+    """
+    if not hasattr(pool, "mamba_pool"):
+        return ()
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    with get_parallel().override(**SINGLE_RANK):
+        shape = mambaish_config(config).mamba2_cache_params.shape
+    cache = pool.mamba_pool.mamba_cache
+    layer = state_layer(shape, cache.conv[0].dtype, cache.temporal.dtype, _rule_of(model))
+    return rank_state(pool.mamba_pool, info) if layer is None else layer
+
+
+def _rule_of(model: Any) -> str:
+    """Return the kind of a model's states that its layers declare."""
+    for module in model.modules():
+        if hasattr(module, "head_k_dim") and hasattr(module, "num_v_heads"):
+            return DELTA
+        if hasattr(module, "ssm_state_size"):
+            return MAMBA
+    return ""
 
 
 def dtype_name(dtype: Any) -> str | None:

@@ -13,12 +13,13 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel
 
 from kvplan import Worker
-from kvplan.bridges import RankInfo, from_sglang
+from kvplan.bridges import RankInfo
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.rearrange import with_staging
 from kvplan_nixl.sglang.bootstrap import BootstrapServer
 from kvplan_nixl.sglang.decode import DecodeRank
-from kvplan_nixl.sglang.description import dtype_name, model_of, require
+from kvplan_nixl.sglang.description import require, worker_of
+from kvplan_nixl.sglang.identity import facts_of
 from kvplan_nixl.sglang.prefill import PrefillRank
 from kvplan_nixl.sglang.rank import PAGED_WITH_TOKENS, RankMemory, gather, logger
 from kvplan_nixl.sglang.settings import settings_of
@@ -136,20 +137,15 @@ class Manager(BaseKVManager):
         kinds = [kind.value for kind in self.kv_args.state_types]
         require("state_types", [kind for kind in kinds if kind in STATE_KINDS], kinds)
         pool, draft_pool = queue.token_to_kv_pool, queue.draft_token_to_kv_pool
-        # a model with Mamba layers caches their states in a dtype of its own
-        state_dtype = None
-        if hasattr(pool, "mamba_pool"):
-            state_dtype = pool.mamba_pool.mamba_cache.temporal.dtype
-        # fp8 values with scales between them are what a model of sparse attention caches of itself
-        full_pool = getattr(pool, "full_kv_pool", pool)
-        has_scales = getattr(full_pool, "dsa_kv_cache_store_fp8", False)
-        dtype = None if has_scales else pool.dtype
-        config = queue.scheduler.model_config
-        files = (config.model_path, config.revision)
-        read_config = config.hf_config.get_config_dict
-        model = model_of(files, read_config, self._settings, draft_pool is not None)
-        model = model.with_dtypes(dtype_name(dtype), dtype_name(state_dtype))
-        worker = from_sglang(model, info, pool, draft_pool)
+        scheduler = queue.scheduler
+        draft_config = None
+        if draft_pool is not None:
+            # all runners of a draft have its configuration
+            (_, draft_runner), *_ = scheduler.draft_worker.weight_update_runners()
+            draft_config = draft_runner.model_config
+        facts = facts_of(self._settings, has_draft_cache=draft_pool is not None)
+        runner = scheduler.tp_worker.model_runner
+        worker = worker_of(facts, info, pool, draft_pool, runner, draft_config, self._settings)
         require("num_groups", 1 + len(self._table_kinds()), len(worker.groups))
         # The page tables of prefill's stages may differ, and decode tells them apart by group.
         if self._is_prefill and parallel.pp_size > 1:

@@ -218,8 +218,9 @@ class Sender(BaseKVSender):
         if not self._rank.memory.is_first_of_stage:
             return
         self._lend()
-        pages = [*self._pages]
         num_tokens = self._num_tokens
+        # now, since weights may have changed when it is published
+        entry = self._entry(num_tokens, self._rank.memory.token_tables([*self._pages]), {})
 
         def publish_pages() -> None:
             if wait_event is not None:
@@ -227,7 +228,6 @@ class Sender(BaseKVSender):
             # another one may follow by now, or nothing any more
             if self._is_aborted or self._is_sent or self._num_published > num_tokens:
                 return
-            entry = self._entry(num_tokens, self._rank.memory.token_tables(pages), {})
             self._publish(entry)
 
         self._publisher.begin(publish_pages)

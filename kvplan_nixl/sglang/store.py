@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
 
+import attrs
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
-from sglang.srt.runtime_context import get_disagg, get_memory, get_model, get_spec
-from transformers import PretrainedConfig
+from sglang.srt.runtime_context import (
+    get_disagg,
+    get_exec,
+    get_memory,
+    get_model,
+    get_spec,
+    process_model_config,
+)
 
-from kvplan import Blocks, KVPlanError, Model
-from kvplan.bridges import RankInfo, from_sglang
+from kvplan import Blocks, KVPlanError
+from kvplan.bridges import RankInfo, from_sglang, sglang_model
 from kvplan.bridges.assembly import FP8_DTYPES
 from kvplan.store import (
     BackgroundEviction,
@@ -26,8 +32,10 @@ from kvplan.store import (
     open_backend,
 )
 from kvplan_nixl.eviction import evict_beside
+from kvplan_nixl.identity import short_model
 from kvplan_nixl.settings import StoreSettings, store_refusal
-from kvplan_nixl.sglang.description import dtype_name, model_of, require
+from kvplan_nixl.sglang.description import MODEL, dtype_name, kv_heads_of, require
+from kvplan_nixl.sglang.identity import facts_of
 from kvplan_nixl.sglang.rank import logger
 from kvplan_nixl.sglang.store_prompts import PromptPages
 
@@ -73,6 +81,10 @@ class KvplanStore(HiCacheStorage):
         require("hicache_host_memory_mode", "cache", get_memory().hicache_host_memory_mode)
         is_offloading = get_disagg().disaggregation_decode_enable_offload_kvcache
         require("disaggregation_decode_enable_offload_kvcache", False, is_offloading)
+        # a sleeping engine forgets its weights, unless it keeps a copy
+        features = get_exec().features
+        if features.enable_memory_saver:
+            require("enable_weights_cpu_backup", True, features.enable_weights_cpu_backup)
         # What drafts cache at a page's last position may depend on the next token.
         algorithm = get_spec().speculative_algorithm
         if algorithm not in WITHOUT_CACHE:
@@ -84,17 +96,19 @@ class KvplanStore(HiCacheStorage):
         unserved = sorted(f"{name}" for name in pools.keys() - {PoolName.KV, PoolName.SWA})
         require("host pools beside kv and swa", [], unserved)
         config, settings = self._config, self._settings
-        files = (get_model().model_path, get_model().revision)
-        model = model_of(files, PretrainedConfig.get_config_dict, settings, has_draft=False)
         rank = config.pp_rank * config.tp_size + config.tp_rank
         info = RankInfo(f"sglang-{os.getpid()}", rank, config.tp_rank, config.tp_size)
         pool = self.mem_pool_host
-        model = model.with_dtypes(_cached_dtype(pool.dtype))
+        model_config = process_model_config()
+        dtype = _cached_dtype(pool.dtype)
         attended = {}
         if PoolName.SWA in pools:
             require("pp_size", 1, config.pp_size)
-            pool = windows_apart(model, pool, pools[PoolName.SWA])
-        worker = from_sglang(model, info, pool)
+            pool = windows_apart(model_config, pool, pools[PoolName.SWA])
+        heads = kv_heads_of(model_config, None, settings)
+        model = sglang_model(MODEL, info, pool, kv_heads=heads, dtype=dtype)
+        facts = facts_of(settings)
+        worker = attrs.evolve(from_sglang(model, info, pool), model=short_model(facts))
         # a block table of HiCache's pages for each pool
         names = [group.name for group in worker.groups]
         self._groups = dict(zip((PoolName.KV, PoolName.SWA), names, strict=False))
@@ -283,18 +297,17 @@ def _cached_dtype(dtype: torch.dtype) -> str | None:
     return FP8_DTYPES[setting]
 
 
-def windows_apart(model: Model, full: Any, sliding: Any) -> SimpleNamespace:
+def windows_apart(config: Any, full: Any, sliding: Any) -> SimpleNamespace:
     """Return host pools as SGLang has pools of layers without and with windows, each in order."""
     # by whether they have windows; a layer's index is that in its own pool
-    num_layers: Counter[bool] = Counter()
-    mapping = {}
-    for layer, tensors in enumerate(model.layers):
-        slides = any(tensor.window is not None for tensor in tensors)
-        mapping[layer] = (num_layers[slides], slides)
-        num_layers[slides] += 1
-    # a stage has some of them, and layers may share the cache of another one
-    counts = [num_layers[False], num_layers[True]]
+    layers = (config.full_attention_layer_ids or (), config.swa_attention_layer_ids or ())
+    counts = [len(numbers) for numbers in layers]
+    # layers may share the cache of another one
     require("layers of the host pools", counts, [full.layer_num, sliding.layer_num])
+    mapping = {}
+    for slides, numbers in enumerate(layers):
+        for index, layer in enumerate(numbers):
+            mapping[layer] = (index, bool(slides))
     return SimpleNamespace(full_kv_pool=full, swa_kv_pool=sliding, layers_mapping=mapping)
 
 

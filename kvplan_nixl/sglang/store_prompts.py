@@ -17,12 +17,11 @@ import attrs
 from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
-from sglang.srt.runtime_context import get_serving
 
 from kvplan import Blocks
 from kvplan.describe.blocks import Range
 from kvplan.store import Fact
-from kvplan_nixl.sglang.prompt import FIRST_WEIGHTS
+from kvplan_nixl.sglang.changes import ADAPTERS, WEIGHTS, request_facts
 
 
 @attrs.frozen(eq=False)
@@ -31,13 +30,16 @@ class PromptPages:
 
     SGLang takes it for the hashes of the pages before those of a call, to which it adds more: they
     are of the same prompt. ``table`` has the pages in host memory that a backup may read, and
-    ``window_table`` those of windows that have a pool of their own.
+    ``window_table`` those of windows that have a pool of their own. ``facts`` are
+    what decides the cache beside the tokens, and ``is_stored`` whether others may have the same.
     """
 
     key: RadixKey
     page_size: int
     table: Blocks | None = None
     window_table: Blocks | None = None
+    facts: Sequence[Fact] = ()
+    is_stored: bool = True
 
     @classmethod
     def of(
@@ -56,7 +58,14 @@ class PromptPages:
         """
         text = array("q", takewhile(lambda token: token < MM_PAD_SHIFT_VALUE, tokens))
         key = RadixKey(text, extra_key=extra_key, cache_salt=salt)
-        return cls(key, page_size, table, window_table)
+        # An extra_key is a caller's own, and then the id that SGLang gives an adapter.
+        own_key, lora_id = ADAPTERS.split(extra_key)
+        texts = request_facts(salt, lora_id)
+        if own_key is not None:
+            texts.append(f"extra key {own_key}")
+        # now, since a thread that saves the prompt may run when weights have changed
+        facts = [(0, text) for text in texts]
+        return cls(key, page_size, table, window_table, facts, WEIGHTS.is_known)
 
     def __add__(self, hashes: list[str]) -> Self:
         return self
@@ -70,23 +79,6 @@ class PromptPages:
         """The ids of the prompt's tokens."""
         return self.key.token_ids
 
-    @property
-    def facts(self) -> list[Fact]:
-        """What decides the cache beside the tokens. A salt is the same fact in all engines.
-
-        An ``extra_key`` has the id that SGLang gives an adapter, by its name and path.
-        """
-        facts = []
-        if self.key.cache_salt is not None:
-            facts.append((0, f"salt {self.key.cache_salt}"))
-        if self.key.extra_key is not None:
-            facts.append((0, f"extra key {self.key.extra_key}"))
-        # The engine's name for its model has the weights of its start; an update may name others.
-        version = get_serving().weight_version
-        if version != FIRST_WEIGHTS:
-            facts.append((0, f"weights {version}"))
-        return facts
-
     @cached_property
     def _ordinals(self) -> dict[str, int]:
         whole = self.key.page_aligned(self.page_size)
@@ -94,8 +86,11 @@ class PromptPages:
         return {page_hash: ordinal for ordinal, page_hash in enumerate(hashes)}
 
     def positions(self, hashes: Sequence[str]) -> Range | None:
-        """Return the positions of pages in a row by their hashes, ``None`` of any others."""
-        first = self._ordinals.get(hashes[0]) if hashes else None
+        """Return the positions of pages in a row by their hashes, ``None`` of any others.
+
+        None are stored while the weights have no version that other ranks and engines may have.
+        """
+        first = self._ordinals.get(hashes[0]) if hashes and self.is_stored else None
         if first is None:
             return None
         # a hash of another prompt, or out of order, would name wrong positions

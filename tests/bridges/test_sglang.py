@@ -444,7 +444,7 @@ def refused_states(zeros: Any, *shape: int, dtype: Any = np.int16) -> Any:
             "SIZE: cannot read the state of 'layers.0.conv.x': expected shape (28, 3), got (27, 3)",
         ),
         (
-            sglang_pool,
+            lambda z: sglang_pool(z, layer_num=1),
             MAMBA1,
             "GROUP: cannot place layers.0.* of mamba1: expected a layer that caches tokens, got conv.x, ssm",
         ),

@@ -22,7 +22,7 @@ from kvplan.connector import Access, Handoff, Listener, Source, fetch
 from kvplan.connector.room_contents import ask_again
 from kvplan_nixl import Envelope
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
-from tests.nixl.sglang_names import made
+from tests.nixl.sglang_names import arguments, made, model_config, record_fields, runner
 
 CONFIG = {
     "model_type": "llama",
@@ -34,7 +34,6 @@ CONFIG = {
     "vocab_size": 32,
     "torch_dtype": "float32",
 }
-SPARSE = {"model_type": "deepseek_v32", "kv_lora_rank": 16, "qk_rope_head_dim": 8, "index_head_dim": 128}
 TOKENS, ROOM = 37, 5
 KEY = b"a secret of all engines"
 SETTINGS = SimpleNamespace(
@@ -82,7 +81,13 @@ class World:
 
 PARALLEL = World(1).parallel(0)
 SERVING = SimpleNamespace(served_model_name="tiny", weight_version="default", host="127.0.0.1")
-DRAFT_FILES = SimpleNamespace(speculative_draft_model_path="draft", speculative_draft_model_revision=None)
+DRAFT_FILES = SimpleNamespace(
+    speculative_algorithm="EAGLE", speculative_draft_model_path="draft", speculative_draft_model_revision=None
+)
+DRAFT_CONFIG = model_config(
+    {**CONFIG, "model_type": "qwen3", "num_key_value_heads": 1, "num_hidden_layers": 1}, "draft"
+)
+ARGUMENTS = arguments()
 NAMES: dict[str, dict[str, Any]] = {
     "sglang.srt.disaggregation.base": {
         "KVPoll": KVPoll,
@@ -102,16 +107,25 @@ NAMES: dict[str, dict[str, Any]] = {
         "get_parallel": lambda: PARALLEL,
         "get_serving": lambda: SERVING,
         "get_spec": lambda: DRAFT_FILES,
+        "get_server_args": lambda: ARGUMENTS,
+        "get_memory": lambda: None,
+        "get_disagg": lambda: None,
+        "process_model_config": lambda: model_config(CONFIG),
     },
+    "sglang.srt.arg_groups.arg_utils": {"record_fields": record_fields},
+    "sglang.srt.configs.model_config": {"ModelConfig": SimpleNamespace(from_server_args=lambda *_, **__: DRAFT_CONFIG)},
     "sglang.srt.utils.network": {"get_local_ip_auto": lambda: "0.0.0.0"},
 }
+
+
+MODULES = ("changes", "identity", "description", "prompt", "manager", "prefill", "decode")
 
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The plugin's modules that import SGLang."""
     monkeypatch.setattr(torch.distributed, "all_gather_object", lambda found, one, group: group(found, one))
-    return SimpleNamespace(**made(monkeypatch, NAMES, ("description", "prompt", "manager", "prefill", "decode")))
+    return SimpleNamespace(**made(monkeypatch, NAMES, MODULES))
 
 
 class Side:
@@ -156,36 +170,27 @@ class Side:
             layer_num=len(layers),
             kv_cache_layout=layout,
             dtype=torch.float32,
+            head_num=2,
+            head_dim=8,
+            v_head_dim=8,
         )
-        fields = CONFIG
         if window is not None:
             args.state_types = [SimpleNamespace(value="swa")]
             pool = SimpleNamespace(
                 full_kv_pool=pool, swa_kv_pool=pool, layers_mapping={0: (0, True), 1: (1, False)}, dtype=pool.dtype
             )
-            kinds = ["sliding_attention", "full_attention"]
-            fields = {**CONFIG, "model_type": "gemma3_text", "sliding_window": window + 1, "layer_types": kinds}
         if sparse:
             args.state_types = [SimpleNamespace(value="dsa")]
             self.latents = torch.zeros(2, 160, 1, 24)
             self.keys = torch.zeros(2, 160 // page, page * 132, dtype=torch.uint8)
             pool.kv_buffer, pool.index_k_with_scale_buffer = self.latents, self.keys
-            fields = {**CONFIG, **SPARSE}
+            pool.kv_lora_rank, pool.qk_rope_head_dim, pool.index_head_dim = 16, 8, 128
         draft_pool = None
         if draft_heads:
             self.draft = torch.zeros(2, 1, 160, draft_heads, 8)
             sizes = {"page_size": page, "start_layer": 0, "layer_num": 1, "kv_cache_layout": "nhd"}
+            sizes |= {"head_num": draft_heads, "head_dim": 8, "v_head_dim": 8, "dtype": torch.float32}
             draft_pool = SimpleNamespace(k_buffer=self.draft[0], v_buffer=self.draft[1], **sizes)
-            fields = {**CONFIG, "model_type": "mimo", "num_nextn_predict_layers": 1}
-        files = {
-            "tiny": fields,
-            "draft": {**CONFIG, "model_type": "qwen3", "num_key_value_heads": 1, "num_hidden_layers": 1},
-        }
-        config = SimpleNamespace(
-            model_path="tiny",
-            revision=None,
-            hf_config=SimpleNamespace(get_config_dict=lambda path, revision: (files[path], {})),
-        )
         self.manager = plugin.manager.Manager(args, SimpleNamespace(value=mode), SETTINGS)
         self.queue = SimpleNamespace(
             token_to_kv_pool=pool,
@@ -193,7 +198,10 @@ class Side:
             metadata_buffers=self.metadata,
             transfer_queue=SimpleNamespace(),
             scheduler=SimpleNamespace(
-                model_config=config, sliding_window_size=window, spec_algorithm=SimpleNamespace(name="NONE")
+                tp_worker=SimpleNamespace(model_runner=runner(model_config(CONFIG))),
+                draft_worker=SimpleNamespace(weight_update_runners=lambda: [("draft", runner(DRAFT_CONFIG))]),
+                sliding_window_size=window,
+                spec_algorithm=SimpleNamespace(name="NONE"),
             ),
         )
         self.manager.start(self.queue)
@@ -302,9 +310,9 @@ def test_a_window_is_read_by_whole_pages(
     """
     decode = Side(plugin, "decode", 16, 7)
     if is_stage:
-        described = plugin.manager.from_sglang
+        described = plugin.manager.worker_of
         of_stage = plugin.manager._with_own_groups
-        monkeypatch.setattr(plugin.manager, "from_sglang", lambda *pool: of_stage(described(*pool), 0))
+        monkeypatch.setattr(plugin.manager, "worker_of", lambda *pool: of_stage(described(*pool), 0))
     prefill = Side(plugin, "prefill", 4, 7)
     assert ("swa.pp0" in prefill.manager.rank.memory.windows) == is_stage
     for memory in (prefill.k, prefill.v):
@@ -387,7 +395,7 @@ def test_a_draft_on_one_side_alone_is_refused(
     decode = Side(plugin, "decode", 16, draft_heads=1)
     receiver = moved(plugin, prefill, decode, server)
     until(receiver, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match=r"tiny, weights \w+, draft weights \w+"):
+    with pytest.raises(KVPlanError, match=r"^MODEL: .* draft\.config\.head_dim 8, .* draft\.config\.head_dim none"):
         receiver.failure_exception()
     receiver.clear()
 

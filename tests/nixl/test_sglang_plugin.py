@@ -38,12 +38,14 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """SGLang's names that the plugin uses when it is registered."""
     registry, choices = Registry(), ["mooncake", "nixl"]
     backends = enum.Enum("TransferBackend", {"MOONCAKE": "mooncake", "NIXL": "nixl"})  # type: ignore[misc]
-    kinds = SimpleNamespace(AROUND="around", AFTER="after")
+    kinds = SimpleNamespace(AROUND="around", AFTER="after", BEFORE="before")
     modules: dict[str, dict[str, Any]] = {
         "sglang.srt.arg_groups.choices": {"add_disagg_transfer_backend_choices": choices.extend},
         "sglang.srt.disaggregation.utils": {"TransferBackend": backends},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": kinds},
+        "sglang.srt.runtime_context": {"get_serving": None},
     }
+    monkeypatch.delitem(sys.modules, "kvplan_nixl.sglang.changes", raising=False)
     for name, contents in modules.items():
         module = ModuleType(name)
         vars(module).update(contents)
@@ -76,6 +78,8 @@ def test_the_queues_are_hooked_once_for_whoever_asks(sglang: SimpleNamespace) ->
     assert (asked.name, asked.value, isinstance(asked, sglang.backends)) == ("KVPLAN", "kvplan", True)
     assert sglang.registry.is_applied
     assert sglang.registry.hooks.keys() > QUEUES
+    updates = {target.rpartition(".")[2] for target in sglang.registry.hooks if "weight" in target}
+    assert {"update_weights_from_disk", "begin_weight_update", "record_weight_version_change"} < updates
     sglang.registry.is_applied = False
     assert sglang.backends("kvplan") is asked
     assert not sglang.registry.is_applied

@@ -17,12 +17,11 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from transformers import PretrainedConfig
 
 import kvplan_nixl.sglang
 from kvplan import KVPlanError
 from kvplan.store import FileBackend, Limits
-from tests.nixl.sglang_names import made
+from tests.nixl.sglang_names import arguments, made, model_config, record_fields
 from tests.store.test_stalls import HangingBackend
 
 CONFIG = {
@@ -94,8 +93,10 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         disaggregation_decode_enable_offload_kvcache=False,
         speculative_algorithm=None,
         kv_cache_dtype="auto",
+        config=CONFIG,
+        features=SimpleNamespace(enable_memory_saver=False, enable_weights_cpu_backup=False),
     )
-    parts = ("serving", "memory", "disagg", "model", "spec")
+    parts = ("serving", "memory", "disagg", "model", "spec", "exec")
     names: dict[str, dict[str, Any]] = {
         "sglang.srt.mem_cache.hicache_storage": {
             "HiCacheStorage": Storage,
@@ -105,14 +106,20 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "sglang.srt.mem_cache.radix_cache": {"RadixKey": Key},
         "sglang.srt.mem_cache.utils": {"get_storage_hash_str": hashes_of},
         "sglang.srt.managers.schedule_batch": {"MM_PAD_SHIFT_VALUE": IMAGE},
-        "sglang.srt.runtime_context": {f"get_{part}": lambda: engine for part in parts},
+        "sglang.srt.runtime_context": {
+            **{f"get_{part}": lambda: engine for part in parts},
+            "get_parallel": lambda: None,
+            "get_server_args": arguments,
+            "process_model_config": lambda: model_config(engine.config),
+        },
+        "sglang.srt.arg_groups.arg_utils": {"record_fields": record_fields},
         "sglang.srt.plugins.hook_registry": {
-            "HookType": SimpleNamespace(AROUND="around"),
+            "HookType": SimpleNamespace(AROUND="around", AFTER="after", BEFORE="before"),
             "HookRegistry": SimpleNamespace(register=lambda *_: None, apply_hooks=lambda: None),
         },
     }
-    monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda path, revision: (CONFIG, {}))
-    modules = made(monkeypatch, names, ("description", "prompt", "store_prompts", "store", "store_hooks"))
+    parts = ("changes", "identity", "description", "prompt", "store_prompts", "store", "store_hooks")
+    modules = made(monkeypatch, names, parts)
     return SimpleNamespace(engine=engine, **modules)
 
 
@@ -130,6 +137,9 @@ def host_pool(filled: bool, dtype: Any) -> tuple[Any, SimpleNamespace]:
         start_layer=0,
         layer_num=LAYERS,
         dtype=memory.dtype,
+        head_num=2,
+        head_dim=8,
+        v_head_dim=8,
     )
     return memory, pool
 
@@ -238,10 +248,9 @@ def windowed_config(*kinds: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def windowed(monkeypatch: pytest.MonkeyPatch, plugin: SimpleNamespace) -> SimpleNamespace:
+def windowed(plugin: SimpleNamespace) -> SimpleNamespace:
     """The plugin of an engine whose windows have a pool of their own."""
-    config = windowed_config("sliding", "full")
-    monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda path, revision: (config, {}))
+    plugin.engine.config = windowed_config("sliding", "full")
     return plugin
 
 
@@ -320,7 +329,6 @@ def test_windows_of_another_prompt_are_none(windowed: SimpleNamespace, tmp_path:
     ],
 )
 def test_pools_of_other_layers_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
     plugin: SimpleNamespace,
     tmp_path: Path,
     kinds: tuple[str, str],
@@ -328,8 +336,7 @@ def test_pools_of_other_layers_are_refused(
     text: str,
 ) -> None:
     """As those of a stage, or of a model whose layers share caches."""
-    config = windowed_config(*kinds)
-    monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda path, revision: (config, {}))
+    plugin.engine.config = windowed_config(*kinds)
     with pytest.raises(KVPlanError, match=text):
         Engine(plugin, tmp_path, has_windows=True, pp_size=pp_size)
 

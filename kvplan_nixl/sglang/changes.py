@@ -1,0 +1,239 @@
+"""Changes of a running SGLang: weights that are updated, and adapters that come and go.
+
+Both happen in the process of SGLang's scheduler, whose functions are hooked. :data:`WEIGHTS` and
+:data:`ADAPTERS` know what computes a request's cache now, and :func:`request_facts` says it for the
+digest of a prompt and the keys of a store. What was computed or stored before a change has other
+facts: it is not found any more, and a request that was handed over is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import torch
+from sglang.srt.runtime_context import get_serving
+
+from kvplan import KVPlanError
+from kvplan.connector import fingerprint
+from kvplan_nixl.identity import DIGEST_BYTES
+
+FIRST_WEIGHTS: Final = "default"
+"""The version of the weights, in SGLang's words, until another one is named."""
+
+PARTS: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+UPDATES: Final = "sglang.srt.managers.scheduler_components.weight_updater"
+SCHEDULER: Final = "sglang.srt.managers.scheduler"
+ADAPTER_CONFIG: Final = "adapter_config.json"
+
+
+@attrs.define
+class Weights:
+    """The version of the weights that compute requests now.
+
+    Weights may be loaded in several parts, between ``begin`` and ``end`` of an update, and requests
+    that are computed meanwhile have parts of two versions. An operator names a version in the
+    update. Until that is over, until it has a name, and until SGLang has emptied its own cache,
+    which has what the weights before have computed, this version is no other's: ``token`` is it.
+    """
+
+    token: str = ""
+    is_changing: bool = False
+    is_named: bool = True
+    is_flushed: bool = True
+
+    def change(self) -> None:
+        """Note that weights change."""
+        self.token = uuid.uuid4().hex
+        self.is_named = False
+        self.is_flushed = False
+
+    def begin(self) -> None:
+        """Note that an update begins, which may have several parts."""
+        self.change()
+        self.is_changing = True
+
+    def end(self, *, loads_now: bool) -> None:
+        """Note that an update ends, which may be when it loads what others have written."""
+        self.is_changing = False
+        if loads_now:
+            self.change()
+
+    def name(self, version: str | None) -> None:
+        """Note that an operator has named the version."""
+        if version not in (None, FIRST_WEIGHTS):
+            self.is_named = True
+
+    def flush(self) -> None:
+        """Note that SGLang has emptied its own cache."""
+        self.is_flushed = True
+
+    @property
+    def is_known(self) -> bool:
+        """Whether another engine may have the same version."""
+        return self.is_named and self.is_flushed and not self.is_changing
+
+    @property
+    def version(self) -> str | None:
+        """The version's name; None of those that the engine has started with."""
+        if not self.is_known:
+            return f"unnamed {self.token}"
+        named: str = get_serving().weight_version
+        return None if named == FIRST_WEIGHTS else named
+
+
+WEIGHTS: Final = Weights()
+
+
+@attrs.define
+class Adapters:
+    """The content of LoRA adapters when they were loaded, by SGLang's ids.
+
+    An id stands for a name and a path, so a folder that was written anew has it too.
+    """
+
+    contents: dict[str, str] = attrs.field(factory=dict)
+
+    def note(self, lora_id: str, content: str) -> None:
+        """Note the content of an adapter that is loaded. One of other content is no other's."""
+        if self.contents.setdefault(lora_id, content) != content:
+            # SGLang's own cache has what the adapter before has computed, under this id
+            self.contents[lora_id] = uuid.uuid4().hex
+
+    def content_of(self, lora_id: str) -> str:
+        """Return the content of an adapter, or what is no other's of one that was not seen."""
+        return self.contents.setdefault(lora_id, uuid.uuid4().hex)
+
+    def split(self, extra_key: str | None) -> tuple[str | None, str | None]:
+        """Return what an ``extra_key`` has before an adapter's id, and that id, if it has one.
+
+        >>> Adapters({"5f1a": "content"}).split("mine5f1a")
+        ('mine', '5f1a')
+        """
+        for lora_id in self.contents:
+            if extra_key is not None and extra_key.endswith(lora_id):
+                return extra_key.removesuffix(lora_id) or None, lora_id
+        return extra_key, None
+
+
+ADAPTERS: Final = Adapters()
+
+
+def request_facts(salt: str | None, lora_id: str | None) -> list[str]:
+    """Return what decides a request's cache beside its tokens and the facts of the engine.
+
+    A salt and the content of an adapter are the same facts in all engines.
+    """
+    facts = []
+    version = WEIGHTS.version
+    if version is not None:
+        facts.append(f"weights {version}")
+    if salt is not None:
+        facts.append(f"salt {salt}")
+    if lora_id is not None:
+        facts.append(f"adapter {ADAPTERS.content_of(lora_id)}")
+    return facts
+
+
+@cache
+def hook_changes() -> None:
+    """Hook what changes the weights, names their version and empties SGLang's own cache."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    loads = ("from_disk", "from_tensor", "from_ipc")
+    parts = [f"update_weights_{source}" for source in loads]
+    hooks = {f"{PARTS}.{part}": (_change, HookType.BEFORE) for part in parts}
+    hooks |= {
+        f"{PARTS}.load_weights_from_distributed": (_change, HookType.BEFORE),
+        f"{PARTS}.begin_weight_update": (_begin, HookType.BEFORE),
+        f"{PARTS}.end_weight_update": (_end, HookType.AFTER),
+        f"{UPDATES}.SchedulerWeightUpdaterManager.flush_cache_after_weight_update": (
+            _flush_after,
+            HookType.AFTER,
+        ),
+        f"{SCHEDULER}.Scheduler.flush_cache": (_flush, HookType.AFTER),
+        f"{SCHEDULER}.Scheduler.record_weight_version_change": (_name, HookType.AFTER),
+    }
+    for target, (hook, kind) in hooks.items():
+        # SGLang wraps each target once, and leaves out what another plugin has wrapped before
+        if target in getattr(HookRegistry, "_patched", ()):
+            raise KVPlanError(
+                "LAYOUT",
+                "see updates of weights",
+                expected=f"no other plugin's hook of {target}",
+                got="one",
+            )
+        HookRegistry.register(target, hook, kind)
+    HookRegistry.apply_hooks()
+
+
+def _change(*_: Any, **__: Any) -> None:
+    WEIGHTS.change()
+
+
+def _begin(*_: Any, **__: Any) -> None:
+    WEIGHTS.begin()
+
+
+def _end(result: Any, updater: Any, *, run_post_load: bool) -> None:
+    WEIGHTS.end(loads_now=run_post_load)
+
+
+def _name(result: Any, scheduler: Any, new_version: str | None) -> None:
+    WEIGHTS.name(new_version)
+
+
+def _flush(is_flushed: bool, *_: Any, **__: Any) -> None:
+    if is_flushed:
+        WEIGHTS.flush()
+
+
+def _flush_after(result: Any, updates: Any, request: Any, *_: Any) -> None:
+    is_right, _ = result
+    if is_right and request.flush_cache:
+        WEIGHTS.flush()
+
+
+def load_folder(original: Any, manager: Any, lora_ref: Any) -> Any:
+    """Note what an adapter's folder has while SGLang loads it."""
+    before = _adapter(lora_ref.lora_path)
+    result = original(manager, lora_ref)
+    after = _adapter(lora_ref.lora_path)
+    # a repository of a hub is fetched now
+    is_same = before in (None, after)
+    ADAPTERS.note(lora_ref.lora_id, after if after and is_same else uuid.uuid4().hex)
+    return result
+
+
+def note_tensors(lora_ref: Any, tensors: Any, config: Any) -> None:
+    """Note the content of an adapter whose tensors a request has."""
+    text = json.dumps(config, sort_keys=True, default=str)
+    digest = hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    ADAPTERS.note(lora_ref.lora_id, digest.hexdigest())
+
+
+def _adapter(path: str) -> str | None:
+    """Return a fingerprint of an adapter's folder, or of its snapshot of a hub's repository."""
+    folder = Path(path)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        file = None
+        with suppress(HFValidationError):  # it is no name of a repository
+            file = try_to_load_from_cache(path, ADAPTER_CONFIG)
+        if not isinstance(file, str):
+            return None
+        folder = Path(file).parent
+    with suppress(KVPlanError):  # of broken files
+        return fingerprint(folder)
+    return None
