@@ -11,6 +11,8 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, Final
 
+import attrs
+
 from kvplan.bridges.assembly import (
     INDEX,
     Assembly,
@@ -30,7 +32,7 @@ from kvplan.bridges.sglang_model import (
 )
 from kvplan.describe.views import TOKEN
 from kvplan.describe.worker import Worker
-from kvplan.models.layouts import Page
+from kvplan.models.layouts import KV, LocalTensor, Page
 from kvplan.models.model import Model
 from kvplan.models.pools import k_or_v
 from kvplan.models.tensors import STATE
@@ -179,13 +181,24 @@ def _add_layer(assembly: Assembly, part: PoolPart, layer: Hashable, index: int) 
     kernel_blocks = page_size if layout == "nhd" else 1
     for half, buffers in enumerate((pool.k_buffer, pool.v_buffer)):
         pattern = PATTERNS[layout][half]
-        half_tensor = k_or_v(tensor, half)
+        half_tensor = _half(pool, tensor, half)
         assembly.add(buffers[index], pattern, half_tensor, kernel_blocks=kernel_blocks)
     # Index keys have the slots of K and V, and one head.
     if has_index_keys:
         ((keys_tensor,),) = assembly.index(layer).sections
         keys = part.index_keys[layer]
         assembly.add(keys, "block head content", keys_tensor, kernel_blocks=page_size)
+
+
+def _half(pool: Any, tensor: LocalTensor, half: int) -> LocalTensor:
+    """Return K (0) or V (1) of a tensor, whose elements follow each other where they differ."""
+    if tensor.has(KV):
+        return k_or_v(tensor, half)
+    axes = []
+    for axis in tensor.axes:
+        start, stop = (0, pool.head_dim) if half == 0 else (pool.head_dim, axis.size)
+        axes.append(attrs.evolve(axis, start=start, stop=stop) if axis.name == "dim" else axis)
+    return attrs.evolve(tensor, axes=tuple(axes))
 
 
 def _add_host_layer(assembly: Assembly, pool: Any, layer: Hashable, index: int) -> None:
@@ -203,7 +216,8 @@ def _add_host_layer(assembly: Assembly, pool: Any, layer: Hashable, index: int) 
     # pools of latents know how wide a slot is
     buffers = [(tensor, pool.kv_buffer)]
     if not hasattr(pool, "kv_cache_dim"):
-        buffers = [(k_or_v(tensor, 0), pool.k_buffer), (k_or_v(tensor, 1), pool.v_buffer)]
+        halves = (pool.k_buffer, pool.v_buffer)
+        buffers = [(_half(pool, tensor, half), buffer) for half, buffer in enumerate(halves)]
     for local_tensor, buffer in buffers:
         memory = buffer[(slice(None),) * layer_dim + (index,)]
         assembly.add(memory, pattern, local_tensor, kernel_blocks=kernel_blocks)

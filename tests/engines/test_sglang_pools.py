@@ -8,11 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 
-from kvplan import Model
-from kvplan.bridges import RankInfo, from_sglang
+from kvplan import KVPlanError, Model
+from kvplan.bridges import RankInfo, from_sglang, sglang_model
+from kvplan.bridges.sglang_model import KvHeads, rank_state, state_layer
+from kvplan.models.tensors import attention, convolution, delta, lightning, mamba1, mamba2
 from tests.engine_memory import (
     BLOCKS,
     DIM,
@@ -40,6 +43,7 @@ sys.path.append(str(Path(__file__).with_name("standins")))
 torch = pytest.importorskip("torch")
 memory_pool = pytest.importorskip("sglang.srt.mem_cache.memory_pool", reason="needs SGLang")
 swa_memory_pool = pytest.importorskip("sglang.srt.mem_cache.swa_memory_pool", reason="needs SGLang")
+mamba_utils = pytest.importorskip("sglang.srt.configs.mamba_utils", reason="needs SGLang")
 
 INFO = RankInfo("prefill")
 SIZE = BLOCKS * 8
@@ -149,3 +153,176 @@ def test_states() -> None:
     kept = states.mamba2_layer_cache(0)
     kept.conv[0][3], kept.temporal[3] = torch.from_numpy(conv), torch.from_numpy(ssm)
     check(MAMBA2, [from_sglang(MAMBA2, INFO, pool)], {"state": [3], "attn": TABLES["attn"]})
+
+
+def described(model: Model, info: RankInfo, pool: Any, draft_pool: Any = None, **facts: Any) -> None:
+    """What is read off the pools alone is what a configuration says of them."""
+    observed = sglang_model(model.name, info, pool, draft_pool, **facts)
+    assert from_sglang(observed, info, pool, draft_pool) == from_sglang(model, info, pool, draft_pool)
+
+
+@pytest.mark.parametrize("name, tp", [("qwen3-0.6b", 1), ("qwen3-0.6b", 2), ("qwen3-0.6b", 16), ("gpt-oss-20b", 4)])
+def test_heads_of_a_published_model(name: str, tp: int) -> None:
+    """A rank with several heads says how many there are. One with a single head does not, so the engine's file does."""
+    model = Model.shipped(name)
+    sizes = dict(model.layers[0][0].axes)
+    local = max(sizes["head"] // tp, 1)
+    pool = memory_pool.MHATokenToKVPool(16, 8, torch.bfloat16, local, sizes["dim"], len(model.layers), "cpu", False)
+    info = RankInfo("prefill", tp - 1, tp - 1, tp)
+    # SGLang has one block table for layers with windows and without, unless the windows have a pool of their own
+    layers = tuple(tuple(attrs.evolve(tensor, group="attn") for tensor in layer) for layer in model.layers)
+    described(attrs.evolve(model, layers=layers), info, pool, kv_heads=KvHeads(full=sizes["head"]))
+    if local == 1:
+        with pytest.raises(KVPlanError, match=r"^SIZE: .* 1 to 16 KV heads in all, .* number \(set KVPLAN_KV_HEADS\)$"):
+            sglang_model(name, info, pool)
+        with pytest.raises(KVPlanError, match=r"^SIZE: .* 1 to 16 KV heads in all, .*, got 32"):
+            sglang_model(name, info, pool, kv_heads=KvHeads(full=32))
+
+
+def test_fp8_of_a_published_model() -> None:
+    """SGLang keeps fp8 as bytes, and the pool says which fp8 that is."""
+    model = Model.shipped("qwen3-0.6b").with_dtypes("float8_e5m2")
+    pool = memory_pool.MHATokenToKVPool(16, 8, torch.float8_e5m2, 8, 128, 28, "cpu", False)
+    assert pool.k_buffer[0].dtype == torch.uint8
+    described(model, INFO, pool)
+
+
+def test_k_and_v_of_other_sizes() -> None:
+    """V has fewer elements than K."""
+    pool = memory_pool.MHATokenToKVPool(16, 8, torch.bfloat16, 2, 24, 2, "cpu", False, v_head_dim=16)
+    described(Model("wide", (attention(2, 24, value_dim=16),) * 2), INFO, pool)
+
+
+def test_layers_that_share_the_cache_of_others() -> None:
+    """They have buffers too, which nobody writes: Gemma-3n's last layers."""
+    pool = memory_pool.MHATokenToKVPool(16, 8, torch.int32, HEADS, DIM, 3, "cpu", False)
+    described(attrs.evolve(GQA, layers=(*GQA.layers[:2], ())), INFO, pool, written={0, 1})
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_latents_of_published_models(dtype: str | None) -> None:
+    """DeepSeek-V3's latents, and V3.2's with an indexer: as packed fp8, or in the dtype of the model."""
+    fixed = {"layer_num": 61, "device": "cpu", "enable_memory_saver": False}
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    info = RankInfo("prefill", 3, 3, 8)
+    plain = memory_pool.MLATokenToKVPool(64, 64, torch.bfloat16, **latent, **fixed)
+    described(Model.shipped("deepseek-v3"), info, plain)
+    kept = torch.float8_e4m3fn if dtype is None else torch.bfloat16
+    sizes = {"kv_cache_dim": 656 if dtype is None else 576, "index_head_dim": 128, "index_buf_size": 64}
+    pool = memory_pool.DSATokenToKVPool(64, 64, dtype=kept, **sizes, **fixed, **latent)
+    described(Model.shipped("deepseek-v3.2").with_dtypes(dtype), info, pool)
+
+
+def test_layers_that_share_an_index() -> None:
+    """A layer that takes the choice of the one before has no index keys."""
+    sizes = {"kv_cache_dim": 656, "index_head_dim": 128, "index_buf_size": 64, "skip_topk_layers": [False, True]}
+    fixed = {"layer_num": 2, "device": "cpu", "enable_memory_saver": False}
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": torch.float8_e4m3fn}
+    pool = memory_pool.DSATokenToKVPool(64, 64, **sizes, **fixed, **latent)
+    described(Model("sparse", (SPARSE.layers[0], SPARSE.layers[0][:1]), "uint8"), INFO, pool)
+
+
+def test_a_draft_that_is_described() -> None:
+    """The draft's own heads: a rank has one of two."""
+    target = memory_pool.MLATokenToKVPool(16, 8, torch.int32, 6, 2, 3, "cpu", False)
+    draft = memory_pool.MHATokenToKVPool(16, 8, torch.int32, 1, DIM, 1, "cpu", False)
+    model = MLA.with_draft(Model("draft", (attention(2, DIM),), "int32"))
+    described(model, RankInfo("prefill", 1, 1, 2), target, draft, kv_heads=KvHeads(draft=2))
+
+
+def test_windows_that_are_described() -> None:
+    """Layers with windows may have other heads, as Gemma-4's and MiMo's do."""
+    sizes = {"swa_head_num": 8, "swa_head_dim": 4, "swa_v_head_dim": 4}
+    pool = swa_memory_pool.SWAKVPool(16, 16, 8, torch.int32, 1, DIM, [1, 3], [0, 2], "cpu", **sizes)
+    layers = (attention(2, DIM), attention(16, 4, "swa", 8)) * 2
+    described(
+        Model("sliding", layers, "int32"), RankInfo("prefill", 1, 1, 2), pool, kv_heads=KvHeads(full=2, sliding=16)
+    )
+
+
+def test_index_keys_that_are_described() -> None:
+    """MiniMax-M3's, which may have a dtype of their own."""
+    sizes = {"head_num": HEADS, "head_dim": DIM, "idx_head_dim": 6, "start_layer": 0, "end_layer": 2}
+    layers = {"dense_layer_ids": [0], "sparse_layer_ids": [1], "disable_value_sparse_layer_ids": [1]}
+    dtypes = {"dtype": torch.int32, "index_dtype": torch.int16}
+    pool = memory_pool.MiniMaxSparseKVPool(16, 8, device="cpu", **dtypes, **sizes, **layers)
+    dense, (values, keys) = INDEXED.layers
+    described(Model("indexed", (dense, (values, attrs.evolve(keys, dtype="int16"))), "int32"), INFO, pool)
+
+
+SHAPES = {
+    "mamba2, a group on each rank": ("mamba", {"num_heads": 16, "head_dim": 8, "n_groups": 4, "state_size": 32}),
+    "mamba2, one group": ("mamba", {"num_heads": 16, "head_dim": 8, "n_groups": 1, "state_size": 32}),
+    "gdn": ("", {"num_heads": 16, "head_dim": 8, "n_groups": 8, "state_size": 4, "conv_shard_groups": [32, 32, 128]}),
+    "gdn by its layers": ("delta", {"num_heads": 16, "head_dim": 8, "n_groups": 8, "state_size": 4}),
+    "short convolution": ("", {"num_heads": 4, "head_dim": 64, "n_groups": 1, "state_size": 0}),
+    "lightning": ("", {"num_heads": 16, "head_dim": 8, "n_groups": 0, "state_size": 8, "intermediate_size": 0}),
+    "nobody knows": ("", {"num_heads": 16, "head_dim": 8, "n_groups": 4, "state_size": 32}),
+}
+LAYERS = {
+    "mamba2, a group on each rank": mamba2(16, 8, 4, 32, 3, "bfloat16", "float32"),
+    "mamba2, one group": mamba2(16, 8, 1, 32, 3, "bfloat16", "float32"),
+    "gdn": delta(8, 4, 16, 8, 3, "bfloat16", "float32"),
+    "gdn by its layers": delta(8, 4, 16, 8, 3, "bfloat16", "float32"),
+    "short convolution": convolution(64, 3, "bfloat16"),
+    "lightning": lightning(16, 8, "float32"),
+}
+
+
+def hybrid(shape: Any, rank: int, tp: int) -> Any:
+    """SGLang's pool of a layer with a state and a layer with K and V."""
+    params = mamba_utils.Mamba2CacheParams(shape=shape, layers=[0])
+    pool = memory_pool.MambaPool(size=4, spec_state_size=0, cache_params=params, mamba_layer_ids=[0], device="cpu")
+    return memory_pool.HybridLinearKVPool(16, torch.bfloat16, 8, 2, DIM, [1], "cpu", pool)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("tp", [1, 4])
+def test_states_that_are_described(kind: str, tp: int) -> None:
+    """SGLang's shape on a single rank declares the state of which a rank has a part."""
+    rule, sizes = SHAPES[kind]
+    sizes = {"intermediate_size": sizes["num_heads"] * sizes["head_dim"], "conv_kernel": 4, **sizes}
+    if kind == "short convolution":
+        sizes["intermediate_size"] = 64
+    if kind == "lightning":
+        sizes["conv_kernel"] = 1
+    create = mamba_utils.Mamba2StateShape.create
+    whole = create(tp_world_size=1, **sizes)
+    layer = state_layer(whole, torch.bfloat16, torch.float32, rule)
+    assert layer == LAYERS.get(kind)
+    pool = hybrid(create(tp_world_size=tp, **sizes), 0, tp)
+    for rank in range(tp):
+        info = RankInfo("prefill", rank, rank, tp)
+        if layer is None:
+            observed = sglang_model("new", info, pool, state=rank_state(pool.mamba_pool, info))
+            views = [view.name for view in from_sglang(observed, info, pool).views]
+            part = "" if tp == 1 else f"tp{tp}.{rank}."
+            assert views[-2:] == [f"layers.0.{part}state.{number}" for number in range(2)]
+        else:
+            model = Model("hybrid", (layer, attention(2 * tp, DIM)))
+            described(model, info, pool, state=layer)
+
+
+def test_mamba1_that_is_described() -> None:
+    """SGLang keeps its channels as heads of one channel."""
+    create = mamba_utils.Mamba2StateShape.create_full_rank
+    sizes = {"intermediate_size": 64, "state_size": 16, "conv_kernel": 4}
+    layer = state_layer(create(tp_world_size=1, **sizes), torch.bfloat16, torch.float32, "mamba")
+    assert layer == mamba1(64, 16, 3, "bfloat16", "float32")
+    pool = hybrid(create(tp_world_size=2, **sizes), 1, 2)
+    described(Model("hybrid", (layer, attention(4, DIM))), RankInfo("prefill", 1, 1, 2), pool, state=layer)
+
+
+def test_kimi_delta_that_is_described() -> None:
+    """Its convolution has steps outside of channels."""
+    create = mamba_utils.KimiLinearStateShape.create
+    layer = state_layer(create(tp_world_size=1, num_heads=8, head_dim=16), torch.bfloat16, torch.float32)
+    assert layer == delta(8, 16, 8, 16, 3, "bfloat16", "float32")
+    pool = hybrid(create(tp_world_size=2, num_heads=8, head_dim=16), 0, 2)
+    described(Model("hybrid", (layer, attention(4, DIM))), RankInfo("prefill", 0, 0, 2), pool, state=layer)
+
+
+def test_a_state_of_a_kind_that_nobody_has_seen_has_no_parts() -> None:
+    """Several convolutions, as ZAYA's."""
+    shape = SimpleNamespace(conv=[(8, 3), (16, 1)])
+    assert state_layer(shape, torch.bfloat16, torch.float32, "mamba") is None
