@@ -73,11 +73,11 @@ with mtp, eagle or eagle3.
 PLAIN_MODES: Final = ("NONE", "FP8_PER_TENSOR")
 """Values of ``kv_quant_mode`` for which a cache holds one value for each element and no scales."""
 
-KvHeads = Callable[[int | None, bool], int | None]
+KvHeads = Callable[[str, int | None, bool], int | None]
 """Returns how many KV heads a layer has on all ranks together, or None where that is not known.
 
-Its arguments are the layer's number, None where its name has not exactly one, and whether it is a
-draft layer, numbered from 0.
+Its arguments are vLLM's name of the layer, its number, None where the name has not exactly one, and
+whether it is a draft layer, numbered from 0.
 """
 
 
@@ -197,7 +197,7 @@ def vllm_model(
     kv_cache_config: Any,
     layers: Mapping[str, Any],
     *,
-    kv_heads: KvHeads = lambda number, is_draft: None,
+    kv_heads: KvHeads = lambda name, number, is_draft: None,
     num_layers: int | None = None,
     conv: str = "DS",
     tiled_keys: bool = False,
@@ -231,11 +231,11 @@ def vllm_model(
                 prefix += f"{_after_number(layer.name)}."
         module = layers.get(layer.name)
         if is_ring(layer.spec):
-            tensors = _ring(layer, cached, info, kv_heads(number, is_draft))
+            tensors = _ring(layer, cached, info, kv_heads(layer.name, number, is_draft))
         elif is_state(layer.spec):
             tensors = _states(layer, module, info, conv)
         else:
-            total = kv_heads(number, is_draft)
+            total = kv_heads(layer.name, number, is_draft)
             tensors = _values(layer, module, info.tp, total, tiled_keys=tiled_keys)
         group = group_name(layer.group, unit_of(layer.spec, tensors))
         in_group = tuple(tensor.in_group(group) for tensor in tensors)

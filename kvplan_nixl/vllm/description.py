@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from vllm.distributed.parallel_state import (
     get_pp_group,
     get_tensor_model_parallel_rank,
 )
+from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
@@ -133,16 +135,21 @@ def model_name_of(config: VllmConfig, settings: ModelSettings) -> str:
 
 
 def kv_heads_of(config: VllmConfig, settings: ModelSettings) -> KvHeads:
-    """Return how many KV heads layers have, as vLLM's effective configuration says.
+    """Return how many KV heads layers have on all ranks together.
 
-    A layer may have more or fewer than others (``ModelArchitectureConfig.__getitem__`` in
-    vllm/config/model_arch.py).
+    A spec has the heads of its rank: where that is one, ranks may share it. The projection of K and
+    V beside a layer was made for all heads (``QKVParallelLinear`` of
+    vllm/model_executor/layers/linear.py). For a layer without one, vLLM's effective configuration
+    says it, which may differ by layer (vllm/config/model_arch.py), but is one number for all layers
+    of some models whose layers differ. The setting ``kv_heads`` counts before both.
     """
+    layers = config.compilation_config.static_forward_context
     speculative: Any = config.speculative_config
+    projected = _projected_heads(layers) if config.parallel_config.tensor_parallel_size > 1 else {}
 
-    def kv_heads(number: int | None, is_draft: bool) -> int | None:
-        if settings.kv_heads:
-            return int(settings.kv_heads)
+    def kv_heads(name: str, number: int | None, is_draft: bool) -> int | None:
+        if settings.kv_heads or name in projected:
+            return int(settings.kv_heads) or projected[name]
         model = speculative.draft_model_config if is_draft else config.model_config
         architecture = model.model_arch_config
         if number is not None and number < architecture.total_num_hidden_layers:
@@ -150,6 +157,31 @@ def kv_heads_of(config: VllmConfig, settings: ModelSettings) -> KvHeads:
         return int(architecture.total_num_kv_heads)
 
     return kv_heads
+
+
+def _projected_heads(layers: Mapping[str, Any]) -> dict[str, int]:
+    """Return the KV heads of layers by the projection in the module around each.
+
+    vLLM hands its model to no connector, so the modules are looked up in the process.
+    """
+    names = {id(layer): name for name, layer in layers.items()}
+    heads = {}
+    for module in gc.get_objects():
+        # isinstance would ask proxies for a class, which may run their code
+        if not issubclass(type(module), torch.nn.Module):
+            continue
+        children = [*module.__dict__.get("_modules", {}).values()]
+        held = [names[id(child)] for child in children if id(child) in names]
+        totals = {
+            part.total_num_kv_heads
+            for child in (children if held else ())
+            if child is not None
+            for part in child.modules()
+            if isinstance(part, QKVParallelLinear)
+        }
+        if len(totals) == 1:
+            heads.update(dict.fromkeys(held, totals.pop()))
+    return heads
 
 
 def rank_info(config: VllmConfig) -> RankInfo:

@@ -28,6 +28,10 @@ from tests.engine_memory import GQA, HEADS, TABLES, check, fill_vllm, heads, nam
 NAMES = names_of(range(3))
 
 
+LATENT: dict[str, Any] = {"num_kv_heads": 1, "head_size_v": 0, "max_tp_shards": 1, "cache_dtype_str": None}
+"""The fields of a latent, which all ranks have whole."""
+
+
 def attention_spec(**fields: Any) -> Any:
     """A spec of vLLM with the fields that all attention has."""
     plain = {"block_size": 8, "num_kv_heads": 2, "head_size": 8, "head_size_v": 8, "dtype": "torch.int32"}
@@ -75,7 +79,7 @@ def same(found: Layer, expected: Layer, group: str = "group0") -> None:
         ({"num_kv_heads": 1}, 4, 2, attention(2, 8)),
         ({"num_kv_heads": 1}, 4, 1, attention(1, 8)),
         ({"head_size_v": 4}, 2, None, attention(4, 8, value_dim=4)),
-        ({"num_kv_heads": 1, "head_size_v": 0}, 4, None, latent(6, 2)),
+        ({"num_kv_heads": 1, "head_size_v": 0, "max_tp_shards": 1}, 4, None, latent(6, 2)),
         ({"sliding_window": 32}, 1, None, attention(2, 8)),
     ],
 )
@@ -86,7 +90,7 @@ def test_values_of_tokens(fields: dict[str, Any], tp: int, total: int | None, ex
 
 def test_rows_of_bytes() -> None:
     """What a kernel packs into a slot is a row: of a latent on every rank, of a head on its own."""
-    row = tensors_of(attention_spec(num_kv_heads=1, head_size_v=0, state_content_bytes=656, dtype="torch.uint8"), 8)
+    row = tensors_of(attention_spec(**LATENT, state_content_bytes=656, dtype="torch.uint8"), 8)
     same(row, (attrs.evolve(sparse_latent(512, 64, 128)[0], plain_axes=None),))
     mode = SimpleNamespace(name="INT8_PER_TOKEN_HEAD")
     (packed,) = tensors_of(attention_spec(state_content_bytes=24, dtype="torch.int8", kv_quant_mode=mode), 2)
@@ -96,9 +100,9 @@ def test_rows_of_bytes() -> None:
 def test_index_keys() -> None:
     """An indexer's bytes are fp8 values and a scale for each 128 of them; values of another dtype have none."""
     role = SimpleNamespace(value="indexer")
-    keys = tensors_of(attention_spec(head_size=132, head_size_v=0, dtype="torch.uint8", cache_role=role))
+    keys = tensors_of(attention_spec(**LATENT | {"head_size": 132}, dtype="torch.uint8", cache_role=role))
     same(keys, sparse_latent(512, 64, 128)[1:])
-    (plain,) = tensors_of(attention_spec(head_size=128, head_size_v=0, dtype="torch.bfloat16", cache_role=role))
+    (plain,) = tensors_of(attention_spec(**LATENT | {"head_size": 128}, dtype="torch.bfloat16", cache_role=role))
     assert (plain.kind, plain.axes, plain.dtype) == ("index", (("dim", 128),), "bfloat16")
 
 
@@ -277,7 +281,7 @@ def test_heads_that_differ_by_layer(zeros: Any) -> None:
     specs = {NAMES[0]: attention_spec(), NAMES[1]: attention_spec(num_kv_heads=1, head_size=16, head_size_v=16)}
     totals = {0: 16, 1: 4}
     model = vllm_model(
-        "any", RankInfo("prefill", 5, 5, 8), config_of(specs), {}, kv_heads=lambda number, _: totals[number or 0]
+        "any", RankInfo("prefill", 5, 5, 8), config_of(specs), {}, kv_heads=lambda name, number, is_draft: totals[number or 0]
     )
     sliding, full = (model.layers[name].tensors[0] for name in NAMES[:2])
     assert (sliding.shards_of(5, 8), full.shards_of(5, 8)) == (range(10, 12), range(2, 3))
@@ -285,7 +289,7 @@ def test_heads_that_differ_by_layer(zeros: Any) -> None:
 
 def test_values_of_several_tokens_have_a_group_of_their_own(zeros: Any) -> None:
     """Rows for 4 tokens and for 1 share vLLM's block table, and are two groups of the worker, with equal blocks."""
-    rows = {"num_kv_heads": 1, "head_size_v": 0, "block_size": 16}
+    rows = {**LATENT, "block_size": 16}
     specs = {
         NAMES[0]: attention_spec(**rows),
         NAMES[1]: attention_spec(**rows, tokens_per_state=4),

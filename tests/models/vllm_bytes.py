@@ -96,12 +96,12 @@ def specs_of(name: str) -> tuple[Any, dict[str, Any]]:
     from tests.models.vllm_judge import built
 
     if name not in SPARSE:
-        return built(config_of(name), 1)
+        return built(config_of(name), 1)[:2]
     import torch
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
     from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 
-    vllm, specs = built(config_of("deepseek-v3"), 1)
+    vllm, specs, _ = built(config_of("deepseek-v3"), 1)
     config = sizes_of(name)
     index = config["index_head_dim"]
     row = config["kv_lora_rank"] + config["qk_rope_head_dim"]

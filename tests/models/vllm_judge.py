@@ -321,8 +321,8 @@ def supported() -> Any:
     return ModelRegistry.get_supported_archs()
 
 
-def built(config: dict[str, Any], ranks: int) -> tuple[Any, dict[str, Any]]:
-    """vLLM's configuration of a model on the last rank, and the spec of each layer that caches."""
+def built(config: dict[str, Any], ranks: int) -> tuple[Any, dict[str, Any], Any]:
+    """vLLM's configuration of a model on the last rank, the spec of each layer that caches, and the model."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -343,14 +343,14 @@ def built(config: dict[str, Any], ranks: int) -> tuple[Any, dict[str, Any]]:
         vllm.cache_config.kv_cache_layout = "LBHNC"
         start(vllm, ranks)
         with set_current_vllm_config(vllm), torch.device("cpu" if model_type in ON_CPU else "meta"):
-            initialize_model(vllm)
+            model = initialize_model(vllm)
     specs = {}
     for name, layer in vllm.compilation_config.static_forward_context.items():
         shares = getattr(layer, "kv_sharing_target_layer_name", None)
         spec = None if shares or not isinstance(layer, AttentionLayerBase) else layer.get_kv_cache_spec(vllm)
         if spec is not None:
             specs[name] = spec
-    return vllm, specs
+    return vllm, specs, model
 
 
 def allocated(config: dict[str, Any], ranks: int) -> Rows:
@@ -358,7 +358,7 @@ def allocated(config: dict[str, Any], ranks: int) -> Rows:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    vllm, specs = built(config, ranks)
+    vllm, specs, _model = built(config, ranks)  # an engine keeps its model, in which the connector looks
     rows: Rows = {}
     groups = get_kv_cache_groups(vllm, specs)
     check_observed(config, ranks, vllm, groups)
@@ -501,7 +501,7 @@ def verdict(model_type: str, ranks: int) -> tuple[str, str]:
 def shortly(error: Exception) -> str:
     """What vLLM says, or where it says nothing."""
     text = " ".join(str(error).split()).partition(" Supported architectures")[0].partition(" [type=")[0]
-    text = text.rpartition("Value error, ")[2]
+    text = text.rpartition("Value error, ")[2].partition(" for '/")[0]
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
