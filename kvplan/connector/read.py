@@ -87,7 +87,7 @@ def cut(spec: ReadSpec) -> Iterator[ReadSpec]:
 
 def error_of(read: Read, error: KVPlanError) -> KVPlanError:
     """Return the error of a read, with what was to be read."""
-    return error.with_details(request=read.request, source=read.source, lease=read.lease)
+    return error.with_details(request=read.request, read_from=read.source, lease=read.lease)
 
 
 def request_of(read: Read, plan: TransferPlan, *, to_block_end: bool) -> Request:

@@ -445,7 +445,7 @@ class Reads:
             message = "request %r is read: %d bytes in %.3f s"
             self._logger.debug(message, result.request, result.num_bytes, result.seconds)
         else:
-            source = result.error.details.get("source", "another engine")
-            message = "request %r is not read from %s: %s"
+            source = result.error.details.get("read_from", "another engine")
+            message = "request %r: KV read from %s failed: %s"
             self._logger.error(message, result.request, source, result.error)
         self._results.append(result)

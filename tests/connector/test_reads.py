@@ -291,15 +291,17 @@ def test_an_error_says_what_was_to_be_read(one: Callable[..., World], caplog: py
     world = one()
     world.reads.begin(world.read("bind", remote={"attn": Blocks([7, 3, 99])}))
     world.reads.fail("refused", KVPlanError("BLOCKS", "read", expected="blocks", got="none", group="attn"))
-    world.answer = raising(KVPlanError("PEER", "reach", expected="an answer", got="none"))
+    # an error of a plan has a source of its own: the value of the source's side
+    dtypes = {"destination": "bfloat16", "source": "float8_e4m3fn"}
+    world.answer = raising(KVPlanError("DTYPE", "pair", expected="an answer", got="none", **dtypes))
     world.reads.begin(world.read("shake", source_of("other")))
     errors = {name: result.error for name, result in world.until(3).items()}
     for name, engine_id in (("bind", "prefill"), ("shake", "other")):
         error = errors[name]
         assert error is not None
-        expected = {"request": name, "source": source_of(engine_id), "lease": f"lease of {name}"}
+        expected = {"request": name, "read_from": source_of(engine_id), "lease": f"lease of {name}"}
         assert {key: error.details[key] for key in expected} == expected
-        assert f"request {name!r} is not read from {engine_id} at 127.0.0.1:1: {error}" in caplog.text
+        assert f"request {name!r}: KV read from {engine_id} at 127.0.0.1:1 failed: {error}" in caplog.text
     assert errors["refused"] is not None
     assert errors["refused"].details == {"group": "attn", "request": "refused"}
 
@@ -311,7 +313,7 @@ def test_handshakes_are_told(one: Callable[..., World], caplog: pytest.LogCaptur
     world.reads.begin(world.read("a"))
     error = world.until(1)["a"].error
     assert error is not None
-    assert error.details["source"] == source_of()
+    assert error.details["read_from"] == source_of()
     assert error.details["error"] == "ZeroDivisionError"
     assert "Traceback" in caplog.text
     assert "in answer" in caplog.text
