@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import attrs
 import numpy as np
@@ -20,7 +20,7 @@ from kvplan import _notebook
 from kvplan._arrays import read_only
 from kvplan._checks import instance, members, wrong_type
 from kvplan.budget import limited
-from kvplan.describe.blocks import Blocks, Tokens, check_apart, check_blocks
+from kvplan.describe.blocks import Blocks, Range, Tokens, check_apart, check_blocks
 from kvplan.describe.worker import Key, Worker, checked_names
 from kvplan.errors import KVPlanError
 from kvplan.plan.bind import (
@@ -35,11 +35,23 @@ from kvplan.plan.bind import (
 )
 from kvplan.plan.cost import Cost, cost
 from kvplan.plan.pairs import plan_pairs, shares
-from kvplan.plan.series import GroupPair, SideTable
+from kvplan.plan.series import GroupPair, SideTable, TablePair
 from kvplan.plan.specs import READ, WRITE, Direction, Pair, ReadSpec, direction_of
 
 SIDE_NAMES: Final = ("local", "remote")
 NO_RANGE: Final = "no token range given: every position in the destination's blocks is transferred"
+
+
+class Requested(NamedTuple):
+    """What a request moves between a pair of groups: block tables, and a range of positions.
+
+    ``has_range`` says whether the request gave the range, or the destination's blocks imply it.
+    """
+
+    pair: GroupPair
+    tables: TablePair
+    positions: Range
+    has_range: bool
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -105,22 +117,24 @@ class TransferPlan:
         """Raise what :meth:`bind` would, but ``INT`` and ``RANGE``, without computing ids."""
         self._terms(local, remote, tokens)
 
-    def _terms(
-        self, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens
-    ) -> dict[tuple[GroupPair, ...], list[Terms]]:
-        """Return the terms of a request's ids for each distinct ``group_pairs``.
+    def requested(
+        self, *, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens = None
+    ) -> dict[tuple[GroupPair, ...], list[Requested]]:
+        """Return what a request moves of each distinct ``group_pairs``, without computing ids.
 
-        Several pairs may share them, rule B5.
+        For each pair of groups, in order: the block tables of both sides and the range of positions
+        that moves. Raises what :meth:`bind` does for its arguments, but for blocks that a series
+        looks up and a table lacks.
         """
         self._check_request(local, remote, tokens)
         direction = self.direction
         destination_side, source_side = direction.by_role(*SIDE_NAMES)
         destination_tables, source_tables = direction.by_role(local, remote)
         ranges = {group.name: range_of(tokens, group) for group in self.local.groups}
-        terms_by_pairs: dict[tuple[GroupPair, ...], list[Terms]] = {}
+        requested: dict[tuple[GroupPair, ...], list[Requested]] = {}
         for worker_pair in self._moving:
-            terms_by_pairs[worker_pair.group_pairs] = []
-        for group_pairs, parts in terms_by_pairs.items():
+            requested[worker_pair.group_pairs] = []
+        for group_pairs, of_pairs in requested.items():
             for pair in group_pairs:
                 destination, source = pair.groups
                 blocks = destination_tables[destination.name]
@@ -133,11 +147,32 @@ class TransferPlan:
                     check_same_request(*tables)
                 try:
                     positions = wanted(destination, blocks, token_range, destination_side)
-                    parts += terms(pair, tables, positions)
                 except KVPlanError as error:
                     if token_range is not None:
                         raise
                     raise error.with_hint(NO_RANGE) from None
+                of_pairs.append(Requested(pair, tables, positions, token_range is not None))
+        return requested
+
+    def _terms(
+        self, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens
+    ) -> dict[tuple[GroupPair, ...], list[Terms]]:
+        """Return the terms of a request's ids for each distinct ``group_pairs``.
+
+        Several pairs may share them, rule B5.
+        """
+        terms_by_pairs: dict[tuple[GroupPair, ...], list[Terms]] = {}
+        requested = self.requested(local=local, remote=remote, tokens=tokens)
+        for group_pairs, of_pairs in requested.items():
+            parts: list[Terms] = []
+            for pair, tables, positions, has_range in of_pairs:
+                try:
+                    parts += terms(pair, tables, positions)
+                except KVPlanError as error:
+                    if has_range:
+                        raise
+                    raise error.with_hint(NO_RANGE) from None
+            terms_by_pairs[group_pairs] = parts
         return terms_by_pairs
 
     def with_remotes(self, remotes: Iterable[Worker]) -> TransferPlan:
