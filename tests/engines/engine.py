@@ -67,6 +67,13 @@ def update(engine: LLMEngine, folder: str) -> None:
     engine.collective_rpc("finish_weight_update")
 
 
+def log_probs(output: Any) -> list[float] | None:
+    """The log probability of each token of an answer, where a request asks for them."""
+    if output.logprobs is None:
+        return None
+    return [found[token].logprob for token, found in zip(output.token_ids, output.logprobs, strict=True)]
+
+
 WEIGHTS = {"reload": reload, "update": update}
 """Ways to change the weights of a running engine."""
 
@@ -110,7 +117,7 @@ def serve(
             except EOFError:
                 return
             if verb == "add":
-                name, prompt, max_tokens, transfer, adapter, salt, num_answers = arguments
+                name, prompt, max_tokens, transfer, adapter, salt, num_answers, more = arguments
                 sampling = SamplingParams(
                     n=num_answers,
                     max_tokens=max_tokens,
@@ -120,6 +127,7 @@ def serve(
                     ignore_eos=True,
                     detokenize=False,
                     extra_args={"kv_transfer_params": transfer} if transfer else None,
+                    **more,
                 )
                 tokens = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
                 engine.add_request(name, tokens, sampling, lora_request=adapter_of(adapter, settings["model"]))
@@ -160,7 +168,7 @@ def serve(
             if not request.finished:
                 continue
             of_all = (request.kv_transfer_params, request.num_cached_tokens)
-            answers = [([*each.token_ids], each.finish_reason, *of_all) for each in request.outputs]
+            answers = [([*each.token_ids], each.finish_reason, *of_all, log_probs(each)) for each in request.outputs]
             pipe.send(("done", request.request_id, *answers))
         if not scheduler.running:
             time.sleep(0.002)  # vLLM's own loop rests too where nothing runs

@@ -32,7 +32,7 @@ class EngineFailedError(Exception):
 class Answer(NamedTuple):
     """What one request came to: ``reason`` is vLLM's finish reason, ``transfer`` its kv_transfer_params.
 
-    ``log_probs`` has those of each token, where SGLang was asked for them.
+    ``log_probs`` has those of each token, where an engine was asked for them.
     """
 
     tokens: list[int]
@@ -81,15 +81,16 @@ class Engine:
         adapter: str = "",
         salt: str = "",
         num_answers: int = 1,
+        **sampling: Any,
     ) -> str:
         """Adds a request and returns its name. ``transfer`` travels as JSON, as through a proxy.
 
         ``adapter`` is the mark of a LoRA adapter, ``salt`` is the request's ``cache_salt``. Several answers are
-        drawn at random, with a seed each.
+        drawn at random, with a seed each. ``sampling`` are more of vLLM's own parameters.
         """
         self._count += 1
         sent = json.loads(json.dumps(transfer))
-        self._send("add", f"{self._count}", prompt, max_tokens, sent, adapter, salt, num_answers)
+        self._send("add", f"{self._count}", prompt, max_tokens, sent, adapter, salt, num_answers, sampling)
         return f"{self._count}"
 
     def wait(self, name: str, timeout_s: float = TIMEOUT_S) -> Answer:

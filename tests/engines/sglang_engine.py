@@ -98,7 +98,7 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
     async def answer(
         name: str, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None, *more: Any
     ) -> None:
-        assert more == ("", "", 1), "SGLang's own fields say what a request is besides"
+        assert more == ("", "", 1, {}), "SGLang's own fields say what a request is besides"
         sampling = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         fields = dict(transfer or {})
         sampling |= fields.pop("sampling_params", {})

@@ -267,8 +267,8 @@ class SglangEngine(Engine):
 class Engines:
     """Engines of a pair, and the bootstrap server that SGLang's decode asks: the judge's own."""
 
-    def __init__(self, name: str, ending: ExitStack) -> None:
-        self.pair, self._ending = PAIRS[name], ending
+    def __init__(self, name: str, ending: ExitStack, pair: Pair | None = None) -> None:
+        self.pair, self._ending = pair or PAIRS[name], ending
         self._log = f"{FOLDER}/logs/{name.replace(' ', '_').replace('>', '')}"
         self._count = count(1)  # of engines
         self._rooms = count(1)
