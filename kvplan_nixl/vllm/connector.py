@@ -26,9 +26,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvplan.connector.system import SYSTEM
+from kvplan_nixl.identity import Identity
 from kvplan_nixl.vllm import register
 from kvplan_nixl.vllm.base import BlockConnector
 from kvplan_nixl.vllm.drafts import check_drafts
+from kvplan_nixl.vllm.engine_hooks import watch_adapters, watch_engine
+from kvplan_nixl.vllm.engine_state import EngineState
+from kvplan_nixl.vllm.identity import check_models, identity_of
 from kvplan_nixl.vllm.metadata import (
     KvplanHandshakeMetadata,
     KvplanMetadata,
@@ -55,11 +60,16 @@ class KvplanConnector(BlockConnector):
         check_drafts(vllm_config, kv_cache_config)
         check_engine(vllm_config)
         settings = settings_of(vllm_config)
+        facts = identity_of(vllm_config, settings)
         self._has_host_cache = uses_host_cache(vllm_config.kv_transfer_config)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = Scheduler(vllm_config, kv_cache_config, settings)
+            watch_engine(vllm_config)
+            self.state = EngineState(Identity(facts, SYSTEM.token_hex))
+            self._scheduler = Scheduler(vllm_config, kv_cache_config, settings, SYSTEM, self.state)
         else:
-            self._worker = Worker(vllm_config, kv_cache_config, settings)
+            watch_adapters(vllm_config)
+            self._worker = Worker(vllm_config, kv_cache_config, settings, SYSTEM, facts)
+            self.adapters = self._worker.adapters
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -118,6 +128,7 @@ class KvplanConnector(BlockConnector):
         handshakes = [
             value for value in metadata.values() if isinstance(value, KvplanHandshakeMetadata)
         ]
+        check_models(self.state.identity, (handshake.model for handshake in handshakes))
         self._scheduler.set_siblings(set().union(*(value.siblings for value in handshakes)))
         self._scheduler.serve_offers([handshake.envelope for handshake in handshakes])
 
@@ -134,7 +145,7 @@ class KvplanConnector(BlockConnector):
         group = get_kv_transfer_group()
         connectors = [self] if group is self else group.sub_connectors
         siblings = [type(connector).__name__ for connector in connectors if connector is not self]
-        return KvplanHandshakeMetadata(self._worker.envelope(), tuple(siblings))
+        return KvplanHandshakeMetadata(self._worker.envelope(), tuple(siblings), self._worker.model)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._get_connector_metadata()
@@ -151,7 +162,7 @@ class KvplanConnector(BlockConnector):
         return self._worker.results()
 
     def build_connector_worker_meta(self) -> KvplanWorkerMetadata | None:
-        return self._worker.take_digests()
+        return self._worker.take_report()
 
     def get_kv_connector_stats(self) -> KvplanStats | None:
         part = self._scheduler if self._role == KVConnectorRole.SCHEDULER else self._worker

@@ -12,19 +12,21 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from vllm.config import VllmConfig
 
+from kvplan.describe.model import model_text, model_values
 from kvplan.errors import KVPlanError
 from kvplan_nixl.identity import (
     HF_CONFIG,
     KEPT_WHOLE,
     MISTRAL_CONFIG,
     Facts,
+    Identity,
     changes,
     config_facts,
     difference,
@@ -330,6 +332,24 @@ def identity_of(config: VllmConfig, settings: ModelSettings) -> Facts:
     facts.update(_length_facts(model))
     facts.update(_draft_facts(config, settings))
     return without(facts, settings.ignored_facts)
+
+
+def check_models(identity: Identity, models: Iterable[str]) -> None:
+    """Refuse an engine whose workers started with other facts than its scheduler.
+
+    Files that they all read have changed meanwhile. Raises ``MODEL``.
+    """
+    own = model_text(identity.started)
+    for model in models:
+        if model != own:
+            expected, got = model_values(own, model)
+            raise KVPlanError(
+                "MODEL",
+                "start an engine",
+                expected=f"{expected} (its scheduler)",
+                got=f"{got} (one of its workers)",
+                hint="the model's files have changed while it started: start it again",
+            )
 
 
 def _dtype(dtype: Any) -> str:

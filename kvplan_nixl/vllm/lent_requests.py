@@ -16,9 +16,10 @@ from kvplan.connector import EndedLeases, Handoff, Leases, Listener
 from kvplan.connector.digest import joined
 from kvplan.connector.system import System
 from kvplan.describe.blocks import POSITION_END
+from kvplan_nixl.vllm.engine_state import OUTDATED, EngineState
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import KvplanStats
-from kvplan_nixl.vllm.requests import is_computed, params_of, prompt_of
+from kvplan_nixl.vllm.requests import is_computed, params_of
 from kvplan_nixl.vllm.rooms import ROOM, room_of
 from kvplan_nixl.vllm.settings import ConnectorSettings
 from kvplan_nixl.vllm.tables import BlockTables
@@ -76,11 +77,13 @@ class LentRequests:
         tables: BlockTables,
         stats: KvplanStats,
         system: System,
+        state: EngineState,
     ) -> None:
         assert config.kv_transfer_config is not None
         self._transfer = config.kv_transfer_config
         self._settings = settings
         self._system = system
+        self._state = state
         self._access = settings.access()
         self._tables = tables
         self._stats = stats
@@ -193,7 +196,10 @@ class LentRequests:
         is_lost = publication is not None and publication.is_lost
         handoff = None
         if self._is_lendable(request) and is_done and any(ids) and not is_lost:
-            handoff = self._lend(request, ids, read_from)
+            if self._state.is_current(request):
+                handoff = self._lend(request, ids, read_from)
+            else:
+                logger.warning("request %r is not handed over: %s", request.request_id, OUTDATED)
         if handoff is None:
             self._revoke(request.request_id)
             self._publications.pop(request.request_id, None)
@@ -229,7 +235,9 @@ class LentRequests:
         self._requests[request.request_id] = _Lent(lease, tables, num_tokens)
         # The next prompt may have another text in place of the answer.
         num_prompt = request.num_prompt_tokens
-        prefixes = {num_prompt: prompt_of(request, num_prompt)} if num_prompt < num_tokens else {}
+        prefixes = {}
+        if num_prompt < num_tokens:
+            prefixes[num_prompt] = self._state.prompt_of(request, num_prompt)
         groups = self._tables.positioned
         return self._handoff(
             request, self._requests[request.request_id], groups, read_from, prefixes
@@ -253,10 +261,11 @@ class LentRequests:
             source=self._listener.source,
             lease=lent.lease,
             num_tokens=lent.num_tokens,
-            prompt=prompt_of(request, lent.num_tokens),
+            prompt=self._state.prompt_of(request, lent.num_tokens),
             blocks=lent.tables,
             kept=kept,
             prefixes=prefixes,
+            weights_version=self._state.identity.version,
         )
 
     def publish(
@@ -288,6 +297,9 @@ class LentRequests:
             return
         # decode has heard that its lease is over, and reads nothing more
         if publication.is_lost:
+            return
+        if not self._state.is_current(request):
+            publication.is_lost |= self._revoke(name)
             return
         # What drafts cache at the last position is of the next token.
         num_tokens -= self._drafts_know_next

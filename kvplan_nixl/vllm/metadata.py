@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvplan import Blocks, KVPlanError
 from kvplan.connector import Read
 from kvplan.connector.digest_requests import DigestRequest
+from kvplan_nixl.vllm.engine_state import AdapterChanges
 
 
 @dataclass
@@ -22,10 +23,12 @@ class KvplanHandshakeMetadata(KVConnectorHandshakeMetadata):
     """The envelope of one worker, which it sends once.
 
     ``siblings`` names the connectors that the engine has beside this one, in a MultiConnector.
+    ``model`` is the model of its worker, as text.
     """
 
     envelope: bytes
     siblings: tuple[str, ...] = ()
+    model: str = ""
 
 
 @dataclass
@@ -49,12 +52,14 @@ class KvplanMetadata(KVConnectorMetadata):
 
 @dataclass
 class KvplanWorkerMetadata(KVConnectorWorkerMetadata):
-    """The digests that workers have computed in a step, one mapping for each worker."""
+    """What workers say of a step: the digests that each has computed, and changes of adapters."""
 
     digests: dict[DigestRequest, list[dict[str, Any]]]
+    adapters: list[AdapterChanges] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KvplanWorkerMetadata:
         assert isinstance(other, KvplanWorkerMetadata)
         for request, digests in other.digests.items():
             self.digests.setdefault(request, []).extend(digests)
+        self.adapters.extend(other.adapters)
         return self

@@ -19,9 +19,10 @@ from kvplan.connector.rooms import Rooms
 from kvplan.connector.system import System
 from kvplan.describe.blocks import POSITION_END, Range
 from kvplan_nixl.vllm.description import first_attended
+from kvplan_nixl.vllm.engine_state import EngineState
 from kvplan_nixl.vllm.metadata import KvplanMetadata
 from kvplan_nixl.vllm.metrics import KvplanStats
-from kvplan_nixl.vllm.requests import has_handoff, is_computed, params_of, prompt_of
+from kvplan_nixl.vllm.requests import has_handoff, is_computed, params_of
 from kvplan_nixl.vllm.rooms import ROOM, RoomRequest, address_of, room_of
 from kvplan_nixl.vllm.settings import ConnectorSettings
 from kvplan_nixl.vllm.tables import BlockTables
@@ -84,11 +85,13 @@ class ReadRequests:
         tables: BlockTables,
         stats: KvplanStats,
         system: System,
+        state: EngineState,
     ) -> None:
         self.siblings: set[str] = set()
         self.read_from: dict[str, dict[str, int]] = {}
         self._settings = settings
         self._system = system
+        self._state = state
         self._access = settings.access()
         self._tables = tables
         self._stats = stats
@@ -125,7 +128,8 @@ class ReadRequests:
     def _claim(self, request: Request) -> _Reading:
         try:
             handoff = Handoff.of_params(params_of(request), self._access.key)
-            num_shared = handoff.count_shared(partial(prompt_of, request))
+            handoff.check_weights(self._state.identity.version)
+            num_shared = handoff.count_shared(partial(self._state.prompt_of, request))
             # before the request waits for blocks, since the first lease is short
             self._claims.begin(handoff.source, handoff.lease, self._reader_name(request.request_id))
         except KVPlanError as error:
@@ -141,6 +145,7 @@ class ReadRequests:
             room = RoomRequest(
                 room_of(params),
                 request,
+                self._state,
                 reader,
                 self._claims,
                 self._access.key,
@@ -248,6 +253,8 @@ class ReadRequests:
             raise reading.error
         handoff = reading.handoff
         assert handoff is not None
+        # the weights may have changed since it was claimed
+        handoff.check_weights(self._state.identity.version)
         refusal = self._claims.refusal(handoff.source, handoff.lease, self._reader_name(request))
         if refusal is not None:
             raise refusal

@@ -8,7 +8,6 @@ whose address the router tells decode. The parameters are those of vLLM's Moonca
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Final
 
 import attrs
@@ -18,8 +17,9 @@ from kvplan import KVPlanError
 from kvplan._checks import at_most, name
 from kvplan.connector import Claims, Handoff
 from kvplan.connector.room_contents import MAX_ROOM_CHARACTERS, Published
+from kvplan.connector.shared_key import SharedKey
 from kvplan.connector.system import System
-from kvplan_nixl.vllm.requests import prompt_of
+from kvplan_nixl.vllm.engine_state import EngineState
 
 ROOM: Final = "transfer_id"
 """The parameter that names a request's room."""
@@ -63,9 +63,10 @@ class RoomRequest:
 
     room: str
     request: Request
+    state: EngineState
     reader: str
     claims: Claims
-    key: bytes
+    key: SharedKey
     system: System
     timeout_s: float
     published: Published | None = None
@@ -106,10 +107,11 @@ class RoomRequest:
         """Return what prefill has published, if it is of this prompt, and claim its lease."""
         published = Published.of_entry(self.room, entry, self.key, self.published)
         handoff = published.handoff
+        handoff.check_weights(self.state.identity.version)
         # decode computes the last position itself
         num_wanted = self.request.num_prompt_tokens - 1
         if published.is_whole:
-            num_shared = handoff.count_shared(partial(prompt_of, self.request))
+            num_shared = handoff.count_shared(self._prompt_of)
             is_right = num_shared >= num_wanted
         else:
             num_shared = handoff.num_tokens
@@ -121,10 +123,13 @@ class RoomRequest:
                 "TOKENS", f"read transfer {self.room}", expected=expected, got=f"{num_shared}"
             )
         if not published.is_whole:
-            handoff.check_prompt(prompt_of(self.request, num_shared))
+            handoff.check_prompt(self._prompt_of(num_shared))
         if self.published is None:
             self.claims.begin(handoff.source, handoff.lease, self.reader)
         return published
+
+    def _prompt_of(self, num_tokens: int) -> str:
+        return self.state.prompt_of(self.request, num_tokens)
 
     def take_new(self) -> Published | None:
         """Return what is published since the last call, None if nothing is.

@@ -16,7 +16,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from kvplan.connector.system import SYSTEM, System
+from kvplan_nixl.identity import Identity
 from kvplan_nixl.vllm.description import check_kinds
+from kvplan_nixl.vllm.engine_state import EngineState
 from kvplan_nixl.vllm.lent_requests import LentRequests
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import KvplanStats
@@ -40,12 +42,16 @@ class Scheduler:
         cache: KVCacheConfig,
         settings: ConnectorSettings,
         system: System = SYSTEM,
+        state: EngineState | None = None,
     ) -> None:
         check_kinds(cache)
+        self._state = state or EngineState(Identity({}, system.token_hex))
         self.stats = KvplanStats()
         self._tables = BlockTables(config, cache)
-        self._read = ReadRequests(config, cache, settings, self._tables, self.stats, system)
-        self._lent = LentRequests(config, settings, self._tables, self.stats, system)
+        self._read = ReadRequests(
+            config, cache, settings, self._tables, self.stats, system, self._state
+        )
+        self._lent = LentRequests(config, settings, self._tables, self.stats, system, self._state)
 
     def set_managers(self, managers: Sequence[SingleTypeKVCacheManager]) -> None:
         """Take the managers of all cache groups, which register blocks in the prefix cache."""
@@ -82,6 +88,7 @@ class Scheduler:
 
         Returns None of a request of which prefill has published nothing yet.
         """
+        self._state.begin(request, num_cached)
         return self._read.count_tokens(request, num_cached)
 
     def begin_read(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
@@ -101,13 +108,16 @@ class Scheduler:
         Returns None if nobody reads it; then its blocks are free.
         """
         read_from = self._read.finish(request.request_id)
-        return self._lent.hand_over(request, ids, read_from)
+        params = self._lent.hand_over(request, ids, read_from)
+        self._state.end(request.request_id)
+        return params
 
     def publish(self, scheduled: SchedulerOutput) -> None:
         """Publish what is computed of requests that decode waits for, before a step.
 
         The lease of one that was preempted is revoked, since this step may write into its blocks.
         """
+        self._state.step_begun()
         self._lent.publish(scheduled, self._read.read_from)
 
     def save(self, scheduled: SchedulerOutput) -> None:
@@ -121,7 +131,11 @@ class Scheduler:
         return step
 
     def reset(self) -> None:
-        """Free the blocks of all requests that were handed over: their readers fail."""
+        """Free the blocks of all requests that were handed over: their readers fail.
+
+        A reset alone does not separate decode from prefill: their weights are the same as before,
+        unless vLLM has said that they changed.
+        """
         self._lent.reset()
 
     def take_digests(self, metadata: KvplanWorkerMetadata) -> None:

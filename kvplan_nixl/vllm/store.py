@@ -18,7 +18,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvplan.connector.system import SYSTEM
+from kvplan_nixl.identity import Identity
 from kvplan_nixl.vllm.base import BlockConnector
+from kvplan_nixl.vllm.engine_hooks import watch_adapters, watch_engine
+from kvplan_nixl.vllm.engine_state import EngineState
+from kvplan_nixl.vllm.identity import check_models, identity_of
 from kvplan_nixl.vllm.store_scheduler import (
     KvplanStoreMetadata,
     KvplanStoreWorkerMetadata,
@@ -42,10 +47,15 @@ class KvplanStore(BlockConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         check_store_engine(vllm_config, kv_cache_config)
         settings = store_settings_of(vllm_config)
+        facts = identity_of(vllm_config, settings)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = StoreScheduler(vllm_config, kv_cache_config, settings)
+            watch_engine(vllm_config)
+            self.state = EngineState(Identity(facts, SYSTEM.token_hex))
+            self._scheduler = StoreScheduler(vllm_config, kv_cache_config, settings, self.state)
         else:
-            self._worker = StoreWorker(vllm_config, kv_cache_config, settings)
+            watch_adapters(vllm_config)
+            self._worker = StoreWorker(vllm_config, kv_cache_config, settings, facts)
+            self.adapters = self._worker.adapters
 
     def shutdown(self) -> None:
         if self._role == KVConnectorRole.SCHEDULER:
@@ -57,7 +67,8 @@ class KvplanStore(BlockConnector):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         metadata = connector_output.kv_connector_worker_meta
-        if isinstance(metadata, KvplanStoreWorkerMetadata):
+        if isinstance(metadata, KvplanStoreWorkerMetadata) and metadata.offers:
+            check_models(self.state.identity, metadata.models)
             self._scheduler.set_offers(metadata.offers)
 
     def get_num_new_matched_tokens(
@@ -72,12 +83,19 @@ class KvplanStore(BlockConnector):
         self._scheduler.begin_load(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self.state.step_begun()
         return self._scheduler.take_step()
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.begin_save(request, block_ids), None
+        is_saved = self._scheduler.begin_save(request, block_ids)
+        self.state.end(request.request_id)
+        return is_saved, None
+
+    def reset_cache(self) -> bool:
+        self.state.store_reset()
+        return True
 
     # In a worker
 
@@ -85,7 +103,7 @@ class KvplanStore(BlockConnector):
         self._worker.register(kv_caches)
 
     def build_connector_worker_meta(self) -> KvplanStoreWorkerMetadata | None:
-        return self._worker.take_offer()
+        return self._worker.take_report()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._get_connector_metadata()

@@ -19,12 +19,15 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, decode
+from kvplan.connector.system import SYSTEM
 from kvplan.describe.blocks import Range
 from kvplan.store import Attended, Chain, open_backend
 from kvplan_nixl.eviction import evict_beside
+from kvplan_nixl.identity import Identity
 from kvplan_nixl.settings import StoreSettings
 from kvplan_nixl.vllm.description import first_attended, frees_blocks
-from kvplan_nixl.vllm.requests import facts_of, params_of
+from kvplan_nixl.vllm.engine_state import OUTDATED, AdapterChanges, EngineState
+from kvplan_nixl.vllm.requests import params_of
 from kvplan_nixl.vllm.store_searches import StoreSearches
 from kvplan_nixl.vllm.tables import BlockTables
 
@@ -61,17 +64,21 @@ class KvplanStoreMetadata(KVConnectorMetadata):
 
 @dataclass
 class KvplanStoreWorkerMetadata(KVConnectorWorkerMetadata):
-    """The offers of workers, which send them once, in their first step.
+    """What workers say of a step: their offers and models, in the first one; changes of adapters.
 
-    They tell the scheduler what the workers can load. A handshake would tell it before, but other
+    Offers tell the scheduler what the workers can load. A handshake would tell it before, but other
     connectors of a MultiConnector have that.
     """
 
-    offers: list[bytes]
+    offers: list[bytes] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
+    adapters: list[AdapterChanges] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KvplanStoreWorkerMetadata:
         assert isinstance(other, KvplanStoreWorkerMetadata)
         self.offers.extend(other.offers)
+        self.models.extend(other.models)
+        self.adapters.extend(other.adapters)
         return self
 
 
@@ -82,7 +89,14 @@ class StoreScheduler:
     a window it still has the last blocks, and of states the last one.
     """
 
-    def __init__(self, config: VllmConfig, cache: KVCacheConfig, settings: StoreSettings) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        cache: KVCacheConfig,
+        settings: StoreSettings,
+        state: EngineState | None = None,
+    ) -> None:
+        self._state = state or EngineState(Identity({}, SYSTEM.token_hex))
         assert config.kv_transfer_config is not None
         self._settings = settings
         self._saves = config.kv_transfer_config.is_kv_producer
@@ -137,7 +151,7 @@ class StoreScheduler:
         return Chain.of(
             self._model,
             request._all_token_ids[:num_tokens],
-            facts_of(request),
+            self._state.store_facts_of(request),
             tokens_per_page=self._settings.tokens_per_page,
         )
 
@@ -153,6 +167,7 @@ class StoreScheduler:
         searches = self._searches
         if searches is None:
             return None
+        self._state.begin(request, num_cached)
         # the prompt alone: nothing is known of the answer
         num_tokens = int(request.num_prompt_tokens)
         # The engine computes the last token of a prompt, for the first one of the answer. What is
@@ -199,6 +214,9 @@ class StoreScheduler:
             RequestStatus.FINISHED_STOPPED,
         )
         if not (self._saves and is_done and any(ids)):
+            return False
+        if not self._state.is_current(request):
+            logger.warning("request %r is not saved: %s", request.request_id, OUTDATED)
             return False
         # a step under way writes the positions of tokens that may not be the request's
         num_computed = request.num_computed_tokens - request.num_in_flight_tokens

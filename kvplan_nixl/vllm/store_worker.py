@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
+import attrs
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -16,10 +18,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import Blocks, KVPlanError, encode
 from kvplan.describe.blocks import Range
+from kvplan.describe.model import model_text
 from kvplan.store import MemoryMover, Mover, StallGuard, StoreClient, open_backend
 from kvplan_nixl.executor import NixlExecutor
+from kvplan_nixl.identity import short_model
 from kvplan_nixl.mover import NixlMover
 from kvplan_nixl.vllm.description import worker_of
+from kvplan_nixl.vllm.engine_hooks import WorkerAdapters
 from kvplan_nixl.vllm.store_scheduler import (
     KvplanStoreMetadata,
     KvplanStoreWorkerMetadata,
@@ -37,8 +42,14 @@ class StoreWorker:
     """Loads and saves what the scheduler says, and reports the requests that have ended."""
 
     def __init__(
-        self, config: VllmConfig, cache: KVCacheConfig, settings: VllmStoreSettings
+        self,
+        config: VllmConfig,
+        cache: KVCacheConfig,
+        settings: VllmStoreSettings,
+        facts: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        self._facts = facts
+        self.adapters = WorkerAdapters()
         self._config = config
         self._cache = cache
         self._settings = settings
@@ -52,7 +63,9 @@ class StoreWorker:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the worker's caches, and begin to work."""
-        self._worker = worker_of(self._config, self._cache, kv_caches, self._settings)
+        worker = worker_of(self._config, self._cache, kv_caches, self._settings)
+        # every file of the store repeats the model
+        self._worker = attrs.evolve(worker, model=short_model(self._facts))
         # a pipeline stage may lack some groups
         self._groups = {view.group for view in self._worker.views}
         for lane in (self._loads, self._saves):
@@ -75,12 +88,15 @@ class StoreWorker:
             buffer_bytes=self._settings.buffer_bytes,
         )
 
-    def take_offer(self) -> KvplanStoreWorkerMetadata | None:
-        """Return the offer of the worker once, for the scheduler."""
+    def take_report(self) -> KvplanStoreWorkerMetadata | None:
+        """Return the offer of the worker once, for the scheduler, and changes of adapters."""
+        changes = self.adapters.take()
+        adapters = [changes] if changes else []
         if self._has_sent_offer:
-            return None
+            return KvplanStoreWorkerMetadata(adapters=adapters) if changes else None
         self._has_sent_offer = True
-        return KvplanStoreWorkerMetadata([encode(self._worker)])
+        model = model_text(self._facts)
+        return KvplanStoreWorkerMetadata([encode(self._worker)], [model], adapters)
 
     def begin(self, step: KvplanStoreMetadata) -> None:
         """Take the work of a step."""

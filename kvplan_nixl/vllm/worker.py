@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
+import attrs
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -27,6 +29,7 @@ from kvplan_nixl.digest import cache_digests
 from kvplan_nixl.reads import make_reads
 from kvplan_nixl.rearrange import memories_of, set_zero, with_staging
 from kvplan_nixl.vllm.description import worker_of
+from kvplan_nixl.vllm.engine_hooks import WorkerAdapters
 from kvplan_nixl.vllm.host_cache import HostCache, check_platform
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import KvplanStats
@@ -44,8 +47,11 @@ class Worker:
         cache: KVCacheConfig,
         settings: ConnectorSettings,
         system: System = SYSTEM,
+        facts: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._config = config
+        self._facts = facts
+        self.adapters = WorkerAdapters()
         self._cache = cache
         self._settings = settings
         self._executor: NixlExecutor | None = None
@@ -65,6 +71,8 @@ class Worker:
             self._host_cache = HostCache(self._cache, kv_caches)
             kv_caches = self._host_cache.tensors
         worker = worker_of(self._config, self._cache, kv_caches, settings)
+        worker = attrs.evolve(worker, model=self._facts)
+        self.model = worker.model
         # Only a reader stages.
         is_reader = self._config.kv_transfer_config.is_kv_consumer or settings.bidirectional_kv_xfer
         worker, copier = with_staging(worker, settings.staging_bytes if is_reader else 0)
@@ -149,13 +157,14 @@ class Worker:
             logger.error("%s is not digested: %s", request.lease, error)
             return {}
 
-    def take_digests(self) -> KvplanWorkerMetadata | None:
-        """Return the digests that were computed since the last step."""
-        if not self._digests:
+    def take_report(self) -> KvplanWorkerMetadata | None:
+        """Return the digests that were computed since the last step, and changes of adapters."""
+        changes = self.adapters.take()
+        if not self._digests and not changes:
             return None
         digests = self._digests
         self._digests = {}
-        return KvplanWorkerMetadata(digests)
+        return KvplanWorkerMetadata(digests, [changes] if changes else [])
 
     def _clear_tail(self, read: Read) -> None:
         """Set to zero the rest of a request's last blocks, as vLLM leaves to whoever fills them."""

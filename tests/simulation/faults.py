@@ -128,7 +128,7 @@ ReadRequests = READ_REQUESTS.ReadRequests
 LentRequests = LENT_REQUESTS.LentRequests
 VLLM_FAULTS = [
     Fault("claims of requests that are read never end", ReadRequests, "end", "requests & self._reading.keys()", "()", seed=0, rule="END"),
-    Fault("a prompt is not compared", ReadRequests, "_claim", "handoff.count_shared(partial(prompt_of, request))", "handoff.num_tokens", seed=1, rule="OWN"),
+    Fault("a prompt is not compared", ReadRequests, "_claim", "handoff.count_shared(partial(self._state.prompt_of, request))", "handoff.num_tokens", seed=1, rule="OWN"),
     Fault("the claim of a request that waits is not ended", ReadRequests, "finish", "if reading is not None and not reading.is_begun:", "if False:", seed=0, rule="FREE"),
     Fault("requests that failed are reported while bytes may land", WORKER.Worker, "results", "finished_recving={result.request for result in results}", "finished_recving={result.request for result in results} | self._reads.late().keys()", seed=0, rule="GIVEN"),
 ]  # fmt: skip
@@ -139,8 +139,8 @@ VLLM_ROOM_FAULTS = [
     Fault("a block that is computed in part is read too", ReadRequests, "_read_part", "handoff.num_tokens // size * size", "-(-handoff.num_tokens // size) * size", seed=104, rule="OWN"),
     Fault("a part counts as the whole prompt", ReadRequests, "_read_on", "if published.is_whole:", "if True:", seed=2, rule="OWN"),
     Fault("parts begin where others have not ended", ReadRequests, "_read_part", "destination.starts[group] = stop", "destination.starts[group] = stop + size", seed=1, rule="OWN"),
-    Fault("a room serves any prompt", Room, "_claim", "handoff.check_prompt(prompt_of(self.request, num_shared))", "pass"),
-    Fault("a whole room serves any prompt", Room, "_claim", "handoff.count_shared(partial(prompt_of, self.request))", "handoff.num_tokens", seed=3, rule="OWN"),
+    Fault("a room serves any prompt", Room, "_claim", "handoff.check_prompt(self._prompt_of(num_shared))", "pass"),
+    Fault("a whole room serves any prompt", Room, "_claim", "handoff.count_shared(self._prompt_of)", "handoff.num_tokens", seed=3, rule="OWN"),
     Fault("decode claims no lease of a room", Room, "_claim", "self.claims.begin(handoff.source, handoff.lease, self.reader)", "pass", seed=8, rule="AGAIN"),
     Fault("decode waits for prefill for ever", Room, "check", "self.system.monotonic() > self.until", "False", seed=0, rule="END"),
     Fault("a request that was given up takes entries", ReadRequests, "_end_claim", "self._rooms.forget(reader)", "pass", seed=0, rule="FREE"),

@@ -1,0 +1,245 @@
+"""What vLLM does not tell its connectors: changed weights, resets of its caches, and adapters.
+
+vLLM's weights change by calls of the engine core to its workers (``collective_rpc``), and it hears
+of their version (``set_weight_version``). Its connectors hear of neither, and of a reset only if
+the caller asks for it. Adapters are loaded by workers, at first use or when they were evicted, and
+a request may end in the same step. So functions of vLLM are wrapped here, once in each process:
+they do what they did, and tell the connectors of their own engine. Where a release lacks one of
+them, the option of vLLM that needs it is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from types import MappingProxyType
+from typing import Any, Final
+
+from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
+
+from kvplan.errors import KVPlanError
+from kvplan_nixl.vllm.engine_state import AdapterChanges, EngineState, LoadedAdapter, changes_of
+from kvplan_nixl.weights import adapter_of
+
+HARMLESS_CALLS: Final = MappingProxyType(
+    {
+        "check_health": "it asks",
+        "checkpoint_prepare": "weights are the same after a checkpoint",
+        "checkpoint_restore": "weights are the same after a checkpoint",
+        "compute_weight_checksums": "it asks",
+        "execute_dummy_batch": "it computes nothing that is kept",
+        "get_kv_connector_handshake_metadata": "it asks",
+        "get_model_inspection": "it asks",
+        "init_weight_transfer_engine": "weights come later",
+        "profile": "it measures",
+        "save_sharded_state": "it writes files",
+        "save_tensorized_model": "it writes files",
+        "shutdown_weight_transfer_engine": "weights came before",
+        "start_draft_weight_update": "weights come later",
+        "start_weight_update": "weights come later",
+        "synchronize_device": "it waits",
+        "update_max_model_len": "the longest request",
+    }
+)
+"""Calls to workers that change no weights, and why. Any other call may change them."""
+
+
+def watch_engine(config: VllmConfig) -> None:
+    """Wrap what the engine core and the scheduler of this process do. Raises ``SETTING``."""
+    from vllm.v1.engine.core import EngineCore
+
+    scheduler = _definer(config.scheduler_config.get_scheduler_cls(), "update_from_output")
+    are_weights_watched = all(
+        (
+            _wrap(EngineCore, "collective_rpc", _with_calls),
+            _wrap(EngineCore, "set_weight_version", _with_versions),
+            _wrap(EngineCore, "reset_prefix_cache", _with_resets),
+        )
+    )
+    are_adapters_watched = all(
+        (
+            _wrap(EngineCore, "add_lora", _with_added_adapters),
+            _wrap(scheduler, "update_from_output", _with_reports),
+        )
+    )
+    if config.weight_transfer_config is not None and not are_weights_watched:
+        raise _unwatched("weight_transfer_config", "None", "an engine core with collective_rpc")
+    if config.lora_config is not None and not are_adapters_watched:
+        raise _unwatched("enable_lora", "False", "an engine core with add_lora")
+
+
+def watch_adapters(config: VllmConfig) -> None:
+    """Wrap how workers of this process load adapters. Raises ``SETTING``."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    is_watched = _wrap(WorkerLoRAManager, "_load_adapter", _with_loads)
+    if config.lora_config is not None and not is_watched:
+        raise _unwatched("enable_lora", "False", "workers with _load_adapter")
+
+
+def _unwatched(label: str, expected: str, needed: str) -> KVPlanError:
+    hint = f"this release of vLLM has no {needed}, by which kvplan learns what changes values"
+    return KVPlanError("SETTING", f"set {label}", expected=expected, got="another", hint=hint)
+
+
+def _definer(kind: type[Any], name: str) -> type[Any]:
+    """Return the class that defines a method of a class."""
+    return next((base for base in kind.__mro__ if name in vars(base)), kind)
+
+
+def _wrap(owner: type[Any], name: str, wrapper: Callable[[Any], Callable[..., Any]]) -> bool:
+    """Wrap a method once, and return whether there is one."""
+    method = vars(owner).get(name)
+    if method is None:
+        return False
+    if not hasattr(method, "is_watched_by_kvplan"):
+        wrapped: Any = functools.wraps(method)(wrapper(method))
+        wrapped.is_watched_by_kvplan = True
+        setattr(owner, name, wrapped)
+    return True
+
+
+def _states(scheduler: Any) -> Iterator[EngineState]:
+    """Yield the state of each of kvplan's connectors of a scheduler."""
+    for connector in _connectors(getattr(scheduler, "connector", None)):
+        state = getattr(connector, "state", None)
+        if isinstance(state, EngineState):
+            yield state
+
+
+def _connectors(connector: Any) -> Iterator[Any]:
+    """Yield a connector, or those in a MultiConnector."""
+    children = getattr(connector, "sub_connectors", None)
+    if children is None:
+        yield connector
+    else:
+        for child in children:
+            yield from _connectors(child)
+
+
+def _with_calls(method: Any) -> Callable[..., Any]:
+    def collective_rpc(core: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(core, call, *args, **kwargs)
+        finally:
+            # also of a call that has failed half-way
+            if not (isinstance(call, str) and call in HARMLESS_CALLS):
+                for state in _states(getattr(core, "scheduler", None)):
+                    state.weights_changed()
+
+    return collective_rpc
+
+
+def _with_versions(method: Any) -> Callable[..., Any]:
+    def set_weight_version(core: Any, weight_version: str, *args: Any, **kwargs: Any) -> Any:
+        result = method(core, weight_version, *args, **kwargs)
+        for state in _states(core.scheduler):
+            state.weights_named(str(weight_version))
+        return result
+
+    return set_weight_version
+
+
+def _with_resets(method: Any) -> Callable[..., Any]:
+    def reset_prefix_cache(core: Any, *args: Any, **kwargs: Any) -> Any:
+        is_reset = method(core, *args, **kwargs)
+        if is_reset:
+            for state in _states(core.scheduler):
+                state.prefix_cache_reset()
+        return is_reset
+
+    return reset_prefix_cache
+
+
+def _with_added_adapters(method: Any) -> Callable[..., Any]:
+    def add_lora(core: Any, lora_request: LoRARequest, *args: Any, **kwargs: Any) -> Any:
+        before = adapter_of(lora_request.lora_path)
+        result = method(core, lora_request, *args, **kwargs)
+        # the workers say more exactly what they have loaded, but not before the next step
+        loaded = _loaded(lora_request, before)
+        for state in _states(core.scheduler):
+            state.adapter_added(loaded, is_replaced=lora_request.load_inplace)
+        return result
+
+    return add_lora
+
+
+def _with_reports(method: Any) -> Callable[..., Any]:
+    def update_from_output(scheduler: Any, scheduled: Any, output: Any) -> Any:
+        # before requests of this step end, which connectors are told of first
+        reports = getattr(output, "kv_connector_output", None)
+        metadata = getattr(reports, "kv_connector_worker_meta", None)
+        connectors = [*_connectors(getattr(scheduler, "connector", None))]
+        parts = getattr(metadata, "metadata", None) or (metadata,) * len(connectors)
+        for part in parts:
+            if changes := changes_of(part):
+                for state in _states(scheduler):
+                    state.adapters_changed(changes)
+        return method(scheduler, scheduled, output)
+
+    return update_from_output
+
+
+def _with_loads(method: Any) -> Callable[..., Any]:
+    def load_adapter(manager: Any, lora_request: LoRARequest) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        path = _local(lora_request.lora_path)
+        before = adapter_of(path)
+        adapter = method(manager, lora_request)
+        loaded = _loaded(lora_request, before, path)
+        for connector in _connectors(get_kv_transfer_group() if has_kv_transfer_group() else None):
+            watched = getattr(connector, "adapters", None)
+            if isinstance(watched, WorkerAdapters):
+                watched.load(manager, loaded)
+        return adapter
+
+    return load_adapter
+
+
+def _local(path: str) -> str:
+    """Return the folder of an adapter, which may be in a hub."""
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    try:
+        return str(get_adapter_absolute_path(path))
+    except Exception:  # loading it says what is wrong
+        return path
+
+
+def _loaded(lora_request: LoRARequest, before: str, path: str = "") -> LoadedAdapter:
+    """Return an adapter that was loaded since its content was ``before``."""
+    after = adapter_of(path or lora_request.lora_path)
+    content = after if after == before else f"{before} or {after}"
+    return LoadedAdapter(lora_request.lora_int_id, lora_request.lora_name, content)
+
+
+class WorkerAdapters:
+    """The adapters that a worker holds, and what has changed of them since it was last asked."""
+
+    def __init__(self) -> None:
+        self._manager: Callable[[], Any] = lambda: None
+        self._held: set[int] = set()
+        self._loaded: list[LoadedAdapter] = []
+
+    def load(self, manager: Any, adapter: LoadedAdapter) -> None:
+        """Note an adapter that a manager of adapters loads."""
+        self._manager = weakref.ref(manager)
+        self._held.add(adapter.adapter_id)
+        self._loaded.append(adapter)
+
+    def take(self) -> AdapterChanges:
+        """Return what has changed since the last call."""
+        manager = self._manager()
+        held = set() if manager is None else manager.list_adapters() & self._held
+        # of several loads of one id, the last one
+        loaded = {adapter.adapter_id: adapter for adapter in self._loaded}
+        changes = AdapterChanges(
+            tuple(adapter for adapter in loaded.values() if adapter.adapter_id in held),
+            frozenset(self._held - held),
+        )
+        self._held = held
+        self._loaded = []
+        return changes

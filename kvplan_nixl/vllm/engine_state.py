@@ -1,0 +1,217 @@
+"""What decides the values that a running engine computes, as its scheduler knows it.
+
+An engine begins with an identity (:mod:`kvplan_nixl.identity`). Later, its weights may change, and
+adapters are loaded, replaced and evicted. What a cache holds was decided when it was computed, so
+it is handed over, or stored, under what was loaded *then*: an adapter has the content that workers
+have loaded, not that of its folder now, and its name is no fact at all. A request is *current*
+while nothing has changed since its first position was computed. Only such a request is handed over
+or stored; others end as vLLM ends them, and stay within the engine.
+
+vLLM's own prefix cache knows an adapter by its name, and weights not at all. So a request that
+begins with blocks of the prefix cache is not current if weights, or the content of its adapter's
+name, have changed since that cache was last empty: the blocks may be older. To reset the prefix
+cache (``reset_prefix_cache``) makes all later requests current.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, Final
+
+import attrs
+import torch
+from vllm.v1.request import Request
+
+from kvplan.connector import prompt_digest
+from kvplan_nixl.identity import Identity
+from kvplan_nixl.weights import adapter_of
+
+Fact = tuple[int, str]
+
+OUTDATED: Final = (
+    "weights or its adapter have changed since it began, or since the prefix cache was reset"
+)
+
+
+@attrs.frozen
+class LoadedAdapter:
+    """An adapter as a worker has loaded it: its id and name in vLLM, and a digest of its files."""
+
+    adapter_id: int
+    name: str
+    content: str
+
+
+@attrs.frozen
+class AdapterChanges:
+    """The adapters that workers have loaded, and the ids of those that they hold no more."""
+
+    loaded: tuple[LoadedAdapter, ...] = ()
+    dropped: frozenset[int] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.loaded or self.dropped)
+
+
+@attrs.frozen
+class _Origin:
+    """What decided the first position of a request: the version of the weights, and the adapter."""
+
+    version: str
+    adapter: str
+
+
+class EngineState:
+    """The identity of an engine, its adapters, and whether requests are current.
+
+    All calls come from the thread of vLLM's engine core.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        # by id
+        self._adapters: dict[int, LoadedAdapter] = {}
+        # by name, as they were loaded last
+        self._contents: dict[str, str] = {}
+        self._has_computed = False
+        self._has_old_weights = False
+        self._explains_reset = False
+        self._old_names: set[str] = set()
+        # by request; None of one whose cache may be older than what is loaded now
+        self._origins: dict[str, _Origin | None] = {}
+
+    # What vLLM does
+
+    def weights_changed(self) -> None:
+        """Begin a version without a name: some weights are others now, or may be."""
+        self.identity.change()
+        self._explains_reset = True
+        self._has_old_weights |= self._has_computed
+
+    def weights_named(self, version: str) -> None:
+        """Name the version of the weights, which may have changed with it."""
+        before = self.identity.version
+        self.identity.name_version(version)
+        self._explains_reset = True
+        if self.identity.version != before:
+            self._has_old_weights |= self._has_computed
+
+    def prefix_cache_reset(self) -> None:
+        """Note that nothing that was computed before is found any more."""
+        self._has_computed = False
+        self._has_old_weights = False
+        self._old_names.clear()
+
+    def store_reset(self) -> None:
+        """Begin a version without a name, unless a change that vLLM told of explains the reset.
+
+        A reset says that nothing that was stored before is to be found again. In a store that other
+        engines use too, pages stay, so their keys must be others. Where weights were changed, or
+        their version named, since the last reset, keys are others already.
+        """
+        if not self._explains_reset:
+            self.identity.forget()
+        self._explains_reset = False
+
+    def step_begun(self) -> None:
+        """Note that blocks are computed, which the prefix cache may keep."""
+        self._has_computed = True
+
+    def adapters_changed(self, changes: Iterable[AdapterChanges]) -> None:
+        """Take what the workers have loaded and dropped, each of them for itself."""
+        by_id: dict[int, set[LoadedAdapter]] = {}
+        for change in changes:
+            for adapter_id in change.dropped:
+                self._adapters.pop(adapter_id, None)
+            for adapter in change.loaded:
+                by_id.setdefault(adapter.adapter_id, set()).add(adapter)
+        for adapters in by_id.values():
+            adapter, *others = sorted(adapters, key=lambda each: each.content)
+            if others:
+                # ranks have read a folder while it was written
+                contents = " ".join(each.content for each in (adapter, *others))
+                adapter = attrs.evolve(adapter, content=f"unequal in ranks: {contents}")
+            self._load(adapter)
+
+    def adapter_added(self, adapter: LoadedAdapter, *, is_replaced: bool) -> None:
+        """Take an adapter that an operator has added, until the workers say what they loaded."""
+        if is_replaced or adapter.adapter_id not in self._adapters:
+            self._load(adapter)
+
+    def _load(self, adapter: LoadedAdapter) -> None:
+        if self._contents.get(adapter.name, adapter.content) != adapter.content:
+            self._old_names.add(adapter.name)
+        self._contents[adapter.name] = adapter.content
+        self._adapters[adapter.adapter_id] = adapter
+
+    # What is asked of requests
+
+    def begin(self, request: Request, num_cached: int) -> None:
+        """Note what decides a request that begins after positions of the prefix cache."""
+        adapter = request.lora_request
+        is_old = self._has_old_weights or (
+            adapter is not None and adapter.lora_name in self._old_names
+        )
+        origin = _Origin(self.identity.version, self.adapter_of(request))
+        self._origins[request.request_id] = None if is_old and num_cached else origin
+
+    def is_current(self, request: Request) -> bool:
+        """Return whether a request was computed by what is loaded now, from its beginning on."""
+        now = _Origin(self.identity.version, self.adapter_of(request))
+        return self._origins.get(request.request_id, now) == now
+
+    def end(self, request: str) -> None:
+        """Forget a request."""
+        self._origins.pop(request, None)
+
+    def adapter_of(self, request: Request) -> str:
+        """Return the content of a request's adapter: as it is loaded, or as it would be now."""
+        adapter = request.lora_request
+        if adapter is None:
+            return ""
+        loaded = self._adapters.get(adapter.lora_int_id)
+        return adapter_of(adapter.lora_path) if loaded is None else loaded.content
+
+    def facts_of(self, request: Request) -> list[Fact]:
+        """Return what decides a request's cache beside tokens and embeddings, from where on.
+
+        They are those of vLLM's own prefix cache: ``generate_block_hash_extra_keys`` in
+        vllm/v1/core/kv_cache_utils.py. An adapter has a digest of its content in place of its name.
+        """
+        facts = list[Fact]()
+        if request.cache_salt is not None:
+            facts.append((0, f"salt {request.cache_salt}"))
+        if request.lora_request is not None:
+            facts.append((0, f"adapter {self.adapter_of(request)}"))
+        for feature in request.mm_features:
+            place = feature.mm_position
+            text = f"input {feature.identifier} at {place.offset}, {place.length} positions"
+            facts.append((int(place.offset), text))
+        return facts
+
+    def prompt_of(self, request: Request, num_tokens: int) -> str:
+        """Digest the first positions of a request, and the facts that decide their cache too."""
+        facts = [
+            text
+            for position, text in self.facts_of(request)
+            if position < num_tokens or not position
+        ]
+        if request.prompt_embeds is not None:
+            embeddings = request.prompt_embeds[:num_tokens].contiguous()
+            data = embeddings.view(torch.uint8).cpu().numpy()
+            digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+            facts.append(f"embeddings {digest} at {request.prompt_is_token_ids}")
+        return prompt_digest(request._all_token_ids[:num_tokens], facts)
+
+    def store_facts_of(self, request: Request) -> list[Fact]:
+        """Return the facts that a store's keys have: also the version of the weights."""
+        version = self.identity.version
+        first = [(0, f"weights version {version}")] if version else []
+        return [*first, *self.facts_of(request)]
+
+
+def changes_of(metadata: Any) -> tuple[AdapterChanges, ...]:
+    """Return the changes of adapters in what workers report of a step."""
+    changes = getattr(metadata, "adapters", ())
+    return tuple(change for change in changes if isinstance(change, AdapterChanges))
