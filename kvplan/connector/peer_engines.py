@@ -32,6 +32,7 @@ from kvplan.connector.digest_requests import DigestRequest, fetch_digests
 from kvplan.connector.handoff import Source
 from kvplan.connector.http import ANSWER_S
 from kvplan.connector.listener import Offers, fetch
+from kvplan.connector.retention import check_kept
 from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import Request
 from kvplan.describe.worker import Key, Worker
@@ -291,6 +292,7 @@ class PeerEngines:
         else:
             staged = None
             direct = plan
+        check_kept(direct)
         moving = {pair.remote for pair in direct.pairs if pair.group_pairs}
         keys = [worker.key for worker in workers]
         by_key = {key: offer for key, offer in zip(keys, offers, strict=True) if key in moving}

@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
 from kvplan import Context, KVPlanError, Worker
 from kvplan.bridges import RankInfo, from_vllm, vllm_model
 from kvplan.bridges.vllm_model import KvHeads, group_name, is_ring, tokens_per_state, units_of
+from kvplan.connector.retention import keeping
 from kvplan.describe.blocks import POSITION_END
 from kvplan_nixl.vllm.drafts import draft_of
 from kvplan_nixl.vllm.settings import ModelSettings
@@ -90,6 +91,16 @@ def _first_attended(spec: Any, position: int) -> int:
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return position - position % int(spec.attention_chunk_size)
     return 0
+
+
+def windows_of(cache: KVCacheConfig) -> dict[str, int]:
+    """Return the positions that a group keeps before the next one, for groups that free others."""
+    windows = {}
+    for name, index in groups_of(cache).items():
+        group = cache.kv_cache_groups[index]
+        if not is_state(group) and frees_blocks(group):
+            windows[name] = POSITION_END - first_attended(group, POSITION_END)
+    return windows
 
 
 def frees_blocks(group: Any) -> bool:
@@ -228,7 +239,8 @@ def worker_of(
         conv=get_conv_state_layout(),
         tiled_keys=current_platform.is_rocm(),
     )
-    return from_vllm(model, info, cache, kv_caches, layers)
+    worker = from_vllm(model, info, cache, kv_caches, layers)
+    return keeping(worker, windows_of(cache))
 
 
 def _num_layers(config: VllmConfig) -> int | None:

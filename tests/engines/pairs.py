@@ -346,6 +346,12 @@ PAIRS = {
         side(**drafting("eagle", model="llama, another EAGLE")),
         "refused",
     ),
+    "gemma-3, windows freed on prefill alone": Pair(
+        "gemma-3", side(), side(disable_hybrid_kv_cache_manager=True), "refused"
+    ),
+    "gemma-3 32->64, windows freed on decode alone": Pair(
+        "gemma-3", side(32, disable_hybrid_kv_cache_manager=True), side(64)
+    ),
     "mistral 32->64": Pair("mistral", side(32), side(64)),
     "gpt-oss 64->32": Pair("gpt-oss", side(64), side(32)),
     "gemma-3n 32->64": Pair("gemma-3n", side(32), side(64)),
