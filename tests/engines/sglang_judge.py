@@ -38,6 +38,7 @@ from kvplan_nixl.sglang import bootstrap
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
 from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER, main, verdict
 from tests.engines.hosts import Host
+from tests.engines.models import THETA
 from tests.engines.process import TIMEOUT_S, Answer, Engine, EngineFailedError, free_port
 from tests.engines.served import Server, answered, sglang_proxy
 from tests.engines.sglang_engine import ENVIRONMENT, SETTINGS
@@ -99,10 +100,15 @@ FIELDS: Mapping[str, Sequence[dict[str, Any]]] = {
     ],
     "retracted": [{"sampling_params": {"max_new_tokens": 120}}],
     "scored": [{"return_logprob": True, "top_logprobs_num": 3}],
+    "overridden": [{}],
 }
 """Fields of SGLang's own requests, by trial: its requests have them in turn."""
 
+OVERRIDDEN = {"json_model_override_args": json.dumps(THETA)}
+"""Settings of an SGLang engine that says another value than config.json."""
+
 ALIKE: Mapping[str, dict[str, Any]] = {
+    "overridden": OVERRIDDEN,
     "adapters": {
         "enable_lora": True,
         "lora_paths": [f"{name}={path}" for name, path in ADAPTERS.items()],
@@ -193,6 +199,22 @@ PAIRS = {
     "SGLang 16 -> 64, two adapters": Pair("llama", Side("sglang", 16), Side("sglang", 64), "adapters", lease_s=30),
     "SGLang 16 -> 64, structured output": Pair("llama", Side("sglang", 16), Side("sglang", 64), "structured"),
     "SGLang 16 -> 64, log probabilities": Pair("llama", Side("sglang", 16), Side("sglang", 64), "scored"),
+    "SGLang 16 -> 64, RoPE theta on prefill": Pair(
+        "llama", Side("sglang", 16, more=OVERRIDDEN), Side("sglang", 64), "unlike", lease_s=30
+    ),
+    "SGLang 16 -> 64, RoPE theta on decode": Pair(
+        "llama", Side("sglang", 16), Side("sglang", 64, more=OVERRIDDEN), "unlike", lease_s=30
+    ),
+    "vLLM 32 -> SGLang 16, RoPE theta on prefill": Pair(
+        "llama", Side("vllm", 32, more={"hf_overrides": THETA}), Side("sglang", 16), "unlike", lease_s=30
+    ),
+    "SGLang 16 -> vLLM 32, RoPE theta on decode": Pair(
+        "llama", Side("sglang", 16), Side("vllm", 32, more={"hf_overrides": THETA}), "unlike", lease_s=30
+    ),
+    "SGLang 16 -> 64, RoPE theta on both": Pair("llama", Side("sglang", 16), Side("sglang", 64), "overridden"),
+    "vLLM 32 -> SGLang 16, RoPE theta on both": Pair(
+        "llama", Side("vllm", 32, more={"hf_overrides": THETA}), Side("sglang", 16), "overridden"
+    ),
     "SGLang 64 -> 16, decode retracts": Pair(
         "llama", Side("sglang", 64), Side("sglang", 16, more=FEW), "retracted", lease_s=300
     ),
@@ -390,7 +412,12 @@ class Engines:
     # The trials
 
     def control(self) -> Outcome:
-        """A transfer from blocks that nobody has written."""
+        """A transfer from blocks that nobody has written. Where nothing is read, engines alone: their tokens differ."""
+        if self.pair.trial == "unlike":
+            settings = {"model_path": str(FOLDER / self.pair.model), "page_size": 1, "port": free_port(), **OVERRIDDEN}
+            engine = SglangEngine(settings, Path(f"{self._log}.alone.log"))
+            self._ending.callback(engine.kill)
+            return engine.ready().generate(prompts(2), TOKENS), self.right(prompts(2))
         return self.move(self.prefill, prompts(2), is_control=True)
 
     def transfer(self) -> Outcome:
@@ -453,6 +480,15 @@ class Engines:
         return [*before, *after], [*right, *self.right([first]), []]
 
     structured = transfer
+
+    overridden = transfer
+
+    def unlike(self) -> Outcome:
+        """Engines compute other values of the same tokens: whatever prefill has computed fails on decode."""
+        tokens = prompts(1)
+        entries = self.compute(self.prefill, tokens)
+        answers = [self.decode.wait(name) for name in self.begin(tokens, entries)]
+        return answers, [[]] * len(tokens)
 
     def scored(self) -> Outcome:
         """Requests ask for log probabilities, also of tokens that were not chosen: they are the right ones."""

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 from kvplan.store import Backend, FileEntry, open_backend, read_file
 from kvplan.store.pages import pack
 from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER
-from tests.engines.models import VOCABULARY, build
+from tests.engines.models import THETA, VOCABULARY, YARN, build
 from tests.engines.process import TIMEOUT_S, Engine, free_port
 from tests.engines.sglang_judge import SglangEngine, Side
-from tests.engines.trials import ASK, offered
+from tests.engines.trials import ASK, offered, put_adapter
 from tests.store.s3 import s3_server
 
 LENGTHS = (70, 130, 200)
@@ -91,6 +91,25 @@ ROWS = {
     "SGLang 64 to 16, windows apart": Row("mellum", Side("sglang", 64), Side("sglang", 16)),
     "SGLang 16 to 64, TP 1 to 2, windows apart": Row("mellum", Side("sglang", 16), Side("sglang", 64, tp=2)),
 }
+
+OTHER_WEIGHTS = "llama, other weights"
+
+HALF = {"dtype": "bfloat16"}
+UNLIKE = {
+    "RoPE theta on one side": (Side("vllm", 32, more={"hf_overrides": THETA}), Side("vllm", 32)),
+    "YaRN on one side": (Side("vllm", 32), Side("vllm", 32, more={"hf_overrides": YARN})),
+    "int8 weights on one side": (
+        Side("vllm", 32, more={**HALF, "quantization": "int8_per_channel_weight_only"}),
+        Side("vllm", 32, more=HALF),
+    ),
+}
+"""Engines of one model that compute other values."""
+
+UPDATES = {"weights reloaded": "reload", "weights updated": "update"}
+"""Ways to change the weights of a running engine."""
+
+REPLACED = {"an adapter replaced": False, "an adapter replaced, times kept": True}
+"""Whether the new files of an adapter have the times of the old ones."""
 
 
 def start(model: str, side: Side, store: str, name: str, page: int = PAGE) -> Engine:
@@ -328,6 +347,106 @@ def beside(name: str) -> str:
     return f"{name}: {'right' if not wrong else 'WRONG: ' + ', '.join(wrong)}; cached {cached}"
 
 
+def sequels(prompts: list[list[int]], answered: list[tuple[list[int], int]]) -> list[list[int]]:
+    """What is asked next: prompts, their answers and some tokens more."""
+    return [[*prompt, *answer, *prompt[:9]] for prompt, (answer, _) in zip(prompts, answered, strict=True)]
+
+
+def tokens_of(answered: list[tuple[list[int], int]]) -> list[list[int]]:
+    return [answer for answer, _ in answered]
+
+
+def report(name: str, findings: dict[str, bool], **cached: list[tuple[list[int], int]]) -> str:
+    """Whether all findings are so, and what was cached of each prompt."""
+    wrong = [finding for finding, is_so in findings.items() if not is_so]
+    numbers = {what: [number for _, number in answered] for what, answered in cached.items()}
+    return f"{name}: {'right' if not wrong else 'WRONG: ' + ', '.join(wrong)}; cached {numbers}"
+
+
+def unlike(name: str) -> str:
+    """What came of a store between two engines that compute other values of the same tokens: nothing is loaded."""
+    saves, loads = UNLIKE[name]
+    rng = random.Random(name)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+    with empty_store(in_bucket=False) as store:
+        with closing_engine(start("llama", saves, store, "saves")) as writer:
+            asked = sequels(prompts, answers(writer, prompts))
+            saved(writer, store, 0)
+            own = answers(writer, asked)
+            saved(writer, store, 0)
+        with closing_engine(start("llama", loads, store, "loads")) as reader:
+            loaded = answers(reader, asked)
+            computed = answers(reader, asked, salt="computed")
+    findings = {
+        "the store is used": all(cached for _, cached in own),
+        "engines differ": tokens_of(own) != tokens_of(computed),
+        "same tokens": tokens_of(loaded) == tokens_of(computed),
+        "no hits": not any(cached for _, cached in loaded),
+    }
+    return report(name, findings, own=own, loaded=loaded)
+
+
+def updated(name: str) -> str:
+    """What came of a store when a running engine got other weights. Engines of the old and the new weights load too."""
+    rng = random.Random(name)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+    side = Side("vllm", 32, more={"weight_transfer_config": {"backend": "folder"}})
+    others = FOLDER / OTHER_WEIGHTS
+    build(OTHER_WEIGHTS, others)
+    with empty_store(in_bucket=False) as store:
+        with closing_engine(start("llama", side, store, "updated")) as engine:
+            asked = sequels(prompts, answers(engine, prompts))
+            saved(engine, store, 0)
+            before = answers(engine, asked)
+            engine.change_weights(UPDATES[name], others)
+            at_once = answers(engine, asked)
+            engine.forget()
+            after = answers(engine, asked)
+            computed = answers(engine, asked, salt="computed")
+            saved(engine, store, 0)
+        with closing_engine(start("llama", side, store, "old weights")) as engine:
+            old = answers(engine, asked)
+        with closing_engine(start(OTHER_WEIGHTS, side, store, "new weights")) as engine:
+            new = answers(engine, asked)
+    findings = {
+        "the store is used": all(cached for _, cached in before),
+        "weights differ": tokens_of(before) != tokens_of(computed),
+        "at once: same tokens": tokens_of(at_once) == tokens_of(computed),
+        "after a reset: same tokens": tokens_of(after) == tokens_of(computed),
+        "old weights: same tokens": tokens_of(old) == tokens_of(before),
+        "new weights: same tokens": tokens_of(new) == tokens_of(computed),
+    }
+    return report(name, findings, before=before, at_once=at_once, after=after, old=old, new=new)
+
+
+def replaced(name: str) -> str:
+    """What came of a store when an adapter's files were replaced while an engine had the old ones loaded."""
+    rng = random.Random(name)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS * 2]
+    side = Side("vllm", 32, more=ADAPTERS)
+    with empty_store(in_bucket=False) as store:
+        with closing_engine(start("llama", side, store, "old adapter")) as engine:
+            put_adapter(engine, 1, times_kept=REPLACED[name])
+            answered = answers(engine, prompts[:3], adapter="3")
+            saved(engine, store, 0)
+            put_adapter(engine, 2, times_kept=REPLACED[name])
+            answered += answers(engine, prompts[3:], adapter="3")
+            asked = sequels(prompts, answered)
+            saved(engine, store, 0)
+            old = answers(engine, asked, adapter="3")
+            computed_old = answers(engine, asked, adapter="3", salt="computed")
+            saved(engine, store, 0)
+        with closing_engine(start("llama", side, store, "new adapter")) as engine:
+            new = answers(engine, asked, adapter="3")
+            computed_new = answers(engine, asked, adapter="3", salt="computed")
+    findings = {
+        "adapters differ": tokens_of(computed_old) != tokens_of(computed_new),
+        "old adapter: same tokens": tokens_of(old) == tokens_of(computed_old),
+        "new adapter: same tokens": tokens_of(new) == tokens_of(computed_new),
+    }
+    return report(name, findings, old=old, new=new)
+
+
 def num_pages(prompts: list[list[int]]) -> int:
     """How many pages prompts and their answers have, but for the last token of each."""
     return sum((len(prompt) + MAX_TOKENS - 1) // PAGE for prompt in prompts)
@@ -344,7 +463,14 @@ def closing_engine(engine: Engine) -> Iterator[Engine]:
 
 def main() -> None:
     """Judges rows."""
-    trials = {**dict.fromkeys(ROWS, judge), **dict.fromkeys(CONVERSATIONS, converse), BESIDE: beside}
+    trials = {
+        **dict.fromkeys(ROWS, judge),
+        **dict.fromkeys(CONVERSATIONS, converse),
+        BESIDE: beside,
+        **dict.fromkeys(UNLIKE, unlike),
+        **dict.fromkeys(UPDATES, updated),
+        **dict.fromkeys(REPLACED, replaced),
+    }
     for row in sys.argv[1:] or trials:
         print(trials[row](row), flush=True)
 

@@ -219,11 +219,13 @@ def scores_of(answer: Answer) -> Answer:
 def line(name: str, text: Text, answers: list[Answer], right: list[Answer], others: list[list[Answer]]) -> str:
     """The figures of a row."""
     num_questions = len(text.questions)
-    num_same = sum(one.tokens == other.tokens for one, other in zip(answers, right, strict=True))
+    num_same = sum(
+        one.tokens == other.tokens for one, other in zip(answers[:num_questions], right[:num_questions], strict=True)
+    )
     own = max(difference(right, other) for other in others)
     correct = [text.num_right(each[:num_questions]) for each in (right, answers)]
     cells = [
-        f"{num_same} of {len(answers)}",
+        f"{num_same} of {num_questions}",
         f"{difference(answers, right):.1e}",
         f"{own:.1e}",
         *(f"{each} of {num_questions}" for each in correct),
