@@ -236,6 +236,9 @@ for key, name, value in (
 ):
     MODELS[key] = {**MODELS[name], **value}
 
+for name in ("gemma-3", "granite-hybrid"):
+    MODELS[f"{name}, invented"] = MODELS[name]
+
 BFLOAT16 = ("granite-hybrid", "nemotron-h", "falcon-h1", "mamba-2", "llama")
 """Models that also exist as published ones do, with weights of bfloat16 and a config.json that says so."""
 
@@ -285,6 +288,19 @@ def build(name: str, folder: Path) -> None:
             adapt(model, folder / f"adapter-{number}")
     if name.endswith(", MTP"):
         predict_with_last_layer(folder)
+    if name.endswith(", invented"):
+        invent_type(folder, type(model.config).__name__)
+
+
+def invent_type(folder: Path, known_class: str) -> None:
+    """Gives a model a type that nobody has heard of, and the code that reads its file, as published models do."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "invented", "auto_map": {"AutoConfig": "configuration_invented.InventedConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "configuration_invented.py").write_text(
+        f"from transformers import {known_class}\n\n\n"
+        f'class InventedConfig({known_class}):\n    model_type = "invented"\n'
+    )
 
 
 def build_draft(release: int, folder: Path) -> None:

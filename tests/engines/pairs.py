@@ -346,6 +346,12 @@ PAIRS = {
         side(**drafting("eagle", model="llama, another EAGLE")),
         "refused",
     ),
+    "gemma-3 32->64 TP 1->2, of an invented type": Pair(
+        "gemma-3, invented", side(32, trust_remote_code=True), side(64, tp=2, trust_remote_code=True)
+    ),
+    "granite-hybrid TP 1->2, of an invented type": Pair(
+        "granite-hybrid, invented", side(trust_remote_code=True), side(tp=2, trust_remote_code=True)
+    ),
     "gemma-3, windows freed on prefill alone": Pair(
         "gemma-3", side(), side(disable_hybrid_kv_cache_manager=True), "refused"
     ),
