@@ -1,9 +1,9 @@
 """Changes of a running SGLang: weights that are updated, and adapters that come and go.
 
 Both happen in the process of SGLang's scheduler, whose functions are hooked. :data:`WEIGHTS` and
-:data:`ADAPTERS` know what computes a request's cache now, and :func:`request_facts` says it for the
-digest of a prompt and the keys of a store. What was computed or stored before a change has other
-facts: it is not found any more, and a request that was handed over is refused.
+:data:`ADAPTERS` know what computes a request's cache now. Its handoff has the version of the
+weights and the content of its adapter, and so have the keys of a store. So what was stored before a
+change is not found any more, and a request that was handed over is refused.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ from sglang.srt.runtime_context import get_serving
 
 from kvplan import KVPlanError
 from kvplan.connector import fingerprint
-from kvplan_nixl.identity import DIGEST_BYTES
-
-FIRST_WEIGHTS: Final = "default"
-"""The version of the weights, in SGLang's words, until another one is named."""
+from kvplan_nixl.identity import DIGEST_BYTES, FIRST_WEIGHTS
 
 PARTS: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 UPDATES: Final = "sglang.srt.managers.scheduler_components.weight_updater"
@@ -80,12 +77,12 @@ class Weights:
         return self.is_named and self.is_flushed and not self.is_changing
 
     @property
-    def version(self) -> str | None:
-        """The version's name; None of those that the engine has started with."""
+    def version(self) -> str:
+        """The version's name, empty for the weights that the engine has started with."""
         if not self.is_known:
             return f"unnamed {self.token}"
         named: str = get_serving().weight_version
-        return None if named == FIRST_WEIGHTS else named
+        return "" if named == FIRST_WEIGHTS else named
 
 
 WEIGHTS: Final = Weights()
@@ -126,14 +123,8 @@ ADAPTERS: Final = Adapters()
 
 
 def request_facts(salt: str | None, lora_id: str | None) -> list[str]:
-    """Return what decides a request's cache beside its tokens and the facts of the engine.
-
-    A salt and the content of an adapter are the same facts in all engines.
-    """
+    """Return what decides a request's cache beside its tokens, the weights and the engine."""
     facts = []
-    version = WEIGHTS.version
-    if version is not None:
-        facts.append(f"weights {version}")
     if salt is not None:
         facts.append(f"salt {salt}")
     if lora_id is not None:

@@ -12,7 +12,7 @@ import math
 from base64 import b64decode
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import attrs
 from sglang.srt.disaggregation.base import BaseKVReceiver, KVPoll
@@ -27,8 +27,15 @@ from kvplan.describe.blocks import Range
 from kvplan.staging import Copier
 from kvplan_nixl.reads import make_reads
 from kvplan_nixl.settings import Settings
+from kvplan_nixl.sglang.changes import WEIGHTS
 from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
+
+SHORT_PROMPT: Final = (
+    "vLLM leaves the last token of a prompt to its reader, if the model has windows or states: "
+    "there SGLang, which does not compute that token, needs SGLang for prefill"
+)
+"""Why no prompt of a pair of engines can be read."""
 
 
 class DecodeRank(Rank):
@@ -217,7 +224,13 @@ class Receiver(BaseKVReceiver):
             quantity = "" if has_all else "less than "
             expected = f"{quantity}{num_tokens} positions"
             got = f"{handoff.num_tokens} computed, {'with' if has_all else 'without'} a first token"
-            raise KVPlanError("TOKENS", f"read request {self._room}", expected=expected, got=got)
+            hint = ""
+            if has_all and handoff.num_tokens == num_tokens - 1:
+                hint = SHORT_PROMPT
+            raise KVPlanError(
+                "TOKENS", f"read request {self._room}", expected=expected, got=got, hint=hint
+            )
+        handoff.check_weights(WEIGHTS.version)
         handoff.check_prompt(prompt_of(self.req, handoff.num_tokens))
         # One claim serves all ranks: SGLang clears receivers when those of all ranks have ended.
         if earlier is None and self._rank.memory.is_first:

@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from kvplan import Worker
 from kvplan.bridges import RankInfo
+from kvplan.connector.retention import keeping
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.rearrange import with_staging
 from kvplan_nixl.sglang.bootstrap import BootstrapServer
@@ -107,6 +108,9 @@ class Manager(BaseKVManager):
         info = _rank_info(parallel)
         worker = self._describe(queue, info, parallel)
         windows = self._windows(queue, worker)
+        # SGLang keeps the positions to which the next one attends beside itself.
+        kept = {group: window - 1 for group, window in windows.items() if window is not None}
+        worker = keeping(worker, kept)
         settings = self._settings
         access = settings.access()
         if settings.port:

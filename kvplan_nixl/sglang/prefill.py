@@ -28,6 +28,7 @@ from kvplan.connector.rooms import RETRY_S
 from kvplan.connector.system import SYSTEM, System
 from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.bootstrap import publish, withdraw
+from kvplan_nixl.sglang.changes import WEIGHTS
 from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
 
@@ -238,7 +239,15 @@ class Sender(BaseKVSender):
         """Return what decode has to know of this stage's part of the request."""
         rank = self._rank
         prompt = prompt_of(self.req, num_tokens)
-        handoff = Handoff(rank.source, self._lease, num_tokens, prompt, tables, kept)
+        handoff = Handoff(
+            rank.source,
+            self._lease,
+            num_tokens,
+            prompt,
+            tables,
+            kept,
+            weights_version=WEIGHTS.version,
+        )
         return {
             "handoff": handoff.params(rank.memory.access.key),
             "attempt": self.req.rid,  # equal in all stages

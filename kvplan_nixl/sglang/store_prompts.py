@@ -60,7 +60,9 @@ class PromptPages:
         key = RadixKey(text, extra_key=extra_key, cache_salt=salt)
         # An extra_key is a caller's own, and then the id that SGLang gives an adapter.
         own_key, lora_id = ADAPTERS.split(extra_key)
-        texts = request_facts(salt, lora_id)
+        version = WEIGHTS.version
+        texts = [f"weights version {version}"] if version else []
+        texts += request_facts(salt, lora_id)
         if own_key is not None:
             texts.append(f"extra key {own_key}")
         # now, since a thread that saves the prompt may run when weights have changed
