@@ -19,7 +19,6 @@ A spec whose ids are listed moves too: a row is a series whose "blocks" are ids.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Final, NamedTuple
@@ -394,9 +393,7 @@ class BoundCopy:
     tables: npt.NDArray[np.int32]
 
     @classmethod
-    def of(
-        cls, pair: PairCopy, bound: list[tuple[Entry, Ints]], tables: BlockTables
-    ) -> BoundCopy:
+    def of(cls, pair: PairCopy, bound: list[tuple[Entry, Ints]], tables: BlockTables) -> BoundCopy:
         """Return copies, in order of their launches."""
         by_launch: dict[Launch, list[tuple[Entry, Ints]]] = {}
         for entry, numbers in bound:
@@ -473,7 +470,9 @@ class CopyPlan:
     (917504, [16])
     """
 
-    def __init__(self, plan: TransferPlan, remote_tables: Mapping[Key, Table] | None = None) -> None:
+    def __init__(
+        self, plan: TransferPlan, remote_tables: Mapping[Key, Table] | None = None
+    ) -> None:
         self.plan = plan
         self.pairs: dict[Key, tuple[tuple[GroupPair, ...], PairCopy]] = {}
         for pair in plan.pairs:
@@ -516,7 +515,7 @@ def copy_of_spec(spec: ReadSpec, tables: Tables, is_read: bool) -> BoundCopy:
             length = table.rows[row, 1].astype(np.int64)
         columns = np.stack([length, *stride])
         for one in np.unique(columns, axis=1).T.tolist():
-            runs = np.flatnonzero((columns.T == one).all(axis=1))
+            runs = np.flatnonzero((one == columns.T).all(axis=1))
             entry = _entry(
                 length=one[0],
                 starts=none,

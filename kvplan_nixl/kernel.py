@@ -7,20 +7,31 @@ by rules K1 and K2 of :mod:`kvplan_nixl.copy_plan`. Triton's interpreter runs th
 CPU, where tests compare its bytes with fake memory; nothing but tests uses it there.
 """
 
-# Triton reads the annotations of a kernel as values, so this module has no postponed ones.
-from collections.abc import Callable
+# Triton reads the annotations of a kernel as values, so this module has no postponed ones. Constants
+# of a kernel are written in capitals there.
+# ruff: noqa: N803, N806
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any, Final, Protocol
+from weakref import WeakKeyDictionary
 
-import attrs
 import numpy as np
 import torch
 
+from kvplan._arrays import Ints
 from kvplan.errors import KVPlanError
-from kvplan_nixl.copy_plan import TILE_BYTES, BoundCopy, Launch, PairCopy
+from kvplan_nixl.copy_plan import TILE_BYTES, BoundCopy, Field, Launch, PairCopy
 from kvplan_nixl.rearrange import TorchCopier
+
+NUM_WARPS: Final = 8
+
+MAX_ELEMENTS: Final = 2048
+"""Elements of a tile: words below 4 bytes have smaller tiles, so that code stays short."""
+
+PROGRAMS_PER_MULTIPROCESSOR: Final = 4
+"""Programs that a copy may use for each multiprocessor. Not measured on a GPU yet."""
 
 has_triton: Final = find_spec("triton") is not None
 
@@ -125,17 +136,167 @@ if has_triton:
     @cache
     def compiled() -> Any:
         """Return the kernel for a GPU. Triton compiles it once for each :class:`Launch`."""
-        return triton.jit(copy_runs)
+        return triton.jit(copy_runs, do_not_specialize=["num_entries"])
 
 
 def constants(launch: Launch, tile_bytes: int = TILE_BYTES) -> dict[str, Any]:
     """Return what a launch fixes of the kernel."""
-    elements = max(tile_bytes // launch.element, launch.width)
     return {
         "ELEMENT": ELEMENTS[launch.element],
         "PER_WORD": launch.word // launch.element,
         "WIDTH": launch.width,
-        "ROWS": elements // launch.width,
+        "ROWS": rows_of(launch, tile_bytes),
         "INDEX": tl.int64 if launch.is_long else tl.int32,
         "HAS_CONTEXT": launch.has_context,
     }
+
+
+def rows_of(launch: Launch, tile_bytes: int = TILE_BYTES) -> int:
+    """Return the rows of a tile. Tiles of narrow words have fewer bytes."""
+    elements = min(tile_bytes // launch.element, MAX_ELEMENTS)
+    return max(1, elements // launch.width)
+
+
+class Copies(Protocol):
+    """What moves the bytes of a :class:`BoundCopy` on one device."""
+
+    def begin(self, bound: BoundCopy) -> Any:
+        """Begin copies, and return a ticket for :meth:`done`."""
+
+    def done(self, ticket: Any) -> bool:
+        """Return whether copies are done. Raises ``MEMORY`` if they have failed."""
+
+    def wait(self) -> None:
+        """Wait until no copy that has begun touches memory."""
+
+
+class KernelCopies:
+    """Copies by the kernel, on a stream of their own.
+
+    They wait for what is in torch's present stream when they begin, and no other stream waits for
+    them. At most ``programs`` programs of 8 warps run at once, by default
+    :data:`PROGRAMS_PER_MULTIPROCESSOR` for each multiprocessor of the GPU: a lower number leaves
+    more of it to running requests. Not for several threads at once.
+
+    ``kernel`` is the compiled kernel, or Triton's interpreter of it on a CPU, for tests.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        programs: int | None = None,
+        tile_bytes: int = TILE_BYTES,
+        kernel: Any = None,
+    ) -> None:
+        self._device = torch.device(device)
+        self._tile_bytes = tile_bytes
+        self._kernel = compiled() if kernel is None else kernel
+        self._stream: Any = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)
+            properties = torch.cuda.get_device_properties(self._device)
+            programs = programs or PROGRAMS_PER_MULTIPROCESSOR * properties.multi_processor_count
+        self._programs = programs or 1
+        # what the device keeps of each pair of workers
+        self._arrays: WeakKeyDictionary[PairCopy, torch.Tensor] = WeakKeyDictionary()
+
+    def begin(self, bound: BoundCopy) -> Any:
+        """Begin copies, and return a ticket for :meth:`done`."""
+        if self._stream is None:
+            self._launch(bound)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._launch(bound)
+            return self._stream.record_event()
+
+    def _launch(self, bound: BoundCopy) -> None:
+        """Launch the kernel once for each kind of launch."""
+        arrays = self._arrays.get(bound.pair)
+        if arrays is None:
+            arrays = self._arrays[bound.pair] = self._on_device(bound.pair.arrays)
+        # one copy to the device for the entries and the block tables behind them
+        size = bound.numbers.size
+        request = np.zeros(size + (bound.tables.size + 1) // 2, np.int64)
+        request[:size] = bound.numbers.reshape(-1)
+        request[size:].view(np.int32)[: bound.tables.size] = bound.tables
+        words = self._on_device(request)
+        tables = words[size:].view(torch.int32)
+        for launch, rows in bound.launches:
+            of_launch = bound.numbers[rows]
+            tiles = num_tiles(launch, of_launch, rows_of(launch, self._tile_bytes))
+            entries = words[rows.start * Field.END : rows.stop * Field.END]
+            self._kernel[(max(1, min(tiles, self._programs)),)](
+                arrays,
+                entries,
+                tables,
+                len(of_launch),
+                **constants(launch, self._tile_bytes),
+                num_warps=NUM_WARPS,
+            )
+
+    def _on_device(self, array: Ints) -> torch.Tensor:
+        host = torch.tensor(array)
+        if self._stream is None:
+            return host
+        # torch keeps pinned memory, and uses it again when the copy from it is done
+        return host.pin_memory().to(self._device, non_blocking=True)
+
+    def done(self, ticket: Any) -> bool:
+        """Return whether copies are done. Raises ``MEMORY`` if they have failed."""
+        if ticket is None:
+            return True
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        try:
+            return bool(ticket.query())
+        except RuntimeError as error:
+            raise failed(error) from None
+
+    def wait(self) -> None:
+        """Wait until no copy that has begun touches memory."""
+        if self._stream is not None:
+            with suppress(RuntimeError):  # of a copy that has failed, which touches none
+                self._stream.synchronize()
+
+
+class TorchCopies:
+    """The same copies by torch's operations, for devices without Triton: one or two for each run.
+
+    ``tensors`` has the memory of all regions of both sides, by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._copier = TorchCopier(tensors)
+        self._last: Any = None
+
+    def begin(self, bound: BoundCopy) -> Any:
+        """Begin copies, and return a ticket for :meth:`done`."""
+        self._last = self._copier.begin(list(bound.copies()))
+        return self._last
+
+    def done(self, ticket: Any) -> bool:
+        """Return whether copies are done. Raises ``MEMORY`` if they have failed."""
+        return self._copier.done(ticket)
+
+    def wait(self) -> None:
+        """Wait until no copy that has begun touches memory."""
+        if self._last is not None:
+            with suppress(RuntimeError):
+                self._last.synchronize()
+
+
+def num_tiles(launch: Launch, numbers: Ints, rows: int) -> int:
+    """Return the tiles of all entries of a launch."""
+    chunks = -(-numbers[:, Field.ELEMENTS] // launch.width)
+    items = numbers[:, Field.RUNS] * numbers[:, Field.COUNT] * chunks
+    return int((-(-items // rows)).sum())
+
+
+def failed(error: RuntimeError) -> KVPlanError:
+    """Return the error of copies that have failed on their device."""
+    text = " ".join(str(error).split())
+    return KVPlanError(
+        "MEMORY", "copy by a kernel", expected="copies within memory", got=f"{text} of torch"
+    )
