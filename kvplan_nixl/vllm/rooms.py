@@ -17,7 +17,6 @@ from kvplan import KVPlanError
 from kvplan._checks import at_most, name
 from kvplan.connector import Claims, Handoff
 from kvplan.connector.room_contents import MAX_ROOM_CHARACTERS, Published
-from kvplan.connector.shared_key import SharedKey
 from kvplan.connector.system import System
 from kvplan_nixl.vllm.engine_state import EngineState
 
@@ -66,7 +65,7 @@ class RoomRequest:
     state: EngineState
     reader: str
     claims: Claims
-    key: SharedKey
+    key: bytes
     system: System
     timeout_s: float
     published: Published | None = None
