@@ -48,10 +48,9 @@ def error_of(function: Callable[..., Any], *arguments: Any) -> str:
     return ""
 
 
-def adapter_of(mark: str, model: str) -> LoRARequest | None:
-    """The LoRA adapter that a request has by its mark: ``2`` is called so, ``2:5`` too, and is the engine's fifth."""
-    name, _, number = mark.partition(":")
-    return LoRARequest(name, int(number or name), f"{model}/adapter-{name}") if mark else None
+def adapter_of(name: str, model: str) -> LoRARequest:
+    """A LoRA adapter in the folder of its model."""
+    return LoRARequest(name, int(name), f"{model}/adapter-{name}")
 
 
 def reload(engine: LLMEngine, folder: str) -> None:
@@ -130,15 +129,16 @@ def serve(
                     **more,
                 )
                 tokens = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
-                engine.add_request(name, tokens, sampling, lora_request=adapter_of(adapter, settings["model"]))
+                lora = adapter_of(adapter, settings["model"]) if adapter else None
+                engine.add_request(name, tokens, sampling, lora_request=lora)
             elif verb == "abort":
                 engine.abort_request(arguments)
             elif verb == "forget":
                 engine.reset_prefix_cache(reset_connector=arguments[0])
             elif verb == "load":
-                lora = adapter_of(arguments[0], settings["model"])
-                lora.load_inplace = True
-                engine.add_lora(lora)
+                loaded = adapter_of(arguments[0], settings["model"])
+                loaded.load_inplace = True
+                engine.add_lora(loaded)
             elif verb == "unload":
                 engine.remove_lora(adapter_of(arguments[0], settings["model"]).lora_int_id)
             elif verb in WEIGHTS:

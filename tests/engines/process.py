@@ -85,7 +85,7 @@ class Engine:
     ) -> str:
         """Adds a request and returns its name. ``transfer`` travels as JSON, as through a proxy.
 
-        ``adapter`` is the mark of a LoRA adapter, ``salt`` is the request's ``cache_salt``. Several answers are
+        ``adapter`` is the number of a LoRA adapter, ``salt`` is the request's ``cache_salt``. Several answers are
         drawn at random, with a seed each. ``sampling`` are more of vLLM's own parameters.
         """
         self._count += 1

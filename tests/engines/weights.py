@@ -21,10 +21,9 @@ from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER
 from tests.engines.process import Answer, Engine, free_port
 from tests.engines.sglang_judge import Engines, SglangEngine, Side
 from tests.engines.texts import TEXTS, questions
-from tests.engines.trials import ASK, idle, loaded, offered
+from tests.engines.trials import ASK, TOKENS, idle, loaded, offered
 
 MODEL = "smollm2-135m-instruct"
-TOKENS = 12
 CUTS = (0.25, 0.5, 0.75)
 """Where texts are cut: what follows is scored."""
 
@@ -204,8 +203,8 @@ def to_sglang(name: str, text: Text, ending: ExitStack) -> str:
     alone = SglangEngine(settings, FOLDER / "logs/weights_alone.log")
     ending.callback(alone.kill)
     fields = [dict(sglang_judge.FIELDS["scored"][0])] * len(text.questions)
-    right = [scores_of(answer) for answer in alone.ready().generate(text.questions, sglang_judge.TOKENS, fields)]
-    in_turn = [scores_of(alone.generate([prompt], sglang_judge.TOKENS, fields[:1])[0]) for prompt in text.questions]
+    right = [scores_of(answer) for answer in alone.ready().generate(text.questions, TOKENS, fields)]
+    in_turn = [scores_of(alone.generate([prompt], TOKENS, fields[:1])[0]) for prompt in text.questions]
     return line(name, text, [scores_of(answer) for answer in answers], right, [in_turn])
 
 
