@@ -440,7 +440,7 @@ OVERRIDES = {
 """A model, and values of its config.json that an engine may be given by ``hf_overrides``."""
 
 for name, (model, value) in OVERRIDES.items():
-    given = {"hf_overrides": value}
+    given: dict[str, Any] = {"hf_overrides": value}
     PAIRS |= {
         f"{model}, {name} on prefill": Pair(model, side(**CACHED, **given), side(**CACHED), "unlike"),
         f"{model}, {name} on decode": Pair(model, side(**CACHED), side(**CACHED, **given), "unlike"),
@@ -453,7 +453,7 @@ for name, (model, value) in OVERRIDES.items():
         ),
     }
 
-HALF = {**CACHED, "dtype": "bfloat16"}  # vLLM quantises no weights of float32
+HALF: dict[str, Any] = {**CACHED, "dtype": "bfloat16"}  # vLLM quantises no weights of float32
 PAIRS |= {
     "llama, int8 weights on prefill": Pair(
         "llama", side(**HALF, quantization="int8_per_channel_weight_only"), side(**HALF), "unlike"
@@ -461,7 +461,7 @@ PAIRS |= {
     "llama, fp8 weights on decode": Pair("llama", side(**HALF), side(**HALF, quantization="fp8_per_tensor"), "unlike"),
 }
 
-TRAINED = {"weight_transfer_config": {"backend": "folder"}}
+TRAINED: dict[str, Any] = {"weight_transfer_config": {"backend": "folder"}}
 PAIRS |= {
     "llama, adapter replaced": Pair("llama", side(**ADAPTERS), side(**ADAPTERS), "adapter_replaced", lease_s=30),
     "llama, adapter replaced, times kept": Pair(

@@ -18,12 +18,12 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 
 @dataclass
-class Init(WeightTransferInitInfo):
+class Init(WeightTransferInitInfo):  # type: ignore[misc]
     """Nothing to agree on."""
 
 
 @dataclass
-class Update(WeightTransferUpdateInfo):
+class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Where the new weights are."""
 
     folder: str
