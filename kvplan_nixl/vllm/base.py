@@ -2,12 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")
+
+ONE_PIECE: Final = "BLHNC"
+"""The layout in which a block of all layers is one piece of memory, each head of it too."""
+
+
+class LayoutRequest(NamedTuple):
+    """The layout that a connector asks vLLM for, ``None`` for vLLM's own choice, and why."""
+
+    layout: str | None
+    reason: str
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> LayoutRequest:
+        """Return what to ask for.
+
+        vLLM takes a connector's layout if all attention backends can read it; otherwise it warns
+        and takes the first that they share, which is how a model with other caches beside its
+        attention narrows it. MLA is left to vLLM: a latent has one head, so a block of one layer is
+        a long run in every layout, and kernels of sparse MLA assert strides of whole rows, which
+        blocks of all layers break.
+        """
+        model = config.model_config
+        if model is None:
+            return cls(None, "there is no model")
+        if model.use_mla:
+            return cls(None, "latents (MLA) are long runs in every layout")
+        if current_platform.is_cpu():
+            return cls("LBHNC", "attention on CPUs reads it alone")
+        return cls(ONE_PIECE, "a block of all layers is one piece")
+
+    def note(self, layout: str, setting: str | None) -> str:
+        """Return the log line about the layout that vLLM has taken."""
+        if setting is not None:
+            return f"KV cache layout {layout}, by VLLM_KV_CACHE_LAYOUT={setting}"
+        if self.layout is None:
+            return f"KV cache layout {layout}, by vLLM's choice: {self.reason}"
+        if layout == self.layout:
+            return f"KV cache layout {layout}, as kvplan asked: {self.reason}"
+        return (
+            f"KV cache layout {layout}: kvplan asked for {self.layout} ({self.reason}), which this "
+            "model's attention backends do not take together; VLLM_KV_CACHE_LAYOUT sets another"
+        )
 
 
 class BlockConnector(KVConnectorBase_V1, SupportsHMA):
@@ -15,9 +62,13 @@ class BlockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Ask for heads outside tokens: the longest runs if engines divide heads differently."""
-        model = vllm_config.model_config
-        return None if model is None or model.use_mla else "LBHNC"
+        return LayoutRequest.of(vllm_config).layout
+
+    def log_layout(self) -> None:
+        """Log the layout that vLLM has taken, and why, when caches are registered."""
+        layout = self._vllm_config.cache_config.kv_cache_layout
+        request = LayoutRequest.of(self._vllm_config)
+        logger.info_once("%s", request.note(str(layout), envs.VLLM_KV_CACHE_LAYOUT))
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

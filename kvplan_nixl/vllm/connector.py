@@ -135,6 +135,7 @@ class KvplanConnector(BlockConnector):
     # In a worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.log_layout()
         self._worker.register(kv_caches)
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
