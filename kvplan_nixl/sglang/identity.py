@@ -410,7 +410,17 @@ def _read(config: Any, folder: Path, overrides: Any) -> dict[str, Any]:
         model_config_parser=config.model_config_parser,
     )
     facts: dict[str, Any] = read.to_dict()
-    return {key: value for key, value in facts.items() if key != "_name_or_path"}
+    facts.pop("_name_or_path", None)
+    return _without_type(facts)
+
+
+def _without_type(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the older name of ``rope_type``, which SGLang adds to it."""
+    new = {}
+    for key, value in config.items():
+        if key != "type" or "rope_type" not in config:
+            new[key] = _without_type(value) if isinstance(value, Mapping) else value
+    return new
 
 
 def _scales(path: str) -> str:
