@@ -45,18 +45,20 @@ def _snapshot(repository: str, revision: str | None) -> Path | None:
 def adapter_of(path: str) -> str:
     """Return a fingerprint of an adapter's files, or its path if it has none that can be read.
 
-    A folder is read once, and again when one of its files has changed.
+    A folder is read once, and again when one of its files has changed. The time of a file's last
+    change is the system's own: whoever replaces a file may set its other times.
     """
     try:
-        changed_ns = [(entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(path)]
+        states = [(entry.name, entry.stat()) for entry in os.scandir(path)]
     except OSError:  # it is in a hub
         return path
-    return _adapter(path, tuple(sorted(changed_ns)))
+    files = [(name, state.st_ino, state.st_size, state.st_ctime_ns) for name, state in states]
+    return _adapter(path, tuple(sorted(files)))
 
 
 @functools.lru_cache(maxsize=MAX_ADAPTERS)
-def _adapter(path: str, changed_ns: tuple[tuple[str, int], ...]) -> str:
-    """Return what :func:`adapter_of` does, for files by name and time of their last change."""
+def _adapter(path: str, files: tuple[tuple[str, int, int, int], ...]) -> str:
+    """Return what :func:`adapter_of` does, for files by name, number, size and last change."""
     try:
         return fingerprint(path) or path
     except KVPlanError:  # of broken files
