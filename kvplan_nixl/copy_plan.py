@@ -28,11 +28,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan._arrays import Ints, read_only
-from kvplan.describe import Blocks, Region
+from kvplan.describe import Blocks
 from kvplan.describe.blocks import Tokens, check_listed
 from kvplan.describe.views import Group
 from kvplan.describe.worker import Key
-from kvplan.plan import Pair, ReadSpec, Table, TransferPlan
+from kvplan.plan import ReadSpec, Table, TransferPlan
 from kvplan.plan.align import count_below, cycle, local_index, slots
 from kvplan.plan.series import GroupPair, RunSeries, TablePair, TokenSeries
 from kvplan.plan.transfer import Requested
@@ -413,7 +413,17 @@ class BoundCopy:
         pieces = self.numbers[:, Field.COUNT] * self.numbers[:, Field.RUNS]
         return int(pieces @ np.array(lengths, np.int64)) if lengths else 0
 
-    def copies(self, named: Mapping[int, Sequence[Region]] | None = None) -> Iterator[Copy]:
+    @property
+    def num_runs(self) -> int:
+        """All runs, those of gaps included."""
+        return int((self.numbers[:, Field.COUNT] * self.numbers[:, Field.RUNS]).sum())
+
+    @property
+    def has_gaps(self) -> bool:
+        """Some runs may go to gaps, and do not move."""
+        return bool(self.tables.min() < 0)
+
+    def copies(self) -> Iterator[Copy]:
         """Yield the same copies for torch, which takes each run as one strided tensor.
 
         The arithmetic is that of the kernel, on the host: for devices without Triton.
@@ -434,10 +444,9 @@ class BoundCopy:
                 continue
             sides = []
             for side, table in enumerate(self.pair.tables):
-                regions = table.regions if named is None else named[side]
                 origins = []
                 for region, address in zip(entry.regions[side], entry.origins[side], strict=True):
-                    at = regions[region]
+                    at = table.regions[region]
                     origins.append((at, int(address) - at.address))
                 sides.append(CopySide(tuple(origins), offsets[side][is_listed], ()))
             yield Copy(sides[0], sides[1], (), entry.length)
@@ -536,8 +545,3 @@ def copy_of_spec(spec: ReadSpec, tables: Tables, is_read: bool) -> BoundCopy:
             bound.append((entry, numbers))
     pair = PairCopy({}, laid_out(entries), tables)
     return BoundCopy.of(pair, bound, blocks)
-
-
-def tables_of(pair: Pair, plan: TransferPlan, remote_table: Table) -> Tables:
-    """Return the tables of a pair, the destination's first."""
-    return plan.direction.by_role(pair.local_table, remote_table)

@@ -1,9 +1,9 @@
 """Envelopes: the message by which one worker's executor connects to another's.
 
 The engines send it over any channel. An envelope holds a worker's offer and the metadata of its
-NIXL agent: the line ``kvplan_nixl 2``, an HMAC-SHA256 of all that follows (32 bytes), three lengths
-(big endian, 4 bytes each), then the agent's name, its metadata, and the offer as
-:func:`kvplan.encode` makes it.
+NIXL agent: the line ``kvplan_nixl 3``, an HMAC-SHA256 of all that follows (32 bytes), four lengths
+(big endian, 4 bytes each), then the agent's name, its metadata, the handles by which processes of
+its host map its memory, and the offer as :func:`kvplan.encode` makes it.
 
 An envelope is untrusted data, and a bad one raises :class:`kvplan.PeerError`. But NIXL parses the
 metadata, and some bytes end its process. So the HMAC, with a key that the engines share, is checked
@@ -23,15 +23,18 @@ from kvplan._checks import instance, name
 from kvplan._text import brief_repr
 from kvplan.handshake import Problem
 
-MAGIC: Final = b"kvplan_nixl 2\n"
+MAGIC: Final = b"kvplan_nixl 3\n"
 DIGEST: Final = "sha256"
 HMAC_BYTES: Final = 32
-PART_LENGTHS: Final = struct.Struct(">III")
-"""The lengths of the agent's name, its metadata and the offer."""
+PART_LENGTHS: Final = struct.Struct(">IIII")
+"""The lengths of the agent's name, its metadata, the handles of its memory, and the offer."""
 
 MAX_NAME_BYTES: Final = 1 << 10
 MAX_METADATA_BYTES: Final = 1 << 22
 """Metadata has a few hundred bytes for each registered region and backend."""
+
+MAX_HANDLES_BYTES: Final = 1 << 20
+"""Handles have a few hundred bytes for each region."""
 
 
 def agent_prefix(worker: Worker) -> str:
@@ -48,11 +51,16 @@ def agent_prefix(worker: Worker) -> str:
 
 @attrs.frozen
 class Envelope:
-    """A worker, the name of its NIXL agent, and that agent's metadata."""
+    """A worker, the name of its NIXL agent, and that agent's metadata.
+
+    ``handles`` lets processes of the same host map its memory, as
+    :class:`kvplan_nixl.mapped.MappedExecutor` writes them; empty where nobody can.
+    """
 
     worker: Worker
     agent: str
     metadata: bytes = attrs.field(repr=False)
+    handles: bytes = attrs.field(default=b"", repr=False)
 
     __repr__ = brief_repr
 
@@ -60,6 +68,7 @@ class Envelope:
         instance(Worker, self.worker, "worker of an envelope")
         name(self.agent, "agent of an envelope")
         instance(bytes, self.metadata, "metadata of an envelope")
+        instance(bytes, self.handles, "handles of an envelope")
 
     def pack(self, key: bytes = b"") -> bytes:
         """Return the envelope as bytes, authenticated by a key.
@@ -70,7 +79,7 @@ class Envelope:
         Envelope(worker=<Worker prefill/0: 0 views of 0 tensors in 1 region, 0 groups>,
                  agent='prefill.0.a1')
         """
-        parts = (self.agent.encode(), self.metadata, encode(self.worker))
+        parts = (self.agent.encode(), self.metadata, self.handles, encode(self.worker))
         content = b"".join((PART_LENGTHS.pack(*map(len, parts)), *parts))
         return MAGIC + _digest(key, content) + content
 
@@ -81,7 +90,7 @@ class Envelope:
         Raises a PeerError: ``MESSAGE``, or the code of :func:`kvplan.decode` for its offer.
         """
         instance(bytes, data, "an envelope")
-        # magic, digest, lengths of three parts, the parts
+        # magic, digest, lengths of four parts, the parts
         digest_start = len(MAGIC)
         content_start = digest_start + HMAC_BYTES
         agent_start = content_start + PART_LENGTHS.size
@@ -96,14 +105,17 @@ class Envelope:
                 "one that was made with the key of this engine, and not changed since",
                 "another one",
             )
-        agent_bytes, metadata_bytes, offer_bytes = PART_LENGTHS.unpack_from(data, content_start)
-        if agent_bytes > MAX_NAME_BYTES or metadata_bytes > MAX_METADATA_BYTES:
+        lengths = PART_LENGTHS.unpack_from(data, content_start)
+        agent_bytes, metadata_bytes, handles_bytes, offer_bytes = lengths
+        limits = (MAX_NAME_BYTES, MAX_METADATA_BYTES, MAX_HANDLES_BYTES)
+        if any(length > limit for length, limit in zip(lengths, limits, strict=False)):
             raise _unusable(
-                f"at most {MAX_NAME_BYTES} bytes of name and {MAX_METADATA_BYTES} of metadata",
-                f"{agent_bytes} and {metadata_bytes}",
+                "at most {} bytes of name, {} of metadata and {} of handles".format(*limits),
+                f"{agent_bytes}, {metadata_bytes} and {handles_bytes}",
             )
         metadata_start = agent_start + agent_bytes
-        offer_start = metadata_start + metadata_bytes
+        handles_start = metadata_start + metadata_bytes
+        offer_start = handles_start + handles_bytes
         end = offer_start + offer_bytes
         if end != len(data):
             raise _unusable(f"{end} bytes, by its own lengths", f"{len(data)}")
@@ -111,7 +123,8 @@ class Envelope:
         worker = decode(data[offer_start:])
         if not (agent.startswith(agent_prefix(worker)) and agent.isprintable()):
             raise _unusable(f"the name of an agent of worker {worker.label}", repr(agent))
-        return cls(worker, agent, data[metadata_start:offer_start])
+        handles = data[handles_start:offer_start]
+        return cls(worker, agent, data[metadata_start:handles_start], handles)
 
 
 def _digest(key: bytes, content: bytes) -> bytes:

@@ -179,7 +179,7 @@ class Watch(Unwatched):
             local=spec.local,
             remote=spec.remote,
             num_bytes=spec.num_bytes if self._num_bytes is None else self._num_bytes,
-            num_ids=spec.local_ids.size,
+            num_ids=spec.num_ids,
             make_us=make_us,
             post_us=post_us,
             transfer_us=transfer_us,

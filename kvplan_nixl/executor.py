@@ -178,7 +178,12 @@ class NixlExecutor:
 
     def envelope(self) -> bytes:
         """Return the envelope of this worker, for :meth:`connect` of a remote worker's executor."""
-        return Envelope(self.worker, self._agent.name, self._agent.metadata()).pack(self._key)
+        metadata = self._agent.metadata()
+        return Envelope(self.worker, self._agent.name, metadata, self._handles()).pack(self._key)
+
+    def _handles(self) -> bytes:
+        """Return what lets processes of this host map the worker's memory: nothing here."""
+        return b""
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -206,7 +211,9 @@ class NixlExecutor:
             return peer.worker
         self._make_room(opened.worker)
         self._agent.load(opened.agent, opened.metadata)
-        self._add(_Peer(opened.worker, opened.agent))
+        peer = _Peer(opened.worker, opened.agent)
+        self._open_memory(peer, opened.handles)
+        self._add(peer)
         # messages that the agent sent before it was connected can be read now
         early_messages = self._early
         self._early = deque(maxlen=MAX_EARLY)
@@ -214,6 +221,9 @@ class NixlExecutor:
             messages = self._unread if sender == opened.agent else self._early
             messages.append((sender, data))
         return opened.worker
+
+    def _open_memory(self, peer: _Peer, handles: bytes) -> None:
+        """Map the memory of a peer that connects, if handles tell where it is: not here."""
 
     def attach(self, worker: Worker) -> None:
         """Connect to a worker of this process, such as that of a file. It receives no notices."""
@@ -263,9 +273,9 @@ class NixlExecutor:
                 raise not_planned_for(remote, None if peer is None else peer.worker, "remote")
             # rows live as long as the plan's table
             if pair.remote_table not in peer.rows:
-                peer.rows[pair.remote_table] = self._prepared(pair, peer)
+                peer.rows[pair.remote_table] = self._prepared(plan, pair, peer)
 
-    def _prepared(self, pair: Pair, peer: _Peer) -> PreparedRows:
+    def _prepared(self, plan: TransferPlan, pair: Pair, peer: _Peer) -> PreparedRows:
         """Return the prepared rows of a pair."""
         local_kind = memory_kind_of(pair.local_table)
         remote_kind = memory_kind_of(pair.remote_table)
@@ -313,7 +323,7 @@ class NixlExecutor:
             return transfer
         # a transfer of no ids, or one that NIXL carries out while it posts, is done at once
         try:
-            if not spec.local_ids.size or self._post(transfer, peer, rows):
+            if not spec.num_ids or self._post(transfer, peer, rows):
                 self._finish(transfer, peer)
             else:
                 transfer.watch.posted(transfer)
@@ -400,17 +410,21 @@ class NixlExecutor:
         """
         status = instance(Transfer, transfer, "transfer").status
         if status is Status.RUNNING and isinstance(transfer, NixlTransfer):
-            assert transfer.handle is not None
             assert transfer.peer is not None
             if transfer.error is not None:
                 self._end_held(transfer, transfer.peer)
                 return transfer.status
             try:
-                if self._agent.is_done(transfer.handle):
+                if self._has_moved(transfer):
                     self._finish(transfer, transfer.peer)
             except KVPlanError as error:
                 self._fail(transfer, transfer.peer, error)
         return transfer.status
+
+    def _has_moved(self, transfer: NixlTransfer) -> bool:
+        """Return whether all bytes of a running transfer have moved. Raises if it has failed."""
+        assert transfer.handle is not None
+        return self._agent.is_done(transfer.handle)
 
     def backend_of(self, transfer: Transfer) -> str:
         """Return the backend that NIXL chose for a transfer that is not released.

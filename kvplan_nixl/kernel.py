@@ -208,7 +208,12 @@ class KernelCopies:
             return None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            self._launch(bound)
+            try:
+                self._launch(bound)
+            except Exception as error:
+                # nothing is being copied when an error is raised
+                self.wait()
+                raise failed(error) from None
             return self._stream.record_event()
 
     def _launch(self, bound: BoundCopy) -> None:
@@ -294,9 +299,12 @@ def num_tiles(launch: Launch, numbers: Ints, rows: int) -> int:
     return int((-(-items // rows)).sum())
 
 
-def failed(error: RuntimeError) -> KVPlanError:
+def failed(error: Exception) -> KVPlanError:
     """Return the error of copies that have failed on their device."""
     text = " ".join(str(error).split())
     return KVPlanError(
-        "MEMORY", "copy by a kernel", expected="copies within memory", got=f"{text} of torch"
+        "MEMORY",
+        "copy by a kernel",
+        expected="copies within memory",
+        got=f"{type(error).__name__}: {text}",
     )

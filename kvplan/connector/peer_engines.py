@@ -353,7 +353,7 @@ class PeerEngines:
             plan = peer.handshake.result()
             # Connecting takes the places of the workers before, also where it fails.
             self._forget_older(peer)
-            self._connect(plan)
+            plan = self._connect(plan)
         except KVPlanError as error:
             self._fail(peer, error)
             return True
@@ -365,8 +365,11 @@ class PeerEngines:
         del self._peers[peer.source]
         peer.error = error
 
-    def _connect(self, plan: PeerPlan) -> None:
-        """Connect to the workers with which bytes are exchanged, and prepare the plan."""
+    def _connect(self, plan: PeerPlan) -> PeerPlan:
+        """Connect to the workers with which bytes are exchanged, and return the prepared plan.
+
+        Nothing is staged where the executor maps the memory of all of them.
+        """
         for pair, remote in zip(plan.direct.pairs, plan.direct.remotes, strict=True):
             if not pair.group_pairs:
                 continue
@@ -379,10 +382,15 @@ class PeerEngines:
             self._connected.pop(remote.key, None)
             self._connections.connect(offer)
             self._connected[remote.key] = WorkerOffer(remote, offer)
+        maps = getattr(self._executor, "maps", None)
+        moving = [worker for worker in plan.direct.remotes if worker.key in plan.offers]
+        if maps is not None and all(maps(worker) for worker in moving):
+            plan = attrs.evolve(plan, staged=None)
         if plan.staged is None:
             self._executor.prepare(plan.direct)
         else:
             plan.staged.prepare()
+        return plan
 
     def _forget_older(self, newest: PeerEngine) -> None:
         """Forget earlier starts of an engine, and engines that were not read from for long."""

@@ -72,7 +72,10 @@ class ReadResult:
 
 def cut(spec: ReadSpec) -> Iterator[ReadSpec]:
     """Cut what is read from a worker into transfers of a limited number of ids and of bytes."""
-    if not spec.local_ids.size:
+    if not spec.num_ids:
+        return
+    if not spec.lists_ids:
+        yield spec
         return
     longest_bytes = int(spec.local_table.rows[:, 1].max())
     num_ids = min(MAX_TRANSFER_IDS, max(1, MAX_TRANSFER_BYTES // longest_bytes))

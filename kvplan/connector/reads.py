@@ -305,7 +305,10 @@ class Reads:
     def _start_directly(self, job: _Job) -> None:
         """Start transfers with each worker that has some of the bytes."""
         request = request_of(job.read, job.plan, to_block_end=job.read.to_block_end)
-        for spec in job.plan.bind(**request):
+        # an executor that needs no ids binds by itself
+        bind = getattr(self._executor, "bind", None)
+        specs = job.plan.bind(**request) if bind is None else bind(job.plan, **request)
+        for spec in specs:
             job.unposted.extend(cut(spec))
         self._post(job)
 

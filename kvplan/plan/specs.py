@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from functools import cached_property
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeVar
+from typing import ClassVar, Final, NamedTuple, TypeVar
 
 import attrs
 import numpy as np
@@ -125,6 +125,14 @@ class ReadSpec:
     remote_ids: Ids
     shapes: Shapes = ()
 
+    lists_ids: ClassVar[bool] = True
+    """A subclass whose executor needs no ids lists them only if somebody asks for them."""
+
+    @property
+    def num_ids(self) -> int:
+        """Descriptors on each side before coalescing."""
+        return int(self.local_ids.size)
+
     @property
     def num_bytes(self) -> int:
         """Bytes that move. Cheaper than :meth:`descriptors`: ids are counted by row."""
@@ -218,7 +226,7 @@ class ReadSpec:
         is_known = is_one_of(self.operation, DIRECTIONS)
         arrow = DIRECTIONS[self.operation].arrow if is_known else shown(self.operation)
         workers = f"{label_of(self.local)} {arrow} {label_of(self.remote)}"
-        return f"<ReadSpec {workers}: {self.local_ids.size} ids>"
+        return f"<ReadSpec {workers}: {self.num_ids} ids>"
 
 
 def _sum_of(ids: Ids) -> IdSum:

@@ -13,12 +13,12 @@ from kvplan_nixl import Envelope, NixlExecutor
 from tests.small import engine
 
 (WORKER,) = engine("prefill")
-GOOD = Envelope(WORKER, "prefill.0.a1", b"metadata")
+GOOD = Envelope(WORKER, "prefill.0.a1", b"metadata", b"handles")
 
 
 def authentic(content: bytes) -> bytes:
     """Anything in an envelope that nobody has changed."""
-    return b"kvplan_nixl 2\n" + hmac.digest(b"", content, "sha256") + content
+    return b"kvplan_nixl 3\n" + hmac.digest(b"", content, "sha256") + content
 
 
 def test_an_envelope_comes_out_as_it_went_in() -> None:
@@ -36,9 +36,9 @@ def test_an_envelope_cut_short(length: int) -> None:
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b"", "starts with 'kvplan_nixl 2'"),
-        (b"kvplan_nixl 1\n" + bytes(44), "starts with 'kvplan_nixl 2'"),
-        (authentic(b"\xff" * 12), "at most 1024 bytes of name"),
+        (b"", "starts with 'kvplan_nixl 3'"),
+        (b"kvplan_nixl 1\n" + bytes(44), "starts with 'kvplan_nixl 3'"),
+        (authentic(b"\xff" * 16), "at most 1024 bytes of name"),
         (authentic(GOOD.pack()[46:] + b" "), "by its own lengths"),
         (GOOD.pack() + b" ", "made with the key of this engine"),
         (Envelope(WORKER, "decode.0.a1", b"").pack(), "the name of an agent of worker prefill/0"),
