@@ -74,7 +74,7 @@ def files(backend: Any) -> Example:
         "stop": 2,
         "chunks": [b"page"],
         "used_s": 1.0,
-        "before_s": 1.0,
+        "unfinished_s": 1.0,
     }
     return backend, right
 
@@ -84,6 +84,7 @@ def store(kind: type[StoreReader]) -> Example:
     reader = kind(MemoryBackend(), CACHED, tokens_per_page=8)
     right: dict[str, Any] = {"tokens": range(20), "facts": [(3, "image")], "chain": reader.chain(range(20))}
     right |= {"start": 0, "step": 8, "stop": 16, "group": CACHED.groups[0], "listings": {}, "page": 0}
+    right |= {"owner": "a tenant", "names": ["0" * 32]}
     return reader, {
         **right,
         "tables": {"attn": REQUEST["local"]["attn"]},
@@ -130,7 +131,7 @@ def examples() -> dict[type, Callable[[], Example]]:
         Leases: lambda: (Leases(), {"request": "r", "lease": "r 0"}),
         Handoff: lambda: (
             Handoff(SOURCE, "r", 7, "a1", REQUEST["remote"]),
-            {"key": b"", "group": "attn", "attended": 3},
+            {"key": None, "group": "attn", "attended": 3},
         ),
         System: lambda: (System(), {**system, "duration_s": 0.0, "num_bytes": 4}),
         Picture: lambda: (show(OURS), {"path": "a.svg"}),

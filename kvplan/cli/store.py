@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -26,12 +28,13 @@ from kvplan.store import (
     StoredPart,
     evict,
     open_backend,
-    read_file,
 )
+from kvplan.store.backends import is_pin
+from kvplan.store.client import check_file
 from kvplan.store.pages import read_header
 from kvplan.store.parallel import in_batches
-from kvplan.store.parts import NAME_DIGITS
-from kvplan.store.readers import PIN, of_group, place
+from kvplan.store.parts import DIVIDED, NAME_DIGITS
+from kvplan.store.readers import of_group, place
 
 GIB: Final = 1 << 30
 DAY_S: Final = 86400
@@ -92,7 +95,7 @@ class ModelEntry:
         """Yield the lines that ``ls`` prints."""
         of_tokens = "" if self.tokens_per_page is None else f" of {self.tokens_per_page} tokens"
         pinned = f", {len(self.pinned)} pinned" if self.pinned else ""
-        yield f"  {self.model}, space {self.name}"
+        yield f"  {printable(self.model)}, space {self.name}"
         pages = f"{count(len(self.pages), 'page')}{of_tokens}{pinned}"
         yield f"    {pages}, {size(self.num_bytes)}, prefixes of up to {self.longest} tokens"
         for part in self.parts.values():
@@ -132,27 +135,30 @@ def is_part(entry: FileEntry) -> bool:
 
 
 def header_of(backend: Backend, entry: FileEntry) -> PageHeader | KVPlanError:
-    """Return the header of a file, or why it cannot be read. Raises ``BACKEND``."""
+    """Return the header of a file, or why it cannot be read."""
     try:
         return read_header(
             entry.name, lambda start, stop: backend.get(entry.name, start, stop) or b""
         )
     except KVPlanError as error:
-        if error.code == "BACKEND":
-            raise
         return error
+
+
+def printable(text: str) -> str:
+    """Return a text of a file as one line of a terminal: who has written it is unknown."""
+    return text if text.isprintable() else ascii(text)
 
 
 def spaces_of(backend: Backend) -> tuple[list[ModelEntry], list[str]]:
     """Return the spaces of a store, and what is wrong with files whose headers cannot be read."""
     spaces: dict[str, ModelEntry] = {}
-    faults = []
-    entries = sorted(backend.entries(), key=lambda entry: entry.name)
+    faults: list[str] = []
+    entries = sorted(backend.entries(faults), key=lambda entry: entry.name)
     # pins first, which have no header
     for entry in entries:
         space_name, key, part_name = entry.name.split("/")
         space = spaces.setdefault(space_name, ModelEntry(space_name))
-        if part_name == PIN:
+        if is_pin(part_name):
             space.pinned.add(key)
     files = [entry for entry in entries if is_part(entry)]
     headers = in_batches(partial(header_of, backend), files, backend.at_once)
@@ -197,28 +203,103 @@ def ls_command(location: str, as_json: bool) -> int:
         print_lines([f"{location}: {count(len(spaces), 'model')}"])
         for space in spaces:
             print_lines(space.lines())
-        print_lines(f"  {fault}" for fault in faults)
+        print_lines(f"  {printable(fault)}" for fault in faults)
     return 1 if faults else 0
 
 
 @attrs.frozen
 class FileCheck:
-    """A file, and what is wrong with it, if anything is."""
+    """A file, its header, and what is wrong with it, if anything is."""
 
     entry: FileEntry
+    header: PageHeader | None = None
     fault: str = ""
     is_gone: bool = False
 
 
 def check_of(backend: Backend, entry: FileEntry) -> FileCheck:
-    """Read a file and check its digests. Raises ``BACKEND``."""
+    """Read a file and check its digests."""
     try:
-        read_file(backend, entry.name)
+        return FileCheck(entry, check_file(backend, entry.name))
     except KVPlanError as error:
+        is_gone = False
         # an evictor may have deleted the file since it was listed
-        is_gone = backend.get(entry.name, 0, 1) is None
-        return FileCheck(entry, f"{error}", is_gone)
-    return FileCheck(entry)
+        with contextlib.suppress(KVPlanError):
+            is_gone = backend.get(entry.name, 0, 1) is None
+        return FileCheck(entry, None, f"{error}", is_gone)
+
+
+@attrs.define
+class PageChecks:
+    """What whole files say about the pages that they make up together."""
+
+    stops: dict[str, dict[str, int]] = attrs.field(factory=dict)
+    parts: dict[str, StoredPart] = attrs.field(factory=dict)
+
+    def add(self, name: str, header: PageHeader) -> None:
+        """Take a file that is whole."""
+        page, _, part_name = name.rpartition("/")
+        self.stops.setdefault(page, {})[part_name] = header.stop
+        if part_name not in self.parts:
+            self.parts[part_name] = header.part
+
+    def misplaced(self) -> dict[str, str]:
+        """Return the files that do not end where most of their page's files do, and the reason."""
+        faults = {}
+        for page, stops in self.stops.items():
+            (stop, number), *others = Counter(stops.values()).most_common(2) or [(0, 0)]
+            if not others:
+                continue
+            # of as many on both sides, any may be wrong
+            is_tie = others[0][1] == number
+            for part_name, own_stop in stops.items():
+                if is_tie or own_stop != stop:
+                    name = f"{page}/{part_name}"
+                    ends = few(sorted(map(str, {*stops.values()})), ", ")
+                    faults[name] = f"cannot read page {name}: its files end at {ends}"
+        return faults
+
+    def incomplete(self) -> list[str]:
+        """Return the pages that have only some of the heads, or channels, of a tensor."""
+        lacks: dict[frozenset[str], str] = {}
+        faults = []
+        for page, stops in self.stops.items():
+            names = frozenset(stops)
+            # pages of one writer have the same parts
+            if names not in lacks:
+                lacks[names] = lacking([self.parts[name] for name in sorted(names)])
+            if lacks[names]:
+                faults.append(f"page {page} lacks {lacks[names]}")
+        return faults
+
+
+def lacking(parts: Iterable[StoredPart]) -> str:
+    """Return what parts lack of the tensors that they have, or an empty text."""
+    held: dict[tuple[str, str, int], set[int]] = {}
+    ranks: dict[tuple[str, int], set[int]] = {}
+    sizes: dict[tuple[str, str, int], int] = {}
+    for part in parts:
+        worker = part.worker
+        for view, index in zip(worker.views, worker.geometry_of, strict=True):
+            geometry = worker.geometries[index]
+            context = part.group.context
+            ranks.setdefault((view.name, context.size), set()).add(context.rank)
+            for axis in geometry.sizes.keys() & {*DIVIDED}:
+                tensor = (view.name, axis, part.group.context.rank)
+                sizes[tensor] = geometry.sizes[axis]
+                for start, stop in geometry.segments[axis].covered:
+                    held.setdefault(tensor, set()).update(range(start, stop))
+    missing: dict[str, None] = {}
+    for (name, axis, rank), total in sizes.items():
+        absent = sorted({*range(total)} - held.get((name, axis, rank), set()))
+        if absent:
+            missing[f"{axis} {few(list(map(str, absent)), ', ')} of {total} of {name}"] = None
+    for (name, total), present in ranks.items():
+        absent = sorted({*range(total)} - present)
+        if absent:
+            text = few(list(map(str, absent)), ", ")
+            missing[f"context rank {text} of {total} of {name}"] = None
+    return few([*missing], ", ")
 
 
 @click.command("verify")
@@ -228,34 +309,58 @@ def check_of(backend: Backend, entry: FileEntry) -> FileCheck:
 def verify_files_command(location: str, delete: bool, as_json: bool) -> int:
     """Read all pages of a store and check their digests.
 
-    Exit status: 0 all are whole, 1 some are damaged, 2 refused.
+    A page is incomplete if it has only some heads of a tensor, as while ranks save it.
+
+    Exit status: 0 all are whole, 1 some are damaged or incomplete, 2 refused.
     """
     backend = opened(location)
     num_files = 0
     num_bytes = 0
-    faults = []
+    unlisted: list[str] = []
+    damaged: dict[str, str] = {}
+    pages = PageChecks()
     # all bytes are read, which takes minutes for a large store
     with progress_bar(as_json) as bar:
         bar.add_task("verify", total=None)
-        files = filter(is_part, backend.entries())
-        # as many files are in memory as are read at once
+        files = filter(is_part, backend.entries(unlisted))
+        # a piece of each file that is read at once is in memory
         for check in in_batches(partial(check_of, backend), files, backend.at_once):
             if check.is_gone:
                 continue
             num_files += 1
             num_bytes += check.entry.num_bytes
-            if check.fault:
-                faults.append(check.fault)
-            if check.fault and delete:
-                backend.delete(check.entry.name)
+            if check.header is None:
+                damaged[check.entry.name] = check.fault
+            else:
+                pages.add(check.entry.name, check.header)
+    damaged |= pages.misplaced()
+    undeleted = deleted_of(backend, damaged) if delete else []
+    # pages with damaged files are named once
+    pages_damaged = {name.rpartition("/")[0] for name in damaged}
+    incomplete = [fault for fault in pages.incomplete() if fault.split()[1] not in pages_damaged]
+    faults = [*sorted(damaged.values()), *unlisted, *undeleted]
     if as_json:
-        echo_json({"files": num_files, "bytes": num_bytes, "faults": sorted(faults)})
+        document = {"files": num_files, "bytes": num_bytes, "faults": faults}
+        echo_json({**document, "incomplete": incomplete})
     else:
         verb = "deleted" if delete else "damaged"
-        whole = f"{count(num_files - len(faults), 'file')} of {num_files} whole"
-        print_lines([f"{location}: {whole}, {len(faults)} {verb}, {size(num_bytes)}"])
-        print_lines(f"  {fault}" for fault in sorted(faults))
-    return 1 if faults else 0
+        whole = f"{count(num_files - len(damaged), 'file')} of {num_files} whole"
+        number = len(damaged) - len(undeleted)
+        pages_lacking = f", {count(len(incomplete), 'page')} incomplete" if incomplete else ""
+        print_lines([f"{location}: {whole}, {number} {verb}{pages_lacking}, {size(num_bytes)}"])
+        print_lines(f"  {printable(fault)}" for fault in [*faults, *incomplete])
+    return 1 if faults or incomplete else 0
+
+
+def deleted_of(backend: Backend, names: Iterable[str]) -> list[str]:
+    """Delete files, as many as can be, and return why others could not."""
+    faults = []
+    for name in names:
+        try:
+            backend.delete(name)
+        except KVPlanError as error:
+            faults.append(f"{error}")
+    return faults
 
 
 @attrs.frozen
@@ -341,23 +446,33 @@ def explain_pages_command(location: str, offer: str, as_json: bool) -> int:
 @click.option("--max-gib", type=click.FloatRange(min=0), help="Bytes of the whole store.")
 @click.option("--max-model-gib", type=click.FloatRange(min=0), help="Bytes of each model.")
 @click.option("--max-days", type=click.FloatRange(min=0), help="Days since the last use.")
+@click.option("--max-pinned-gib", type=click.FloatRange(min=0), help="Bytes of pinned pages.")
 @json_option
 def gc_command(
     location: str,
     max_gib: float | None,
     max_model_gib: float | None,
     max_days: float | None,
+    max_pinned_gib: float | None,
     as_json: bool,
 ) -> int:
     """Delete the pages that exceed limits, and what killed writers have left.
 
-    Pages that were used longest ago go first. Pinned pages stay.
+    Pages that were used longest ago go first. Pinned pages stay, those that were pinned first if
+    they have a limit.
+
+    Exit status: 0 done, 1 something could not be listed or deleted, 2 refused.
 
     \b
     kvplan store gc /kv --max-gib 500 --max-days 7
     """
     # limits that are not given are none
-    limits = Limits(_scaled(max_gib, GIB), _scaled(max_model_gib, GIB), _scaled(max_days, DAY_S))
+    limits = Limits(
+        _scaled(max_gib, GIB),
+        _scaled(max_model_gib, GIB),
+        _scaled(max_days, DAY_S),
+        _scaled(max_pinned_gib, GIB),
+    )
     evicted = evict(opened(location), limits, time.time())
     if as_json:
         echo_json(attrs.asdict(evicted))
@@ -366,7 +481,8 @@ def gc_command(
         unfinished = count(evicted.num_unfinished, "unfinished file")
         left = size(evicted.left_bytes)
         print_lines([f"{location}: deleted {pages}, and {unfinished}; {left} left"])
-    return 0
+        print_lines(f"  {printable(fault)}" for fault in evicted.faults)
+    return 1 if evicted.faults else 0
 
 
 def _scaled(number: float | None, unit: int) -> int | None:

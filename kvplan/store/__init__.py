@@ -9,10 +9,11 @@ from the description. The page "The format of a store" specifies keys and files.
     StoreClient.load    Backend.get --digests checked--> pages in memory --plan_reads--> cache
 """
 
-from kvplan.store.backends import Backend, FileBackend, FileEntry, MemoryBackend
+from kvplan.store.backends import Backend, FileEntry, MemoryBackend, OpenFile, Unfinished
 from kvplan.store.chain import PAGE_TOKENS, Chain, Fact
 from kvplan.store.client import StoreClient, read_file
 from kvplan.store.eviction import BackgroundEviction, Evicted, Limits, evict
+from kvplan.store.files import FileBackend
 from kvplan.store.locations import open_backend
 from kvplan.store.mover import MemoryMover, Mover
 from kvplan.store.pages import PageHeader
@@ -34,11 +35,13 @@ __all__ = [
     "MemoryBackend",
     "MemoryMover",
     "Mover",
+    "OpenFile",
     "PageHeader",
     "StallGuard",
     "StoreClient",
     "StoreReader",
     "StoredPart",
+    "Unfinished",
     "evict",
     "find",
     "open_backend",

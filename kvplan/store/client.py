@@ -13,9 +13,11 @@ bytes is used, and two short copies are cheaper than many short writes to a file
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -29,15 +31,22 @@ from kvplan.describe.views import Group
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan, plan_writes
-from kvplan.store.backends import Backend
+from kvplan.store.backends import PIN, Backend
 from kvplan.store.chain import PAGE_TOKENS, Chain
 from kvplan.store.mover import MemoryMover, Mover
-from kvplan.store.pages import PageHeader, check_data, check_name, pack, read_header
+from kvplan.store.pages import (
+    MemoryOf,
+    PageHeader,
+    check_size,
+    check_space,
+    check_stop,
+    pack,
+    read_page,
+)
 from kvplan.store.parallel import in_parallel
-from kvplan.store.parts import STATES, TOKENS, StoredPart, parts_of
+from kvplan.store.parts import NAME_DIGITS, STATES, TOKENS, StoredPart, parts_of
 from kvplan.store.readers import (
     NO_WINDOWS,
-    PIN,
     Attended,
     Listings,
     PagePlan,
@@ -50,6 +59,9 @@ BUFFER_BYTES: Final = 64 << 20
 
 DIGESTS_AT_ONCE: Final = 4
 """Digests take as long as files, so several are computed at once even of a backend at hand."""
+
+MAX_DATA_BYTES: Final = 1 << 30
+"""The most data of a file that is read into memory of its own."""
 
 PAGES_AT_ONCE: Final = 32
 """The most pages that are noted as used in one step."""
@@ -172,8 +184,18 @@ class StoreClient(StoreReader):
             span = (run.start * self.tokens_per_page, run.stop * self.tokens_per_page)
             self._move(page_plan, group, table, run, span)
             files = self._files(chain, page_plan, run)
-            in_parallel(self._write_file, files, self._files_at_once)
-            num_saved += len(run)
+            outcomes = in_parallel(self._write_file, files, self._files_at_once)
+            by_page: defaultdict[int, list[bool | KVPlanError]] = defaultdict(list)
+            for file, outcome in zip(files, outcomes, strict=True):
+                by_page[file.page].append(outcome)
+            # what another writer has written, or is writing, is not new
+            num_saved += sum(
+                any(written) and not any(isinstance(one, KVPlanError) for one in written)
+                for written in by_page.values()
+            )
+            if any(isinstance(outcome, KVPlanError) for outcome in outcomes):
+                self.faults["BACKEND"] += 1
+                break
         return num_saved
 
     def _files(self, chain: Chain, page_plan: PagePlan, pages: range) -> list[_FileMemory]:
@@ -190,10 +212,17 @@ class StoreClient(StoreReader):
     def _files_at_once(self) -> int:
         return max(self.backend.at_once, DIGESTS_AT_ONCE)
 
-    def _write_file(self, file: _FileMemory) -> None:
+    def _write_file(self, file: _FileMemory) -> bool | KVPlanError:
+        """Write a file. Return whether it was, or the error of a backend that has failed."""
         stop = (file.page + 1) * self.tokens_per_page
-        self.backend.put(file.name, pack(file.key, stop, file.part, file.memory))
-        self.num_steps += 1
+        try:
+            return self.backend.put(file.name, pack(file.key, stop, file.part, file.memory))
+        except KVPlanError as error:
+            if error.code != "BACKEND":
+                raise
+            return error
+        finally:
+            self.num_steps += 1
 
     def _move(
         self, page_plan: PagePlan, group: Group, table: Blocks, pages: range, positions: Range
@@ -278,14 +307,20 @@ class StoreClient(StoreReader):
 
     def _read_file(self, file: _FileMemory) -> None:
         """Read a file into the buffer, rules L1 and L2."""
+
+        def memory_of(header: PageHeader) -> memoryview:
+            check_size(file.name, header, file.part)
+            check_stop(file.name, header, (file.page + 1) * self.tokens_per_page)
+            return file.memory
+
         try:
-            _, data = read_file(self.backend, file.name, file.part)
+            _read(self.backend, file.name, memory_of)
         except KVPlanError as error:
             # the page is a miss from now on, also for others
             if error.code != "BACKEND":
-                self.backend.delete(file.name)
+                with contextlib.suppress(KVPlanError):
+                    self.backend.delete(file.name)
             raise
-        file.memory[:] = data
         self.num_steps += 1
 
     def use(self, chain: Chain, stop: int) -> None:
@@ -295,32 +330,53 @@ class StoreClient(StoreReader):
         """
         pages = self._page_names(chain, stop)
         used_s = time.time()
-        try:
-            for first_page in range(0, len(pages), PAGES_AT_ONCE):
-                used_pages = pages[first_page : first_page + PAGES_AT_ONCE]
+        has_failed = False
+        for first_page in range(0, len(pages), PAGES_AT_ONCE):
+            used_pages = pages[first_page : first_page + PAGES_AT_ONCE]
+            try:
                 self.backend.touch(used_pages, used_s, first_page)
-                self.num_steps += 1
-        except KVPlanError as error:
-            if error.code != "BACKEND":
-                raise
-            self.faults[error.code] += 1
+            except KVPlanError as error:
+                if error.code != "BACKEND":
+                    raise
+                has_failed = True
+            self.num_steps += 1
+        if has_failed:
+            self.faults["BACKEND"] += 1
 
     def _page_names(self, chain: Chain, stop: int) -> list[str]:
         """Return the names of the pages of a prefix."""
         self._check_prefix(chain, stop)
         return [f"{chain.space}/{key}" for key in chain.keys[: stop // self.tokens_per_page]]
 
-    def pin(self, chain: Chain, stop: int) -> None:
-        """Keep the pages of a prefix from being evicted. Raises ``BACKEND``."""
+    def pin(self, chain: Chain, stop: int, owner: str = "") -> None:
+        """Keep the pages of a prefix from being evicted, for an owner. Raises ``BACKEND``.
+
+        A page stays pinned until all of its owners have unpinned it. The store has a digest of the
+        owner's name, so the name can be a secret that nobody else can unpin.
+        """
+        part = pin_name(owner)
         for page in self._page_names(chain, stop):
-            self.backend.put(f"{page}/{PIN}", [b""])
+            self.backend.put(f"{page}/{part}", [b""])
             self.num_steps += 1
 
-    def unpin(self, chain: Chain, stop: int) -> None:
-        """Let the pages of a prefix be evicted again."""
+    def unpin(self, chain: Chain, stop: int, owner: str = "") -> None:
+        """Take an owner's pins from the pages of a prefix."""
+        part = pin_name(owner)
         for page in self._page_names(chain, stop):
-            self.backend.delete(f"{page}/{PIN}")
+            self.backend.delete(f"{page}/{part}")
             self.num_steps += 1
+
+
+def pin_name(owner: str) -> str:
+    """Return the file by which an owner pins a page; the one without a name is the operator.
+
+    >>> pin_name(""), pin_name("tenant 7")
+    ('pin', 'pin.63c3af0c3ba5f5ecb8bf3a2b1c7bd9b8')
+    """
+    if not instance(str, owner, "owner of a pin"):
+        return PIN
+    digest = hashlib.sha256(owner.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{PIN}.{digest[:NAME_DIGITS]}"
 
 
 def read_file(
@@ -328,19 +384,50 @@ def read_file(
 ) -> tuple[PageHeader, memoryview]:
     """Read a whole file and check all its digests; ``part`` is the one of its name, if known.
 
-    Raises ``PAGE``, ``VERSION`` or ``BACKEND``, or what an unreadable description raises.
+    Raises ``PAGE``, ``VERSION`` or ``BACKEND``, or what an unreadable description raises; ``PAGE``
+    too for a file with more data than :data:`MAX_DATA_BYTES`.
     """
-    having("get", backend, "backend of a store", "a Backend")
-    content = backend.get(checked_name(name, "name of a page"))
-    if content is None:
+    having("open", backend, "backend of a store", "a Backend")
+    data = memoryview(b"")
+
+    def memory_of(header: PageHeader) -> memoryview:
+        nonlocal data
+        check_size(name, header, part or header.part)
+        at_most = min(header.num_bytes, MAX_DATA_BYTES)
+        if at_most < header.num_bytes:
+            expected = f"at most {MAX_DATA_BYTES} bytes of data"
+            got = f"{header.num_bytes}"
+            raise KVPlanError("PAGE", f"read page {name}", expected=expected, got=got)
+        data = memoryview(bytearray(header.num_bytes))
+        return data
+
+    header = _read(backend, checked_name(name, "name of a page"), memory_of)
+    return header, data
+
+
+def check_file(backend: Backend, name: str) -> PageHeader:
+    """Check a whole file, of which little is in memory. Raises as :func:`read_file` does."""
+    having("open", backend, "backend of a store", "a Backend")
+
+    def no_memory(header: PageHeader) -> None:
+        part = header.part
+        check_size(name, header, part)
+        size = part.tokens_per_page
+        if size is not None and (header.stop % size or not header.stop):
+            check_stop(name, header, max(header.stop // size, 1) * size)
+        if size is not None:
+            check_space(name, part.worker.model, size)
+
+    return _read(backend, checked_name(name, "name of a page"), no_memory)
+
+
+def _read(backend: Backend, name: str, memory_of: MemoryOf) -> PageHeader:
+    file = backend.open(name)
+    if file is None:
         action = f"read page {name}"
         raise KVPlanError("PAGE", action, expected="a file", got="none, or an evicted one")
-    header = read_header(name, lambda start, stop: content[start:stop])
-    _, key, part_name = name.split("/")
-    check_name(name, header, key, part_name)
-    data = memoryview(content)[header.data_offset :]
-    check_data(name, header, data, (part or header.part).num_bytes)
-    return header, data
+    with contextlib.closing(file):
+        return read_page(name, file, memory_of)
 
 
 def _rows(pages: Iterable[int], most: int) -> list[range]:

@@ -9,7 +9,8 @@ from typing import Any, Final
 from kvplan._checks import name
 from kvplan._text import shown
 from kvplan.errors import KVPlanError
-from kvplan.store.backends import Backend, FileBackend
+from kvplan.store.backends import Backend
+from kvplan.store.files import FileBackend
 
 SCHEMES: Final = ("s3",)
 """The schemes of URLs of object stores."""
@@ -18,17 +19,26 @@ SCHEMES: Final = ("s3",)
 def open_backend(location: str) -> Backend:
     """Return the backend of a folder, or of a URL such as ``s3://bucket/prefix``.
 
-    Raises ``NAME`` for a URL of another scheme, ``BACKEND`` if the folder cannot be made or the
-    package obstore is not installed.
+    Raises ``NAME`` for a URL of another scheme or with a password, ``BACKEND`` if the folder cannot
+    be made or the package obstore is not installed.
 
     >>> open_backend("gopher://bucket")
     Traceback (most recent call last):
     kvplan.errors.KVPlanError: NAME: cannot open a store: expected a folder or a URL of s3,
     got 'gopher://bucket'
     """
-    scheme, separator, _ = name(location, "location of a store").partition("://")
+    scheme, separator, rest = name(location, "location of a store").partition("://")
     if not separator:
         return FileBackend(location)
+    # it is in logs, in messages, and in the list of processes
+    if "@" in rest or "?" in rest:
+        raise KVPlanError(
+            "NAME",
+            f"open a store of {shown(scheme)}",
+            expected="a bucket and a prefix",
+            got="a URL with a user, a password or parameters, which is not shown",
+            hint="AWS's variables of the environment say who asks",
+        )
     if scheme not in SCHEMES:
         expected = f"a folder or a URL of {' or '.join(SCHEMES)}"
         raise KVPlanError("NAME", "open a store", expected=expected, got=shown(location))

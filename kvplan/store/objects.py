@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import groupby
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import obstore
 from obstore.exceptions import BaseError, GenericError
@@ -29,6 +30,7 @@ from kvplan.store.backends import (
     FILE_NAME,
     FileBytes,
     FileEntry,
+    Unfinished,
     check_moment,
     checked_chunks,
     checked_name,
@@ -36,15 +38,25 @@ from kvplan.store.backends import (
     checked_span,
     checked_uses,
     failed,
+    is_pin,
 )
 from kvplan.store.parallel import Returned, in_parallel
 from kvplan.store.stalls import PAUSE_S
+
+if TYPE_CHECKING:
+    from obstore import GetResult
 
 MARK: Final = re.compile(r"used\.(\d{1,12}\.\d{5})")
 """The name of a mark, rule O2."""
 
 MARK_STEP_S: Final = 600.0
 """The times of marks are multiples of this, less what rule S5 takes off."""
+
+AHEAD_S: Final = 3600.0
+"""A mark of a time so long after now is of a clock that was wrong."""
+
+STREAM_BYTES: Final = 1 << 20
+"""The bytes of an object that come at once, at least."""
 
 TIMEOUT_S: Final = 5.0
 AT_ONCE: Final = 32
@@ -111,7 +123,7 @@ class ObjectBackend:
             self._paused_until_s = time.monotonic() + self._pause_s
             raise failed(verb, name, f"an answer of {self.place}", _reason(error)) from error
 
-    def put(self, name: str, chunks: Sequence[FileBytes]) -> None:
+    def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
         """Put an object in one request, rule O1."""
         checked_name(name)
         data = b"".join(checked_chunks(chunks))
@@ -119,6 +131,7 @@ class ObjectBackend:
             self._ask("write", name, lambda: self._put(name, data))
         except FileNotFoundError as error:
             raise failed("write", name, f"a bucket at {self.place}", _reason(error)) from error
+        return True
 
     def _put(self, name: str, data: bytes) -> None:
         obstore.put(self._store, name, data, use_multipart=False)
@@ -149,13 +162,23 @@ class ObjectBackend:
                 raise
             return b""
 
-    def delete(self, name: str) -> None:
-        """Delete an object, which is no error of S3's if it is not there."""
+    def open(self, name: str) -> OpenedObject | None:
+        """Ask for an object in one request, whose bytes come while they are read."""
+        checked_name(name)
+        try:
+            answer = self._ask("read", name, lambda: obstore.get(self._store, name))
+        except FileNotFoundError:
+            return None
+        return OpenedObject(self, name, answer)
+
+    def delete(self, name: str) -> bool:
+        """Delete an object. Return true: S3 does not say whether it was there."""
         checked_name(name)
         try:
             self._ask("delete", name, lambda: obstore.delete(self._store, name))
         except FileNotFoundError:
-            return
+            return False
+        return True
 
     def files(self, page: str) -> tuple[str, ...]:
         """List the objects of a page in one request."""
@@ -187,14 +210,16 @@ class ObjectBackend:
         times = {name: float(mark[1]) for name in names if (mark := MARK.fullmatch(name))}
         new_mark = f"used.{max(used_s, 0.0):.5f}"
         # what was evicted meanwhile, or is marked already, gets no mark
-        if len(times) == len(names) or max(times.values(), default=-1.0) >= used_s:
+        has_part = any(name not in times and not is_pin(name) for name in names)
+        known = [time_s for time_s in times.values() if time_s < used_s + AHEAD_S]
+        if not has_part or max(known, default=-1.0) >= used_s:
             return
         # the new one first, so that the page never has none
         self.put(f"{page}/{new_mark}", [])
         for old_mark in times:
             self.delete(f"{page}/{old_mark}")
 
-    def entries(self) -> Iterator[FileEntry]:
+    def entries(self, faults: list[str] | None = None) -> Iterator[FileEntry]:
         """List all objects, in one request for each 1000 of them."""
         # objects of a page follow each other
         for _, files in groupby(self._all(), key=lambda file: file.page):
@@ -208,10 +233,36 @@ class ObjectBackend:
                     used_s = entry["last_modified"].timestamp()
                     yield FileEntry(entry["path"], entry["size"], used_s)
 
-    def sweep(self, before_s: float) -> int:
-        """Return 0: no object is ever half put."""
-        check_moment(before_s, "before_s")
-        return 0
+    def sweep(self, unfinished_s: float = 0.0) -> Unfinished:
+        """Delete nothing: no object is ever half put."""
+        seconds(unfinished_s, "unfinished_s")
+        return Unfinished(0, 0)
+
+
+class OpenedObject:
+    """An object whose bytes come while they are read."""
+
+    def __init__(self, backend: ObjectBackend, name: str, answer: GetResult) -> None:
+        self.num_bytes: int = answer.meta["size"]
+        self._ask = partial(backend._ask, "read", name)
+        self._chunks: Iterator[bytes] = iter(answer.stream(min_chunk_size=STREAM_BYTES))
+        self._rest = memoryview(b"")
+
+    def read_into(self, memory: memoryview) -> int:
+        """Copy bytes that have come, or wait for some."""
+        if not self._rest:
+            try:
+                self._rest = memoryview(self._ask(lambda: next(self._chunks, b"")))
+            except FileNotFoundError:  # it was deleted meanwhile
+                return 0
+        num_bytes = min(len(memory), len(self._rest))
+        memory[:num_bytes] = self._rest[:num_bytes]
+        self._rest = self._rest[num_bytes:]
+        return num_bytes
+
+    def close(self) -> None:
+        """Ask for no further bytes."""
+        self._chunks = iter(())
 
 
 def _with_marks(files: Sequence[FileEntry]) -> Iterable[FileEntry]:
@@ -220,7 +271,13 @@ def _with_marks(files: Sequence[FileEntry]) -> Iterable[FileEntry]:
     times = [float(mark[1]) for mark in matches if mark]
     if not times:
         return files
-    return [FileEntry(file.name, file.num_bytes, max(times)) for file in files]
+    return [
+        # the time of a pin says who came first
+        file
+        if is_pin(file.name.rpartition("/")[2])
+        else FileEntry(file.name, file.num_bytes, max(times))
+        for file in files
+    ]
 
 
 def _reason(error: Exception) -> str:

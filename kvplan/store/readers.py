@@ -5,18 +5,22 @@
 - R2: A part whose model, dtypes or sizes differ from the worker's is no part for it.
 - R3: A prefix can be read up to a position if every page from the first one that a group attends to
   serves it, and, for states, if the states after exactly that position are stored.
-- R4: A page that is missing, evicted or damaged ends the prefix; it is never an error of a search.
+- R4: A page that is missing, evicted or damaged ends the prefix; it is no error of a search. A
+  search reads the headers of parts that it has not seen, and deletes damaged ones.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import having, instance, integer, interval, members
+from kvplan._checks import having, instance, integer, interval, members, seconds
 from kvplan._text import few, shown
 from kvplan.describe.blocks import POSITION_END, Range
 from kvplan.describe.views import ADDRESS_END, Group, Region
@@ -25,7 +29,7 @@ from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan, plan_reads
 from kvplan.store.backends import Backend
 from kvplan.store.chain import PAGE_TOKENS, Chain
-from kvplan.store.pages import check_name, read_header
+from kvplan.store.pages import PageHeader, check_name, read_header
 from kvplan.store.parallel import in_parallel
 from kvplan.store.parts import NAME_DIGITS, StoredPart
 
@@ -36,9 +40,6 @@ Attended = Callable[[int], int]
 """Returns the first position to which the token at a position, or a later one, attends."""
 
 NO_WINDOWS: Final[Mapping[str, Attended]] = MappingProxyType({})
-
-PIN: Final = "pin"
-"""The file of a page that keeps the page from being evicted."""
 
 FIRST_ADDRESS: Final = 1 << 12
 
@@ -92,7 +93,7 @@ def of_group(worker: Worker, group: Group) -> Worker:
 
 
 class StoreReader:
-    """Finds the pages of a store that one worker can read. Use it from one thread at a time.
+    """Finds the pages of a store that one worker can read. Any number of threads may use it.
 
     ``attended`` has a function for each group that does not attend to all positions before a
     token. Pages are read into a buffer of ``buffer_bytes`` at ``address``; who only searches needs
@@ -168,34 +169,26 @@ class StoreReader:
         """Return the longest prefix that can be read, as :func:`find` does for all workers."""
         return find([self], chain, start=start, stop=stop, step=step)
 
-    def limit(self, chain: Chain, start: int, stop: int, listings: Listings) -> int:
-        """Return ``stop`` if a prefix can be read up to there, rule R3, else a bound of others."""
-        self._check_prefix(chain, stop)
-        for group in self.groups:
-            is_state = group.tokens_per_block is None
-            if is_state and stop % self.tokens_per_page:
-                return stop - stop % self.tokens_per_page
-            for page in self.pages(group, self.needs(start, stop)[group.name]):
-                if self.plan_of(chain, page, group, listings) is None:
-                    # a window may have passed the page, and states are elsewhere too
-                    is_needed_later = not is_state and group.name not in self._attended
-                    return page * self.tokens_per_page if is_needed_later else stop - 1
-        return stop
-
     def plan_of(self, chain: Chain, page: int, group: Group, listings: Listings) -> PagePlan | None:
         """Return the plan of the reads of a group from a page, ``None`` if that lacks something."""
-        num_pages = len(instance(Chain, chain, "chain").keys)
-        key = chain.keys[integer(page, "page of a chain", high=num_pages)]
         instance(Group, group, "group")
-        if key not in instance(dict, listings, "listings"):
-            self._list(chain, page, listings)
+        names_there = self.names_of(chain, page, listings)
+        key = chain.keys[page]
         self.num_steps += 1
         # pages of one writer have the same parts, and so the same plan
-        names = frozenset(name for name in listings[key] if self._part(chain, key, name))
+        names = frozenset(name for name in names_there if self._part(chain, key, name))
         question = (group.name, names)
         if question not in self._plans:
             self._plans[question] = self._plan(group, names)
         return self._plans[question]
+
+    def names_of(self, chain: Chain, page: int, listings: Listings) -> frozenset[str]:
+        """Return the names of the parts of a page, which ``listings`` has from then on."""
+        num_pages = len(instance(Chain, chain, "chain").keys)
+        key = chain.keys[integer(page, "page of a chain", high=num_pages)]
+        if key not in instance(dict, listings, "listings"):
+            self._list(chain, page, listings)
+        return listings[key]
 
     def _list(self, chain: Chain, page: int, listings: Listings) -> None:
         """List the parts of a page, and of as many beside it as can be asked for at once.
@@ -208,7 +201,7 @@ class StoreReader:
         keys = [key for key in chain.keys[pages.start : pages.stop] if key not in listings]
         names = [f"{chain.space}/{key}" for key in keys]
         for key, parts in zip(keys, in_parallel(self.backend.files, names, at_once), strict=True):
-            listings[key] = frozenset(parts)
+            listings[key] = frozenset(part for part in parts if len(part) == NAME_DIGITS)
 
     def _of_groups(self, values: Any, subject: str) -> Mapping[str, Any]:
         """Return values by group. Raises ``TYPE``, and ``NAME`` for a name that no group has."""
@@ -236,12 +229,29 @@ class StoreReader:
             except KVPlanError as error:
                 if error.code == "BACKEND":
                     raise
-                # another page may have a whole file of the part
+                # another page may have a whole file of the part, and this one can be saved again
+                with contextlib.suppress(KVPlanError):
+                    self.backend.delete(file)
                 return None
+            self._parts[name] = self._readable(header)
+        return self._parts.get(name)
+
+    def _readable(self, header: PageHeader) -> StoredPart | None:
+        try:
             part = header.part
             fits = part.tokens_per_page in (None, self.tokens_per_page)
-            self._parts[name] = part if fits and not part.misfit(self.worker) else None
-        return self._parts.get(name)
+            return part if fits and not part.misfit(self.worker) else None
+        except KVPlanError:
+            # whatever has this name describes nothing that can be read
+            return None
+
+    def knows(self, names: Iterable[str]) -> bool:
+        """Return whether what this worker reads of parts depends on their names alone."""
+        return all(name in self._parts for name in members(str, names, "names of parts"))
+
+    def attended_of(self, group: Group) -> Attended | None:
+        """Return the function of a group that does not attend to all positions."""
+        return self._attended.get(instance(Group, group, "group").name)
 
     def _plan(self, group: Group, names: Collection[str]) -> PagePlan | None:
         """Plan the reads of a group from some parts, ``None`` if they lack something, rule R1."""
@@ -272,6 +282,146 @@ class StoreReader:
         return PagePlan(plan_reads(own, workers), tuple(parts), offsets, num_pages)
 
 
+@attrs.frozen(eq=False)
+class _EqualNeeds:
+    """Groups of some workers that need the same pages of every prefix, so one answer is for all."""
+
+    is_state: bool
+    attended: Attended | None
+    tokens_per_page: int
+    groups: list[tuple[StoreReader, Group]] = attrs.field(factory=list)
+
+
+class _EngineSearch:
+    """One search for all workers of an engine.
+
+    What a page serves depends on the names of its parts. Pages of one writer have equal names, so
+    the workers are asked once for each set of names, and not for each page.
+    """
+
+    def __init__(
+        self, readers: Sequence[StoreReader], chain: Chain, is_over: Callable[[], bool]
+    ) -> None:
+        self._readers = readers
+        self._chain = chain
+        self._is_over = is_over
+        needs: dict[tuple[bool, int, int], _EqualNeeds] = {}
+        for reader in readers:
+            for group in reader.groups:
+                attended = reader.attended_of(group)
+                is_state = group.tokens_per_block is None
+                # a state is at the end of a prefix, whatever the group attends to
+                key = (is_state, 0 if is_state else id(attended), reader.tokens_per_page)
+                equal = _EqualNeeds(is_state, attended, reader.tokens_per_page)
+                needs.setdefault(key, equal).groups.append((reader, group))
+        self._needs = [*needs.values()]
+        self._listings: Listings = {}
+        self._of_names: dict[frozenset[str], tuple[bool, ...]] = {}
+        self._of_page: dict[int, tuple[bool, ...]] = {}
+
+    def find(self, start: int, stop: int, step: int) -> int:
+        """Return the longest prefix up to ``stop``, a multiple of ``step``, or ``start``."""
+        ends = [
+            self._end_of_all(index, start, stop)
+            for index, needs in enumerate(self._needs)
+            if not needs.is_state and needs.attended is None
+        ]
+        end = min([stop, *ends]) // step * step
+        windows = [
+            _Windows(needs, partial(self._serves, index), start)
+            for index, needs in enumerate(self._needs)
+            if not needs.is_state and needs.attended is not None
+        ]
+        states = [
+            (needs.tokens_per_page, index)
+            for index, needs in enumerate(self._needs)
+            if needs.is_state
+        ]
+        while end > start:
+            # a state is that after the last position of a page
+            sizes = [size for size, _ in states if end % size]
+            if sizes:
+                end = (end - end % sizes[0]) // step * step
+                continue
+            if all(self._serves(index, end // size - 1) for size, index in states) and all(
+                window.are_there(end) for window in windows
+            ):
+                return end
+            end -= step
+        return start
+
+    def _end_of_all(self, index: int, start: int, stop: int) -> int:
+        """Return where the pages end that groups need which attend to all positions."""
+        size = self._needs[index].tokens_per_page
+        for page in range(start // size, -(-stop // size)):
+            if not self._serves(index, page):
+                return page * size
+        return stop
+
+    def _serves(self, index: int, page: int) -> bool:
+        """Return whether a page has what the groups with some needs read of it."""
+        served = self._of_page.get(page)
+        if served is None:
+            served = self._of_page[page] = self._served(page)
+        return served[index]
+
+    def _served(self, page: int) -> tuple[bool, ...]:
+        if self._is_over():
+            action = "search a store"
+            raise KVPlanError("BACKEND", action, expected="an answer in time", got="none")
+        first = self._readers[0]
+        names = first.names_of(self._chain, page, self._listings)
+        first.num_steps += 1
+        served = self._of_names.get(names)
+        if served is None:
+            served = tuple(
+                all(
+                    reader.plan_of(self._chain, page, group, self._listings) is not None
+                    for reader, group in needs.groups
+                )
+                for needs in self._needs
+            )
+            # a damaged file is of this page alone
+            if all(reader.knows(names) for reader in self._readers):
+                self._of_names[names] = served
+        return served
+
+
+class _Windows:
+    """The windows of some groups before the ends of prefixes, from the longest prefix on.
+
+    No page is asked for twice: ``_whole`` are pages that serve the groups, from the lowest one that
+    was asked for on, and ``_missing`` is the last page that did not.
+    """
+
+    def __init__(self, needs: _EqualNeeds, serves: Callable[[int], bool], start: int) -> None:
+        assert needs.attended is not None
+        self._attended = needs.attended
+        self._size = needs.tokens_per_page
+        self._serves = serves
+        self._start = start
+        self._whole = range(0)
+        self._missing = -1
+
+    def are_there(self, end: int) -> bool:
+        """Return whether all pages of the windows before an end are there."""
+        low = min(max(self._start, self._attended(end)), end)
+        if low == end:
+            return True
+        first, stop = low // self._size, -(-end // self._size)
+        if first <= self._missing < stop:
+            return False
+        if stop - 1 not in self._whole:
+            self._whole = range(stop, stop)
+        while self._whole.start > first:
+            page = self._whole.start - 1
+            if not self._serves(page):
+                self._missing = page
+                return False
+            self._whole = range(page, self._whole.stop)
+        return True
+
+
 def find(
     readers: Iterable[StoreReader],
     chain: Chain,
@@ -279,27 +429,27 @@ def find(
     start: int = 0,
     stop: int | None = None,
     step: int | None = None,
+    until_s: float | None = None,
 ) -> int:
     """Return the longest prefix that all workers of an engine can read, up to ``stop`` if given.
 
     It is a multiple of ``step``, of whole pages unless one is given, and above ``start``, the
     positions that are there already; ``start`` itself if nothing more is stored. Raises
-    ``BACKEND``.
+    ``BACKEND``, also if it is not done at ``until_s`` of the monotonic clock.
     """
     searchers = members(StoreReader, readers, "readers of a store")
     instance(Chain, chain, "chain")
     first = integer(start, "start of a search", high=POSITION_END)
     size = chain.tokens_per_page if step is None else step
     stride = integer(size, "step of a search", low=1, high=POSITION_END)
-    listings: Listings = {}
     most = chain.num_tokens if stop is None else integer(stop, "stop of a search")
     end = min(most, chain.num_tokens) // stride * stride
-    while end > first:
-        bound = end
-        # what one worker cannot read, the others need not look at
-        for reader in searchers:
-            bound = min(bound, reader.limit(chain, first, bound, listings))
-        if bound == end:
-            return end
-        end = bound // stride * stride
-    return first
+    if until_s is not None:
+        seconds(until_s, "until_s")
+    if end <= first or not searchers:
+        return max(end, first)
+
+    def is_over() -> bool:
+        return until_s is not None and time.monotonic() > until_s
+
+    return _EngineSearch(searchers, chain, is_over).find(first, end, stride)

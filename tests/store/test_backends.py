@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvplan import Blocks, KVPlanError
-from kvplan.store import Backend, Limits, evict
+from kvplan.store import Backend, Limits, Unfinished, evict
 from tests.store.engines import PROMPT, QWEN, EngineWithStore
 
 BLOCKS = {"attn": Blocks([3, 9, 5, 1, 7, 30])}
@@ -50,7 +50,7 @@ def test_a_page_lists_its_files_alone(backend: Backend) -> None:
     assert backend.files(PAGES[2]) == ()
     entries = {entry.name: entry.num_bytes for entry in backend.entries()}
     assert entries == {NAMES[0]: 1, NAMES[1]: 1, f"{PAGES[0]}/pin": 1}
-    assert backend.sweep(0.0) == 0
+    assert backend.sweep(0.0) == Unfinished(0, 0)
 
 
 def test_two_writers_of_a_name_leave_one_file(backend: Backend) -> None:

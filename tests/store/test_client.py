@@ -236,13 +236,13 @@ class FarBackend(MemoryBackend):
         self._listed.add(page)
         return super().files(page)
 
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
-        self._wait("get" if stop is None else "get a header", name)
-        return super().get(name, start, stop)
+    def open(self, name: str) -> Any:
+        self._wait("open", name)
+        return super().open(name)
 
-    def put(self, name: str, chunks: Any) -> None:
+    def put(self, name: str, chunks: Any) -> bool:
         self._wait("put", name)
-        super().put(name, chunks)
+        return super().put(name, chunks)
 
 
 def test_a_store_that_is_far_away_is_asked_at_once() -> None:
@@ -259,7 +259,7 @@ def test_a_store_that_is_far_away_is_asked_at_once() -> None:
     assert reader.find([*PROMPT[:16], *range(80)]) == 16
     backend.expect("list", 5)
     assert reader.find([*PROMPT[:16], *range(1, 81)]) == 16
-    backend.expect("get", 8)
+    backend.expect("open", 8)
     reader.load(PROMPT, BLOCKS, 96)
     assert len(backend.asked) == len({*backend.asked})
     ids = BLOCKS["attn"].ids.tolist()[:6]

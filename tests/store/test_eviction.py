@@ -126,9 +126,9 @@ def test_a_store_that_is_gone_is_looked_at_again(tmp_path: Path) -> None:
 class LongList(MemoryBackend):
     """A store that takes a while to list."""
 
-    def entries(self) -> Any:
+    def entries(self, faults: list[str] | None = None) -> Any:
         time.sleep(0.1)
-        return super().entries()
+        return super().entries(faults)
 
 
 def test_a_large_store_is_looked_at_less_often() -> None:

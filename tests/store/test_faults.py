@@ -86,8 +86,10 @@ def test_a_page_that_is_evicted_meanwhile_is_an_error_and_no_byte(tmp_path: Path
     assert reader.find(PROMPT) == 0
 
 
-def test_a_full_store_loses_pages_alone() -> None:
+def test_a_full_store_loses_pages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that finds no room is counted, what fits is a hit, and nothing is raised."""
+    # the first files fit, and no thread overtakes another
+    monkeypatch.setattr("kvplan.store.client.DIGESTS_AT_ONCE", 1)
     backend = MemoryBackend(max_bytes=100_000)
     writer = saved(backend)
     assert writer.caches[0].client.faults == {"BACKEND": 1}
@@ -103,9 +105,7 @@ def test_a_failing_disk_leaves_nothing(number: int, step: str, tmp_path: Path, m
     def fail(*arguments: Any, **options: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    targets = {"open": "builtins.open", "write": "kvplan.store.FileBackend._write"}
-    targets |= {"fsync": "os.fsync", "rename": "pathlib.Path.rename"}
-    monkeypatch.setattr(targets[step], fail)
+    monkeypatch.setattr(f"os.{step}", fail)
     writer = saved(backend)
     assert writer.caches[0].client.faults == {"BACKEND": 1}
     monkeypatch.undo()
@@ -136,7 +136,7 @@ def test_a_store_that_is_gone_fails_searches_and_loads(tmp_path: Path) -> None:
     backend = FileBackend(tmp_path / "kv")
     writer = saved(backend)
     (tmp_path / "kv").rename(tmp_path / "elsewhere")
-    with pytest.raises(KVPlanError, match=r"^BACKEND: cannot list"):
+    with pytest.raises(KVPlanError, match=r"^BACKEND: cannot open the folder of a store"):
         writer.find(PROMPT)
     assert writer.save(PROMPT, BLOCKS, 96) == 0
     assert writer.caches[0].client.faults["BACKEND"] == 1
@@ -180,7 +180,7 @@ def test_a_writer_that_is_killed_leaves_whole_files_alone(tmp_path: Path) -> Non
         else:
             read_file(backend, entry.name)
     assert len(entries) >= num_written > 20
-    evict(backend, Limits(), 4e9)
+    evict(backend, Limits(), 4e9, unfinished_s=0.0)
     assert [*(tmp_path / "tmp").iterdir()] == []
 
 
@@ -238,18 +238,18 @@ def test_a_folder_that_an_evictor_removes_is_made_again(
     """The folder of a page is empty before its first file has its name, so an evictor may remove it."""
     key = "1" * 64
     name = f"{'0' * 16}/{key}/{'a' * 32}"
-    removed: list[Path] = []
-    make = Path.mkdir
+    removed: list[str] = []
+    make = os.mkdir
 
-    def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
-        make(path, *arguments, **options)
-        if path.name == key and not removed:
-            path.rmdir()
+    def mkdir(path: Any, *arguments: Any, dir_fd: int | None = None) -> None:
+        make(path, *arguments, dir_fd=dir_fd)
+        if path == key and not removed:
+            os.rmdir(path, dir_fd=dir_fd)
             removed.append(path)
             if moment == "while it is made":
-                raise FileExistsError  # as pathlib does where there was a folder, and then is none
+                raise FileExistsError  # as where another writer's folder was there, and then is not
 
-    monkeypatch.setattr(Path, "mkdir", mkdir)
+    monkeypatch.setattr("os.mkdir", mkdir)
     backend = FileBackend(tmp_path)
     backend.put(name, [b"bytes"])
     assert (backend.get(name), len(removed)) == (b"bytes", 1)
@@ -263,12 +263,14 @@ def test_a_folder_that_vanishes_while_it_is_listed_has_no_files(
     names = [f"{'0' * 16}/{digit * 64}/{'a' * 32}" for digit in "123"]
     for name in names:
         backend.put(name, [b"bytes"])
-    scan = os.scandir
+    status = os.fstat
 
-    def scandir(path: Any) -> Any:
-        if Path(path).name == "2" * 64:
+    def fstat(descriptor: int) -> Any:
+        # each folder is looked at when it has been opened
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("2" * 64):
+            monkeypatch.undo()
             FileBackend(tmp_path).delete(names[1])
-        return scan(path)
+        return status(descriptor)
 
-    monkeypatch.setattr("os.scandir", scandir)
+    monkeypatch.setattr("os.fstat", fstat)
     assert sorted(entry.name for entry in backend.entries()) == [names[0], names[2]]

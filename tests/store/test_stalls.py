@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -51,15 +52,14 @@ class HangingBackend(MemoryBackend):
             self._wait()
         super().touch(pages, used_s, first_page)
 
-    def put(self, name: str, chunks: Sequence[FileBytes]) -> None:
+    def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
         self._wait()
-        super().put(name, chunks)
+        return super().put(name, chunks)
 
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
+    def open(self, name: str) -> Any:
         # headers come at once
-        if stop is None:
-            self._wait()
-        return super().get(name, start, stop)
+        self._wait()
+        return super().open(name)
 
 
 class Guarded:
