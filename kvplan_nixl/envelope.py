@@ -6,13 +6,12 @@ NIXL agent: the line ``kvplan_nixl 3``, an HMAC-SHA256 of all that follows (32 b
 its host map its memory, and the offer as :func:`kvplan.encode` makes it.
 
 An envelope is untrusted data, and a bad one raises :class:`kvplan.PeerError`. But NIXL parses the
-metadata, and some bytes end its process. So the HMAC, with a key that the engines share, is checked
-before anything else. With an empty key it finds accidents, and no forgery.
+metadata, and some bytes end its process. So the HMAC, with the key that the engines share, is
+checked before anything else.
 """
 
 from __future__ import annotations
 
-import hmac
 import struct
 from typing import Final
 
@@ -21,10 +20,11 @@ import attrs
 from kvplan import KVPlanError, PeerError, Worker, decode, encode
 from kvplan._checks import instance, name
 from kvplan._text import brief_repr
+from kvplan.connector.shared_key import AnyKey, SharedKey
 from kvplan.handshake import Problem
 
 MAGIC: Final = b"kvplan_nixl 3\n"
-DIGEST: Final = "sha256"
+PURPOSE: Final = "envelope"
 HMAC_BYTES: Final = 32
 PART_LENGTHS: Final = struct.Struct(">IIII")
 """The lengths of the agent's name, its metadata, the handles of its memory, and the offer."""
@@ -70,7 +70,7 @@ class Envelope:
         instance(bytes, self.metadata, "metadata of an envelope")
         instance(bytes, self.handles, "handles of an envelope")
 
-    def pack(self, key: bytes = b"") -> bytes:
+    def pack(self, key: AnyKey = None) -> bytes:
         """Return the envelope as bytes, authenticated by a key.
 
         >>> from kvplan import Region, Worker
@@ -81,10 +81,11 @@ class Envelope:
         """
         parts = (self.agent.encode(), self.metadata, self.handles, encode(self.worker))
         content = b"".join((PART_LENGTHS.pack(*map(len, parts)), *parts))
-        return MAGIC + _digest(key, content) + content
+        signature = SharedKey.of(key).sign(PURPOSE, content)
+        return MAGIC + bytes.fromhex(signature) + content
 
     @classmethod
-    def unpack(cls, data: bytes, key: bytes = b"") -> Envelope:
+    def unpack(cls, data: bytes, key: AnyKey = None) -> Envelope:
         """Read an envelope that was packed with a key.
 
         Raises a PeerError: ``MESSAGE``, or the code of :func:`kvplan.decode` for its offer.
@@ -99,8 +100,8 @@ class Envelope:
                 f"a message that starts with {MAGIC.decode().strip()!r}", f"{data[:digest_start]!r}"
             )
         # nothing but the digest is trusted before it has been compared
-        digest = _digest(key, data[content_start:])
-        if not hmac.compare_digest(data[digest_start:content_start], digest):
+        signature = data[digest_start:content_start].hex()
+        if not SharedKey.of(key).has_signed(signature, PURPOSE, data[content_start:]):
             raise _unusable(
                 "one that was made with the key of this engine, and not changed since",
                 "another one",
@@ -125,11 +126,6 @@ class Envelope:
             raise _unusable(f"the name of an agent of worker {worker.label}", repr(agent))
         handles = data[handles_start:offer_start]
         return cls(worker, agent, data[metadata_start:handles_start], handles)
-
-
-def _digest(key: bytes, content: bytes) -> bytes:
-    """Return the HMAC of an envelope's content."""
-    return hmac.digest(instance(bytes, key, "the key of envelopes"), content, DIGEST)
 
 
 def _unusable(expected: str, got: str) -> PeerError:

@@ -39,6 +39,7 @@ import attrs
 from kvplan import Executor, KVPlanError, Notice, ReadSpec, Status, Transfer, TransferPlan, Worker
 from kvplan._checks import having, instance, members, seconds
 from kvplan.describe.tensors import check_memory
+from kvplan.connector.shared_key import AnyKey, SharedKey
 from kvplan.describe.worker import Key, key_of
 from kvplan.executor import check_local, not_connected, not_planned_for, still_running, unprepared
 from kvplan.plan import Pair, Table
@@ -110,7 +111,7 @@ class NixlExecutor:
     ``progress_thread`` it serves its peers' transfers and messages only while it polls or reads
     notices. It calls ``on_event`` for each settled transfer, and ``on_peer`` when a remote worker
     is connected, lost or disconnected. Envelopes are authenticated by ``key``, which all engines
-    share.
+    share: by default the one of this host's engines.
 
     Raises ``BACKEND`` for a backend that is missing or refuses the worker's memory.
 
@@ -143,10 +144,11 @@ class NixlExecutor:
         progress_thread: bool = True,
         on_event: Listener | None = None,
         on_peer: Callable[[Peer], object] | None = None,
-        key: bytes = b"",
+        key: AnyKey = None,
     ) -> None:
         self.worker = instance(Worker, worker, "worker")
-        self._key = instance(bytes, key, "the key of envelopes")
+        # a worker that connects to none needs no key of the host either
+        self._key = None if key is None else SharedKey.of(key)
         self._on_event = _function_or_none(on_event, "on_event")
         self._on_peer = _function_or_none(on_peer, "on_peer")
         instance(bool, progress_thread, "progress_thread")

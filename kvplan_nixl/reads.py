@@ -12,6 +12,7 @@ from kvplan.connector.digest_requests import fetch_digests
 from kvplan.connector.peer_engines import HANDSHAKE_S
 from kvplan.connector.reads import Digest
 from kvplan.connector.system import SYSTEM, System
+from kvplan.connector.access import access_or_default
 from kvplan.describe import Worker
 from kvplan.staging import Copier, Pipeline, Rates
 from kvplan_nixl.envelope import Envelope
@@ -40,7 +41,7 @@ def make_reads(
     :class:`~kvplan.connector.Reads`.
     """
 
-    key = b"" if access is None else access.key
+    key = access_or_default(access).key
 
     def open_offer(envelope: bytes) -> Worker:
         return Envelope.unpack(envelope, key).worker

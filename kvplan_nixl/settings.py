@@ -18,6 +18,7 @@ from kvplan.connector.claims import MAX_SOURCES
 from kvplan.connector.handoff import PORT_END
 from kvplan.connector.leases import LEASE_S
 from kvplan.connector.peer_engines import HANDSHAKE_S
+from kvplan.connector.shared_key import key_in_file
 from kvplan.errors import KVPlanError
 from kvplan.staging import Rates
 from kvplan.store import PAGE_TOKENS, Limits
@@ -183,8 +184,9 @@ class StoreSettings(NamedSettings):
     through ``buffer_bytes`` of host memory to load, and as much to save. A request waits at most
     ``search_timeout_s`` for a search, and ``stall_s`` for a load that makes no step. The engine
     keeps the store below ``max_bytes``, each model below ``max_model_bytes``, and evicts what was
-    not used for ``max_age_s``; 0 is no limit. ``model``, ``weights``,
-    ``ignored_facts`` and ``kv_heads`` are those of other connectors.
+    not used for ``max_age_s``; 0 is no limit. Requests may pin pages of ``max_pinned_bytes``, and
+    none where that is 0. ``model``, ``weights``, ``ignored_facts`` and ``kv_heads`` are those of
+    other connectors.
     """
 
     folder: str = setting(name, "")
@@ -195,6 +197,7 @@ class StoreSettings(NamedSettings):
     max_bytes: int = setting(integer, 0)
     max_model_bytes: int = setting(integer, 0)
     max_age_s: float = setting(seconds, 0.0)
+    max_pinned_bytes: int = setting(integer, 0)
     model: str = setting(name, "")
     weights: str = setting(name, "")
     ignored_facts: tuple[str, ...] = setting(texts, ())
@@ -211,7 +214,12 @@ class StoreSettings(NamedSettings):
     @property
     def limits(self) -> Limits:
         """The limits within which the engine keeps the store."""
-        return Limits(self.max_bytes or None, self.max_model_bytes or None, self.max_age_s or None)
+        return Limits(
+            self.max_bytes or None,
+            self.max_model_bytes or None,
+            self.max_age_s or None,
+            self.max_pinned_bytes or None,
+        )
 
 
 def store_refusal(label: str, expected: str, got: str) -> KVPlanError:
@@ -249,7 +257,6 @@ class Settings(NamedSettings):
     kv_heads: int = setting(integer, 0)
     key: bytes = setting(_secret, b"")
     key_file: str = setting(name, "")
-    trust_network: bool = setting(switch, False)
     tls_certificate: str = setting(name, "")
     tls_private_key: str = setting(name, "")
     tls_authority: str = setting(name, "")
@@ -260,15 +267,16 @@ class Settings(NamedSettings):
         return Rates.load(self.rates) if self.rates else None
 
     def access(self) -> Access:
-        """Return the engine's access to the network. Its key is ``key``, or what ``key_file`` has.
+        """Return the engine's access to the network.
 
-        With the files of TLS, which are in PEM, connections are encrypted. Raises ``SETTING`` for
-        settings that do not go together, and for a key that cannot be read or is none.
+        Its key is ``key``, or what ``key_file`` has, or that of this host's engines. With the files
+        of TLS, which are in PEM, connections are encrypted. Raises ``SETTING`` for settings that do
+        not go together and for a key that others can read, ``RANGE`` for a weak one.
         """
         if self.key and self.key_file:
             expected = "key or key_file"
             raise KVPlanError("SETTING", "use a key", expected=expected, got="both")
-        access = Access(key=self.key or self._key_in_file(), trusts_network=self.trust_network)
+        access = Access(key=key_in_file(Path(self.key_file)) if self.key_file else self.key or None)
         # each side shows a certificate, and checks the other's
         files = (self.tls_certificate, self.tls_private_key, self.tls_authority)
         if any(files) and not all(files):
@@ -277,17 +285,3 @@ class Settings(NamedSettings):
         if all(files):
             access.server_tls, access.client_tls = tls_contexts(*map(Path, files))
         return access
-
-    def _key_in_file(self) -> bytes:
-        """Return the key in a file, without spaces and line ends around it."""
-        if not self.key_file:
-            return b""
-        try:
-            key = Path(self.key_file).read_bytes().strip()
-        except OSError as error:
-            action = f"read key_file {self.key_file}"
-            raise KVPlanError("SETTING", action, expected="a file", got=f"{error}") from None
-        if not key:
-            action = f"read key_file {self.key_file}"
-            raise KVPlanError("SETTING", action, expected="a key", got="an empty file")
-        return key

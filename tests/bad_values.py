@@ -341,7 +341,7 @@ def calls() -> Calls:
         "prefixes": {},
     }
     yield "connector.Handoff", Handoff, handoff
-    yield "connector.Handoff.of_params", Handoff.of_params, {"params": Handoff(**handoff).params(), "key": b""}
+    yield "connector.Handoff.of_params", Handoff.of_params, {"params": Handoff(**handoff).params(), "key": None}
     yield "connector.Handoff.check_prompt", Handoff(**handoff).check_prompt, {"digest": "a1"}
     yield "connector.Handoff.count_shared", Handoff(**handoff).count_shared, {"digest_of": {7: "a1"}.__getitem__}
     yield "connector.Handoff.first_kept", Handoff(**handoff).first_kept, {"group": "attn", "attended": 9}

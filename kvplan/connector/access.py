@@ -1,9 +1,11 @@
 """Access: who may talk to an engine over the network, by a key that all engines share.
 
-- D1: Without a key, a server listens on loopback alone, unless the operator trusts the network.
-- D2: With a key, both sides of an exchange prove that they know it. A question is signed with its
-  method, target and body, and an answer with its question, status and body: neither passes for
-  another one.
+- D1: Every question and every answer is signed with a key, by :mod:`kvplan.connector.shared_key`. A
+  server with the key of its host alone listens on loopback: no other host could ask it anything.
+- D2: A question is signed with its method, target and body, and with the server that is asked: the
+  address that the reader was told, and the IP address and port to which it is connected. An answer
+  is signed with its question, status and body. So neither passes for another one, and a server that
+  passes a question on to another server gets no answer.
 - D3: A question quotes the *challenge* of the server, which is random, and has a nonce that nobody
   has used with this challenge. So a recorded question is refused, also by the next start of the
   server, and no clock is compared. The server tells its challenge in each answer, also where it
@@ -21,16 +23,14 @@ import ssl
 from ipaddress import ip_address
 from pathlib import Path
 from secrets import token_hex
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
 from kvplan._checks import instance
 from kvplan._text import brief_repr
+from kvplan.connector.shared_key import HINT, SharedKey
 from kvplan.errors import KVPlanError
-
-MIN_KEY_BYTES: Final = 16
-"""The length of a key, below which it may be guessed from what it has signed."""
 
 TOKEN_BYTES: Final = 16
 """The length of challenges and nonces, too long for two random ones to be equal."""
@@ -42,30 +42,37 @@ MAX_SERVERS: Final = 1 << 10
 """Servers whose challenges a reader remembers. Another one costs a further exchange."""
 
 
-def sign(key: bytes, purpose: str, *parts: bytes) -> str:
-    """Return the HMAC-SHA256 of parts, in hexadecimal. Other purposes have other signatures."""
-    signature = hmac.new(key, digestmod=hashlib.sha256)
-    for part in (purpose.encode(), *parts):
-        # with lengths, since parts that are divided in another way are others
-        signature.update(len(part).to_bytes(8, "big"))
-        signature.update(part)
-    return signature.hexdigest()
+@attrs.frozen
+class Asked:
+    """What a question asks of which server, beside its body.
+
+    ``host`` is the server's address as the reader was told it, ``server`` the IP address and port
+    that the connection has led to, as :func:`numeric_address` writes them.
+    """
+
+    method: str
+    target: str
+    host: str
+    server: str
 
 
 @attrs.frozen
 class Proof:
     """The proof that a question comes from somebody who knows the key, by rules D2 and D3."""
 
+    server: str
     challenge: str
     nonce: str
     body_digest: str
     signature: str
 
     @classmethod
-    def of(cls, key: bytes, challenge: str, method: str, target: str, body: bytes) -> Proof:
+    def of(cls, key: SharedKey, challenge: str, asked: Asked, body: bytes) -> Proof:
         """Return the proof of a new question."""
-        unsigned = cls(challenge, token_hex(TOKEN_BYTES), hashlib.sha256(body).hexdigest(), "")
-        return attrs.evolve(unsigned, signature=unsigned.sign(key, method, target))
+        body_digest = hashlib.sha256(body).hexdigest()
+        unsigned = cls(asked.server, challenge, token_hex(TOKEN_BYTES), body_digest, "")
+        signature = key.sign("question", *unsigned._parts(asked))
+        return attrs.evolve(unsigned, signature=signature)
 
     @classmethod
     def read(cls, text: str) -> Proof | None:
@@ -76,61 +83,68 @@ class Proof:
     def __str__(self) -> str:
         return " ".join(attrs.astuple(self))
 
-    def sign(self, key: bytes, method: str, target: str) -> str:
-        """Return the signature of a question with this challenge, nonce and body."""
-        texts = (method, target, self.challenge, self.nonce, self.body_digest)
-        return sign(key, "question", *(text.encode() for text in texts))
-
-    def is_of(self, key: bytes, method: str, target: str) -> bool:
+    def is_of(self, key: SharedKey, method: str, target: str, host: str) -> bool:
         """Return whether the question was signed with this key."""
-        return is_equal(self.signature, self.sign(key, method, target))
+        asked = Asked(method, target, host, self.server)
+        return key.has_signed(self.signature, "question", *self._parts(asked))
 
     def has_body(self, body: bytes) -> bool:
         """Return whether a body is that of the question."""
-        return is_equal(self.body_digest, hashlib.sha256(body).hexdigest())
+        return hmac.compare_digest(
+            self.body_digest.encode(), hashlib.sha256(body).hexdigest().encode()
+        )
 
-    def sign_answer(self, key: bytes, status: int, challenge: str, body: bytes) -> str:
+    def sign_answer(self, key: SharedKey, status: int, challenge: str, body: bytes) -> str:
         """Return the signature of the answer to this question."""
-        head = f"{self.signature} {status} {challenge}"
-        return sign(key, "answer", head.encode(), body)
+        return key.sign("answer", self._head(status, challenge), body)
 
+    def has_answer(
+        self, key: SharedKey, signature: str, status: int, challenge: str, body: bytes
+    ) -> bool:
+        """Return whether an answer was signed as that to this question."""
+        return key.has_signed(signature, "answer", self._head(status, challenge), body)
 
-def is_equal(signature: str, expected: str) -> bool:
-    """Return whether two signatures are equal, in a time that does not depend on them."""
-    return hmac.compare_digest(signature.encode(), expected.encode())
+    def _parts(self, asked: Asked) -> tuple[bytes, ...]:
+        texts = (*attrs.astuple(asked), self.challenge, self.nonce, self.body_digest)
+        return tuple(text.encode() for text in texts)
+
+    def _head(self, status: int, challenge: str) -> bytes:
+        return f"{self.signature} {status} {challenge}".encode()
 
 
 class Challenges:
-    """The challenges of a server: its latest one, and the one before. Not for several threads.
+    """The challenge of a server, and the questions that have quoted it. Not for several threads.
 
     >>> challenges = Challenges()
-    >>> challenge = challenges.latest
-    >>> challenges.take(challenge, "nonce"), challenges.take(challenge, "nonce")
+    >>> challenge, nonce = challenges.latest, 32 * "a"
+    >>> challenges.take(challenge, nonce), challenges.take(challenge, nonce)
     (True, False)
-    >>> challenges.take("of another server", "nonce")
+    >>> challenges.take("of another server", nonce)
     False
     """
 
     def __init__(self) -> None:
-        # nonces by challenge, the latest last
-        self._nonces: dict[str, set[str]] = {token_hex(TOKEN_BYTES): set()}
-
-    @property
-    def latest(self) -> str:
-        """Return the challenge for the next question."""
-        return next(reversed(self._nonces))
+        self.latest: str = token_hex(TOKEN_BYTES)
+        self._nonces = set[bytes]()
 
     def take(self, challenge: str, nonce: str) -> bool:
-        """Take a question that was signed, and return whether it is a new one."""
-        nonces = self._nonces.get(challenge)
-        if nonces is None or nonce in nonces:
+        """Take a question that was signed, and return whether it is a new one.
+
+        The last one of a challenge brings a new challenge. Questions under way that quote the one
+        before are refused, and asked once more by :func:`kvplan.connector.http.exchange`.
+        """
+        if challenge != self.latest or len(nonce) != 2 * TOKEN_BYTES:
             return False
-        nonces.add(nonce)
-        if len(self._nonces[self.latest]) >= MAX_NONCES:
-            self._nonces[token_hex(TOKEN_BYTES)] = set()
-            # Questions that were under way have the challenge before.
-            if len(self._nonces) > 2:
-                del self._nonces[next(iter(self._nonces))]
+        try:
+            value = bytes.fromhex(nonce)
+        except ValueError:
+            return False
+        if value in self._nonces:
+            return False
+        self._nonces.add(value)
+        if len(self._nonces) >= MAX_NONCES:
+            self.latest = token_hex(TOKEN_BYTES)
+            self._nonces.clear()
         return True
 
 
@@ -138,15 +152,14 @@ class Challenges:
 class Access:
     """The key of an engine, and how it uses the network, as a server and as a reader.
 
-    Without a ``key`` servers listen on loopback only, unless ``trusts_network``: then whoever
-    reaches them is believed. Connections are encrypted where both sides have TLS contexts.
+    ``key`` has a secret in each of at most two lines. None is the key that the engines of this host
+    and user share. Connections are encrypted where both sides have TLS contexts.
 
-    >>> Access(key=b"a secret of all engines")
-    Access(trusts_network=False)
+    >>> Access(key=b"a secret of all engines").key.is_of_host
+    False
     """
 
-    key: bytes = attrs.field(default=b"", repr=False)
-    trusts_network: bool = False
+    key: SharedKey = attrs.field(default=None, converter=SharedKey.of)
     server_tls: ssl.SSLContext | None = attrs.field(default=None, repr=False)
     client_tls: ssl.SSLContext | None = attrs.field(default=None, repr=False)
     # the latest challenges of servers, by address
@@ -155,36 +168,28 @@ class Access:
     __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
-        size = len(instance(bytes, self.key, "key of an access"))
-        if 0 < size < MIN_KEY_BYTES:
-            expected = f"at least {MIN_KEY_BYTES} bytes, or none"
-            raise KVPlanError("RANGE", "use a key", expected=expected, got=f"{size}")
-        instance(bool, self.trusts_network, "trusts_network of an access")
         for context in (self.server_tls, self.client_tls):
             if context is not None:
                 instance(ssl.SSLContext, context, "a TLS context of an access")
 
     def check_address(self, address: str) -> None:
-        """Refuse to listen at an IP address that strangers may reach, by rule D1. Raises ``PEER``.
+        """Refuse to listen where no engine could ask, by rule D1. Raises ``PEER``.
 
         >>> Access().check_address("127.0.0.1")
         >>> Access().check_address("10.0.0.1")
         Traceback (most recent call last):
-        kvplan.errors.KVPlanError: PEER: cannot listen on 10.0.0.1 without a key:
-        expected a loopback address, got one that strangers may reach
-        (set a key that all engines share, or trust_network if only engines reach this address)
+        kvplan.errors.KVPlanError: PEER: cannot listen on 10.0.0.1 with the key of this host:
+        expected a loopback address, got one for other hosts, which do not have that key
+        (set one key on all engines: the setting key or key_file, or KVPLAN_KEY)
         """
-        if is_loopback(instance(str, address, "address of a server")):
-            return
-        if self.key or self.trusts_network:
+        if is_loopback(instance(str, address, "address of a server")) or not self.key.is_of_host:
             return
         raise KVPlanError(
             "PEER",
-            f"listen on {address} without a key",
+            f"listen on {address} with the key of this host",
             expected="a loopback address",
-            got="one that strangers may reach",
-            hint="set a key that all engines share, "
-            "or trust_network if only engines reach this address",
+            got="one for other hosts, which do not have that key",
+            hint=HINT,
         )
 
     def challenge_of(self, server: str) -> str:
@@ -201,6 +206,19 @@ class Access:
         self._challenges[server] = challenge
 
 
+def numeric_address(address: Any) -> str:
+    """Return the IP address and port of an end of a TCP connection as a text.
+
+    >>> numeric_address(("::ffff:127.0.0.1", 5600, 0, 0))
+    '127.0.0.1:5600'
+    """
+    host, port, *_ = address
+    # without the interface of a link-local address, which differs at the two ends
+    ip = ip_address(f"{host}".partition("%")[0])
+    mapped = getattr(ip, "ipv4_mapped", None)
+    return f"{mapped or ip}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Return whether a host is this machine alone."""
     try:
@@ -209,8 +227,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def access_or_none(access: Access | None) -> Access:
-    """Return an access, one without a key in place of None."""
+def access_or_default(access: Access | None) -> Access:
+    """Return an access, that of this host's engines in place of None."""
     return Access() if access is None else instance(Access, access, "access")
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan._checks import instance, interval, members, name, seconds
-from kvplan.connector.access import Access, access_or_none
+from kvplan.connector.access import Access, access_or_default
 from kvplan.connector.handoff import Source
 from kvplan.connector.http import ANSWER_S
 from kvplan.connector.leases import Leases
@@ -143,7 +143,7 @@ def fetch_digests(
     silence: KVPlanError | None = None
     while system.monotonic() < stop:
         try:
-            digests = _ask_once(source, request, access_or_none(access), system)
+            digests = _ask_once(source, request, access_or_default(access), system)
         except KVPlanError as error:
             if error.code != "PEER":
                 raise

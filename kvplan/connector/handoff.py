@@ -20,7 +20,7 @@ from kvplan._checks import (
     wrong_type,
 )
 from kvplan._text import brief_repr, few, shown
-from kvplan.connector.access import is_equal, sign
+from kvplan.connector.shared_key import HINT, AnyKey, SharedKey
 from kvplan.describe.blocks import POSITION_END, Blocks, Range
 from kvplan.errors import KVPlanError
 
@@ -75,9 +75,8 @@ class Handoff:
     group's blocks are all there and whole. ``weights_version`` says which weights the engine has
     computed it with, if they are others than those it started with. :meth:`params` are plain
     values, for JSON;
-    :meth:`of_params` reads them, which a stranger may have written. With the key that all engines
-    share, they are signed, so nobody without it can send a reader to another address, lease or
-    block.
+    :meth:`of_params` reads them. They are signed with the key that all engines share, so a client
+    cannot send a reader to another address, lease or block.
 
     >>> source = Source("prefill", "a1", "10.0.0.1", 5600)
     >>> blocks = {"attn": Blocks([12, 5, 31]), "swa": Blocks([0, 7], null=0)}
@@ -117,10 +116,9 @@ class Handoff:
         if instance(str, self.weights_version, "weights_version of a handoff"):
             check_fields(self, "a handoff", name, "weights_version")
 
-    def params(self, key: bytes = b"") -> dict[str, Any]:
-        """Return the handoff as plain values, signed if there is a key."""
+    def params(self, key: AnyKey = None) -> dict[str, Any]:
+        """Return the handoff as plain values, signed with a key, by default that of the host."""
         tables = {group: _table_values(blocks) for group, blocks in self.blocks.items()}
-        instance(bytes, key, "key of handoffs")
         params = {
             "remote_engine_id": self.source.engine_id,
             "remote_start": self.source.start,
@@ -134,27 +132,28 @@ class Handoff:
             "remote_prefixes": [[*prefix] for prefix in self.prefixes.items()],
             "remote_weights_version": self.weights_version,
         }
-        return {**params, SIGNATURE: _signature(params, key)} if key else params
+        signature = SharedKey.of(key).sign(PURPOSE, _signed_text(params))
+        return {**params, SIGNATURE: signature}
 
     @classmethod
-    def of_params(cls, params: Mapping[str, Any], key: bytes = b"") -> Handoff:
+    def of_params(cls, params: Mapping[str, Any], key: AnyKey = None) -> Handoff:
         """Read the handoff in a request's parameters, which may have others too.
 
-        Raises ``MESSAGE`` if they are not signed with the key, if there is one; ``KEY`` if one
-        lacks; ``TYPE``, ``NAME``, ``RANGE`` or ``BLOCKS`` for a bad value.
+        Raises ``MESSAGE`` if they are not signed with the key; ``KEY`` if one lacks; ``TYPE``,
+        ``NAME``, ``RANGE`` or ``BLOCKS`` for a bad value.
 
+        >>> key = SharedKey.of(b"a secret of all engines")
         >>> source = Source("prefill", "a1", "10.0.0.1", 5600)
-        >>> handoff = Handoff(source, "request 1", 40, "8f2c", {})
-        >>> params = handoff.params(b"secret")
-        >>> Handoff.of_params(params, b"secret") == handoff
-        True
-        >>> Handoff.of_params({**params, "remote_host": "10.6.6.6"}, b"secret")
+        >>> params = Handoff(source, "request 1", 40, "8f2c", {}).params(key)
+        >>> Handoff.of_params({**params, "remote_host": "10.6.6.6"}, key)
         Traceback (most recent call last):
         kvplan.errors.KVPlanError: MESSAGE: cannot read a handoff:
-        expected one that was signed with the key of this engine, and not changed since,
-        got another one (all engines need one key)
+        expected the signature of an engine with the same key, got another one, or none
+        (the handoff was changed, or keys differ: set one key on all engines: the setting key or
+        key_file, or KVPLAN_KEY)
         """
-        missing = sorted(PARAMS - instance(Mapping, params, "parameters of a request").keys())
+        given = instance(Mapping, params, "parameters of a request").keys()
+        missing = sorted({*PARAMS} - given)
         if missing:
             raise KVPlanError(
                 "KEY",
@@ -165,8 +164,7 @@ class Handoff:
                 "and prefill has kvplan's connector too",
                 keys=tuple(missing),
             )
-        if instance(bytes, key, "key of handoffs"):
-            _check_signature(params, key)
+        _check_signature(params, SharedKey.of(key))
         tables = instance(Mapping, params["remote_block_ids"], "remote_block_ids")
         kept = instance(Mapping, params["remote_kept"], "remote_kept")
         return cls(
@@ -276,30 +274,44 @@ def _version(version: str) -> str:
 SIGNATURE: Final = "remote_signature"
 """The parameter that has the signature of all others."""
 
-PARAMS: Final = frozenset(Handoff(Source("-", "-", "-", 0), "-", 0, "-", {}).params())
+PURPOSE: Final = "handoff"
+
+PARAMS: Final = (
+    "remote_engine_id",
+    "remote_start",
+    "remote_host",
+    "remote_port",
+    "remote_lease",
+    "remote_num_tokens",
+    "remote_prompt",
+    "remote_block_ids",
+    "remote_kept",
+    "remote_prefixes",
+    "remote_weights_version",
+)
+"""The parameters that are signed."""
 
 
-def _signature(params: Mapping[str, Any], key: bytes) -> str:
-    """Return the signature of a handoff's parameters. Raises TypeError for what JSON cannot say."""
+def _signed_text(params: Mapping[str, Any]) -> bytes:
+    """Return a handoff's parameters as one text. Raises TypeError for what JSON cannot say."""
     # one text for equal values, in whatever order they came
     values = {label: params[label] for label in PARAMS}
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
-    return sign(key, "handoff", text.encode())
+    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _check_signature(params: Mapping[str, Any], key: bytes) -> None:
+def _check_signature(params: Mapping[str, Any], key: SharedKey) -> None:
     """Refuse parameters that were not signed with a key, before they are read."""
     try:
-        is_signed = is_equal(f"{params.get(SIGNATURE)}", _signature(params, key))
+        is_signed = key.has_signed(f"{params.get(SIGNATURE)}", PURPOSE, _signed_text(params))
     except (TypeError, ValueError, RecursionError):
         is_signed = False
     if not is_signed:
         raise KVPlanError(
             "MESSAGE",
             "read a handoff",
-            expected="one that was signed with the key of this engine, and not changed since",
-            got="another one",
-            hint="all engines need one key",
+            expected="the signature of an engine with the same key",
+            got="another one, or none",
+            hint=f"the handoff was changed, or keys differ: {HINT}",
         )
 
 

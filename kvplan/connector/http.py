@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
@@ -23,9 +23,10 @@ import attrs
 
 from kvplan._checks import instance, integer, name, seconds
 from kvplan._text import shown
-from kvplan.connector.access import Access, Challenges, Proof, is_equal
+from kvplan.connector.access import Access, Asked, Challenges, Proof, numeric_address
 from kvplan.connector.addresses import addresses_of
 from kvplan.connector.handoff import PORT_END
+from kvplan.connector.shared_key import HINT
 from kvplan.errors import KVPlanError
 
 MAX_HEAD_BYTES: Final = 1 << 12
@@ -35,7 +36,7 @@ MAX_ANSWER_BYTES: Final = 1 << 24
 """The length of an answer: the offers of over a hundred workers."""
 
 MAX_CONNECTIONS: Final = 256
-"""Connections to a server. One more takes the place of the oldest, which has had its time."""
+"""Connections to a server. One more takes the place of another one, by :class:`_Connection`."""
 
 MAX_UNREAD_BYTES: Final = 1 << 26
 """The bodies that a server reads at a time."""
@@ -61,16 +62,23 @@ SCHEME: Final = "Kvplan"
 PROOF: Final = "authorization"
 SIGNATURE: Final = "authentication-info"
 
+OF_BROWSERS: Final = frozenset({"origin", "sec-fetch-site"})
+"""Lines that browsers send, and engines do not: a page that somebody looks at asks no engine."""
+
 LINE: Final = re.compile(r"([A-Za-z0-9-]+):[ \t]*([\x20-\x7e]*)")
 """A line of a head, without control characters and continuations."""
+
+MISDIRECTED: Final = "set host of that engine to the address at which others reach it"
 
 STATUSES: Final = MappingProxyType(
     {
         200: "OK",
         400: "Bad Request",
         401: "Unauthorized",
+        403: "Forbidden",
         404: "Not Found",
         413: "Content Too Large",
+        421: "Misdirected Request",
         503: "Service Unavailable",
     }
 )
@@ -140,11 +148,26 @@ class _RefusedError(Exception):
     reason: str = ""
 
 
+@attrs.define(eq=False)
+class _Connection:
+    """A connection to a server, from an IP address.
+
+    ``is_proven`` says that its question has come, signed with the key. Where a server has too many
+    connections, it closes the oldest unproven one of the address that has most of those. So whoever
+    holds many without the key closes its own.
+    """
+
+    host: str
+    is_proven: bool = False
+
+
 class Server:
     """Answers questions on one thread of its own, by ``routes``: each has a method and a path.
 
-    It listens at ``port`` of ``host``, or at a free port if that is 0. Raises ``PEER`` if it
-    cannot, or if :class:`~kvplan.connector.access.Access` forbids it.
+    It listens at ``port`` of ``host``, or at a free port if that is 0. Questions are for the
+    address that their connection has led to, or for the host ``announced``, where that leads here
+    by way of another address. Raises ``PEER`` if it cannot listen, or if
+    :class:`~kvplan.connector.access.Access` forbids it.
 
     >>> server = Server("127.0.0.1", 0, {"POST /twice": Route(lambda body: 2 * body, 8)}, Access())
     >>> exchange("a server", f"127.0.0.1:{server.port}", "/twice", 10, Access(), b"ab")
@@ -152,15 +175,23 @@ class Server:
     >>> server.close()
     """
 
-    def __init__(self, host: str, port: int, routes: Mapping[str, Route], access: Access) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        routes: Mapping[str, Route],
+        access: Access,
+        announced: str = "",
+    ) -> None:
         self._routes = instance(Mapping, routes, "routes of a server")
         self._access = instance(Access, access, "access of a server")
         self._challenges = Challenges()
         # the oldest first
-        self._connections: dict[asyncio.Task[None], None] = {}
+        self._connections: dict[asyncio.Task[None], _Connection] = {}
         self._unread_bytes = 0
         self._socket = _listening(name(host, "host"), integer(port, "port", high=PORT_END), access)
         self.port: int = self._socket.getsockname()[1]
+        self._announced = f"{announced}:{self.port}"
         self._loop = asyncio.new_event_loop()
         self._closed = asyncio.Event()
         thread_name = "kvplan http"
@@ -189,9 +220,9 @@ class Server:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     def _accept(self) -> None:
-        """Accept a connection, in the place of the oldest one if there are too many."""
+        """Accept a connection, in the place of another one if there are too many."""
         try:
-            connection, _ = self._socket.accept()
+            connection, (host, *_) = self._socket.accept()
         except BlockingIOError:
             return
         except OSError:
@@ -199,15 +230,28 @@ class Server:
             self._loop.remove_reader(self._socket)
             self._loop.call_later(PAUSE_S, self._loop.add_reader, self._socket, self._accept)
             return
-        if len(self._connections) >= MAX_CONNECTIONS:
-            oldest = next(iter(self._connections))
-            oldest.cancel()
-            del self._connections[oldest]
-        task = self._loop.create_task(self._meet(connection))
-        self._connections[task] = None
+        if len(self._connections) >= MAX_CONNECTIONS and not self._close_one():
+            connection.close()
+            return
+        state = _Connection(host)
+        task = self._loop.create_task(self._meet(connection, state))
+        self._connections[task] = state
         task.add_done_callback(lambda _: self._connections.pop(task, None))
 
-    async def _meet(self, connection: socket.socket) -> None:
+    def _close_one(self) -> bool:
+        """Close the connection whose turn it is, and return whether there is one."""
+        unproven = {
+            task: each.host for task, each in self._connections.items() if not each.is_proven
+        }
+        if not unproven:
+            return False
+        (busiest, _), *_ = Counter(unproven.values()).most_common(1)
+        oldest = next(task for task, host in unproven.items() if host == busiest)
+        oldest.cancel()
+        del self._connections[oldest]
+        return True
+
+    async def _meet(self, connection: socket.socket, state: _Connection) -> None:
         """Answer the question of a connection, in the time that it has."""
         reader = asyncio.StreamReader(MAX_HEAD_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -220,15 +264,18 @@ class Server:
                 )
                 writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
                 try:
-                    await self._converse(reader, writer)
+                    await self._converse(reader, writer, state)
                 finally:
                     transport.abort()
                     # for the transport, which ends in the next step of the loop
                     await asyncio.sleep(0)
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _converse(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, state: _Connection
+    ) -> None:
         """Answer a question."""
-        writer.write(await self._answer(reader))
+        address = numeric_address(writer.get_extra_info("sockname"))
+        writer.write(await self._answer(reader, address, state))
         await writer.drain()
         if writer.can_write_eof():
             writer.write_eof()
@@ -236,22 +283,29 @@ class Server:
         while await reader.read(PART_BYTES):
             continue
 
-    async def _answer(self, reader: asyncio.StreamReader) -> bytes:
+    async def _answer(
+        self, reader: asyncio.StreamReader, address: str, state: _Connection
+    ) -> bytes:
         """Return the answer to a question. Nothing is parsed but the head, and the proof in it."""
         proof = None
         try:
             head = _Head.read(await reader.readuntil(b"\r\n\r\n"))
             method, target, _ = head.first
+            if not OF_BROWSERS.isdisjoint(head.lines):
+                raise _RefusedError(403)
+            proof = self._proof(head, method, target)
+            state.is_proven = True
+            # a question to another server, which has passed it on
+            if proof.server != address and head.lines.get("host") != self._announced:
+                raise _RefusedError(421, f"the question was for {proof.server}, not {address}")
             _, label, *parts = target.split("/")
             route = self._routes.get(f"{method} /{label}")
             if route is None or len(parts) != route.num_parts:
                 raise _RefusedError(404)
             if head.num_bytes > route.max_bytes:
                 raise _RefusedError(413)
-            if self._access.key:
-                proof = self._proof(head, method, target)
             body = await self._body(reader, head.num_bytes)
-            if proof is not None and not proof.has_body(body):
+            if not proof.has_body(body):
                 raise _RefusedError(400, "another body")
             answer = route.answer(body, *parts)
             status = 200
@@ -269,7 +323,7 @@ class Server:
         proof = Proof.read(head.quoted(PROOF))
         if (
             proof is None
-            or not proof.is_of(self._access.key, method, target)
+            or not proof.is_of(self._access.key, method, target, head.lines.get("host", ""))
             or not self._challenges.take(proof.challenge, proof.nonce)
         ):
             raise _RefusedError(401)
@@ -286,13 +340,11 @@ class Server:
 
     def _signed(self, proof: Proof | None, status: int, body: bytes) -> bytes:
         """Return an answer as bytes, signed if its question was."""
-        lines = {}
-        if self._access.key:
-            challenge = self._challenges.latest
-            signature = "-"
-            if proof is not None:
-                signature = proof.sign_answer(self._access.key, status, challenge, body)
-            lines[SIGNATURE] = f"{SCHEME} {challenge} {signature}"
+        challenge = self._challenges.latest
+        signature = "-"
+        if proof is not None:
+            signature = proof.sign_answer(self._access.key, status, challenge, body)
+        lines = {SIGNATURE: f"{SCHEME} {challenge} {signature}"}
         return _message(f"HTTP/1.1 {status} {STATUSES[status]}", body, lines)
 
 
@@ -336,24 +388,23 @@ def exchange(
     try:
         answer = _ask(address, method, path, body, access, deadline)
         # The server has told its challenge, or another one.
-        if answer.status == 401 and access.key:
+        if answer.status == 401:
             answer = _ask(address, method, path, body, access, deadline)
     except (OSError, ValueError) as error:
         expected = f"an answer within {timeout_s:g} s"
         got = shown(str(error)) if str(error) else type(error).__name__
         raise KVPlanError("PEER", action, expected=expected, got=got) from None
     if answer.status == 401:
-        hint = "all engines need one key"
         expected = "an engine with the same key"
-        raise KVPlanError("PEER", action, expected=expected, got="status 401", hint=hint)
-    if access.key and not answer.is_signed:
+        raise KVPlanError("PEER", action, expected=expected, got="status 401", hint=HINT)
+    if not answer.is_signed:
         expected = "an answer that is signed with the key"
-        hint = "all engines need one key"
-        raise KVPlanError("PEER", action, expected=expected, got="another one", hint=hint)
+        raise KVPlanError("PEER", action, expected=expected, got="another one", hint=HINT)
     if answer.status != 200:
         reason = shown(answer.body[:MAX_REASON_BYTES].decode(errors="replace"))
         got = f"{answer.status}: {reason}"
-        raise KVPlanError("PEER", action, expected="status 200", got=got)
+        hint = MISDIRECTED if answer.status == 421 else ""
+        raise KVPlanError("PEER", action, expected="status 200", got=got, hint=hint)
     return answer.body
 
 
@@ -370,37 +421,27 @@ def _ask(
     address: str, method: str, target: str, body: bytes, access: Access, deadline: float
 ) -> _Answer:
     """Ask a server once. Raises OSError, or ValueError for what is no answer."""
-    lines = {"Host": address}
-    proof = None
-    if access.key:
-        proof = Proof.of(access.key, access.challenge_of(address), method, target, body)
-        lines[PROOF] = f"{SCHEME} {proof}"
-    question = _message(f"{method} {target} HTTP/1.1", body, lines)
-    head, answer = _converse(address, question, access.client_tls, deadline)
-    status = int(head.first[1])
-    if proof is None:
-        return _Answer(status, answer, is_signed=False)
-    challenge, _, signature = head.quoted(SIGNATURE).partition(" ")
-    expected = proof.sign_answer(access.key, status, challenge, answer)
-    is_signed = is_equal(signature, expected)
-    # What nobody has signed may be another server's, and costs one more question.
-    if is_signed or status == 401:
-        access.remember(address, challenge)
-    return _Answer(status, answer, is_signed)
-
-
-def _converse(
-    address: str, question: bytes, tls: ssl.SSLContext | None, deadline: float
-) -> tuple[_Head, bytes]:
-    """Send a question and return the head and body of the answer, both by the deadline."""
     host, _, port_text = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     port = integer(int(port_text), "port", high=PORT_END)
     with _connected(host, port, deadline) as plain:
-        if tls is None:
-            return _converse_over(plain, question, deadline)
-        with tls.wrap_socket(plain, server_hostname=host) as encrypted:
-            return _converse_over(encrypted, question, deadline)
+        # the server to which the connection has led, by rule D2
+        asked = Asked(method, target, address, numeric_address(plain.getpeername()))
+        proof = Proof.of(access.key, access.challenge_of(address), asked, body)
+        lines = {"Host": address, PROOF: f"{SCHEME} {proof}"}
+        question = _message(f"{method} {target} HTTP/1.1", body, lines)
+        if access.client_tls is None:
+            head, answer = _converse_over(plain, question, deadline)
+        else:
+            with access.client_tls.wrap_socket(plain, server_hostname=host) as encrypted:
+                head, answer = _converse_over(encrypted, question, deadline)
+    status = int(head.first[1])
+    challenge, _, signature = head.quoted(SIGNATURE).partition(" ")
+    is_signed = proof.has_answer(access.key, signature, status, challenge, answer)
+    # What nobody has signed may be another server's, and costs one more question.
+    if is_signed or status == 401:
+        access.remember(address, challenge)
+    return _Answer(status, answer, is_signed)
 
 
 def _connected(host: str, port: int, deadline: float) -> socket.socket:

@@ -18,7 +18,7 @@ import attrs
 
 from kvplan._checks import check_fields, instance, members, name
 from kvplan._text import brief_repr, count, shown
-from kvplan.connector.access import TOKEN_BYTES, Access, access_or_none
+from kvplan.connector.access import TOKEN_BYTES, Access, access_or_default
 from kvplan.connector.claims import MAX_MESSAGE_BYTES, ClaimAnswer, ClaimMessage, answer_claims
 from kvplan.connector.digest_requests import MAX_REQUEST_BYTES, DigestRequests, answer_digests
 from kvplan.connector.handoff import Source
@@ -80,7 +80,7 @@ class Listener:
     It announces ``host``, and listens on ``bind``, by default ``host``, at ``port``, by default one
     that is free. Readers find it by its :attr:`source`, and need the key of its ``access``.
     :attr:`digests` are those that they ask for, and :attr:`rooms` has entries of rooms. Raises
-    ``PEER`` if it cannot listen, or without a key anywhere but on loopback.
+    ``PEER`` if it cannot listen, or where its ``access`` forbids it.
 
     >>> leases = Leases()
     >>> listener = Listener("prefill", "127.0.0.1", [b"offer of worker 0"], leases)
@@ -134,7 +134,7 @@ class Listener:
             "POST /ask": Route(rooms.answer, MAX_QUESTION_BYTES),
         }
         address = name(host, "host") if bind is None else name(bind, "bind")
-        self._server = system.serve(address, port, routes, access_or_none(access))
+        self._server = system.serve(address, port, routes, access_or_default(access), host)
         self.digests: DigestRequests = digests
         self.rooms: RoomStore = rooms
         self.source: Source = Source(engine_id, start, host, self._server.port)
@@ -153,7 +153,7 @@ def fetch(
     restarted.
     """
     peer = str(instance(Source, source, "source"))
-    answer = system.exchange(peer, source.address, "/", timeout_s, access_or_none(access))
+    answer = system.exchange(peer, source.address, "/", timeout_s, access_or_default(access))
     offers = Offers.decode(answer)
     # The address may have gone over to another engine, or to another start of it.
     if (offers.engine_id, offers.start) != (source.engine_id, source.start):
@@ -179,7 +179,7 @@ def send_claims(
     fields = instance(ClaimMessage, message, "a message of claims").fields()
     peer = str(instance(Source, source, "source"))
     sent = json.dumps(fields).encode()
-    access = access_or_none(access)
+    access = access_or_default(access)
     answer = system.exchange(peer, source.address, "/claims", ANSWER_S, access, sent)
     try:
         fields = json.loads(answer)

@@ -17,9 +17,10 @@ import attrs
 
 from kvplan._checks import at_most, having, instance, name
 from kvplan._text import brief_repr
-from kvplan.connector.access import TOKEN_BYTES, Access, access_or_none
+from kvplan.connector.access import TOKEN_BYTES, Access, access_or_default
 from kvplan.connector.handoff import Handoff
 from kvplan.connector.http import MAX_ANSWER_BYTES
+from kvplan.connector.shared_key import AnyKey
 from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import Blocks
 from kvplan.errors import KVPlanError
@@ -131,7 +132,7 @@ def ask_again(
     for room in instance(Mapping, versions, "versions of rooms"):
         num_characters = len(name(room, "room"))
         at_most(MAX_ROOM_CHARACTERS, num_characters, "characters of a room's name", "ask for it")
-    access = access_or_none(access)
+    access = access_or_default(access)
     peer = f"the server of rooms at {name(address, 'address of a server')}"
     question = json.dumps(dict(versions)).encode()
     answer = system.exchange(peer, address, "/ask", TIMEOUT_S, access, question)
@@ -147,7 +148,7 @@ def ask_again(
         ) from None
 
 
-def _merged(room: str, texts: Sequence[str], key: bytes) -> Mapping[str, Any]:
+def _merged(room: str, texts: Sequence[str], key: AnyKey) -> Mapping[str, Any]:
     """Return the entry of the part that has computed least, with the block tables of all parts.
 
     Its ``leases`` are those of all parts. An entry that cannot be read has no handoff, but an
@@ -212,7 +213,7 @@ class Published:
 
     @classmethod
     def of_entry(
-        cls, room: str, entry: Mapping[str, Any], key: bytes, earlier: Published | None = None
+        cls, room: str, entry: Mapping[str, Any], key: AnyKey, earlier: Published | None = None
     ) -> Published:
         """Read the entry of a room, of which the ``earlier`` one was read.
 
@@ -222,9 +223,9 @@ class Published:
         >>> from kvplan.connector import Source
         >>> source = Source("prefill", "a1", "10.0.0.1", 5600)
         >>> part = {"handoff": Handoff(source, "lease 1", 40, "8f2c", {}).params()}
-        >>> earlier = Published.of_entry("7", part, b"")
+        >>> earlier = Published.of_entry("7", part, None)
         >>> again = {"handoff": Handoff(source, "lease 2", 40, "8f2c", {}).params()}
-        >>> Published.of_entry("7", again, b"", earlier)
+        >>> Published.of_entry("7", again, None, earlier)
         Traceback (most recent call last):
         kvplan.errors.KVPlanError: LEASE: cannot read request 7:
         expected more of what was published under 'lease 1', got 'lease 2'

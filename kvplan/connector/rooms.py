@@ -14,7 +14,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan._checks import at_most, having, instance, integer, name, seconds
-from kvplan.connector.access import Access, access_or_none
+from kvplan.connector.access import Access, access_or_default
 from kvplan.connector.claims import MAX_SOURCES
 from kvplan.connector.room_contents import MAX_ASKED, RoomContent, ask_again
 from kvplan.connector.system import SYSTEM, System
@@ -56,7 +56,7 @@ class Rooms:
     ) -> None:
         self._logger: Logger = instance(Logger, logger, "logger")
         self._max_servers: int = integer(max_servers, "max_servers")
-        self._access = access_or_none(access)
+        self._access = access_or_default(access)
         self._ask_s: float = seconds(ask_s, "ask_s")
         self._system = instance(System, system, "system")
         self._lock = system.condition()

@@ -85,10 +85,15 @@ class System:
         return threading.Condition()
 
     def serve(
-        self, address: str, port: int, routes: Mapping[str, Route], access: Access
+        self,
+        address: str,
+        port: int,
+        routes: Mapping[str, Route],
+        access: Access,
+        announced: str = "",
     ) -> Listening:
-        """Answer questions at a port, or at a free one if that is 0. Raises ``PEER``."""
-        return Server(address, port, routes, access)
+        """Answer questions as :class:`~kvplan.connector.http.Server` does. Raises ``PEER``."""
+        return Server(address, port, routes, access, announced)
 
     def exchange(
         self,

@@ -30,7 +30,7 @@ import attrs
 from kvplan import KVPlanError
 from kvplan._checks import at_most, integer
 from kvplan.connector import Access
-from kvplan.connector.access import TOKEN_BYTES
+from kvplan.connector.access import TOKEN_BYTES, access_or_default
 from kvplan.connector.http import MAX_ANSWER_BYTES, Route
 from kvplan.connector.leases import LEASE_S
 from kvplan.connector.room_contents import (
@@ -163,7 +163,7 @@ class BootstrapServer:
             "POST /withdraw": Route(self._withdraw, num_parts=5),
             "POST /ask": Route(self._answer, MAX_QUESTION_BYTES),
         }
-        self._server = system.serve(host, port, routes, access or Access())
+        self._server = system.serve(host, port, routes, access_or_default(access))
         self.address: str = f"{host}:{self._server.port}"
 
     def close(self) -> None:
@@ -307,4 +307,4 @@ def ask(
 
 def _post(address: str, path: str, body: bytes, access: Access | None, system: System) -> bytes:
     peer = f"the bootstrap server at {address}"
-    return system.exchange(peer, address, path, TIMEOUT_S, access or Access(), body)
+    return system.exchange(peer, address, path, TIMEOUT_S, access_or_default(access), body)

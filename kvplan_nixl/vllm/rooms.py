@@ -17,6 +17,7 @@ from kvplan import KVPlanError
 from kvplan._checks import at_most, name
 from kvplan.connector import Claims, Handoff
 from kvplan.connector.room_contents import MAX_ROOM_CHARACTERS, Published
+from kvplan.connector.shared_key import SharedKey
 from kvplan.connector.system import System
 from kvplan_nixl.vllm.engine_state import EngineState
 
@@ -65,7 +66,7 @@ class RoomRequest:
     state: EngineState
     reader: str
     claims: Claims
-    key: bytes
+    key: SharedKey
     system: System
     timeout_s: float
     published: Published | None = None

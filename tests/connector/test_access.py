@@ -6,8 +6,10 @@ import json
 import socket
 import subprocess
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import attrs
@@ -15,7 +17,7 @@ import pytest
 
 from kvplan import Blocks, KVPlanError
 from kvplan.connector import Access, Handoff, Leases, Listener, Source, fetch, send_claims, tls_contexts
-from kvplan.connector.access import MAX_SERVERS, Challenges
+from kvplan.connector.access import MAX_NONCES, MAX_SERVERS, Challenges
 from kvplan.connector.claims import ClaimMessage
 from kvplan.connector.digest_requests import DigestRequest, fetch_digests
 from kvplan.connector.http import Route, Server, exchange
@@ -93,6 +95,16 @@ def status(answer: bytes) -> int:
     return int(answer.split()[1])
 
 
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay is on the wire between two engines: whoever asks the server's address is connected to the relay."""
+    monkeypatch.setattr("kvplan.connector.http.numeric_address", lambda _: "192.0.2.1:5600")
+
+
+ON_THE_WIRE = pytest.mark.usefixtures("wire")
+
+
+@ON_THE_WIRE
 def test_engines_with_one_key_meet() -> None:
     """Offers, claims and digests pass; only a reader's first question needs two exchanges."""
     leases, access = Leases(), Access(key=KEY)
@@ -107,8 +119,8 @@ def test_engines_with_one_key_meet() -> None:
         assert not any(KEY in data for data in (*relay.questions, *relay.answers))
 
 
-@pytest.mark.parametrize("key", [b"", b"another key, of some other engines"])
-def test_a_stranger_is_refused(key: bytes) -> None:
+@pytest.mark.parametrize("key", [None, b"another key, of some other engines"], ids=["of this host", "another"])
+def test_a_stranger_is_refused(key: bytes | None) -> None:
     """Without the key nobody gets offers or digests, or ends a lease, and a stranger's message is not even parsed."""
     leases = Leases()
     with listening(leases, Access(key=KEY)) as source:
@@ -125,17 +137,18 @@ def test_a_stranger_is_refused(key: bytes) -> None:
         assert leases.take_ended().done == ()
 
 
-@pytest.mark.parametrize("key", [b"", b"another key, of some other engines"])
-def test_a_stranger_is_not_believed(key: bytes) -> None:
+@pytest.mark.parametrize("key", [None, b"another key, of some other engines"], ids=["of this host", "another"])
+def test_a_stranger_is_not_believed(key: bytes | None) -> None:
     """A reader with a key takes no offers and no answers of a server without it."""
     leases = Leases()
     with listening(leases, Access(key=key)) as source:
-        with pytest.raises(KVPlanError, match=r"PEER: .*all engines need one key"):
+        with pytest.raises(KVPlanError, match=r"PEER: .*set one key on all engines"):
             fetch(source, 10, Access(key=KEY))
-        with pytest.raises(KVPlanError, match=r"PEER: .*all engines need one key"):
+        with pytest.raises(KVPlanError, match=r"PEER: .*set one key on all engines"):
             send_claims(source, ClaimMessage(source.start, asks=("lease",)), Access(key=KEY))
 
 
+@ON_THE_WIRE
 def test_a_recorded_question_is_refused() -> None:
     """A question is taken once, by one start of a server, whoever sends it again."""
     leases, access = Leases(), Access(key=KEY)
@@ -152,6 +165,7 @@ def test_a_recorded_question_is_refused() -> None:
         assert status(asked(port, recorded)) == 401
 
 
+@ON_THE_WIRE
 @pytest.mark.parametrize(
     "old, new",
     [
@@ -159,6 +173,8 @@ def test_a_recorded_question_is_refused() -> None:
         (b"POST /claims", b"GET /claims"),
         (b"decode", b"Decode"),
         (b"decode", b"decode "),
+        (b"Host: 127.0.0.1", b"Host: 127.0.0.2"),
+        (b"Kvplan 192.0.2.1", b"Kvplan 192.0.2.2"),
         (b"Kvplan ", b"kvplan "),
     ],
 )
@@ -184,6 +200,7 @@ def test_a_changed_question_is_refused(old: bytes, new: bytes) -> None:
         assert not leases._leases[lease].claims_end_at
 
 
+@ON_THE_WIRE
 @pytest.mark.parametrize(
     "edit",
     [
@@ -198,17 +215,18 @@ def test_a_changed_answer_is_refused(edit: Edit) -> None:
     with listening(Leases(), Access(key=KEY)) as source, closing(Relay(source.port, edit)) as relay:
         fetch(source, 10, access)
         near = attrs.evolve(source, port=relay.port)
-        with pytest.raises(KVPlanError, match=r"PEER: .*all engines need one key"):
+        with pytest.raises(KVPlanError, match=r"PEER: .*set one key on all engines"):
             fetch(near, 10, access)
 
 
+@ON_THE_WIRE
 def test_a_recorded_answer_is_refused() -> None:
     """An answer, and the envelopes in it, are of one question: recorded ones are not offered again by anybody."""
     access = Access(key=KEY)
     with listening(Leases(), Access(key=KEY)) as source, closing(Relay(source.port)) as relay:
         near = attrs.evolve(source, port=relay.port)
         fetch(near, 10, access)
-        refused = pytest.raises(KVPlanError, match=r"PEER: .*all engines need one key")
+        refused = pytest.raises(KVPlanError, match=r"PEER: .*set one key on all engines")
         with closing(Relay(source.port, lambda _: relay.answers[1])) as stranger, refused:
             fetch(attrs.evolve(source, port=stranger.port), 10, access)
 
@@ -224,19 +242,103 @@ def test_a_refusal_is_signed() -> None:
         exchange("a server", f"127.0.0.1:{server.port}", "/x", 10, Access(key=KEY), b"")
 
 
-def test_nonces_do_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server has a new challenge after a number of questions; those that were under way pass, older ones do not."""
-    monkeypatch.setattr("kvplan.connector.access.MAX_NONCES", 3)
+def test_nonces_do_not_fill_memory() -> None:
+    """Those of an earlier challenge grew without a bound: a challenge has its number, and a new one begins at none."""
     challenges = Challenges()
     first = challenges.latest
-    assert [challenges.take(first, f"{number}") for number in range(3)] == [True] * 3
+    tracemalloc.start()
+    for number in range(MAX_NONCES):
+        assert challenges.take(first, f"{number:032x}")
     second = challenges.latest
+    for number in range(MAX_NONCES, 2 * MAX_NONCES):
+        assert not challenges.take(first, f"{number:032x}")
+    num_bytes, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_bytes < 1 << 20
+    assert peak_bytes < 10 << 20
     assert second != first
-    assert challenges.take(first, "late")
-    assert not challenges.take(first, "0")
-    assert [challenges.take(second, f"{number}") for number in range(3)] == [True] * 3
-    assert not challenges.take(first, "too late")
-    assert len(challenges._nonces) == 2
+    assert challenges.take(second, "0" * 32)
+    assert not challenges.take(second, "0" * 32)
+
+
+@pytest.mark.parametrize("nonce", ["", "0", "0" * 33, "x" * 32, "0" * 1_000_000])
+def test_a_nonce_has_its_length(nonce: str) -> None:
+    """What is kept of a question does not depend on what a peer calls it."""
+    challenges = Challenges()
+    assert not challenges.take(challenges.latest, nonce)
+
+
+def test_a_question_during_a_new_challenge_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server whose challenge has had its questions refuses the next one, and the reader asks it once more."""
+    monkeypatch.setattr("kvplan.connector.access.MAX_NONCES", 3)
+    access = Access(key=KEY)
+    with listening(Leases(), access) as source:
+        for _ in range(10):
+            assert fetch(source, 10, access).workers == (b"offer",)
+
+
+def test_a_question_is_for_one_server() -> None:
+    """A server that a client names passes a reader's question on to another one, and gets no answer to pass back.
+
+    Questions were signed without the server that they are for, so it got all that the reader asked for.
+    """
+    leases, access = Leases(), Access(key=KEY)
+    with listening(leases, Access(key=KEY)) as source, closing(Relay(source.port)) as relay:
+        lease = leases.grant("r")
+        message = ClaimMessage(source.start, done=((lease, "decode"),))
+        refused = r"PEER: .* got 421: 'the question was for 127.0.0.1:\d+, not 127.0.0.1:\d+' \(set host of that engine"
+        with pytest.raises(KVPlanError, match=refused):
+            send_claims(attrs.evolve(source, port=relay.port), message, access)
+        with pytest.raises(KVPlanError, match=refused):
+            fetch(attrs.evolve(source, port=relay.port), 10, access)
+        assert {status(answer) for answer in relay.answers} == {401, 421}
+        assert not any(b"b2ZmZXI=" in answer for answer in relay.answers)
+        assert leases.stands(lease)
+
+
+def test_a_server_behind_another_address_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where connections come by way of a gateway, a server answers those who were told its own name."""
+    access = Access(key=KEY)
+    monkeypatch.setattr(
+        "kvplan.connector.http.addresses_of", lambda _, port, __: [(socket.AF_INET, ("127.0.0.1", port))]
+    )
+    monkeypatch.setattr(
+        "kvplan.connector.http.numeric_address",
+        lambda _: "10.0.0.1:1" if threading.current_thread().name == "kvplan http" else "192.0.2.1:5600",
+    )
+    with closing(
+        Listener("prefill", "prefill.example", [b"offer"], Leases(), bind="127.0.0.1", access=access)
+    ) as listener:
+        assert fetch(listener.source, 10, access).workers == (b"offer",)
+        with pytest.raises(KVPlanError, match="PEER: .* got '?421"):
+            fetch(attrs.evolve(listener.source, host="another.example"), 10, access)
+
+
+@pytest.mark.parametrize("line", ["Origin: http://page.example", "Origin: null", "Sec-Fetch-Site: cross-site"])
+def test_a_page_in_a_browser_is_refused(line: str) -> None:
+    """A browser of this host reaches loopback too, for any page: it is refused, whatever else it sends."""
+    with listening(Leases()) as source:
+        head = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{source.port}\r\n"
+        assert status(asked(source.port, f"{head}{line}\r\n\r\n".encode())) == 403
+        assert status(asked(source.port, f"{head}\r\n".encode())) == 401
+        rebound = f"GET / HTTP/1.1\r\nHost: page.example:{source.port}\r\n\r\n"
+        assert status(asked(source.port, rebound.encode())) == 401
+
+
+def test_a_key_is_changed_while_engines_run() -> None:
+    """In three rounds: the new secret is accepted everywhere, then it signs everywhere, then the old one goes."""
+    old, new = b"a secret of all engines", b"the next secret of all"
+    rounds = [old, old + b"\n" + new, new + b"\n" + old, new]
+    for earlier, later in pairwise(rounds):
+        for server_key, reader_key in ((earlier, later), (later, earlier)):
+            server, reader = Access(key=server_key), Access(key=reader_key)
+            with listening(Leases(), server) as source:
+                assert fetch(source, 10, reader).workers == (b"offer",)
+            assert Handoff.of_params(HANDOFF.params(server.key), reader.key).params(KEY) == HANDOFF.params(KEY)
+    with listening(Leases(), Access(key=new)) as source, pytest.raises(KVPlanError, match="got status 401"):
+        fetch(source, 10, Access(key=old))
+    with pytest.raises(KVPlanError, match="RANGE: .* at most 2 lines of a key"):
+        Access(key=b"\n".join((old, new, b"a third secret of engines")))
 
 
 def test_a_reader_of_an_earlier_challenge_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,22 +358,23 @@ def test_a_reader_of_an_earlier_challenge_asks_again(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "", "::"])
-def test_without_a_key_strangers_reach_nothing(host: str) -> None:
-    """A listener without a key is on loopback alone, unless the operator says that the network is trusted."""
+def test_without_a_key_other_hosts_reach_nothing(host: str) -> None:
+    """A listener with the key of its host is on loopback alone."""
     host = host or "0.0.0.0"
-    with pytest.raises(KVPlanError, match=r"PEER: cannot listen on .* without a key: .* \(set a key .*trust_network"):
+    refused = r"PEER: cannot listen on .* with the key of this host: .* \(set one key on all engines"
+    with pytest.raises(KVPlanError, match=refused):
         Listener("prefill", "10.0.0.1", [], Leases(), bind=host)
-    for access in (Access(key=KEY), Access(trusts_network=True)):
-        Listener("prefill", "10.0.0.1", [], Leases(), bind=host, access=access).close()
+    Listener("prefill", "10.0.0.1", [], Leases(), bind=host, access=Access(key=KEY)).close()
 
 
-def test_a_key_is_long_and_not_shown() -> None:
+@pytest.mark.parametrize("key", [b"", b"short", b" " * 16, b"a" * 100, b"ab" * 50, KEY + b"\nshort"])
+def test_a_key_is_strong_and_not_shown(key: bytes) -> None:
     """A key that can be guessed is refused, and no text of an access has one."""
     with pytest.raises(KVPlanError, match="RANGE: cannot use a key: expected at least 16 bytes"):
-        Access(key=b"short")
-    with pytest.raises(KVPlanError, match="TYPE: cannot read key of an access"):
+        Access(key=key)
+    with pytest.raises(KVPlanError, match="TYPE: cannot read a key"):
         Access(key="a secret of all engines")  # type: ignore[arg-type]
-    assert "secret" not in f"{Access(key=KEY)!r} {Access(key=KEY)}"
+    assert "secret" not in f"{Access(key=KEY)!r} {Access(key=KEY)} {Access(key=KEY).key!r}"
 
 
 HANDOFF = Handoff(Source("prefill", "a1", "10.0.0.1", 5600), "lease", 40, "8f2c", {"attn": Blocks([1, 2, 3])})
@@ -281,8 +384,7 @@ def test_a_handoff_is_signed() -> None:
     """Proxies may pass it on as they like: as JSON, in another order, with keys of their own."""
     params = HANDOFF.params(KEY)
     passed_on = {"do_remote_prefill": True, **json.loads(json.dumps(dict(reversed(params.items()))))}
-    assert Handoff.of_params(passed_on, KEY).params() == HANDOFF.params()
-    assert Handoff.of_params(passed_on).params() == HANDOFF.params()
+    assert Handoff.of_params(passed_on, KEY).params(KEY) == params
 
 
 @pytest.mark.parametrize(
@@ -307,10 +409,12 @@ def test_a_handoff_is_signed() -> None:
 def test_a_forged_handoff_is_refused(changes: dict[str, object]) -> None:
     """No client chooses which address, lease or blocks a decode engine reads."""
     forged = {**HANDOFF.params(KEY), **changes}
-    with pytest.raises(KVPlanError, match="MESSAGE: cannot read a handoff: expected one that was signed"):
+    with pytest.raises(KVPlanError, match="MESSAGE: cannot read a handoff: expected the signature"):
         Handoff.of_params(forged, KEY)
-    with pytest.raises(KVPlanError, match="MESSAGE: cannot read a handoff: expected one that was signed"):
-        Handoff.of_params(HANDOFF.params(), KEY)
+    with pytest.raises(KVPlanError, match="MESSAGE: cannot read a handoff: expected the signature"):
+        Handoff.of_params({key: value for key, value in HANDOFF.params(KEY).items() if "sign" not in key}, KEY)
+    with pytest.raises(KVPlanError, match="MESSAGE: cannot read a handoff: expected the signature"):
+        Handoff.of_params(HANDOFF.params(b"a secret of other engines"), KEY)
 
 
 @pytest.fixture(scope="session")

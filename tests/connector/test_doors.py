@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import threading
@@ -15,6 +16,7 @@ import pytest
 
 from kvplan import KVPlanError
 from kvplan.connector import Access, Claims, Leases, Listener, Source, fetch, send_claims
+from kvplan.connector.access import Asked, Proof
 from kvplan.connector.claims import (
     MAX_MESSAGE_BYTES,
     MAX_NAME_CHARACTERS,
@@ -23,9 +25,13 @@ from kvplan.connector.claims import (
     SourceClaims,
 )
 from kvplan.connector.http import MAX_ANSWER_BYTES, MAX_HEAD_BYTES, Server, exchange
+from kvplan.connector.shared_key import SharedKey
 from tests.connector.test_access import KEY, asked, status
 
 LOGGER = logging.getLogger("test")
+
+
+CLAIMS = json.dumps(ClaimMessage("a").fields()).encode()
 
 
 @pytest.fixture
@@ -33,10 +39,10 @@ def leases() -> Leases:
     return Leases()
 
 
-@pytest.fixture(params=[b"", KEY], ids=["without a key", "with a key"])
-def listener(leases: Leases, request: pytest.FixtureRequest) -> Iterator[Listener]:
+@pytest.fixture
+def listener(leases: Leases) -> Iterator[Listener]:
     """A listener on a free port of this machine."""
-    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, access=Access(key=request.param))) as listener:
+    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, access=Access(key=KEY))) as listener:
         yield listener
 
 
@@ -45,25 +51,31 @@ def post(length: int, *lines: str, path: str = "/claims") -> bytes:
     return "\r\n".join((f"POST {path} HTTP/1.1", f"Content-Length: {length}", *lines, "", "")).encode()
 
 
+def signed_post(listener: Listener, body: bytes) -> bytes:
+    """A question about claims, from an engine with the key."""
+    port = listener.source.port
+    address = f"127.0.0.1:{port}"
+    asked = Asked("POST", "/claims", address, address)
+    proof = Proof.of(SharedKey.of(KEY), server_of(listener)._challenges.latest, asked, body)
+    return post(len(body), f"Host: {address}", f"Authorization: Kvplan {proof}") + body
+
+
 def server_of(listener: Listener) -> Server:
     return cast(Server, listener._server)
 
 
-def is_well(listener: Listener, key: bytes) -> bool:
+def is_well(listener: Listener) -> bool:
     """Whether the listener answers an engine."""
-    return fetch(listener.source, 10, Access(key=key)).workers == (b"offer",)
-
-
-@pytest.fixture
-def key(listener: Listener) -> bytes:
-    return server_of(listener)._access.key
+    return fetch(listener.source, 10, Access(key=KEY)).workers == (b"offer",)
 
 
 @pytest.mark.parametrize("length", [MAX_MESSAGE_BYTES + 1, 16 << 20, 10**12 - 1])
-def test_a_bomb_is_refused_before_it_is_read(listener: Listener, key: bytes, length: int) -> None:
+def test_a_bomb_is_refused_before_it_is_read(listener: Listener, length: int) -> None:
     """16 MiB of ``[]`` stopped an engine for 2.5 s; a body above the limit of its path is not even received."""
-    assert status(asked(listener.source.port, post(length))) == 413
-    assert is_well(listener, key)
+    assert status(asked(listener.source.port, post(length))) == 401
+    signed = signed_post(listener, b"").replace(b"Content-Length: 0", b"Content-Length: %d" % length)
+    assert status(asked(listener.source.port, signed)) == 413
+    assert is_well(listener)
 
 
 @pytest.mark.parametrize(
@@ -87,14 +99,14 @@ def test_a_bomb_is_refused_before_it_is_read(listener: Listener, key: bytes, len
         post(0, *(f"X{number}: y" for number in range(10_000))),
     ],
 )
-def test_a_head_that_could_be_read_in_two_ways_is_refused(listener: Listener, key: bytes, question: bytes) -> None:
+def test_a_head_that_could_be_read_in_two_ways_is_refused(listener: Listener, question: bytes) -> None:
     """Two lengths, chunks, folded lines and the like; and heads that are longer than any engine's."""
-    assert status(asked(listener.source.port, question)) in (400, 404)
-    assert is_well(listener, key)
+    assert status(asked(listener.source.port, question)) in (400, 401)
+    assert is_well(listener)
 
 
 def test_idle_connections_hold_nothing(
-    listener: Listener, key: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """400 idle connections had 400 threads; now they have none, and the oldest make place for new ones."""
     monkeypatch.setattr("kvplan.connector.http.MAX_CONNECTIONS", 32)
@@ -103,13 +115,52 @@ def test_idle_connections_hold_nothing(
         for _ in range(100):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", listener.source.port), 10))
             connection.sendall(b"GET / ")
-        assert is_well(listener, key)
+        assert is_well(listener)
         assert threading.active_count() == num_threads
         assert len(server_of(listener)._connections) <= 32
         assert caplog.text == ""
 
 
-def test_many_ranks_connect_at_once(listener: Listener, key: bytes) -> None:
+def test_idle_connections_close_no_others(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 connections of a stranger closed the oldest of anybody: they close each other, and not one that is signed."""
+    monkeypatch.setattr("kvplan.connector.http.MAX_CONNECTIONS", 8)
+    port = listener.source.port
+    question = signed_post(listener, CLAIMS)
+    with ExitStack() as stack:
+        signed = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+        signed.sendall(question[:-1])
+        other_host = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10, ("127.0.0.2", 0)))
+        other_host.sendall(b"GET / ")
+        while server_of(listener)._unread_bytes == 0:
+            time.sleep(0.001)
+        for _ in range(30):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+        assert is_well(listener)
+        assert len(server_of(listener)._connections) <= 8
+        signed.sendall(question[-1:])
+        assert status(signed.recv(1 << 16)) == 200
+        other_host.sendall(b"HTTP/1.1\r\n\r\n")
+        assert status(other_host.recv(1 << 16)) == 401
+
+
+def test_too_many_signed_connections_refuse_more(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where engines hold all connections, one more is closed, and none of theirs."""
+    monkeypatch.setattr("kvplan.connector.http.MAX_CONNECTIONS", 2)
+    with ExitStack() as stack:
+        question = signed_post(listener, CLAIMS)
+        signed = stack.enter_context(socket.create_connection(("127.0.0.1", listener.source.port), 10))
+        signed.sendall(question[:-1])
+        others = [signed_post(listener, bytes(99))[:-1]]
+        stack.enter_context(socket.create_connection(("127.0.0.1", listener.source.port), 10)).sendall(others[0])
+        while server_of(listener)._unread_bytes < 99 + len(CLAIMS):
+            time.sleep(0.001)
+        with socket.create_connection(("127.0.0.1", listener.source.port), 10) as more:
+            assert more.recv(1) == b""
+        signed.sendall(question[-1:])
+        assert status(signed.recv(1 << 16)) == 200
+
+
+def test_many_ranks_connect_at_once(listener: Listener) -> None:
     """With a backlog of 5 the seventh of 64 ranks waited for a second; now all are let in while the server is busy."""
     is_busy, may_go_on = threading.Event(), threading.Event()
 
@@ -124,10 +175,10 @@ def test_many_ranks_connect_at_once(listener: Listener, key: bytes) -> None:
             # the system asks again after a second, where a server has no place for a connection
             stack.enter_context(socket.create_connection(("127.0.0.1", listener.source.port), 0.9))
         may_go_on.set()
-        assert is_well(listener, key)
+        assert is_well(listener)
 
 
-def test_a_question_that_never_ends(listener: Listener, key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_that_never_ends(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then held a connection for ever; now all of a question has some seconds."""
     monkeypatch.setattr("kvplan.connector.http.CONNECTION_S", 0.2)
     with socket.create_connection(("127.0.0.1", listener.source.port), 10) as connection, suppress(ConnectionError):
@@ -139,26 +190,26 @@ def test_a_question_that_never_ends(listener: Listener, key: bytes, monkeypatch:
             with suppress(TimeoutError):
                 ended = connection.recv(1) == b""
             assert time.monotonic() < deadline
-    assert is_well(listener, key)
+    assert is_well(listener)
 
 
-def test_unfinished_bodies_are_few(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_bodies_are_few(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight unfinished bodies held 160 MB: all that are received at a time have one limit."""
     monkeypatch.setattr("kvplan.connector.http.MAX_UNREAD_BYTES", 2000)
-    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases)) as listener, ExitStack() as stack:
+    with ExitStack() as stack:
         for _ in range(2):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", listener.source.port), 10))
-            connection.sendall(post(1000) + b"x")
+            connection.sendall(signed_post(listener, bytes(1000))[:-1])
         while server_of(listener)._unread_bytes < 2000:
             time.sleep(0.001)
-        assert status(asked(listener.source.port, post(1) + b"x")) == 503
-        assert is_well(listener, b"")
+        assert status(asked(listener.source.port, signed_post(listener, b"x"))) == 503
+        assert is_well(listener)
 
 
 def test_a_strangers_body_is_not_received(leases: Leases) -> None:
-    """With a key, the head is checked first."""
+    """The head is checked first."""
     with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, access=Access(key=KEY))) as listener:
-        for lines in ([], ["Authorization: Kvplan a b c d"], ["Authorization: Basic eDp5"]):
+        for lines in ([], ["Authorization: Kvplan a b c d e"], ["Authorization: Basic eDp5"]):
             # the body never comes
             with socket.create_connection(("127.0.0.1", listener.source.port), 10) as connection:
                 connection.sendall(post(1000, *lines))
@@ -232,9 +283,9 @@ def test_no_answer_is_too_long_to_be_read(leases: Leases) -> None:
         assert fetch(listener.source, 10, Access(key=KEY)).workers == tuple(offers)
 
 
-def test_a_late_notice_of_a_first_attempt(listener: Listener, leases: Leases, key: bytes) -> None:
+def test_a_late_notice_of_a_first_attempt(listener: Listener, leases: Leases) -> None:
     """It ends the first attempt's lease, and not that of the second, of the same request."""
-    access = Access(key=key)
+    access = Access(key=KEY)
     first = leases.grant("request 1")
     send_claims(listener.source, ClaimMessage(listener.source.start, done=((first, "decode"),)), access)
     assert leases.take_ended().done == ("request 1",)

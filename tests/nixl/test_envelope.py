@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hmac
-
 import attrs
 import pytest
 
 from benchmarks.real_memory import placed
 from kvplan import KVPlanError, PeerError, plan_reads
+from kvplan.connector.shared_key import host_key
 from kvplan_nixl import Envelope, NixlExecutor
 from tests.small import engine
 
@@ -18,7 +17,7 @@ GOOD = Envelope(WORKER, "prefill.0.a1", b"metadata", b"handles")
 
 def authentic(content: bytes) -> bytes:
     """Anything in an envelope that nobody has changed."""
-    return b"kvplan_nixl 3\n" + hmac.digest(b"", content, "sha256") + content
+    return b"kvplan_nixl 3\n" + bytes.fromhex(host_key().sign("envelope", content)) + content
 
 
 def test_an_envelope_comes_out_as_it_went_in() -> None:
@@ -100,25 +99,25 @@ def test_rows_outside_the_registered_memory() -> None:
 @pytest.mark.parametrize("at", [*range(14, 46), *range(58, len(GOOD.pack()), 5)])
 def test_an_envelope_with_one_byte_changed(at: int) -> None:
     """A changed byte of the HMAC or of what it covers is found before any of it is read."""
-    data = bytearray(GOOD.pack(b"secret"))
+    data = bytearray(GOOD.pack(b"a secret of all engines"))
     data[at] ^= 1
     with pytest.raises(PeerError, match="made with the key of this engine"):
-        Envelope.unpack(bytes(data), b"secret")
+        Envelope.unpack(bytes(data), b"a secret of all engines")
 
 
 def test_envelopes_of_another_key() -> None:
     """An executor takes envelopes with its own key alone. A key is bytes."""
     there, _ = placed(engine("decode")[0])
     source, _ = placed(WORKER)
-    with NixlExecutor(there, key=b"one") as executor:
-        for key in (b"", b"another"):
+    with NixlExecutor(there, key=b"a key of engines") as executor:
+        for key in (None, b"a key of other engines"):
             with NixlExecutor(source, key=key) as other, pytest.raises(PeerError, match="made with the key of this"):
                 executor.connect(other.envelope())
-        with NixlExecutor(source, key=b"one") as other:
+        with NixlExecutor(source, key=b"a key of engines") as other:
             assert executor.connect(other.envelope()) == source
-    with pytest.raises(KVPlanError, match="TYPE: cannot read the key of envelopes: expected a value of type bytes"):
+    with pytest.raises(KVPlanError, match="TYPE: cannot read a key: expected a value of type bytes"):
         Envelope.unpack(GOOD.pack(), "one")  # type: ignore[arg-type]
-    with pytest.raises(KVPlanError, match="TYPE: cannot read the key of envelopes: expected a value of type bytes"):
+    with pytest.raises(KVPlanError, match="TYPE: cannot read a key: expected a value of type bytes"):
         GOOD.pack("one")  # type: ignore[arg-type]
 
 

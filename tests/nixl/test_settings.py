@@ -17,6 +17,7 @@ import attrs
 import pytest
 
 from kvplan import KVPlanError
+from kvplan.connector.shared_key import SharedKey, host_key
 from kvplan.staging import Rates
 from kvplan_nixl import UCX
 from kvplan_nixl.settings import Settings
@@ -211,14 +212,17 @@ def test_a_key_is_in_settings_a_file_or_the_environment(
     """A file keeps it out of logs and lists of processes. Settings come before the environment."""
     file = tmp_path / "key"
     file.write_text(f"{KEY}\n")
-    assert read(vllm, {"key": KEY}).access().key == KEY.encode()
-    assert read(vllm, {"key_file": str(file)}).access().key == KEY.encode()
+    file.chmod(0o640)
+    key = SharedKey.of(KEY.encode())
+    assert read(vllm, {"key": KEY}).access().key == key
+    assert read(vllm, {"key_file": str(file)}).access().key == key
     monkeypatch.setenv("KVPLAN_KEY_FILE", str(file))
-    assert read(vllm).access().key == KEY.encode()
-    assert read(vllm, {"key": "another one, in the settings"}).access().key == b"another one, in the settings"
-    assert plugin_settings({"KVPLAN_KEY_FILE": str(file)}).access().key == KEY.encode()
+    assert read(vllm).access().key == key
+    others = read(vllm, {"key": "another one, in the settings"})
+    assert others.access().key == SharedKey.of(b"another one, in the settings")
+    assert plugin_settings({"KVPLAN_KEY_FILE": str(file)}).access().key == key
     monkeypatch.undo()
-    assert read(vllm).access().key == b""
+    assert read(vllm).access().key == host_key()
 
 
 @pytest.mark.parametrize(
@@ -227,7 +231,9 @@ def test_a_key_is_in_settings_a_file_or_the_environment(
         ({"key": KEY, "key_file": "key"}, "SETTING"),
         ({"key_file": "no file"}, "SETTING"),
         ({"key_file": "/dev/null"}, "SETTING"),
+        ({"key_file": "/etc/hostname"}, "SETTING"),
         ({"key": "short"}, "RANGE"),
+        ({"key": " " * 32}, "RANGE"),
         ({"tls_certificate": "a.pem"}, "SETTING"),
         ({"tls_certificate": "a.pem", "tls_private_key": "a.key", "tls_authority": "a.pem"}, "PEER"),
     ],
@@ -238,15 +244,6 @@ def test_settings_of_the_network_that_do_not_go_together(vllm: Any, settings: An
     with pytest.raises(KVPlanError) as refusal:
         read(vllm, settings).access()
     assert refusal.value.code == code
-
-
-def test_a_network_is_trusted_by_a_setting_alone(vllm: Any) -> None:
-    """Not by default, and not by a text that looks like it."""
-    assert not read(vllm).access().trusts_network
-    assert read(vllm, {"trust_network": True}).access().trusts_network
-    assert plugin_settings({"KVPLAN_TRUST_NETWORK": "true"}).access().trusts_network
-    for value in ("true", 1, None):
-        assert settings_error(vllm, {"trust_network": value}).code == "TYPE"
 
 
 @pytest.mark.parametrize(

@@ -1117,19 +1117,19 @@ def test_engines_with_a_key(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyP
     publish(server.address, ROOM, forged, access=access)
     victim = received(plugin, decode, server)
     until(victim, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match="MESSAGE: cannot read a handoff: expected one that was signed"):
+    with pytest.raises(KVPlanError, match="MESSAGE: cannot read a handoff: expected the signature"):
         victim.failure_exception()
     server.close()
 
 
 @pytest.mark.parametrize(
-    "setting, got", [("KVPLAN_KEY", None), ("KVPLAN_TRUST_NETWORK", None), ("HOME", "without a key")]
+    "setting, got", [("KVPLAN_KEY", None), ("KVPLAN_LEASE_S", "with the key of this host")]
 )
 def test_doors_open_where_sglang_says(
     plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, setting: str, got: str | None
 ) -> None:
-    """On all addresses only with a key, or by a setting that says so."""
-    monkeypatch.setenv(setting, {"KVPLAN_KEY": KEY.decode()}.get(setting, "true"))
+    """On all addresses only with a key that an operator has set."""
+    monkeypatch.setenv(setting, {"KVPLAN_KEY": KEY.decode()}.get(setting, "30"))
     names = plugin.manager.PrefillRank.__init__.__globals__
     monkeypatch.setitem(names, "get_serving", lambda: SimpleNamespace(host="0.0.0.0"))
     opened = [lambda: plugin.manager.serve_rooms("0.0.0.0", 0), lambda: Side(plugin, "prefill", 4)]
@@ -1137,7 +1137,7 @@ def test_doors_open_where_sglang_says(
         if got is None:
             start()
         else:
-            with pytest.raises(KVPlanError, match=f"PEER: cannot listen on 0.0.0.0 {got}: .*trust_network"):
+            with pytest.raises(KVPlanError, match=f"PEER: cannot listen on 0.0.0.0 {got}: .*set one key on all"):
                 start()
 
 

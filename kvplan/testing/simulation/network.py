@@ -239,7 +239,12 @@ class Host(System):
         return VirtualCondition(self)
 
     def serve(
-        self, address: str, port: int, routes: Mapping[str, Route], access: Access
+        self,
+        address: str,
+        port: int,
+        routes: Mapping[str, Route],
+        access: Access,
+        announced: str = "",
     ) -> Listening:
         server = VirtualServer(self, f"{address}:{port}", port, routes)
         self.network.servers[server.address] = server
