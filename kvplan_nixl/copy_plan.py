@@ -158,7 +158,7 @@ class Entry:
 
 
 def _entries(pair: GroupPair, series: RunSeries | TokenSeries, tables: Tables) -> Iterator[Entry]:
-    """Yield the entries of a series: its runs, in the order of the planner, where they lie alike."""
+    """Yield the entries of a series: its runs, in the planner's order, where they lie alike."""
     by_slot = isinstance(series, TokenSeries)
     terms = series.slot_terms if by_slot else [_terms_of(blocks) for blocks in series.blocks]
     # one row for each run, one column for each slot term: where the run begins, in block 0

@@ -7,13 +7,12 @@ by rules K1 and K2 of :mod:`kvplan_nixl.copy_plan`. Triton's interpreter runs th
 CPU, where tests compare its bytes with fake memory; nothing but tests uses it there.
 """
 
-# Triton reads the annotations of a kernel as values, so this module has no postponed ones. Constants
-# of a kernel are written in capitals there.
+# Triton reads the annotations of a kernel as values, so this module has no postponed ones.
+# Constants of a kernel are written in capitals.
 # ruff: noqa: N803, N806
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
@@ -33,11 +32,15 @@ MAX_ELEMENTS: Final = 2048
 PROGRAMS_PER_MULTIPROCESSOR: Final = 4
 """Programs that a copy may use for each multiprocessor. Not measured on a GPU yet."""
 
-has_triton: Final = find_spec("triton") is not None
-
-if has_triton:
+try:
     import triton
     import triton.language as tl
+except ImportError:  # torch for ROCm and XPU brings it by another name, or none
+    triton = None
+
+has_triton: Final = triton is not None
+
+if has_triton:
 
     def copy_runs(
         arrays,
@@ -160,6 +163,9 @@ def rows_of(launch: Launch, tile_bytes: int = TILE_BYTES) -> int:
 class Copies(Protocol):
     """What moves the bytes of a :class:`BoundCopy` on one device."""
 
+    def prepare(self, pair: PairCopy) -> None:
+        """Prepare for the copies between two workers. Raises ``MEMORY`` if it cannot."""
+
     def begin(self, bound: BoundCopy) -> Any:
         """Begin copies, and return a ticket for :meth:`done`."""
 
@@ -200,6 +206,17 @@ class KernelCopies:
         self._programs = programs or 1
         # what the device keeps of each pair of workers
         self._arrays: WeakKeyDictionary[PairCopy, torch.Tensor] = WeakKeyDictionary()
+
+    def prepare(self, pair: PairCopy) -> None:
+        """Compile the kernel for all launches of a pair, and put its arrays on the device.
+
+        So no request waits for a compiler, and a device that cannot run the kernel shows it before
+        any request. Raises ``MEMORY``.
+        """
+        launches = {entry.launch for entries in pair.entries.values() for entry in entries}
+        rows = np.zeros((0, Field.END), np.int64)
+        nothing = tuple((launch, slice(0, 0)) for launch in launches)
+        self.begin(BoundCopy(pair, (), nothing, rows, np.zeros(1, np.int32)))
 
     def begin(self, bound: BoundCopy) -> Any:
         """Begin copies, and return a ticket for :meth:`done`."""
@@ -275,6 +292,9 @@ class TorchCopies:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._copier = TorchCopier(tensors)
         self._last: Any = None
+
+    def prepare(self, pair: PairCopy) -> None:
+        """Do nothing: torch compiles nothing."""
 
     def begin(self, bound: BoundCopy) -> Any:
         """Begin copies, and return a ticket for :meth:`done`."""

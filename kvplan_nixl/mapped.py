@@ -183,10 +183,13 @@ class MappedExecutor(NixlExecutor):
         except KVPlanError as error:
             for one in mapped:
                 one.close()
-            self._logger.warning("%s moves its bytes through NIXL: %s", worker.label, error)
+            self._through_nixl(peer, error)
             return
         self._memories[peer] = MappedMemory(tuple(regions), copies, tuple(mapped))
         self._logger.info("memory of %s is mapped (%s)", worker.label, self._mapper.kind)
+
+    def _through_nixl(self, peer: Any, error: KVPlanError) -> None:
+        self._logger.warning("%s moves its bytes through NIXL: %s", peer.worker.label, error)
 
     def _region_here(self, worker: Worker, region: Region, mapped: Mapped) -> Region:
         """Return a region of a peer where its memory is mapped. Raises ``MEMORY``."""
@@ -208,6 +211,11 @@ class MappedExecutor(NixlExecutor):
             pair.local_table, pair.remote_table.in_regions(memory.regions)
         )
         copy = PairCopy.of(pair.group_pairs, tables)
+        try:
+            memory.copies.prepare(copy)
+        except KVPlanError as error:
+            self._through_nixl(peer, error)
+            return super()._prepared(plan, pair, peer)
         is_read = plan.operation == "READ"
         nothing: Any = None  # NIXL has no rows of this pair
         return MappedRows(pair.local_table, nothing, nothing, memory.copies, copy, tables, is_read)

@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 from kvplan import Worker
 from kvplan.bridges import RankInfo
 from kvplan.connector.retention import keeping
-from kvplan_nixl import NixlExecutor
+from kvplan_nixl.mapped import make_executor
 from kvplan_nixl.rearrange import with_staging
 from kvplan_nixl.sglang.bootstrap import BootstrapServer
 from kvplan_nixl.sglang.decode import DecodeRank
@@ -127,7 +127,7 @@ class Manager(BaseKVManager):
             num_stages=parallel.pp_size,
             cp_rank=parallel.attn_cp_rank,
             windows=windows,
-            executor=NixlExecutor(worker, settings.backends, key=access.key),
+            executor=make_executor(worker, settings.backends, logger=logger, key=access.key),
             access=access,
         )
         if self._is_prefill:

@@ -26,6 +26,7 @@ from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import Request as Binding
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.digest import cache_digests
+from kvplan_nixl.mapped import make_executor
 from kvplan_nixl.reads import make_reads
 from kvplan_nixl.rearrange import memories_of, set_zero, with_staging
 from kvplan_nixl.vllm.description import worker_of
@@ -77,7 +78,9 @@ class Worker:
         is_reader = self._config.kv_transfer_config.is_kv_consumer or settings.bidirectional_kv_xfer
         worker, copier = with_staging(worker, settings.staging_bytes if is_reader else 0)
         self._memories = memories_of(kv_caches.values())
-        self._executor = NixlExecutor(worker, settings.backends, key=self._access.key)
+        self._executor = make_executor(
+            worker, settings.backends, logger=logger, key=self._access.key
+        )
         self._reads = ReadParts(
             make_reads(
                 self._executor,

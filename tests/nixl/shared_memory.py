@@ -22,7 +22,7 @@ from kvplan import Executor, KVPlanError, Region, Worker
 from kvplan.describe.worker import Key
 from kvplan.testing.executors import Bytes
 from kvplan_nixl.cma import Process
-from kvplan_nixl.copy_plan import BoundCopy
+from kvplan_nixl.copy_plan import BoundCopy, PairCopy
 from kvplan_nixl.kernel import Copies
 from kvplan_nixl.mapped import MakeCopies, MappedExecutor, copies_between
 from kvplan_nixl.mapping import Mapped
@@ -139,6 +139,9 @@ class HeldCopies:
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
         self.waiting: list[BoundCopy] = []
+
+    def prepare(self, pair: PairCopy) -> None:
+        self._copies.prepare(pair)
 
     def begin(self, bound: BoundCopy) -> Any:
         self.waiting.append(bound)

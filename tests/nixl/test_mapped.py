@@ -227,6 +227,19 @@ def test_a_copy_that_fails(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> N
     assert reader.executor.poll(again) is Status.DONE
 
 
+def test_a_device_that_cannot_run_the_kernel(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows when a plan is prepared, before any request, and bytes move through NIXL."""
+
+    def fail(self: HeldCopies, pair: Any) -> None:
+        raise KVPlanError("MEMORY", "compile", expected="success", got="an error of the compiler")
+
+    monkeypatch.setattr(HeldCopies, "prepare", fail)
+    transfer = reader.begin()
+    assert not reader.held[0].waiting
+    assert settle(reader.executor, [transfer], 10)
+    assert np.array_equal(reader.bytes(), reader.expected())
+
+
 def envelope_with(handles: bytes, source: NixlExecutor) -> bytes:
     """The envelope of a source with other handles, signed by the same key."""
     opened = Envelope.unpack(source.envelope(), KEY)
