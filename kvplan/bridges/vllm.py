@@ -173,7 +173,7 @@ def from_vllm(
                 _key_of(first, model),
                 None if is_state(first.spec) else first.spec.block_size,
                 spread=getattr(first.spec, "dcp_sharded", True),
-                tokens_per_slot=unit,
+                tokens_per_slot=unit or first.spec.block_size,
             )
             for layer in members:
                 name = layer.name
@@ -271,7 +271,7 @@ def _add_layer(
         return
     if isinstance(assembly.model, ObservedModel):
         (page,) = assembly.pages(key).values()
-        if len(page.sections) > 1 or page.name.endswith(PAGE):
+        if len(page.sections) > 1 or _is_whole_block(page):
             _add_packed(assembly, layer, key, cache)
             return
     if is_indexer(spec):
@@ -309,15 +309,20 @@ def _add_packed(assembly: Assembly, layer: CachedLayer, key: Hashable, cache: An
     shape = tuple(cache.shape)
     num_slots = assembly.groups[-1].num_slots
     (page,) = assembly.pages(key).values()
-    if page.name.endswith(PAGE):
+    if _is_whole_block(page):
         num_slots = int(layer.spec.num_states)
     # An older cache has no dimension of rows.
     kernel_blocks = _kernel_blocks(layer, num_slots, shape[-2] if len(shape) > 2 else num_slots)
-    if page.name.endswith(PAGE):
+    if _is_whole_block(page):
         assembly.add_page(_joined_blocks(cache, kernel_blocks), page)
         return
     (kernel_page,) = assembly.pages(key, kernel_blocks).values()
     assembly.add_page(cache, kernel_page, kernel_blocks=kernel_blocks)
+
+
+def _is_whole_block(page: Page) -> bool:
+    """Return whether a block is one value, since the order of its bytes is not known."""
+    return any(tensor.name.endswith(f".{PAGE}") for tensor in page.tensors)
 
 
 def _joined_blocks(cache: Any, kernel_blocks: int) -> Any:

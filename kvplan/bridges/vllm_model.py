@@ -157,37 +157,37 @@ def tokens_per_state(spec: Any) -> int:
     return int(tokens)
 
 
+BLOCK: Final = 0
+"""In place of a number of tokens: those of a whole block, whatever its size."""
+
+
 def units_of(spec: Any) -> list[int]:
     """Return of how many tokens the values of a spec may be.
 
-    Rows of bytes whose order the spec does not state may turn out to be whole blocks, by the layer
-    that has them, which a scheduler does not know.
+    Rows of bytes whose order the spec does not state may turn out to be whole blocks: the layer
+    that has them says so, which a scheduler does not have.
     """
     units = [tokens_per_state(spec)]
-    if (
-        not is_state(spec)
-        and is_packed(spec)
-        and getattr(spec, "state_content_bytes", None) is None
-    ):
-        units.append(int(spec.block_size))
-    elif not is_state(spec) and is_packed(spec) and packed_row(spec, None) is None:
-        units = [int(spec.block_size)]
+    if not is_state(spec) and is_packed(spec) and packed_row(spec, None) is None:
+        # A record that is not known has no other order.
+        has_record = getattr(spec, "state_content_bytes", None) is not None
+        units = [BLOCK] if has_record else [*units, BLOCK]
     return units
 
 
 def unit_of(spec: Any, tensors: Layer) -> int:
     """Return of how many tokens a value of a layer is, that caches these tensors."""
     is_page = any(tensor.kind == PAGE for tensor in tensors)
-    return int(spec.block_size) if is_page else tokens_per_state(spec)
+    return BLOCK if is_page else tokens_per_state(spec)
 
 
 def group_name(index: int, tokens: int = 1) -> str:
     """Return the name of one of vLLM's groups, or of its layers with a value for several tokens.
 
-    >>> group_name(0), group_name(2, tokens=4)
-    ('group0', 'group2.4')
+    >>> group_name(0), group_name(2, tokens=4), group_name(2, tokens=BLOCK)
+    ('group0', 'group2.4', 'group2.block')
     """
-    return f"group{index}" if tokens == 1 else f"group{index}.{tokens}"
+    return f"group{index}" + {1: "", BLOCK: ".block"}.get(tokens, f".{tokens}")
 
 
 @reads_engine("vLLM 0.33")

@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan_nixl.executor import UCX, Backends
 from kvplan_nixl.settings import StoreSettings, backends_of, setting, store_refusal
-from kvplan_nixl.vllm.description import check_kinds, is_state
+from kvplan_nixl.vllm.description import check_kinds, is_state, specs_of
 from kvplan_nixl.vllm.drafts import WITH_CACHE
 from kvplan_nixl.vllm.settings import PLACE, check_engine, check_transfer
 
@@ -47,6 +47,11 @@ def check_store_engine(config: VllmConfig, cache: KVCacheConfig) -> None:
     """
     check_engine(config)
     check_kinds(cache)
+    for group in cache.transfer_groups:
+        # a ring, or a window that vLLM recomputes after a hit
+        if not group.kv_cache_spec.prefix_cacheable:
+            expected = "layers that a prefix cache keeps"
+            raise store_refusal("model", expected, type(specs_of(group)[0]).__name__)
     speculative: Any = config.speculative_config
     # what drafts cache at a page's last position may depend on the next token, which no key has
     if speculative is not None and speculative.method in WITH_CACHE:

@@ -170,7 +170,7 @@ def qwen4(tp: int, block: int = 64, drafts: int = 0) -> Caches:
             head_size_v=32,
             dtype=torch.bfloat16,
         )
-        caches[f"{name}.attn"] = Cached(values, 128, heads=heads, backend="FLASH_ATTN")
+        caches[f"{name}.attn"] = Cached(values, 128, heads=heads, backend="QWEN4_EXP_QSA_TRITON")
         keys = interface.MLAAttentionSpec(
             block_size=block, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, tokens_per_state=ratio
         )
@@ -226,14 +226,18 @@ def glm5_next(tp: int, block: int = 128, drafts: int = 0) -> Caches:
 
 
 def step5(tp: int, block: int = 64) -> Caches:
-    """Step-5: latents, a summary of eight tokens each, and a ring of one page of the latents' size."""
+    """Step-5: K and V, summaries of eight tokens each, and a ring of one page of K and V, of each head.
+
+    A rank has one head, so there are at most as many heads as ranks.
+    """
     caches: Caches = {}
+    heads, dim = 2, 64
     for layer in range(2):
         name = f"model.layers.{layer}.self_attn"
-        latent = interface.MLAAttentionSpec(
-            block_size=block, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.bfloat16
+        values = interface.FullAttentionSpec(
+            block_size=block, num_kv_heads=max(1, heads // tp), head_size=dim, dtype=torch.bfloat16
         )
-        caches[f"{name}.attn"] = Cached(latent, 1152, backend="FLASHMLA_SPARSE")
+        caches[f"{name}.attn"] = Cached(values, 4 * dim, heads=heads, backend="STEP5_DSA")
         summary = interface.FullAttentionSpec(
             block_size=block,
             num_kv_heads=1,
@@ -242,8 +246,8 @@ def step5(tp: int, block: int = 64) -> Caches:
             dtype=torch.uint8,
             tokens_per_state=8,
         )
-        caches[f"{name}.summary"] = Cached(summary, 256, backend="STEP5_CSA_SUMMARY")
-        page = latent.page_size_bytes
+        caches[f"{name}.summary"] = Cached(summary, 256, heads=heads, backend="STEP5_CSA_SUMMARY")
+        page = values.page_size_bytes
         ring = interface.CircularBufferSpec(
             block_size=block,
             num_kv_heads=1,
@@ -252,7 +256,7 @@ def step5(tp: int, block: int = 64) -> Caches:
             dtype=torch.bfloat16,
             block_stride_alignment=1024,
         )
-        caches[f"{name}.tail"] = Cached(ring, 1024, ring=page // 1024, backend="STEP5_CSA_TAIL_RING")
+        caches[f"{name}.tail"] = Cached(ring, 1024, heads=heads, ring=page // 1024, backend="STEP5_CSA_TAIL_RING")
     return caches
 
 
@@ -282,7 +286,7 @@ def inkling(tp: int, block: int = 64) -> Caches:
             dtype=torch.bfloat16,
             sliding_window=4,
         )
-        caches[f"{name}.sconv"] = Cached(conv, 512, heads=heads, backend="INKLING_SCONV")
+        caches[f"{name}.sconv"] = Cached(conv, 512, heads=heads, backend="INKLING_SCONV_SWA")
     return caches
 
 

@@ -11,6 +11,9 @@ For another release than the one installed, have its Python files first on ``PYT
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +22,10 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Blocks, Worker, plan_reads
+from kvplan import KVPlanError, Worker, plan_reads
 from kvplan.bridges import RankInfo, from_vllm, vllm_model
-from kvplan.connector import whole_blocks
+from kvplan.connector import Handoff, Read, Source, whole_blocks
+from kvplan.connector.read import request_of
 from tests.engines import specs
 from tests.engines.specs import Cached, Caches, allocated, engine_config, label, places, planned, row_bytes, spec_of
 
@@ -29,6 +33,9 @@ block_pool = pytest.importorskip("vllm.v1.core.block_pool")
 managers = pytest.importorskip("vllm.v1.core.single_type_kv_cache_manager")
 description = pytest.importorskip("kvplan_nixl.vllm.description")
 tables = pytest.importorskip("kvplan_nixl.vllm.tables")
+
+TESTS = ("tests/engines/test_specs.py", "tests/engines/test_kinds.py")
+"""What runs with another release too."""
 
 NUM_BLOCKS = 160
 STEP = 192
@@ -99,13 +106,13 @@ def described(engine: Engine, cache: Any, views: Mapping[str, Any], rank: int) -
         name: SimpleNamespace(get_attn_backend=lambda backend=cached.backend: SimpleNamespace(get_name=lambda: backend))
         for name, cached in engine.caches.items()
     }
-    heads = {name.split(".")[2]: cached.heads for name, cached in engine.caches.items() if cached.heads}
+    heads = {name: cached.heads for name, cached in engine.caches.items() if cached.heads}
     model = vllm_model(
         "a model",
         RankInfo(engine.name, rank, rank, engine.tp),
         cache,
         layers,
-        kv_heads=lambda number, _: heads.get(str(number), 1),
+        kv_heads=lambda name, *_: heads.get(name, 1),
     )
     return from_vllm(model, RankInfo(engine.name, rank, rank, engine.tp), cache, views, layers)
 
@@ -133,8 +140,10 @@ def _slots(cached: Cached, spec: Any, ids: list[int], num_tokens: int, first: in
     """Each row of a request with its block and its slot in it."""
     if cached.ring:
         (block,) = ids
-        for position in range(max(0, num_tokens - cached.ring), num_tokens):
-            yield position, block, position % cached.ring
+        for slot in range(cached.ring):
+            # A slot that no position has filled yet moves too, as the source has it.
+            last = num_tokens - 1 - (num_tokens - 1 - slot) % cached.ring
+            yield (last if last >= 0 else 1 << 20), block, slot
         return
     tokens = cached.tokens
     for row in range(first // tokens, -(-num_tokens // tokens)):
@@ -151,11 +160,13 @@ def fill(memory: Any, rows: Iterator[tuple[str, int, int, list[tuple[int, int]]]
             memory[offset : offset + length], content = content[:length], content[length:]
 
 
-def ranges_read(
-    source: Any, destination: Any, remote: Mapping[str, Blocks], local: Mapping[str, Blocks], num_tokens: int
-) -> dict[str, tuple[int, int]]:
-    """The positions of each group that a connector reads."""
-    ranges = {}
+def read_of(source: Any, destination: Any, ids: list[list[int]], local_ids: list[list[int]], num_tokens: int) -> Read:
+    """What a connector reads: all positions that a group attends to, in whole blocks as far as they are there."""
+    remote, local = source.of_ids(ids), destination.of_ids(local_ids)
+    kept = {name: source.first_listed(name, remote[name]) for name in source.positioned}
+    engine = Source("prefill", "start", "host", 1)
+    handoff = Handoff(engine, "lease", num_tokens, "prompt", remote, kept)
+    tokens = {}
     for name in destination.positioned:
         attended = description.first_attended(destination.groups[name], num_tokens)
         whole = whole_blocks(
@@ -163,16 +174,35 @@ def ranges_read(
             attended=attended,
             tokens_per_block=destination.block_sizes[name],
             listed=destination.first_listed(name, local[name]),
-            kept=source.first_listed(name, remote[name]),
+            kept=handoff.first_kept(name, attended),
         )
-        ranges[name] = whole.start, whole.stop
-    return ranges
+        tokens[name] = whole.start, whole.stop
+    return Read(request="request", source=engine, lease="lease", local=local, remote=remote, tokens=tokens)
 
 
 def moved(source: Engine, destination: Engine, num_tokens: int) -> int:
     """Move a request from a source to all ranks of a destination, and return how many bytes were compared.
 
     Each row that the destination attends to must be there, and no other byte may change.
+    """
+    num_compared = 0
+    for rank, memory, expected in received_by(source, destination, num_tokens, copy):
+        wrong = np.flatnonzero(memory != expected)
+        assert not wrong.size, f"{wrong.size} bytes of rank {rank}, from {wrong[0]} on"
+        num_compared += memory.size
+    return num_compared
+
+
+def received_by(
+    source: Engine,
+    destination: Engine,
+    num_tokens: int,
+    copy: Callable[[Any], None],
+    tell: Callable[[str, Any], None] = lambda engine, memory: None,
+) -> Iterator[tuple[int, Any, Any]]:
+    """The bytes of each rank of a destination that has read a request, and what they should be.
+
+    ``tell`` gets the memory of each rank before anything moves.
     """
     source_cache, cache = source.cache, destination.cache
     description.check_kinds(source_cache)
@@ -186,27 +216,18 @@ def moved(source: Engine, destination: Engine, num_tokens: int) -> int:
         senders.append(described(source, source_cache, views, rank))
     sent = tables.BlockTables(engine_config(), source_cache)
     received = tables.BlockTables(engine_config(), cache)
-    remote, local = sent.of_ids(ids), received.of_ids(local_ids)
-    tokens = ranges_read(sent, received, remote, local, num_tokens)
-    num_compared = 0
+    read = read_of(sent, received, ids, local_ids, num_tokens)
+    first = {received.indices[name]: begin for name, (begin, _) in read.tokens.items()}
     for rank in range(destination.tp):
         memory, views = allocated(cache, destination.layout, 100 + rank)
+        tell(destination.name, memory)
         expected = memory.copy()
         worker = described(destination, cache, views, rank)
-        held = {group.name for group in worker.groups}
-        request: dict[str, Any] = {
-            "local": {name: blocks for name, blocks in local.items() if name in held},
-            "remote": {name: blocks for name, blocks in remote.items() if name in held},
-            "tokens": {name: extent for name, extent in tokens.items() if name in held},
-        }
-        for read in plan_reads(worker, senders).bind(**request):
-            copy(read)
-        first = {received.indices[name]: begin for name, (begin, _) in tokens.items()}
+        plan = plan_reads(worker, senders)
+        for spec in plan.bind(**request_of(read, plan, to_block_end=False)):
+            copy(spec)
         fill(expected, rows_of(destination, cache, local_ids, rank, num_tokens, first))
-        wrong = np.flatnonzero(memory != expected)
-        assert not wrong.size, f"{wrong.size} bytes of rank {rank}, from {wrong[0]} on"
-        num_compared += memory.size
-    return num_compared
+        yield rank, memory, expected
 
 
 def copy(read: Any) -> None:
@@ -215,8 +236,164 @@ def copy(read: Any) -> None:
         ctypes.memmove(local, remote, length)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 129, 700, 1024])
-@pytest.mark.parametrize(("tp", "other_tp"), [(1, 1), (1, 2), (2, 1), (4, 8)])
-def test_deepseek_v4(tp: int, other_tp: int, num_tokens: int) -> None:
-    """Rows of 4 and of 128 tokens, windows of 584 bytes a token, keys, and what compressors still need."""
-    assert moved(Engine("prefill", specs.deepseek_v4, tp), Engine("decode", specs.deepseek_v4, other_tp), num_tokens)
+LENGTHS = (1, 700, 1024)
+RANKS = ((1, 1), (1, 2), (2, 1), (4, 8))
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("model", ["DeepSeek-V4", "DeepSeek-V4.1", "Qwen4-Exp", "GLM-5-Next", "Inkling", "dots3.note"])
+def test_ranks(model: str, ranks: tuple[int, int], num_tokens: int) -> None:
+    """Each row arrives where the destination's kernels look for it, whatever the number of ranks."""
+    make = specs.MODELS[model]
+    assert moved(Engine("prefill", make, ranks[0]), Engine("decode", make, ranks[1]), num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 4), (4, 2)])
+def test_ranks_of_one_head(ranks: tuple[int, int], num_tokens: int) -> None:
+    """Summaries and rings of Step-5 are of a head, so ranks divide them as they divide K and V."""
+    make = specs.step5
+    assert moved(Engine("prefill", make, ranks[0]), Engine("decode", make, ranks[1]), num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [129, 700])
+@pytest.mark.parametrize("ranks", [(2, 1), (4, 8)])
+@pytest.mark.parametrize(
+    ("make", "source", "destination"),
+    [
+        (specs.deepseek_v4, {}, {"block": 512}),
+        (specs.deepseek_v4, {"block": 512}, {"window_block": 128}),
+        (specs.deepseek_v4, {"window_block": 32}, {"block": 1024}),
+        (specs.deepseek_v41, {}, {"block": 64}),
+        (specs.deepseek_v41, {"record": 584, "block": 64}, {"record": 584, "window_block": 64}),
+        (specs.deepseek_v41, {"record": 288}, {"record": 288, "block": 64, "window_block": 64}),
+        (specs.deepseek_v41, {"replay": False}, {}),
+        (specs.qwen4, {}, {"block": 128}),
+        (specs.glm5_next, {}, {"block": 256}),
+        (specs.inkling, {}, {"block": 32}),
+        (specs.dots3_note, {}, {"block": 48}),
+    ],
+)
+def test_blocks(
+    make: Any, source: dict[str, Any], destination: dict[str, Any], ranks: tuple[int, int], num_tokens: int
+) -> None:
+    """Blocks of unequal size divide the rows anew: values and scales of a row have other places in them."""
+    engines = [
+        Engine(name, lambda tp, sizes=sizes: make(tp, **sizes), tp)
+        for name, sizes, tp in (("prefill", source, ranks[0]), ("decode", destination, ranks[1]))
+    ]
+    assert moved(*engines, num_tokens)
+
+
+def _runs(indices: Any) -> list[tuple[int, int]]:
+    """The ranges of ascending indices."""
+    parts = np.split(indices, np.flatnonzero(np.diff(indices) > 1) + 1)
+    return [(part[0], part[-1] + 1) for part in parts if part.size]
+
+
+def test_regions_by_their_first_address_alone() -> None:
+    """vllm-project/vllm#57661: a ring that begins where a window does is sent for the window's length.
+
+    Groups overlay each other, so the first layer of each begins at byte 0. NixlConnector 0.33 finds a region by that
+    address and takes the length of the first one: 19,008 bytes in place of 32,768.
+    """
+    engines = [Engine(name, lambda tp: specs.deepseek_v41(tp, record=584)) for name in ("prefill", "decode")]
+    cache = engines[1].cache
+    (rings,) = [group for group in cache.kv_cache_groups if "compressor" in group.layer_names[0]]
+    windows = cache.kv_cache_groups[0]
+    placed, window_bytes = places(cache), spec_of(windows, windows.layer_names[0]).page_size_bytes
+    ring, window = rings.layer_names[0], windows.layer_names[0]
+    ring_bytes = spec_of(rings, ring).page_size_bytes
+    assert (placed[ring].offset, window_bytes, ring_bytes) == (placed[window].offset, 19_008, 32_768)
+    ((block,),) = [loaded(cache, 700)[cache.kv_cache_groups.index(rings)]]
+    begin = placed[ring].offset + block * placed[ring].stride
+    base = 0
+
+    def copy_window(read: Any) -> None:
+        """Moves what NixlConnector would: all but the end of the first ring."""
+        for (local, length, _), (remote, *_) in zip(*(rows.tolist() for rows in read.descriptors()), strict=True):
+            into = local - base - begin
+            is_lost = np.zeros(length, bool)
+            if into < ring_bytes and into + length > 0:
+                is_lost[max(0, window_bytes - into) : max(0, ring_bytes - into)] = True
+            sent = np.flatnonzero(~is_lost)
+            for start, stop in _runs(sent):
+                ctypes.memmove(local + int(start), remote + int(start), int(stop - start))
+
+    def regions_of(engine: str, memory: Any) -> None:
+        nonlocal base
+        base = memory.ctypes.data if engine == "decode" else base
+
+    received = received_by(*engines, 700, copy_window, regions_of)
+    ((_, memory, expected),) = received
+    wrong = np.flatnonzero(memory != expected) - begin
+    assert window_bytes <= wrong.min() and wrong.max() < ring_bytes
+    # a byte in 256 is right by chance
+    assert 13_500 < wrong.size <= ring_bytes - window_bytes
+    assert moved(*engines, 700)
+
+
+@pytest.mark.parametrize(
+    ("make", "source", "destination", "text"),
+    [
+        (specs.deepseek_v41, {"record": 584}, {}, "cannot pair .*swa_cache.attn"),
+        (specs.deepseek_v41, {"record": 288}, {}, "cannot pair .*: expected 528 .*, got 288"),
+        (specs.deepseek_v41, {"drafts": 7}, {}, "axis 'position' of tensor .*ring': expected 8 .*, got 16"),
+        (specs.qwen4, {}, {"drafts": 3}, "axis 'position' of tensor .*ring': expected 32 .*, got 16"),
+        (specs.step5, {}, {"block": 128}, "axis 'position' of tensor .*ring': expected 128 .*, got 64"),
+    ],
+)
+def test_other_rows_are_refused(make: Any, source: Any, destination: Any, text: str) -> None:
+    """Records of another size, and rings of another length: the field and both values are named."""
+    engines = [
+        Engine(name, lambda tp, sizes=sizes: make(tp, **sizes), 2)
+        for name, sizes in (("prefill", source), ("decode", destination))
+    ]
+    with pytest.raises(KVPlanError, match=text):
+        moved(*engines, 700)
+
+
+def invented(tp: int, block: int = 64, record: int = 600) -> Caches:
+    """A model that nobody has heard of: records of an unknown format for eight tokens, and windows of latents."""
+    caches: Caches = {}
+    for layer in range(3):
+        name = f"trunk.{layer}.mixer"
+        fields = {"block_size": block, "num_kv_heads": 1, "max_tp_shards": 1, "dtype": specs.torch.uint8}
+        rows = specs.interface.MLAAttentionSpec(
+            **fields, head_size=448, tokens_per_state=8, state_content_bytes=record, cache_dtype_str="packed"
+        )
+        caches[f"{name}.memory"] = Cached(rows, record, backend="INVENTED")
+        notes = specs.interface.FullAttentionSpec(
+            block_size=block, num_kv_heads=4 // tp, head_size=32, dtype=specs.torch.float32, tokens_per_state=2
+        )
+        caches[f"{name}.notes"] = Cached(notes, 256, heads=4, backend="FLASH_ATTN")
+        window = specs.interface.SlidingWindowMLASpec(
+            **{**fields, "dtype": specs.torch.float32}, head_size=24, sliding_window=100
+        )
+        caches[f"{name}.recent"] = Cached(window, 96, backend="INVENTED")
+    return caches
+
+
+@pytest.mark.parametrize("num_tokens", [64, 700])
+@pytest.mark.parametrize("ranks", [(1, 2), (4, 2)])
+def test_a_model_of_an_invented_type(ranks: tuple[int, int], num_tokens: int) -> None:
+    """It needs no line of code: what its specs declare is enough, with whole blocks where an order is not stated."""
+    assert moved(Engine("prefill", invented, ranks[0]), Engine("decode", invented, ranks[1]), num_tokens)
+
+
+def test_whole_blocks_of_unequal_size_are_refused() -> None:
+    """Where the order of a record's bytes is not known, a block cannot be divided."""
+    larger = Engine("decode", lambda tp: invented(tp, block=128))
+    with pytest.raises(KVPlanError, match="^GROUP: .*one value for 128 tokens.*one value for 64 tokens"):
+        moved(Engine("prefill", invented), larger, 700)
+
+
+@pytest.mark.skipif("KVPLAN_VLLM_FILES" not in os.environ, reason="needs KVPLAN_VLLM_FILES, Python files of a release")
+def test_of_another_release() -> None:
+    """This file with the classes of another release of vLLM, whose Python files need no GPU to be imported."""
+    files = os.environ["KVPLAN_VLLM_FILES"]
+    environment = {key: value for key, value in os.environ.items() if key != "KVPLAN_VLLM_FILES"}
+    paths = [files, *filter(None, [environment.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+    subprocess.run(command, env=environment | {"PYTHONPATH": os.pathsep.join(paths)}, check=True)
