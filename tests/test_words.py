@@ -18,6 +18,7 @@ GLOSSARY = re.findall(r"^\| ([a-z ]+) \| (.+) \|$", RULES.partition("## Glossary
 MAX_TERMS = 25
 """What a reader can learn in one sitting. A new term takes the place of another."""
 
+
 def classes(tree: ast.Module) -> list[str]:
     """The classes and type aliases of a module; an alias is a name in capitals and small letters."""
     found = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
