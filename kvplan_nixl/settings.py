@@ -237,7 +237,8 @@ class Settings(NamedSettings):
     ``kv_heads`` that of the KV heads of a layer, unless it is 0. ``ignored_facts`` are those of the
     engine's identity (:mod:`kvplan_nixl.identity`) that the operator knows to be harmless. Prefill
     publishes a request in part when ``early_tokens`` more positions are computed. ``rates`` names
-    the file of a calibration, by which decode chooses what it stages. The other settings of the
+    the file of a calibration, by which decode chooses what it stages. ``bootstrap_servers`` are
+    those that requests may name beside this machine's and ``host``: SGLang's, or listeners. The other settings of the
     network are those of :meth:`access`.
     """
 
@@ -257,6 +258,7 @@ class Settings(NamedSettings):
     kv_heads: int = setting(integer, 0)
     key: bytes = setting(_secret, b"")
     key_file: str = setting(name, "")
+    bootstrap_servers: tuple[str, ...] = setting(texts, ())
     tls_certificate: str = setting(name, "")
     tls_private_key: str = setting(name, "")
     tls_authority: str = setting(name, "")
@@ -276,7 +278,10 @@ class Settings(NamedSettings):
         if self.key and self.key_file:
             expected = "key or key_file"
             raise KVPlanError("SETTING", "use a key", expected=expected, got="both")
-        access = Access(key=key_in_file(Path(self.key_file)) if self.key_file else self.key or None)
+        access = Access(
+            key=key_in_file(Path(self.key_file)) if self.key_file else self.key or None,
+            servers=(*self.bootstrap_servers, *filter(None, [self.host])),
+        )
         # each side shows a certificate, and checks the other's
         files = (self.tls_certificate, self.tls_private_key, self.tls_authority)
         if any(files) and not all(files):

@@ -20,15 +20,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ssl
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import instance
-from kvplan._text import brief_repr
+from kvplan._checks import instance, members
+from kvplan._text import brief_repr, shown
 from kvplan.connector.shared_key import HINT, SharedKey
 from kvplan.errors import KVPlanError
 
@@ -40,6 +40,9 @@ MAX_NONCES: Final = 1 << 16
 
 MAX_SERVERS: Final = 1 << 10
 """Servers whose challenges a reader remembers. Another one costs a further exchange."""
+
+
+THIS_MACHINE: Final = ("127.0.0.1", "::1", "localhost")
 
 
 @attrs.frozen
@@ -153,13 +156,16 @@ class Access:
     """The key of an engine, and how it uses the network, as a server and as a reader.
 
     ``key`` has a secret in each of at most two lines. None is the key that the engines of this host
-    and user share. Connections are encrypted where both sides have TLS contexts.
+    and user share. Connections are encrypted where both sides have TLS contexts. A request may name
+    a server of this machine, or one of ``servers``, each a ``HOST`` or ``HOST:PORT``, where the
+    host is a name, ``*.`` and a domain, an IP address, or a network such as ``10.0.0.0/16``.
 
     >>> Access(key=b"a secret of all engines").key.is_of_host
     False
     """
 
     key: SharedKey = attrs.field(default=None, converter=SharedKey.of)
+    servers: tuple[str, ...] = ()
     server_tls: ssl.SSLContext | None = attrs.field(default=None, repr=False)
     client_tls: ssl.SSLContext | None = attrs.field(default=None, repr=False)
     # the latest challenges of servers, by address
@@ -168,6 +174,7 @@ class Access:
     __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
+        members(str, self.servers, "servers of an access")
         for context in (self.server_tls, self.client_tls):
             if context is not None:
                 instance(ssl.SSLContext, context, "a TLS context of an access")
@@ -192,6 +199,30 @@ class Access:
             hint=HINT,
         )
 
+    def check_server(self, address: str) -> None:
+        """Refuse an address that a request names, but no operator. Raises ``NAME``.
+
+        >>> Access(servers=["10.0.0.0/16:8998"]).check_server("10.0.3.7:8998")
+        >>> Access().check_server("10.0.3.7:8998")
+        Traceback (most recent call last):
+        kvplan.errors.KVPlanError: NAME: cannot ask '10.0.3.7:8998':
+        expected a server of this machine, or one that the setting bootstrap_servers has,
+        got another one (a request has named it: add it to bootstrap_servers if it is of a prefill
+        engine)
+        """
+        host, _, port = instance(str, address, "address of a server").rpartition(":")
+        host = host.removeprefix("[").removesuffix("]").lower()
+        patterns = (*THIS_MACHINE, *self.servers)
+        if not any(_is_server(pattern.lower(), host, port) for pattern in patterns):
+            raise KVPlanError(
+                "NAME",
+                f"ask {shown(address)}",
+                expected="a server of this machine, or one that the setting bootstrap_servers has",
+                got="another one",
+                hint="a request has named it: "
+                "add it to bootstrap_servers if it is of a prefill engine",
+            )
+
     def challenge_of(self, server: str) -> str:
         """Return the latest challenge of a server, ``-`` of one that has told none."""
         return self._challenges.get(instance(str, server, "address of a server"), "-")
@@ -204,6 +235,22 @@ class Access:
         if len(self._challenges) >= MAX_SERVERS:
             self._challenges.clear()
         self._challenges[server] = challenge
+
+
+def _is_server(pattern: str, host: str, port: str) -> bool:
+    """Return whether a pattern of :class:`Access` has a host and port."""
+    name, _, last = pattern.rpartition(":")
+    # an IPv6 address with a port is in brackets
+    if last.isdigit() and (":" not in name or name.endswith("]")):
+        if port != last:
+            return False
+        pattern = name
+    pattern = pattern.replace("[", "").replace("]", "")
+    try:
+        return ip_address(host) in ip_network(pattern, strict=False)
+    except ValueError:
+        domain = pattern.removeprefix("*")
+        return host != "" and (host == pattern or (domain != pattern and host.endswith(domain)))
 
 
 def numeric_address(address: Any) -> str:

@@ -67,12 +67,14 @@ class Rooms:
         """Ask for a room until it has a whole entry, or its reader is forgotten.
 
         ``take`` is called with each new entry, on the thread that has asked, and returns whether it
-        is whole. It must not wait or raise. Raises ``RANGE`` if too many servers are asked.
+        is whole. It must not wait or raise. Raises ``RANGE`` if too many servers are asked, and
+        ``NAME`` for one that no operator has allowed, since requests name it.
         """
         wanted = _WantedRoom(name(room, "room"), having("__call__", take, "take", "a function"))
+        self._access.check_server(name(address, "address of a server"))
         with self._lock:
             if address not in self._wanted:
-                action = f"ask {name(address, 'address of a server')}"
+                action = f"ask {address}"
                 number = len(self._wanted) + 1
                 at_most(self._max_servers, number, "servers of rooms at a time", action)
                 self._wanted[address] = {}

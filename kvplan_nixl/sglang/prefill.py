@@ -12,7 +12,7 @@ import ctypes
 from base64 import b64encode
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.base import BaseKVSender, KVPoll
@@ -21,6 +21,7 @@ from sglang.srt.runtime_context import get_serving
 from sglang.srt.utils.network import get_local_ip_auto
 
 from kvplan import Blocks, KVPlanError
+from kvplan._checks import at_most
 from kvplan.connector import Handoff, Leases, Listener, Source
 from kvplan.connector.access import TOKEN_BYTES, is_loopback
 from kvplan.connector.background import Background
@@ -31,6 +32,10 @@ from kvplan_nixl.sglang.bootstrap import publish, withdraw
 from kvplan_nixl.sglang.changes import WEIGHTS
 from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
+
+
+MAX_PUBLISHERS: Final = 64
+"""Bootstrap servers in which requests are published at a time, each on a thread."""
 
 
 class PrefillRank(Rank):
@@ -80,10 +85,14 @@ class PrefillRank(Rank):
     def publisher_of(self, address: str) -> Background:
         """Return what publishes requests in a bootstrap server, one after the other.
 
-        One that does not answer holds up no others: requests say which one is theirs.
+        One that does not answer holds up no others: requests say which one is theirs. Raises
+        ``NAME`` for one that no operator has allowed, and ``RANGE`` for too many at a time.
         """
         publisher = self._publishers.get(address)
         if publisher is None:
+            self.memory.access.check_server(address)
+            number = len(self._publishers) + 1
+            at_most(MAX_PUBLISHERS, number, "bootstrap servers at a time", f"publish at {address}")
             publisher = Background("kvplan publish", 1, self.system)
             self._publishers[address] = publisher
         return publisher
@@ -146,7 +155,6 @@ class Sender(BaseKVSender):
         self.kv_mgr = mgr
         self._rank: PrefillRank = mgr.rank
         self._address = bootstrap_addr
-        self._publisher = self._rank.publisher_of(bootstrap_addr)
         self._room = bootstrap_room
         self._name = self._rank.name_of(bootstrap_room)
         self._pages: list[int] = []
@@ -160,6 +168,7 @@ class Sender(BaseKVSender):
         self._error: Exception = RuntimeError("aborted")
         self._has_room = False
         try:
+            self._publisher = self._rank.publisher_of(bootstrap_addr)
             self._rank.open_room(bootstrap_room)
             self._has_room = True
         except KVPlanError as error:

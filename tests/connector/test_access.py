@@ -8,7 +8,7 @@ import subprocess
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -310,7 +310,7 @@ def test_a_server_behind_another_address_has_a_name(monkeypatch: pytest.MonkeyPa
         Listener("prefill", "prefill.example", [b"offer"], Leases(), bind="127.0.0.1", access=access)
     ) as listener:
         assert fetch(listener.source, 10, access).workers == (b"offer",)
-        with pytest.raises(KVPlanError, match="PEER: .* got '?421"):
+        with pytest.raises(KVPlanError, match=r"PEER: .* got '?421"):
             fetch(attrs.evolve(listener.source, host="another.example"), 10, access)
 
 
@@ -337,7 +337,7 @@ def test_a_key_is_changed_while_engines_run() -> None:
             assert Handoff.of_params(HANDOFF.params(server.key), reader.key).params(KEY) == HANDOFF.params(KEY)
     with listening(Leases(), Access(key=new)) as source, pytest.raises(KVPlanError, match="got status 401"):
         fetch(source, 10, Access(key=old))
-    with pytest.raises(KVPlanError, match="RANGE: .* at most 2 lines of a key"):
+    with pytest.raises(KVPlanError, match=r"RANGE: .* at most 2 lines of a key"):
         Access(key=b"\n".join((old, new, b"a third secret of engines")))
 
 
@@ -375,6 +375,41 @@ def test_a_key_is_strong_and_not_shown(key: bytes) -> None:
     with pytest.raises(KVPlanError, match="TYPE: cannot read a key"):
         Access(key="a secret of all engines")  # type: ignore[arg-type]
     assert "secret" not in f"{Access(key=KEY)!r} {Access(key=KEY)} {Access(key=KEY).key!r}"
+
+
+@pytest.mark.parametrize(
+    "servers, address, is_allowed",
+    [
+        ((), "127.0.0.1:1", True),
+        ((), "localhost:1", True),
+        ((), "[::1]:1", True),
+        ((), "127.0.0.2:1", False),
+        ((), "0.0.0.0:1", False),
+        ((), "2130706433:1", False),
+        ((), "[::ffff:127.0.0.1]:1", False),
+        (("10.0.0.1",), "10.0.0.1:1", True),
+        (("10.0.0.1:2",), "10.0.0.1:1", False),
+        (("10.0.0.0/16",), "10.0.255.1:1", True),
+        (("10.0.0.0/16",), "10.0.1.page.example:1", False),
+        (("10.0.0.0/16:1",), "10.0.1.1:2", False),
+        (("[fd00::]/8",), "[fd00::7]:1", True),
+        (("fd00::/8",), "[fe80::7]:1", False),
+        (("[fd00::7]:1",), "[fd00::7]:1", True),
+        (("[fd00::7]:1",), "[fd00::7]:2", False),
+        (("Prefill.Example",), "prefill.example:1", True),
+        (("prefill.example",), "a.prefill.example:1", False),
+        (("*.prefill.example:1",), "a.prefill.example:1", True),
+        (("*.prefill.example",), "prefill.example:1", False),
+        (("*.prefill.example",), "prefill.example.org:1", False),
+        (("prefill",), "", False),
+        (("",), "", False),
+    ],
+)
+def test_a_request_names_few_servers(servers: tuple[str, ...], address: str, is_allowed: bool) -> None:
+    """Those of this machine, and what an operator lists; a name is not looked up to see."""
+    access = Access(key=KEY, servers=servers)
+    with nullcontext() if is_allowed else pytest.raises(KVPlanError, match="NAME: cannot ask"):
+        access.check_server(address)
 
 
 HANDOFF = Handoff(Source("prefill", "a1", "10.0.0.1", 5600), "lease", 40, "8f2c", {"attn": Blocks([1, 2, 3])})

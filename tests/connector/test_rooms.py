@@ -16,7 +16,7 @@ from kvplan.connector import rooms as module
 from kvplan.connector.room_contents import Published, RoomContent, RoomStore, _merged, answer_rooms, is_part
 from kvplan.connector.rooms import Rooms
 
-SERVER = "10.0.0.1:5600"
+SERVER = "127.0.0.1:5600"
 KEY = b"the key of all engines"
 
 

@@ -90,7 +90,7 @@ def test_a_host_without_a_folder_needs_a_key(variables: dict[str, str], monkeypa
     """A container without a home says what to set."""
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
-    with pytest.raises(KVPlanError, match="SETTING: cannot use the key of this host .*set one key on all engines"):
+    with pytest.raises(KVPlanError, match=r"SETTING: cannot use the key of this host .*set one key on all engines"):
         Access()
 
 
@@ -105,7 +105,7 @@ def test_a_key_file_is_private(tmp_path: Path) -> None:
         file.chmod(mode)
         with pytest.raises(KVPlanError, match=r"SETTING: cannot read key_file .* mode \d+"):
             key_in_file(link)
-    with pytest.raises(KVPlanError, match="SETTING: cannot read key_file .*: expected a regular file"):
+    with pytest.raises(KVPlanError, match=r"SETTING: cannot read key_file .*: expected a regular file"):
         key_in_file(Path("/dev/null"))
     for content in ("", "short", " " * 32, f"{KEY}\n{KEY}2\n{KEY}3"):
         file.chmod(0o600)

@@ -6,10 +6,12 @@ Real engines judge it where SGLang is: tests/engines/sglang_judge.py.
 from __future__ import annotations
 
 import math
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -492,8 +494,154 @@ def test_weights_of_another_version_are_refused(
         monkeypatch.setattr(SERVING, "weight_version", version)
         receiver = received(plugin, decode, server)
         until(receiver, state)
+        if state == KVPoll.Failed:
+            own = "that of the start" if version == "default" else "'3'"
+            with pytest.raises(KVPlanError, match=f"^MODEL: .* expected weights_version {own}, got '2'"):
+                receiver.failure_exception()
         receiver.clear()
     until(sender, KVPoll.Success)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_weights_without_a_name_are_no_other_engines(
+    plugin: SimpleNamespace,
+    prefill: Side,
+    decode: Side,
+    server: BootstrapServer,
+    monkeypatch: pytest.MonkeyPatch,
+    role: str,
+) -> None:
+    """SGLang says "default" after an update without a version too."""
+    weights = plugin.changes.Weights()
+    monkeypatch.setattr(getattr(plugin, role), "WEIGHTS", weights)
+    weights.change()
+    weights.flush()
+    sender = sent(plugin, prefill, server)
+    published(server)
+    receiver = received(plugin, decode, server)
+    until(receiver, KVPoll.Failed)
+    with pytest.raises(KVPlanError, match=r"^MODEL: .* weights_version .*unnamed [0-9a-f]{32}"):
+        receiver.failure_exception()
+    receiver.clear()
+    sender.clear()
+
+
+def test_a_part_of_a_prompt_has_the_weights_that_computed_it(
+    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is published later, on a thread."""
+    prefill.manager.rank.early_tokens = 1
+    weights = plugin.changes.Weights()
+    monkeypatch.setattr(plugin.prefill, "WEIGHTS", weights)
+    may_publish = threading.Event()
+    sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
+    sender.req = request_of()
+    sender.init(len(THEIRS), 2)
+    sender._early_send_wait_event = SimpleNamespace(synchronize=may_publish.wait)
+    sender.send(torch.tensor(THEIRS[:6]).numpy(), None, 24)
+    weights.change()
+    may_publish.set()
+    assert published(server)["handoff"]["remote_weights_version"] == ""
+    sender.abort()
+
+
+def test_windows_that_are_kept_on_one_side_are_refused_for_short_prompts_too(
+    plugin: SimpleNamespace, decode: Side, server: BootstrapServer
+) -> None:
+    """Decode keeps all layers in one pool, so it needs positions that prefill has freed, for its prefix cache."""
+    prefill = Side(plugin, "prefill", 4, TOKENS + 1)
+    states = [torch.tensor(THEIRS).numpy()]
+    sender, receiver = plugin.prefill.Sender(prefill.manager, server.address, ROOM), received(plugin, decode, server)
+    sender.req = request_of()
+    sender.init(len(THEIRS), 2)
+    sender.send(torch.tensor(THEIRS).numpy(), states, TOKENS)
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    until(receiver, KVPoll.Failed)
+    with pytest.raises(KVPlanError, match=r"^GROUP: .* keeps all positions, got .* 'swa' keeps the last 38 positions"):
+        receiver.failure_exception()
+    receiver.clear()
+
+
+def test_a_prompt_without_its_last_token_is_refused_with_the_reason(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
+) -> None:
+    """VLLM's prefill stops there, for each prompt of a model with windows."""
+    sent(plugin, prefill, server)
+    receiver = received(plugin, decode, server, TOKENS + 1)
+    until(receiver, KVPoll.Failed)
+    with pytest.raises(
+        KVPlanError, match=r"^TOKENS: .* expected 38 positions, got 37 .* there SGLang, .* needs SGLang"
+    ):
+        receiver.failure_exception()
+    receiver.clear()
+
+
+@pytest.mark.parametrize("lora_id, state", [("one", KVPoll.WaitingForInput), ("two", KVPoll.Failed)])
+def test_an_adapter_is_its_content(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, lora_id: str, state: int
+) -> None:
+    """SGLang's id says its name and path."""
+    for name, content in (("sql", "5f"), ("one", "5f"), ("two", "c0")):
+        plugin.changes.ADAPTERS.note(name, content)
+    sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
+    sender.req = request_of(lora_id="sql")
+    sender.init(len(THEIRS), 2)
+    sender.send(torch.tensor(THEIRS).numpy(), [], TOKENS)
+    receiver = received(plugin, decode, server, lora_id=lora_id)
+    until(receiver, state)
+    receiver.clear()
+
+
+def test_an_adapter_that_was_loaded_anew_under_its_id_is_no_other_engines(plugin: SimpleNamespace) -> None:
+    """SGLang's own cache has what the adapter before has computed, under that id."""
+    adapters = plugin.changes.Adapters()
+    adapters.note("sql", "5f")
+    adapters.note("sql", "5f")
+    assert adapters.content_of("sql") == "5f"
+    adapters.note("sql", "c0")
+    assert adapters.content_of("sql") not in ("5f", "c0")
+    assert (
+        adapters.content_of("unseen") == adapters.content_of("unseen") != plugin.changes.Adapters().content_of("unseen")
+    )
+
+
+def folder_of_adapter(path: Any, scale: int) -> Any:
+    """An adapter's files."""
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_text(json.dumps({"lora_alpha": scale}))
+    (path / "adapter_model.bin").write_bytes(b"weights")
+    return SimpleNamespace(lora_id="sql", lora_path=f"{path}")
+
+
+def test_an_adapter_has_what_its_folder_had_when_it_was_loaded(plugin: SimpleNamespace, tmp_path: Any) -> None:
+    """Not what it has later; if it was written while it was loaded, nobody knows."""
+    changes = plugin.changes
+    changes.ADAPTERS.contents.clear()
+    ref = folder_of_adapter(tmp_path / "sql", 8)
+    assert changes.load_folder(lambda manager, ref: "loaded", None, ref) == "loaded"
+    first = changes.ADAPTERS.content_of("sql")
+    folder_of_adapter(tmp_path / "sql", 16)
+    assert changes.ADAPTERS.content_of("sql") == first
+    copy = folder_of_adapter(tmp_path / "copy", 8)
+    copy.lora_id = "copy"
+    changes.load_folder(lambda manager, ref: None, None, copy)
+    assert changes.ADAPTERS.content_of("copy") == first
+    copy.lora_id = "torn"
+    changes.load_folder(lambda manager, ref: folder_of_adapter(tmp_path / "copy", 16), None, copy)
+    assert changes.ADAPTERS.content_of("torn") not in (first, changes._adapter(f"{tmp_path / 'copy'}"))
+
+
+def test_an_adapter_of_tensors_is_their_content(plugin: SimpleNamespace) -> None:
+    """And that of its configuration."""
+    changes = plugin.changes
+    changes.ADAPTERS.contents.clear()
+    contents = set()
+    for scale, value in ((8, 1.0), (8, 1.0), (16, 1.0), (8, 2.0)):
+        ref = SimpleNamespace(lora_id=f"{len(changes.ADAPTERS.contents)}")
+        changes.note_tensors(ref, {"a": torch.full((2, 2), value)}, {"lora_alpha": scale})
+        contents.add(changes.ADAPTERS.content_of(ref.lora_id))
+    assert len(contents) == 3
 
 
 @pytest.mark.parametrize("entry", [{}, {"handoff": 3}, {"handoff": {}}])
@@ -1094,6 +1242,23 @@ def test_with_a_key_stages_are_signed(plugin: SimpleNamespace, monkeypatch: pyte
     server.close()
 
 
+def test_a_client_chooses_no_bootstrap_server(plugin: SimpleNamespace) -> None:
+    """Prefill posted handoff and first token to any address, and 300 requests held 300 threads for 30 s."""
+    prefill = Side(plugin, "prefill", 4)
+    num_threads = threading.active_count()
+    with closing(socket.create_server(("127.0.0.2", 0))) as theirs:
+        theirs.settimeout(0.2)
+        address = f"127.0.0.2:{theirs.getsockname()[1]}"
+        senders = [plugin.prefill.Sender(prefill.manager, address, room) for room in range(300)]
+        for sender in senders:
+            assert sender.poll() == KVPoll.Failed
+            with pytest.raises(KVPlanError, match="NAME: cannot ask .*bootstrap_servers"):
+                sender.failure_exception()
+        assert threading.active_count() == num_threads
+        with pytest.raises(TimeoutError):
+            theirs.accept()
+
+
 def test_engines_with_a_key(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is read with one key on both sides; when it has been read, its room is empty; another key gets none."""
     access = Access(key=KEY)
@@ -1122,9 +1287,7 @@ def test_engines_with_a_key(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyP
     server.close()
 
 
-@pytest.mark.parametrize(
-    "setting, got", [("KVPLAN_KEY", None), ("KVPLAN_LEASE_S", "with the key of this host")]
-)
+@pytest.mark.parametrize("setting, got", [("KVPLAN_KEY", None), ("KVPLAN_LEASE_S", "with the key of this host")])
 def test_doors_open_where_sglang_says(
     plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, setting: str, got: str | None
 ) -> None:

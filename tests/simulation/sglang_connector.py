@@ -123,7 +123,7 @@ class SglangConnector:
         self._page_size = site.groups[0].tokens_per_block
         self._is_prefill = site.host.name.startswith("prefill")
         self._settings = SETTINGS.Settings(
-            host=site.host.name, port=5600, key=b"the key of all engines", early_tokens=1
+            host=site.host.name, port=5600, key=b"the key of all engines", early_tokens=1, bootstrap_servers=("*",)
         )
         self._rows = np.zeros((len(site.workers), NUM_ROWS, ROW_LENGTH), np.int64)
         self._free_rows = [*range(NUM_ROWS)]
@@ -142,7 +142,7 @@ class SglangConnector:
 
     @property
     def _access(self) -> Access:
-        return Access(key=self._settings.key)
+        return Access(key=self._settings.key, servers=("*",))
 
     def _manager(self, site: Site, rank: int) -> Any:
         """SGLang's manager of a rank, without the pool that it would be made of."""

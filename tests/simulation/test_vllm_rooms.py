@@ -318,6 +318,15 @@ def test_bad_parameters(engines: Engines, params: dict[str, Any], code: str) -> 
     assert decode.take_step().refused["r"].code == code
 
 
+def test_a_client_chooses_no_listener(engines: Engines) -> None:
+    """Decode asked any address that a request named; now one that no operator has listed is not asked at all."""
+    decode = engines.start("full", name="decode", bootstrap_servers=("prefill:5601", "*.example"))
+    answer = request_of(SAID[:PROMPT], READ)
+    decode.add(answer)
+    decode.begin_read(answer, blocks_of(("full",), PROMPT), decode.count_tokens_to_read(answer, 0))
+    assert decode.take_step().refused["r"].code == "NAME"
+
+
 def test_a_router_that_names_no_address(engines: Engines) -> None:
     decode = engines.start("full", name="decode")
     answer = request_of(SAID[:PROMPT], {"do_remote_prefill": True, "transfer_id": ROOM})

@@ -105,7 +105,9 @@ class Engines:
         of_config = {
             label: options.pop(label) for label in ("is_producer", "caches_prefixes", "num_drafts") if label in options
         }
-        settings = SCHEDULER.ConnectorSettings(**{"host": name, "port": 5600, "key": KEY} | options)
+        settings = SCHEDULER.ConnectorSettings(
+            **{"host": name, "port": 5600, "key": KEY, "bootstrap_servers": ("*",)} | options
+        )
         cache = cache_of(kinds, BLOCK, WINDOW, is_zeroed=is_zeroed)
         scheduler = SCHEDULER.Scheduler(config_of(name, **of_config), cache, settings, host)
         self.managers[name] = [SimpleNamespace(block_size=BLOCK, num_cached_block={}) for _ in kinds]

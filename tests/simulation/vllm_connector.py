@@ -212,7 +212,7 @@ class VllmConnector:
         cache = cache_of(kinds, self._block_size, window)
         config = config_of(site.workers[0].engine_id)
         settings = SCHEDULER.ConnectorSettings(
-            host=host.name, port=PORT, key=KEY, early_tokens=1, prefill_timeout_s=WAITING_S
+            host=host.name, port=PORT, key=KEY, bootstrap_servers=("*",), early_tokens=1, prefill_timeout_s=WAITING_S
         )
         self._scheduler = SCHEDULER.Scheduler(config, cache, settings, host)
         self._managers = [
