@@ -1,0 +1,431 @@
+"""What changes while vLLM runs: weights, their versions, adapters, resets; and how kvplan hears of it, without vLLM."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvplan import KVPlanError
+from kvplan_nixl.identity import Identity
+from tests.connector.test_fingerprint import MODEL, poke, write
+from tests.simulation.stand_in import stand_in
+from tests.simulation.test_vllm_scheduler import (
+    ASKED,
+    PROMPT,
+    SAID,
+    Engines,
+    computed,
+    engines,
+    ids_of,
+    request_of,
+    step_of,
+)
+from tests.simulation.vllm_connector import VALUES
+
+HOOKS, STATE, STORE = stand_in("vllm", ("engine_hooks", "engine_state", "store_scheduler"), VALUES)
+
+__all__ = ["engines"]
+
+
+def state_of(*tokens: str) -> Any:
+    """The state of an engine whose changes without a name have these versions."""
+    remaining = iter(tokens or ("1", "2", "3"))
+    return STATE.EngineState(Identity({"weights": "5f1a"}, lambda _: next(remaining)))
+
+
+def lora(adapter_id: int = 1, name: str = "sql", path: str = "/nowhere", **fields: Any) -> Any:
+    values = {"lora_int_id": adapter_id, "lora_name": name, "lora_path": path, "load_inplace": False}
+    return SimpleNamespace(**values | fields)
+
+
+def loaded(content: str, adapter_id: int = 1, name: str = "sql") -> Any:
+    return STATE.AdapterChanges((STATE.LoadedAdapter(adapter_id, name, content),))
+
+
+def dropped(*ids: int) -> Any:
+    return STATE.AdapterChanges(dropped=frozenset(ids))
+
+
+# Versions of weights
+
+
+def refusal_of(reader: Any, params: Any) -> Any:
+    """The error of a request that is read, None if it is read."""
+    step = step_of(reader, ("full",), SAID[:PROMPT], params)
+    assert len(step.reads) + len(step.refused) == 1
+    return next(iter(step.refused.values()), None)
+
+
+def test_engines_of_other_versions_are_refused_with_both(engines: Engines) -> None:
+    """Prefill's weights change, then decode's: a handoff is read by whom has the same version, and is named else."""
+    prefill, decode = engines.start("full"), engines.start("full", name="decode")
+    before = computed(prefill)
+    assert refusal_of(decode, before) is None
+    prefill._state.weights_changed()
+    prefill._state.weights_named("step 7")
+    after = computed(prefill)
+    error = refusal_of(decode, after)
+    assert (error.code, error.expected, error.got) == ("MODEL", "weights_version that of the start", "'step 7'")
+    decode._state.weights_changed()
+    # a change without a name is of one engine alone
+    assert refusal_of(decode, after).code == "MODEL"
+    decode._state.weights_named("step 7")
+    assert refusal_of(decode, after) is None
+    # what was offered before the change
+    assert refusal_of(decode, before).got == "that of the start"
+
+
+def test_weights_that_change_after_a_claim_refuse_the_read(engines: Engines) -> None:
+    """A request may wait for blocks while weights change."""
+    prefill, decode = engines.start("full"), engines.start("full", name="decode")
+    request = request_of(SAID[:PROMPT], computed(prefill))
+    decode.add(request)
+    num_tokens = decode.count_tokens_to_read(request, 0)
+    decode._state.weights_changed()
+    blocks = SimpleNamespace(blocks=[[]], get_block_ids=lambda: ids_of(("full",), num_tokens))
+    decode.begin_read(request, blocks, num_tokens)
+    assert decode.take_step().refused["r"].code == "MODEL"
+
+
+def test_a_request_that_weights_have_changed_under_is_not_handed_over(
+    engines: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its first blocks are of the old weights, and its last ones of the new."""
+    prefill = engines.start("full")
+    request = request_of(SAID[:PROMPT], ASKED, [7])
+    prefill.count_tokens_to_read(request, 0)
+    prefill._state.weights_changed()
+    assert prefill.hand_over(request, ids_of(("full",), PROMPT)) is None
+    assert "is not handed over: weights or its adapter have changed" in caplog.text
+    # one that begins afterwards, without anything from the prefix cache
+    prefill.count_tokens_to_read(request, 0)
+    assert prefill.hand_over(request, ids_of(("full",), PROMPT)) is not None
+
+
+def test_a_prefix_cache_of_old_weights_is_not_handed_over(engines: Engines) -> None:
+    """Until it is reset: vLLM's own cache does not know of weights."""
+    prefill = engines.start("full")
+    scheduled = SimpleNamespace(
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()), scheduled_new_reqs=[], preempted_req_ids=None
+    )
+
+    def handed_over(num_cached: int) -> bool:
+        request = request_of(SAID[:PROMPT], ASKED, [7])
+        prefill.count_tokens_to_read(request, num_cached)
+        prefill.publish(scheduled)
+        return prefill.hand_over(request, ids_of(("full",), PROMPT)) is not None
+
+    assert handed_over(16)
+    prefill._state.weights_changed()
+    assert (handed_over(0), handed_over(16)) == (True, False)
+    prefill._state.prefix_cache_reset()
+    assert handed_over(16)
+    # nothing is cached when an engine is reset before its weights change, as it is while it pauses
+    prefill._state.prefix_cache_reset()
+    prefill._state.weights_changed()
+    assert handed_over(16)
+
+
+def test_a_reset_alone_does_not_separate_engines(engines: Engines) -> None:
+    """What was handed over is gone, and what is computed afterwards is read."""
+    prefill, decode = engines.start("full"), engines.start("full", name="decode")
+    prefill._state.prefix_cache_reset()
+    prefill.reset()
+    decode.reset()
+    assert refusal_of(decode, computed(prefill)) is None
+
+
+def test_the_first_version_is_that_of_the_start() -> None:
+    """Naming it changes nothing, unless weights have changed."""
+    state = state_of()
+    state.weights_named("default")
+    assert state.identity.facts() == {"weights": "5f1a"}
+    state.weights_changed()
+    state.weights_named("default")
+    assert state.identity.version == "unnamed 1"
+
+
+# Keys of a store
+
+
+def keys_of(state: Any, **fields: Any) -> list[Any]:
+    return state.store_facts_of(request_of(SAID, **fields))
+
+
+def test_keys_of_a_store_have_the_version() -> None:
+    """What was stored under other weights is not found, by this engine or by others; equal names are found."""
+    state, other = state_of(), state_of()
+    assert keys_of(state) == keys_of(other) == []
+    state.weights_changed()
+    assert keys_of(state) == [(0, "weights version unnamed 1")]
+    state.weights_changed()
+    assert keys_of(state) == [(0, "weights version unnamed 2")]
+    for each in (state, other):
+        each.weights_named("step 7")
+    assert keys_of(state) == keys_of(other) == [(0, "weights version step 7")]
+
+
+def test_a_reset_of_a_store_forgets_what_was_stored() -> None:
+    """Unless a change that vLLM has told of explains it: its version stays, which others may have too."""
+    state = state_of()
+    state.store_reset()
+    assert state.identity.version == "unnamed 1"
+    state.weights_changed()
+    state.weights_named("step 7")
+    state.store_reset()
+    assert state.identity.version == "step 7"
+    state.store_reset()
+    assert state.identity.version == "unnamed 3"
+    state.weights_named("step 8")
+    assert state.identity.version == "step 8"
+
+
+def test_a_reset_of_a_store_is_undone_by_the_first_name() -> None:
+    state = state_of()
+    state.store_reset()
+    state.weights_named("default")
+    assert state.identity.version == ""
+
+
+# Adapters
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An adapter's folder."""
+    path = tmp_path / "adapter"
+    path.mkdir()
+    write(path / "adapter_model.safetensors", MODEL.items())
+    return path
+
+
+def replace(folder: Path) -> None:
+    """Write other values in place, with the times of the old ones."""
+    file = folder / "adapter_model.safetensors"
+    other = folder.parent / "other.safetensors"
+    shutil.copy2(file, other)
+    poke(other, other.stat().st_size - 1)
+    shutil.copystat(file, other)
+    other.replace(file)
+
+
+def test_the_name_of_an_adapter_is_no_fact(folder: Path) -> None:
+    """Its content is, wherever it is: the same files under two names are one adapter."""
+    shutil.copytree(folder, folder.parent / "copy")
+    state = state_of()
+    first, second, other = (
+        state.facts_of(request_of(SAID, lora_request=lora(1, name, str(path))))
+        for name, path in (("a", folder), ("b", folder.parent / "copy"), ("a", "/elsewhere"))
+    )
+    assert first == second != other
+
+
+def test_an_adapter_is_as_it_was_loaded(folder: Path) -> None:
+    """Overwritten after it was loaded, it is the old one; unloaded and loaded again, the new one."""
+    state, request = state_of(), request_of(SAID, lora_request=lora(path=str(folder)))
+    (old,) = state.facts_of(request)
+    state.adapters_changed([loaded(old[1].removeprefix("adapter "))])
+    replace(folder)
+    assert state.facts_of(request) == [old]
+    # evicted, it would be loaded from its folder
+    state.adapters_changed([dropped(1)])
+    (new,) = state.facts_of(request)
+    assert new != old
+
+
+def test_an_adapter_that_is_reloaded_under_a_request_is_not_stored(folder: Path) -> None:
+    state, request = state_of(), request_of(SAID, lora_request=lora())
+    state.adapters_changed([loaded("old")])
+    state.begin(request, 0)
+    assert state.is_current(request)
+    state.adapters_changed([loaded("new")])
+    assert not state.is_current(request)
+    state.begin(request, 0)
+    assert state.is_current(request)
+
+
+def test_blocks_of_an_adapters_name_are_not_those_of_its_new_content() -> None:
+    """vLLM's prefix cache finds them by name, also under another id: until a reset they are not handed over."""
+    state = state_of()
+    for adapter_id, content in ((1, "old"), (2, "new")):
+        state.adapters_changed([loaded(content, adapter_id)])
+    request, other = (request_of(SAID, request_id=name, lora_request=lora(2, name)) for name in ("sql", "other"))
+    for each, num_cached, is_current in ((request, 16, False), (request, 0, True), (other, 16, True)):
+        state.begin(each, num_cached)
+        assert state.is_current(each) == is_current
+    state.prefix_cache_reset()
+    state.begin(request, 16)
+    assert state.is_current(request)
+
+
+def test_ranks_that_load_unequal_files_match_no_other_engine() -> None:
+    """A folder was written while they read it."""
+    state = state_of()
+    state.adapters_changed([loaded("old"), loaded("new")])
+    content = state.adapter_of(request_of(SAID, lora_request=lora()))
+    assert content not in ("old", "new")
+    assert "old" in content
+    assert "new" in content
+
+
+# How vLLM tells of it
+
+
+class Core:
+    """An engine core, as far as it is wrapped."""
+
+    def __init__(self, *connectors: Any) -> None:
+        self.calls: list[Any] = []
+        children = {"sub_connectors": connectors} if len(connectors) > 1 else {}
+        self.connector = SimpleNamespace(**children) if children else connectors[0]
+        self.scheduler = SimpleNamespace(connector=self.connector)
+
+    def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> str:
+        self.calls.append(method)
+        if method == "fails":
+            raise RuntimeError("half-way")
+        return "result"
+
+    def set_weight_version(self, weight_version: str) -> None:
+        self.calls.append(weight_version)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return reset_running_requests
+
+    def add_lora(self, lora_request: Any) -> bool:
+        lora_request.load()
+        return True
+
+
+WRAPPED = {
+    "collective_rpc": HOOKS._with_calls,
+    "set_weight_version": HOOKS._with_versions,
+    "reset_prefix_cache": HOOKS._with_resets,
+    "add_lora": HOOKS._with_added_adapters,
+}
+
+
+@pytest.fixture
+def core_class() -> type[Core]:
+    """A class of engine cores of its own, wrapped twice as by two connectors."""
+    wrapped = type("Wrapped", (Core,), {name: vars(Core)[name] for name in WRAPPED})
+    for _ in range(2):
+        assert all(HOOKS._wrap(wrapped, name, wrapper) for name, wrapper in WRAPPED.items())
+    return wrapped
+
+
+def connectors(*states: Any) -> list[Any]:
+    return [SimpleNamespace(state=state) for state in states]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_calls_that_may_change_weights_are_told(core_class: type[Core], number: int) -> None:
+    """To each connector of the engine, once; the call is made as it was. What only asks is not told."""
+    states = [state_of(), state_of()][:number]
+    core, other = core_class(*connectors(*states)), state_of()
+    core_class(*connectors(other))
+    assert core.collective_rpc("check_health") == "result"
+    assert [state.identity.version for state in states] == [""] * number
+    assert core.collective_rpc("update_weights", kwargs={"update_info": {}}) == "result"
+    assert [state.identity.version for state in states] == ["unnamed 1"] * number
+    with pytest.raises(RuntimeError):
+        core.collective_rpc("fails")
+    # nobody knows what a function does
+    core.collective_rpc(print)
+    assert [state.identity.version for state in states] == ["unnamed 3"] * number
+    core.set_weight_version("step 7")
+    assert [state.identity.version for state in states] == ["step 7"] * number
+    assert core.calls == ["check_health", "update_weights", "fails", print, "step 7"]
+    assert other.identity.version == ""
+
+
+def test_a_call_before_there_is_a_scheduler_tells_nobody(core_class: type[Core]) -> None:
+    core = core_class(SimpleNamespace())
+    del core.scheduler
+    assert core.collective_rpc("update_weights") == "result"
+
+
+def test_a_reset_that_failed_is_none(core_class: type[Core]) -> None:
+    state = state_of()
+    state.step_begun()
+    state.weights_changed()
+    core, request = core_class(*connectors(state)), request_of(SAID)
+    for is_reset in (False, True):
+        assert core.reset_prefix_cache(is_reset) == is_reset
+        state.begin(request, 16)
+        assert state.is_current(request) == is_reset
+
+
+def test_an_added_adapter_is_known_at_once(core_class: type[Core], folder: Path) -> None:
+    """Before a step says what workers have loaded. One that is overwritten meanwhile matches no other."""
+    state = state_of()
+    core, request = core_class(*connectors(state)), request_of(SAID, lora_request=lora(path=str(folder)))
+    core.add_lora(lora(path=str(folder), load=lambda: None))
+    old = state.adapter_of(request)
+    replace(folder)
+    core.add_lora(lora(path=str(folder), load=lambda: None))  # it is loaded already
+    assert state.adapter_of(request) == old
+    core.add_lora(lora(path=str(folder), load_inplace=True, load=lambda: None))
+    new = state.adapter_of(request)
+    assert new != old
+    core.add_lora(lora(path=str(folder), load_inplace=True, load=lambda: replace(folder)))
+    assert state.adapter_of(request) not in (old, new)
+
+
+def test_what_workers_have_loaded_is_known_before_requests_end() -> None:
+    """In a step that begins and ends a request, its adapter is loaded too. Each connector reports it."""
+    state = state_of()
+    seen = []
+
+    class Scheduler:
+        connector = SimpleNamespace(state=state)
+
+        def update_from_output(self, scheduled: Any, output: Any) -> str:
+            seen.append(state.adapter_of(request_of(SAID, lora_request=lora())))
+            return "result"
+
+    HOOKS._wrap(Scheduler, "update_from_output", HOOKS._with_reports)
+    for metadata in (
+        None,
+        SimpleNamespace(adapters=[loaded("first")]),
+        SimpleNamespace(metadata=(None, SimpleNamespace(adapters=[loaded("second")]))),
+    ):
+        output = SimpleNamespace(kv_connector_output=SimpleNamespace(kv_connector_worker_meta=metadata))
+        assert Scheduler().update_from_output(None, output) == "result"
+    assert seen == ["/nowhere", "first", "second"]
+
+
+def test_a_worker_reports_what_it_loads_and_drops() -> None:
+    """Evictions too: vLLM loads again what it needs again, from what is in the folder then."""
+
+    class Manager:
+        held: set[int] = set()  # noqa: RUF012
+
+        def list_adapters(self) -> set[int]:
+            return {*self.held}
+
+    manager, adapters = Manager(), HOOKS.WorkerAdapters()
+    assert not adapters.take()
+    for adapter_id in (1, 2):
+        adapters.load(manager, STATE.LoadedAdapter(adapter_id, f"{adapter_id}", "old"))
+    manager.held = {1, 2, 9}  # one was loaded before anybody watched
+    assert [adapter.adapter_id for adapter in adapters.take().loaded] == [1, 2]
+    assert not adapters.take()
+    manager.held = {2}
+    changes = adapters.take()
+    assert (changes.loaded, changes.dropped) == ((), {1})
+    adapters.load(manager, STATE.LoadedAdapter(2, "2", "old"))
+    adapters.load(manager, STATE.LoadedAdapter(2, "2", "new"))
+    assert [adapter.content for adapter in adapters.take().loaded] == ["new"]
+
+
+def test_an_engine_that_cannot_tell_is_refused() -> None:
+    """A class without a method is not wrapped."""
+    assert not HOOKS._wrap(SimpleNamespace, "collective_rpc", HOOKS._with_calls)
+    error = HOOKS._unwatched("weight_transfer_config", "None", "an engine core with collective_rpc")
+    assert isinstance(error, KVPlanError)
+    assert str(error).startswith("SETTING: cannot set weight_transfer_config: expected None, got another (this release")
