@@ -328,7 +328,8 @@ def test_regions_by_their_first_address_alone() -> None:
     received = received_by(*engines, 700, copy_window, regions_of)
     ((_, memory, expected),) = received
     wrong = np.flatnonzero(memory != expected) - begin
-    assert window_bytes <= wrong.min() and wrong.max() < ring_bytes
+    assert window_bytes <= wrong.min()
+    assert wrong.max() < ring_bytes
     # a byte in 256 is right by chance
     assert 13_500 < wrong.size <= ring_bytes - window_bytes
     assert moved(*engines, 700)
@@ -385,7 +386,7 @@ def test_a_model_of_an_invented_type(ranks: tuple[int, int], num_tokens: int) ->
 def test_whole_blocks_of_unequal_size_are_refused() -> None:
     """Where the order of a record's bytes is not known, a block cannot be divided."""
     larger = Engine("decode", lambda tp: invented(tp, block=128))
-    with pytest.raises(KVPlanError, match="^GROUP: .*one value for 128 tokens.*one value for 64 tokens"):
+    with pytest.raises(KVPlanError, match=r"^GROUP: .*one value for 128 tokens.*one value for 64 tokens"):
         moved(Engine("prefill", invented), larger, 700)
 
 
