@@ -21,5 +21,8 @@ def evict_beside(backend: Backend, limits: Limits, logger: Logger) -> Background
             logger.warning("the store is not kept within its limits: %s", evicted)
         elif evicted.num_pages:
             logger.info("the store is kept within its limits: %s", evicted)
+        if isinstance(evicted, Evicted) and evicted.faults:
+            faults, first = len(evicted.faults), evicted.faults[0]
+            logger.warning("%d entries of the store stay, such as: %s", faults, first)
 
     return BackgroundEviction(backend, limits, report)

@@ -31,7 +31,7 @@ from kvplan.describe.views import Group
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan, plan_writes
-from kvplan.store.backends import PIN, Backend
+from kvplan.store.backends import PIN, Backend, is_pin
 from kvplan.store.chain import PAGE_TOKENS, Chain
 from kvplan.store.mover import MemoryMover, Mover
 from kvplan.store.pages import (
@@ -62,6 +62,9 @@ DIGESTS_AT_ONCE: Final = 4
 
 MAX_DATA_BYTES: Final = 1 << 30
 """The most data of a file that is read into memory of its own."""
+
+MAX_PINS: Final = 64
+"""The most owners that have pinned a page."""
 
 PAGES_AT_ONCE: Final = 32
 """The most pages that are noted as used in one step."""
@@ -351,12 +354,15 @@ class StoreClient(StoreReader):
     def pin(self, chain: Chain, stop: int, owner: str = "") -> None:
         """Keep the pages of a prefix from being evicted, for an owner. Raises ``BACKEND``.
 
-        A page stays pinned until all of its owners have unpinned it. The store has a digest of the
-        owner's name, so the name can be a secret that nobody else can unpin.
+        A page stays pinned until all of its owners, at most :data:`MAX_PINS`, have unpinned it. The
+        store has a digest of the owner's name, so the name can be a secret without which nobody can
+        take the pins away.
         """
         part = pin_name(owner)
         for page in self._page_names(chain, stop):
-            self.backend.put(f"{page}/{part}", [b""])
+            # the page stays in any case, and files are not without end
+            if sum(map(is_pin, self.backend.files(page))) < MAX_PINS:
+                self.backend.put(f"{page}/{part}", [b""])
             self.num_steps += 1
 
     def unpin(self, chain: Chain, stop: int, owner: str = "") -> None:

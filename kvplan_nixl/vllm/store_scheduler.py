@@ -34,7 +34,13 @@ from kvplan_nixl.vllm.tables import BlockTables
 logger = init_logger(f"vllm.{__name__}")
 
 PIN: Final = "kvplan_pin"
-"""The ``kv_transfer_params`` of a request say with it whether its prompt stays in the store."""
+"""The ``kv_transfer_params`` of a request say with it that its prompt stays in the store.
+
+Its value is a secret of the client: who does not know it cannot take the pin away.
+"""
+
+UNPIN: Final = "kvplan_unpin"
+"""The ``kv_transfer_params`` of a request take away with it what a pin of that value keeps."""
 
 
 @attrs.frozen
@@ -42,7 +48,7 @@ class StoreJob:
     """What all workers do for one request: load, or save, positions of its blocks, by group.
 
     The positions end at ``stop``, or before it. Pages of the first ``pin_stop`` positions are
-    pinned, or no longer, if ``is_pinned`` says so.
+    pinned for ``pin_owner``, or no longer, if ``is_pinned`` says so.
     """
 
     request: str
@@ -51,6 +57,7 @@ class StoreJob:
     positions: dict[str, Range]
     stop: int
     is_pinned: bool | None = None
+    pin_owner: str = ""
     pin_stop: int = 0
 
 
@@ -225,6 +232,7 @@ class StoreScheduler:
         # what is shorter than a page has no key
         if chain is None or not chain.keys:
             return False
+        is_pinned, pin_owner = _pin_of(request, self._settings)
         tables = self._tables.of_ids(ids)
         positions = {}
         for group in self._tables.indices.keys() - self._tables.states:
@@ -241,7 +249,8 @@ class StoreScheduler:
                 tables,
                 positions,
                 chain.num_tokens,
-                is_pinned=_is_pinned(request),
+                is_pinned=is_pinned,
+                pin_owner=pin_owner,
                 pin_stop=min(request.num_prompt_tokens, chain.num_tokens),
             )
         )
@@ -254,11 +263,21 @@ class StoreScheduler:
         return step
 
 
-def _is_pinned(request: Request) -> bool | None:
-    """Return whether a request wants its prompt to stay in the store, None if it does not say."""
-    is_pinned = params_of(request).get(PIN)
-    if is_pinned is None or isinstance(is_pinned, bool):
-        return is_pinned
-    message = "request %r pins nothing: %s must be true or false, got %.80r"
-    logger.warning(message, request.request_id, PIN, is_pinned)
-    return None
+def _pin_of(request: Request, settings: StoreSettings) -> tuple[bool | None, str]:
+    """Return whether a request wants its prompt to stay in the store, and for whom.
+
+    Nobody may pin unless the operator has set how much.
+    """
+    params = params_of(request)
+    for label, is_pinned in ((PIN, True), (UNPIN, False)):
+        owner = params.get(label)
+        if owner is None:
+            continue
+        if not settings.max_pinned_bytes:
+            logger.warning("request %r pins nothing: max_pinned_bytes is 0", request.request_id)
+        elif not isinstance(owner, str) or not owner:
+            message = "request %r pins nothing: %s must be a text that only the client knows"
+            logger.warning(message, request.request_id, label)
+        else:
+            return is_pinned, owner
+    return None, ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -47,13 +46,13 @@ class StoreSearches:
         attended: Mapping[str, Attended],
         timeout_s: float,
     ) -> None:
-        self._backend = backend
-        self._workers = workers
-        self._tokens_per_page = tokens_per_page
-        self._attended = attended
+        # all threads ask the same readers, which have to see a part of a page once
+        self._readers = [
+            StoreReader(backend, worker, tokens_per_page=tokens_per_page, attended=attended)
+            for worker in workers
+        ]
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvplan store search")
-        self._of_thread = threading.local()
         self._searches: dict[str, _Search] = {}
         self._paused_until_s = 0.0
 
@@ -91,17 +90,6 @@ class StoreSearches:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _find(self, chain: Chain, start: int) -> int:
-        # a reader serves one thread
-        readers = getattr(self._of_thread, "readers", None)
-        if readers is None:
-            readers = [
-                StoreReader(
-                    self._backend,
-                    worker,
-                    tokens_per_page=self._tokens_per_page,
-                    attended=self._attended,
-                )
-                for worker in self._workers
-            ]
-            self._of_thread.readers = readers
-        return find(readers, chain, start=start)
+        # one that nobody waits for any more ends, so that its thread is free
+        until_s = time.monotonic() + self._timeout_s
+        return find(self._readers, chain, start=start, until_s=until_s)

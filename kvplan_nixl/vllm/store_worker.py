@@ -136,7 +136,7 @@ class StoreWorker:
         guard.call(lambda client: client.use(job.chain, job.stop))
         if job.is_pinned is not None:
             keep = StoreClient.pin if job.is_pinned else StoreClient.unpin
-            guard.call(lambda client: keep(client, job.chain, job.pin_stop))
+            guard.call(lambda client: keep(client, job.chain, job.pin_stop, job.pin_owner))
 
     def _held(self, job: StoreJob) -> tuple[dict[str, Blocks], dict[str, Range]]:
         """Return the tables and the positions of the groups that the worker has."""

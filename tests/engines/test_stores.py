@@ -214,19 +214,32 @@ def test_a_finished_request_is_saved(role: str, status: Any, is_saved: bool, tmp
     assert [job.positions for job in saves] == ([{"group0": (0, 128)}] if is_saved else [])
 
 
+@pytest.mark.parametrize("limit", [0, 1 << 30])
 @pytest.mark.parametrize(
-    ("params", "is_pinned"),
-    [(None, None), ({}, None), ({"kvplan_pin": True}, True), ({"kvplan_pin": False}, False), ({"kvplan_pin": 1}, None)],
+    ("params", "is_pinned", "owner"),
+    [
+        (None, None, ""),
+        ({}, None, ""),
+        ({"kvplan_pin": "a secret"}, True, "a secret"),
+        ({"kvplan_unpin": "a secret"}, False, "a secret"),
+        ({"kvplan_pin": True}, None, ""),
+        ({"kvplan_pin": ""}, None, ""),
+        ({"kvplan_pin": ["x"]}, None, ""),
+    ],
 )
-def test_a_request_says_that_its_prompt_stays(params: Any, is_pinned: bool | None, tmp_path: Path) -> None:
-    """The prompt's whole pages, not those of the answer."""
-    made, request = ready(tmp_path / "kv"), request_of(PROMPT)
+def test_a_request_says_that_its_prompt_stays(
+    params: Any, is_pinned: bool | None, owner: str, limit: int, tmp_path: Path
+) -> None:
+    """The prompt's whole pages, not those of the answer, where the operator lets requests do so."""
+    made, request = ready(tmp_path / "kv", extra={"max_pinned_bytes": limit}), request_of(PROMPT)
+    if not limit:
+        is_pinned, owner = None, ""
     request.kv_transfer_params = params
     request.append_output_token_ids([*range(80)])
     request.num_computed_tokens, request.status = 279, RequestStatus.FINISHED_LENGTH_CAPPED
     assert made.request_finished(request, [*range(18)]) == (True, None)
     (job,) = made.build_connector_meta(None).saves
-    assert (job.is_pinned, job.pin_stop, job.stop) == (is_pinned, 200, 256)
+    assert (job.is_pinned, job.pin_owner, job.pin_stop, job.stop) == (is_pinned, owner, 200, 256)
 
 
 def test_a_window_has_its_last_blocks(tmp_path: Path) -> None:
