@@ -89,6 +89,9 @@ class SideField(IntEnum):
 
 
 SIDES: Final = (Field.DESTINATION, Field.SOURCE)
+TO_TABLE: Final = int(Field.DESTINATION + SideField.TABLE)
+FROM_TABLE: Final = int(Field.SOURCE + SideField.TABLE)
+NO_ENTRIES: Final = np.zeros((0, Field.END), np.int64)
 
 
 class Launch(NamedTuple):
@@ -262,30 +265,69 @@ def width_of(length: int, word: int, tile_bytes: int = TILE_BYTES) -> int:
     return width
 
 
+class Part(NamedTuple):
+    """The entries of one series that share a launch, and their headers, (n, 24).
+
+    ``num_items`` are the rows of tiles that an occurrence has of the entry that has most, and
+    ``turn`` the positions in which all starts occur once.
+    """
+
+    launch: Launch
+    entries: tuple[Entry, ...]
+    headers: Ints
+    num_items: int
+    turn: int
+
+    @classmethod
+    def of(cls, launch: Launch, entries: Iterable[Entry]) -> Part:
+        """Return a part, after all arrays have their places."""
+        members = tuple(entries)
+        headers = np.stack([entry.header for entry in members])
+        chunks = -(-headers[:, Field.ELEMENTS] // launch.width)
+        num_items = int((headers[:, Field.RUNS] * chunks).max())
+        return cls(launch, members, headers, num_items, members[0].period)
+
+    def launch_of(self, end: int, num_starts: int) -> Launch:
+        """Return the launch of occurrences before ``end``; large numbers need 64 bits."""
+        largest = max((end // num_starts + 1) * self.turn, 2 * self.num_items * end + TILE_BYTES)
+        return self.launch if largest < INT32_END else self.launch._replace(is_long=True)
+
+
+Bound = tuple[Part, int, int, int, int]
+"""A part, its first occurrence and their number, and where the tables of both sides are."""
+
+
 @attrs.frozen(eq=False)
 class PairCopy:
-    """The copies between two workers, for any request: ``entries`` by series, and their ``arrays``.
+    """The copies between two workers, for any request: ``parts`` by series, and their ``arrays``.
 
     ``arrays`` is one int64 array, for a device to keep.
     """
 
-    entries: Mapping[int, tuple[Entry, ...]]
+    parts: Mapping[int, tuple[Part, ...]]
     arrays: Ints
     tables: Tables
 
     @classmethod
     def of(cls, group_pairs: Sequence[GroupPair], tables: Tables) -> PairCopy:
         """Return the copies of a pair whose tables are where this process has both sides."""
-        entries: dict[int, tuple[Entry, ...]] = {}
+        entries: dict[int, list[Entry]] = {}
         for pair in group_pairs:
             for series in (*pair.runs, *pair.tokens):
-                entries[id(series)] = tuple(_entries(pair, series, tables))
-        return cls(entries, laid_out([one for each in entries.values() for one in each]), tables)
+                entries[id(series)] = list(_entries(pair, series, tables))
+        arrays = laid_out([entry for each in entries.values() for entry in each])
+        return cls({key: _parts(each) for key, each in entries.items()}, arrays, tables)
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """All launches that requests may need."""
+        launches = (part.launch for parts in self.parts.values() for part in parts)
+        return tuple(dict.fromkeys(launches))
 
     def bind(self, requested: Iterable[Requested]) -> BoundCopy:
         """Return the copies of one request. Raises ``BLOCKS`` for blocks that a table lacks."""
         tables = BlockTables()
-        bound: list[tuple[Entry, Ints]] = []
+        bound: dict[Launch, list[Bound]] = {}
         for pair, sides, (start, stop), _ in requested:
             places: list[int] | None = None
             for series, (low, high) in pair.moves(start, stop):
@@ -293,17 +335,22 @@ class PairCopy:
                 end = count_below(series.starts, series.period, high)
                 if first >= end:
                     continue
-                _check_blocks(pair, series, sides, (first, end), (low, high))
+                _check_blocks(series, sides, (first, end), (low, high))
                 if places is None:
                     places = [tables.place(side.blocks) for side in sides]
-                for entry in self.entries[id(series)]:
-                    numbers = entry.header.copy()
-                    numbers[Field.FIRST] = first
-                    numbers[Field.COUNT] = end - first
-                    for field, place in zip(SIDES, places, strict=True):
-                        numbers[field + SideField.TABLE] = place
-                    bound.append((entry, numbers))
+                num_starts = series.starts.size
+                for part in self.parts[id(series)]:
+                    of_launch = bound.setdefault(part.launch_of(end, num_starts), [])
+                    of_launch.append((part, first, end - first, *places))
         return BoundCopy.of(self, bound, tables)
+
+
+def _parts(entries: Iterable[Entry]) -> tuple[Part, ...]:
+    """Return the entries of a series by their launches."""
+    by_launch: dict[Launch, list[Entry]] = {}
+    for entry in entries:
+        by_launch.setdefault(entry.launch, []).append(entry)
+    return tuple([Part.of(launch, members) for launch, members in by_launch.items()])
 
 
 def laid_out(entries: Sequence[Entry]) -> Ints:
@@ -325,25 +372,28 @@ def laid_out(entries: Sequence[Entry]) -> Ints:
 
 
 def _check_blocks(
-    pair: GroupPair,
     series: RunSeries | TokenSeries,
     sides: TablePair,
     numbers: tuple[int, int],
     positions: tuple[int, int],
 ) -> None:
     """Raise ``BLOCKS`` unless the tables have the blocks of all occurrences that move."""
-    if any(side.blocks.scattered is not None for side in sides):
+    destination, source = sides
+    if destination.blocks.scattered is not None or source.blocks.scattered is not None:
         series.look_up(sides, *positions)
         return
     first, end = numbers
-    num_starts = series.starts.size
-    bounds = []
-    for number in (first, end - 1):
-        turn, start = divmod(number, num_starts)
-        bounds.append(turn * series.period + int(series.starts[start]))
-    for group, side in zip(pair.groups, sides, strict=True):
-        low, high = (local_index(group, position) // slots(group) for position in bounds)
-        check_listed(group.name, low, high + 1, side.blocks.first, side.blocks.stop, side.side)
+    starts = series.starts
+    turn, start = divmod(first, starts.size)
+    low = turn * series.period + starts.item(start)
+    turn, start = divmod(end - 1, starts.size)
+    high = turn * series.period + starts.item(start)
+    for group, blocks, name in sides:
+        num_slots = group.num_slots
+        lowest = local_index(group, low) // num_slots
+        highest = local_index(group, high) // num_slots
+        if lowest < blocks.first or highest >= blocks.stop:
+            check_listed(group.name, lowest, highest + 1, blocks.first, blocks.stop, name)
 
 
 class BlockTables:
@@ -393,18 +443,27 @@ class BoundCopy:
     tables: npt.NDArray[np.int32]
 
     @classmethod
-    def of(cls, pair: PairCopy, bound: list[tuple[Entry, Ints]], tables: BlockTables) -> BoundCopy:
+    def of(
+        cls, pair: PairCopy, bound: Mapping[Launch, list[Bound]], tables: BlockTables
+    ) -> BoundCopy:
         """Return copies, in order of their launches."""
-        by_launch: dict[Launch, list[tuple[Entry, Ints]]] = {}
-        for entry, numbers in bound:
-            by_launch.setdefault(_launch_of(entry, numbers), []).append((entry, numbers))
-        launches, entries, rows = [], [], []
-        for launch, members in by_launch.items():
-            launches.append((launch, slice(len(rows), len(rows) + len(members))))
-            entries += [entry for entry, _ in members]
-            rows += [numbers for _, numbers in members]
-        table = np.array(rows, np.int64).reshape(-1, Field.END)
-        return cls(pair, tuple(entries), tuple(launches), table, tables.array())
+        launches: list[tuple[Launch, slice]] = []
+        entries: list[Entry] = []
+        rows: list[Ints] = []
+        for launch, parts in bound.items():
+            start = len(entries)
+            for part, first, count, to_table, from_table in parts:
+                numbers = part.headers.copy()
+                numbers[:, Field.FIRST] = first
+                numbers[:, Field.COUNT] = count
+                numbers[:, TO_TABLE] = to_table
+                numbers[:, FROM_TABLE] = from_table
+                rows.append(numbers)
+                entries += part.entries
+            launches.append((launch, slice(start, len(entries))))
+        if len(rows) != 1:
+            rows = [np.concatenate([NO_ENTRIES, *rows])]
+        return cls(pair, tuple(entries), tuple(launches), rows[0], tables.array())
 
     @property
     def num_bytes(self) -> int:
@@ -422,6 +481,17 @@ class BoundCopy:
     def has_gaps(self) -> bool:
         """Some runs may go to gaps, and do not move."""
         return bool(self.tables.min() < 0)
+
+    def message(self) -> Ints:
+        """Return all that a device needs to know of the request: entries, then block tables.
+
+        It is one int64 array. Tables are int32, two in an element.
+        """
+        size = self.numbers.size
+        message = np.empty(size + (self.tables.size + 1) // 2, np.int64)
+        message[:size] = self.numbers.reshape(-1)
+        message[size:].view(np.int32)[: self.tables.size] = self.tables
+        return message
 
     def copies(self) -> Iterator[Copy]:
         """Yield the same copies for torch, which takes each run as one strided tensor.
@@ -450,18 +520,6 @@ class BoundCopy:
                     origins.append((at, int(address) - at.address))
                 sides.append(CopySide(tuple(origins), offsets[side][is_listed], ()))
             yield Copy(sides[0], sides[1], (), entry.length)
-
-
-def _launch_of(entry: Entry, numbers: Ints) -> Launch:
-    """Return the launch of an entry; large numbers need integers of 64 bits."""
-    launch = entry.launch
-    if launch.is_long:
-        return launch
-    turns = (numbers[Field.FIRST] + numbers[Field.COUNT]) // entry.starts.size + 1
-    chunks = -(-numbers[Field.ELEMENTS] // launch.width)
-    items = int(numbers[Field.COUNT]) * int(numbers[Field.RUNS]) * int(chunks)
-    largest = max(int(turns) * entry.period, 2 * items + TILE_BYTES)
-    return launch if largest < INT32_END else launch._replace(is_long=True)
 
 
 class CopyPlan:
@@ -503,8 +561,7 @@ class CopyPlan:
 
 def copy_of_spec(spec: ReadSpec, tables: Tables, is_read: bool) -> BoundCopy:
     """Return the copies of a spec whose ids are listed. A row of ids is a series of blocks."""
-    entries: list[Entry] = []
-    bound: list[tuple[Entry, Ints]] = []
+    found: list[tuple[Entry, int, int, int]] = []
     blocks = BlockTables()
     group = Group("ids", 1)
     none = np.zeros(1, np.int64)
@@ -537,11 +594,11 @@ def copy_of_spec(spec: ReadSpec, tables: Tables, is_read: bool) -> BoundCopy:
                 origins=np.stack([values[runs] for values in address]),
                 regions=(region[0][runs], region[1][runs]),
             )
-            entries.append(entry)
-            numbers = entry.header
-            numbers[Field.COUNT] = sides[0].along.size
-            for field, place in zip(SIDES, places, strict=True):
-                numbers[field + SideField.TABLE] = place
-            bound.append((entry, numbers))
-    pair = PairCopy({}, laid_out(entries), tables)
+            found.append((entry, sides[0].along.size, places[0], places[1]))
+    pair = PairCopy({}, laid_out([entry for entry, *_ in found]), tables)
+    bound: dict[Launch, list[Bound]] = {}
+    for entry, count, *places in found:
+        part = Part.of(entry.launch, [entry])
+        of_launch = bound.setdefault(part.launch_of(count, 1), [])
+        of_launch.append((part, 0, count, places[0], places[1]))
     return BoundCopy.of(pair, bound, blocks)

@@ -21,7 +21,7 @@ import torch
 
 from kvplan._arrays import Ints
 from kvplan.errors import KVPlanError
-from kvplan_nixl.copy_plan import TILE_BYTES, BoundCopy, Field, Launch, PairCopy
+from kvplan_nixl.copy_plan import NO_ENTRIES, TILE_BYTES, BoundCopy, Field, Launch, PairCopy
 from kvplan_nixl.rearrange import TorchCopier
 
 NUM_WARPS: Final = 8
@@ -213,10 +213,8 @@ class KernelCopies:
         So no request waits for a compiler, and a device that cannot run the kernel shows it before
         any request. Raises ``MEMORY``.
         """
-        launches = {entry.launch for entries in pair.entries.values() for entry in entries}
-        rows = np.zeros((0, Field.END), np.int64)
-        nothing = tuple((launch, slice(0, 0)) for launch in launches)
-        self.begin(BoundCopy(pair, (), nothing, rows, np.zeros(1, np.int32)))
+        nothing = tuple((launch, slice(0, 0)) for launch in pair.launches)
+        self.begin(BoundCopy(pair, (), nothing, NO_ENTRIES, np.zeros(1, np.int32)))
 
     def begin(self, bound: BoundCopy) -> Any:
         """Begin copies, and return a ticket for :meth:`done`."""
@@ -238,12 +236,8 @@ class KernelCopies:
         arrays = self._arrays.get(bound.pair)
         if arrays is None:
             arrays = self._arrays[bound.pair] = self._on_device(bound.pair.arrays)
-        # one copy to the device for the entries and the block tables behind them
+        words = self._on_device(bound.message())
         size = bound.numbers.size
-        request = np.zeros(size + (bound.tables.size + 1) // 2, np.int64)
-        request[:size] = bound.numbers.reshape(-1)
-        request[size:].view(np.int32)[: bound.tables.size] = bound.tables
-        words = self._on_device(request)
         tables = words[size:].view(torch.int32)
         for launch, rows in bound.launches:
             of_launch = bound.numbers[rows]
