@@ -16,7 +16,7 @@ from kvplan.budget import BUDGET_BYTES
 from kvplan.connector import Access, tls_contexts
 from kvplan.connector.claims import MAX_SOURCES
 from kvplan.connector.handoff import PORT_END
-from kvplan.connector.leases import LEASE_S
+from kvplan.connector.leases import LEASE_S, MAX_LEASE_S
 from kvplan.connector.peer_engines import HANDSHAKE_S
 from kvplan.connector.shared_key import key_in_file
 from kvplan.errors import KVPlanError
@@ -246,6 +246,7 @@ class Settings(NamedSettings):
     bind: str = setting(name, "")
     port: int = setting(_port, 0)
     lease_s: float = setting(seconds, LEASE_S)
+    max_lease_s: float = setting(seconds, MAX_LEASE_S)
     staging_bytes: int = setting(integer, STAGING_BYTES)
     rates: str = setting(name, "")
     handshake_timeout_s: float = setting(seconds, HANDSHAKE_S)

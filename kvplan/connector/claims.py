@@ -44,8 +44,8 @@ MAX_MESSAGE_BYTES: Final = 1 << 18
 MAX_PART_BYTES: Final = MAX_MESSAGE_BYTES // 4
 """The length of each of a message's three parts. What is left comes with the next message."""
 
-MAX_NAME_CHARACTERS: Final = 1 << 10
-"""The length of a lease's or a reader's name."""
+MAX_NAME_BYTES: Final = 1 << 10
+"""The length of a lease's or a reader's name, in UTF-8."""
 
 MAX_SOURCES: Final = 1 << 10
 """Engines on whose leases a reader has claims at a time, unless it says otherwise.
@@ -63,9 +63,9 @@ def _checked_start(start: Any) -> str:
 
 def _checked_claim(lease: str, reader: str) -> Claim:
     """Return a claim. Raises ``TYPE``, ``NAME``, or ``RANGE`` for a name that is too long."""
-    action = "claim a lease"
-    at_most(MAX_NAME_CHARACTERS, len(name(lease, "lease")), "characters of its name", action)
-    at_most(MAX_NAME_CHARACTERS, len(name(reader, "reader")), "characters of a reader", action)
+    for subject, text in (("lease", lease), ("reader", reader)):
+        num_bytes = len(name(text, subject).encode(errors="surrogatepass"))
+        at_most(MAX_NAME_BYTES, num_bytes, f"bytes of a {subject}", "claim a lease")
     return lease, reader
 
 

@@ -12,6 +12,8 @@
 - L4: A request may be lent while it is computed, as far as it is: its lease has no end of time
   before all is computed. One that is given up is revoked before its blocks are free, so whoever has
   read a part of it reads no other part.
+- L5: A lease is over ``max_lease_s`` after its request was computed, also if readers still renew
+  their claims: one that hangs, but not its thread of claims, would hold blocks for ever.
 """
 
 from __future__ import annotations
@@ -19,17 +21,24 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from secrets import token_hex
 from typing import Final
 
 import attrs
 
-from kvplan._checks import having, name, seconds
+from kvplan._checks import at_most, having, name, seconds
 from kvplan._text import brief_repr
 
 LEASE_S: Final = 30.0
 """Seconds for which blocks stay that nobody claims, or whose reader does not renew its claim."""
+
+MAX_LEASE_S: Final = 3600.0
+"""Seconds after which a lease is over whatever its readers do."""
+
+MAX_READERS: Final = 1 << 12
+"""Readers of a lease at a time: requests that share a prompt, in all engines."""
 
 LEASE_TOKEN_BYTES: Final = 8
 """The random bytes in the name of a lease."""
@@ -39,16 +48,29 @@ LEASE_TOKEN_BYTES: Final = 8
 class _Lease:
     """A request whose blocks stay until the first lease ends, and then until the last claim does.
 
-    ``claims_end_at`` has the end of each reader's claim.
+    It was granted ``since`` a time, and is over at ``stop``. ``claims_end_at`` has the end of each
+    reader's claim. All claims last equally long, so the one renewed last is last and ends last.
     """
 
     request: str
     ends_at: float
-    claims_end_at: dict[str, float] = attrs.field(factory=dict)
+    since: float
+    stop: float
+    claims_end_at: OrderedDict[str, float] = attrs.field(factory=OrderedDict)
 
     def stands_at(self, now: float) -> bool:
         """Return whether the first lease or a claim has time left."""
-        return now < self.ends_at or any(now < end for end in self.claims_end_at.values())
+        last_end = next(reversed(self.claims_end_at.values()), -math.inf)
+        return now < self.stop and (now < self.ends_at or now < last_end)
+
+    def claim(self, reader: str, now: float, end: float) -> None:
+        """Begin or renew a claim, and forget those that have ended. Raises ``RANGE``."""
+        claims = self.claims_end_at
+        claims.pop(reader, None)
+        while claims and next(iter(claims.values())) <= now:
+            claims.popitem(last=False)
+        at_most(MAX_READERS, len(claims) + 1, "readers of a lease", "claim it")
+        claims[reader] = end
 
 
 @attrs.frozen
@@ -56,11 +78,12 @@ class EndedLeases:
     """Requests whose blocks may be freed.
 
     All readers of those in ``done`` are done, or all leases were ended. Of those in ``late`` nobody
-    has renewed a claim in time.
+    has renewed a claim in time, or, of those in ``old`` too, for longer than a lease may stand.
     """
 
     done: tuple[str, ...]
     late: tuple[str, ...]
+    old: tuple[str, ...] = ()
 
     __repr__ = brief_repr
 
@@ -89,8 +112,10 @@ class Leases:
         lease_s: float = LEASE_S,
         clock: Callable[[], float] = time.monotonic,
         token: Callable[[int], str] = token_hex,
+        max_lease_s: float = MAX_LEASE_S,
     ) -> None:
         self.lease_s: float = seconds(lease_s, "lease_s")
+        self._max_lease_s: float = seconds(max_lease_s, "max_lease_s")
         self.num_refused: int = 0
         self._clock: Callable[[], float] = having("__call__", clock, "clock", "a function")
         self._token: Callable[[int], str] = having("__call__", token, "token", "a function")
@@ -118,7 +143,9 @@ class Leases:
         with self._lock:
             # a name of its own, also if the request is lent again, by rule L3
             lease = f"{request} {self._token(LEASE_TOKEN_BYTES)}"
-            self._leases[lease] = _Lease(request, self._clock() + duration_s)
+            now = self._clock()
+            stop = now + max(duration_s, self._max_lease_s)
+            self._leases[lease] = _Lease(request, now + duration_s, now, stop)
         return lease
 
     def begin_first(self, lease: str) -> bool:
@@ -129,7 +156,9 @@ class Leases:
         with self._lock:
             if name(lease, "lease") not in self._leases:
                 return False
-            self._leases[lease].ends_at = self._clock() + self.lease_s
+            now = self._clock()
+            self._leases[lease].ends_at = now + self.lease_s
+            self._leases[lease].stop = now + max(self.lease_s, self._max_lease_s)
             return True
 
     def revoke(self, lease: str) -> bool:
@@ -151,12 +180,16 @@ class Leases:
         return revoked is not None and bool(revoked.claims_end_at)
 
     def claim(self, lease: str, reader: str) -> bool:
-        """Claim a lease for a reader, or renew the claim, and return whether the lease stands."""
+        """Claim a lease for a reader, or renew the claim, and return whether the lease stands.
+
+        Raises ``RANGE`` for too many readers at a time.
+        """
         name(reader, "reader")
         with self._lock:
             if self._is_refused(lease):
                 return False
-            self._leases[lease].claims_end_at[reader] = self._clock() + self.lease_s
+            now = self._clock()
+            self._leases[lease].claim(reader, now, now + self.lease_s)
             return True
 
     def stands(self, lease: str) -> bool:
@@ -194,10 +227,18 @@ class Leases:
             now = self._clock()
             # A lease is over from here on, and not before: whoever has asked until now is right.
             over = [key for key, lease in self._leases.items() if not lease.stands_at(now)]
-            late = tuple(self._leases.pop(key).request for key in over)
+            ended = [self._leases.pop(key) for key in over]
+            late = tuple(lease.request for lease in ended)
+            old = tuple(lease.request for lease in ended if now >= lease.stop)
             done = tuple(self._done)
             self._done.clear()
-        return EndedLeases(done, late)
+        return EndedLeases(done, late, old)
+
+    def oldest_s(self) -> float:
+        """Return the seconds since the oldest lease was granted, 0 without any."""
+        with self._lock:
+            sinces = [lease.since for lease in self._leases.values()]
+            return self._clock() - min(sinces) if sinces else 0.0
 
     def __len__(self) -> int:
         return len(self._leases)

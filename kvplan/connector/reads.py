@@ -261,6 +261,11 @@ class Reads:
                 self._logger.error(message, request, error)
         return late
 
+    @property
+    def num_held(self) -> int:
+        """The number of failed requests whose blocks stay until their source answers or dies."""
+        return sum(job.is_reported_late for job in self._jobs)
+
     def _take_peer(self, pending: _PendingRead, peer: PeerEngine) -> None:
         """Start a read whose engine is ready; end or repeat the wait for one that has failed."""
         read = pending.read

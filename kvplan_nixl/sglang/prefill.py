@@ -58,7 +58,9 @@ class PrefillRank(Rank):
         # one cache, but nothing says when the others have computed what the first one hands over.
         envelope = executor.envelope() if memory.cp_rank == 0 else b""
         offers: list[bytes] = [offer for offer in gather(envelope) if offer]
-        self.leases = Leases(settings.lease_s, system.monotonic, system.token_hex)
+        self.leases = Leases(
+            settings.lease_s, system.monotonic, system.token_hex, settings.max_lease_s
+        )
         self.listener: Listener | None = None
         if memory.is_first:
             engine_id = memory.info.engine_id
@@ -116,6 +118,8 @@ class PrefillRank(Rank):
             self.ended[request] = None
         for request in ended.late:
             expected = f"a reader that claims it within {self.leases.lease_s:g} s"
+            if request in ended.old:
+                expected = "a reader that is done within max_lease_s"
             self.ended[request] = KVPlanError(
                 "LEASE", f"lend {request!r}", expected=expected, got="none"
             )

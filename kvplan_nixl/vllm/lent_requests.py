@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -91,7 +92,9 @@ class LentRequests:
         self._drafts_know_next = config.num_prefill_lookahead_tokens > 0
         self._vocabulary = range(config.model_config.get_vocab_size())
         self._listener: Listener | None = None
-        self._leases = Leases(settings.lease_s, system.monotonic, system.token_hex)
+        self._leases = Leases(
+            settings.lease_s, system.monotonic, system.token_hex, settings.max_lease_s
+        )
         # those whose blocks stay until their leases end
         self._requests: dict[str, _Lent] = {}
         # those that others may read when they have finished
@@ -401,6 +404,14 @@ class LentRequests:
         if ended.late:
             message = "no reader has claimed these requests in time: %s"
             logger.warning(message, ", ".join(ended.late))
+        if ended.old:
+            message = "readers had these requests for %g s, which is max_lease_s: %s"
+            logger.error(message, self._settings.max_lease_s, ", ".join(ended.old))
+        tables = [lent.tables for lent in self._requests.values()]
+        num_blocks = sum(blocks.ids.size for each in tables for blocks in each.values())
+        self._stats.set("num_lent_blocks", num_blocks)
+        # in steps of seconds, so that a step of an engine with nothing new has nothing to tell
+        self._stats.set("oldest_lease", math.floor(self._leases.oldest_s()))
         num_refused = self._leases.num_refused
         num_stale = self._stats.count_total("num_notifications_after_expiry", num_refused)
         if num_stale:

@@ -38,7 +38,8 @@ class Metric:
     """A metric for Prometheus: the observations of some ``keys`` of :class:`KvplanStats`.
 
     A histogram has the upper bounds of its ``buckets``, a counter none. A counter with a ``label``
-    counts how often each value of the label was observed.
+    counts how often each value of the label was observed. A gauge has the highest value that parts
+    of the connector have observed in a step.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Metric:
     documentation: str
     buckets: tuple[float, ...] = ()
     label: str = ""
+    is_gauge: bool = False
 
 
 METRICS: Final = (
@@ -146,6 +148,25 @@ METRICS: Final = (
         ("num_refused_claims",),
         "Claims that a prefill engine has refused, because the lease was over.",
     ),
+    # of what is held for others
+    Metric(
+        "vllm:kvplan_lent_blocks",
+        ("num_lent_blocks",),
+        "Blocks of finished requests that stay for readers, of all groups.",
+        is_gauge=True,
+    ),
+    Metric(
+        "vllm:kvplan_oldest_lease_seconds",
+        ("oldest_lease",),
+        "Seconds for which the oldest of these requests has been kept.",
+        is_gauge=True,
+    ),
+    Metric(
+        "vllm:kvplan_held_reads",
+        ("num_held_reads",),
+        "Failed requests of a worker whose blocks stay, since bytes may still move into them.",
+        is_gauge=True,
+    ),
 )
 """All metrics. Prometheus appends ``_total`` to the names of counters."""
 
@@ -157,7 +178,7 @@ class KvplanStats(KVConnectorStats):
     """Observations of one part of the connector since they were last taken, in lists by key."""
 
     def __post_init__(self) -> None:
-        # what has been counted of totals that others keep
+        # what has been counted of totals that others keep, and the last values of gauges
         self._totals: dict[str, int] = {}
         if not self.data:
             self.reset()
@@ -176,6 +197,12 @@ class KvplanStats(KVConnectorStats):
         self._totals[key] = total
         self.count(key, times)
         return times
+
+    def set(self, key: str, value: int) -> None:
+        """Set a gauge, whose value is told when it changes."""
+        if self._totals.get(key, 0) != value:
+            self._totals[key] = value
+            self.data[key] = [value]
 
     def record_read(self, result: ReadResult) -> None:
         """Record a request that was read or has failed."""
@@ -248,7 +275,7 @@ class KvplanPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._collectors = [self._collector(metric) for metric in METRICS]
-        # A counter without labels of its own is 0 from the start.
+        # A counter without labels of its own is 0 from the start, and so is a gauge.
         for engine in per_engine_labelvalues:
             self.observe(dict.fromkeys(KEYS, ()), engine)
 
@@ -258,6 +285,10 @@ class KvplanPromMetrics(KVConnectorPromMetrics):
         if metric.buckets:
             buckets = list(metric.buckets)
             return self._histogram_cls(**common, buckets=buckets, labelnames=self._labelnames)
+        if metric.is_gauge:
+            return self._gauge_cls(
+                **common, labelnames=self._labelnames, multiprocess_mode="mostrecent"
+            )
         own_label = [metric.label] if metric.label else []
         return self._counter_cls(**common, labelnames=[*self._labelnames, *own_label])
 
@@ -271,6 +302,10 @@ class KvplanPromMetrics(KVConnectorPromMetrics):
                     collector.labels(*labels, value).inc()
                 continue
             of_engine = collector.labels(*labels)
+            if metric.is_gauge:
+                if observations:
+                    of_engine.set(max(observations))
+                continue
             for number in observations:
                 if metric.buckets:
                     of_engine.observe(number)

@@ -188,6 +188,7 @@ class Worker:
             if self._host_cache is not None:
                 self._host_cache.end_read(result)
         self.stats.count_total("num_failed_notifications", self._claims.num_unanswered)
+        self.stats.set("num_held_reads", self._reads.num_held)
         # vLLM ends a failed request at once. It frees the blocks when finished_recving has it: not
         # while bytes may still move.
         failed = {result.request for result in results if result.error is not None}

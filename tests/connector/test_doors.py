@@ -19,7 +19,7 @@ from kvplan.connector import Access, Claims, Leases, Listener, Source, fetch, se
 from kvplan.connector.access import Asked, Proof
 from kvplan.connector.claims import (
     MAX_MESSAGE_BYTES,
-    MAX_NAME_CHARACTERS,
+    MAX_NAME_BYTES,
     ClaimAnswer,
     ClaimMessage,
     SourceClaims,
@@ -304,7 +304,7 @@ def test_leases_cannot_be_guessed() -> None:
 @pytest.mark.parametrize("field", ["lease", "reader"])
 def test_names_are_short(leases: Leases, field: str) -> None:
     """A name of 16 MiB stayed in memory: names have a limit, for readers and in messages of strangers."""
-    names = {"lease": "r", "reader": "d", field: "x" * (MAX_NAME_CHARACTERS + 1)}
+    names = {"lease": "r", "reader": "d", field: "\U0001f600" * (MAX_NAME_BYTES // 4) + "x"}
     claim = (names["lease"], names["reader"])
     with pytest.raises(KVPlanError, match="RANGE: cannot claim a lease"):
         ClaimMessage.of_fields(ClaimMessage("a", claims=(claim,)).fields())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -9,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvplan import KVPlanError
 from kvplan.connector import EndedLeases, Leases
+from kvplan.connector.leases import MAX_READERS
 
 LEASE_S = 10.0
 
@@ -164,3 +167,63 @@ def test_schedules(steps: list[tuple[str, int, int]]) -> None:
     freed.update([*ended.done, *ended.late])
     assert freed == granted
     assert len({*names}) == len(names)
+
+
+def test_claims_that_have_ended_are_forgotten(clock: Clock) -> None:
+    """They stayed as long as the lease did: a million took 27 ms of each step of an engine, and all their memory."""
+    leases = Leases(LEASE_S, clock)
+    lease = leases.grant("r")
+    for number in range(20 * MAX_READERS):
+        clock.now += 2 * LEASE_S / MAX_READERS
+        assert leases.claim(lease, f"reader {number}")
+    assert len(leases._leases[lease].claims_end_at) <= MAX_READERS // 2 + 1
+    assert leases.take_ended().late == ()
+    clock.now += LEASE_S
+    assert leases.take_ended().late == ("r",)
+
+
+def test_a_lease_has_few_readers(clock: Clock) -> None:
+    """One that is claimed under ever new names takes bounded memory, and no more time than others."""
+    leases = Leases(LEASE_S, clock)
+    lease = leases.grant("r")
+    for number in range(MAX_READERS):
+        assert leases.claim(lease, f"reader {number}")
+    with pytest.raises(KVPlanError, match="RANGE: cannot claim it: expected at most 4096 readers of a lease"):
+        leases.claim(lease, "one more")
+    assert leases.claim(lease, "reader 0")
+    began = time.perf_counter()
+    for _ in range(1000):
+        leases.take_ended()
+    assert time.perf_counter() - began < 0.5
+    clock.now = LEASE_S
+    assert not leases.take_ended().done
+
+
+def test_a_lease_has_an_age(clock: Clock) -> None:
+    """A reader that only renews its claim held blocks for ever."""
+    leases = Leases(LEASE_S, clock, max_lease_s=50.0)
+    lease = leases.grant("r")
+    assert leases.oldest_s() == 0.0
+    for clock.now in range(1, 50):
+        assert leases.claim(lease, "reader")
+        assert leases.take_ended() == EndedLeases((), ())
+    assert leases.oldest_s() == 49.0
+    clock.now = 50.0
+    assert leases.claim(lease, "reader")
+    assert leases.take_ended() == EndedLeases((), ("r",), ("r",))
+    assert not leases.claim(lease, "reader")
+    assert leases.oldest_s() == 0.0
+
+
+def test_the_age_of_a_request_begins_when_it_is_computed(clock: Clock) -> None:
+    """A long prompt has its whole time, and so has a first lease that is longer."""
+    leases = Leases(LEASE_S, clock, max_lease_s=50.0)
+    early, long = leases.grant_early("s"), leases.grant("r", 70.0)
+    clock.now = 40.0
+    assert leases.begin_first(early)
+    for clock.now in range(41, 70):
+        assert leases.claim(early, "reader")
+        assert leases.take_ended() == EndedLeases((), ())
+    assert leases.stands(long)
+    clock.now = 90.0
+    assert leases.take_ended() == EndedLeases((), ("s", "r"), ("s", "r"))

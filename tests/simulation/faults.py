@@ -82,7 +82,7 @@ Lease = leases._Lease
 FAULTS = [
     # Leases
     Fault("a reaper frees what a claim holds", Lease, "stands_at", "now < self.ends_at or any", "now < self.ends_at or False and any", seed=0, rule="CLAIM"),
-    Fault("a claim brings a lease back", Leases, "claim", "return False", "self._leases[lease] = _Lease(lease.split()[0], 0.0)", seed=0, rule="REPORT"),
+    Fault("a claim brings a lease back", Leases, "claim", "return False", "self._leases[lease] = _Lease(lease.split()[0], 0.0, 0.0, math.inf)", seed=0, rule="REPORT"),
     Fault("a lease that is over stands", Leases, "stands", "not self._is_refused(lease)", "True", seed=1, rule="OWN"),
     Fault("a lease ends by a clock that is twice as fast", Leases, "claim", "self._clock() + self.lease_s", "self._clock() + self.lease_s / 2", seed=14, rule="CLAIM"),
     Fault("the first lease ends by a clock that began elsewhere", Leases, "_grant", "self._clock() + duration_s", "duration_s", seed=0, rule="CLAIM"),

@@ -303,7 +303,8 @@ def test_a_failed_part_is_the_last_one(engines: Engines) -> None:
         ({"transfer_id": "x" * 129}, "RANGE"),
         ({"remote_bootstrap_addr": None}, "TYPE"),
         ({"remote_bootstrap_addr": ""}, "NAME"),
-        ({"remote_bootstrap_addr": "nowhere"}, "PEER"),
+        ({"remote_bootstrap_addr": "nowhere"}, "NAME"),
+        ({"remote_bootstrap_addr": "nowhere:1"}, "PEER"),
     ],
 )
 def test_bad_parameters(engines: Engines, params: dict[str, Any], code: str) -> None:
