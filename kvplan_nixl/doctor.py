@@ -24,6 +24,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan.connector.access import is_loopback
+from kvplan_nixl.mapping import allocator_notes
 
 PROBE_S: Final = 60.0
 """How long a probe may take."""
@@ -162,6 +163,7 @@ def findings(host: str, port: int) -> Iterator[Finding]:
     yield transfer_finding("transfer", "cpu")
     if has_gpu:
         yield transfer_finding("GPU transfer", "cuda:0")
+        yield mapping_finding(os.environ, probe("map"))
 
 
 def kvplan_finding() -> Finding:
@@ -364,6 +366,26 @@ def transfer_finding(subject: str, device: str) -> Finding:
     if told["is_right"]:
         return Finding(subject, State.RIGHT, f"{text}, every byte right")
     return Finding(subject, State.WRONG, f"{text}: BYTES DIFFER", "do not serve; report a bug")
+
+
+def mapping_finding(environment: Mapping[str, str], trial: Trial) -> Finding:
+    """Return the line about memory of a GPU that other engines of this host map and read.
+
+    ``trial`` has asked CUDA whether memory of torch has a handle, in a process of its own. Engines
+    may allocate theirs in another way, such as for sleep mode: each says so when it starts.
+    """
+    subject = "GPU memory"
+    notes = [*allocator_notes(environment)]
+    told = trial.told
+    if told["error"]:
+        return Finding(subject, State.WRONG, told["error"], "look at the driver and at torch")
+    if told["reason"]:
+        notes.insert(0, f"engines of this host cannot map it: {told['reason']}")
+    if notes:
+        advice = "unset what is named here, and leave sleep mode off, or engines stage their reads"
+        return Finding(subject, State.NOTE, "; ".join(notes), advice)
+    by = "by one kernel" if told["has_triton"] else "by torch's operations, as Triton is missing"
+    return Finding(subject, State.RIGHT, f"engines of this host map and copy it, {by}")
 
 
 def main(host: str, port: int, as_json: bool) -> int:

@@ -175,11 +175,8 @@ def allocator_notes(environment: Mapping[str, str]) -> Iterable[str]:
         )
         if options.get("expandable_segments", "").lower() == "true":
             yield f"{name} has expandable_segments: caches in them have no IPC handle"
-    if environment.get("NIXL_UCX_SGL_ENABLE", "").lower() in ("0", "n", "no", "off"):
-        yield (
-            "NIXL_UCX_SGL_ENABLE is off: UCX takes one request for each descriptor, in place of a "
-            "list"
-        )
+    if environment.get("NIXL_UCX_SGL_ENABLE"):
+        yield "NIXL_UCX_SGL_ENABLE changes NIXL's writes alone, and kvplan's connectors read"
 
 
 def _unusable(expected: str, got: str) -> KVPlanError:

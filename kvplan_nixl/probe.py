@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from types import MappingProxyType
 from typing import Any, Final
@@ -25,6 +26,7 @@ from kvplan import Axis, Blocks, Group, KVPlanError, View, Worker, plan_reads, r
 from kvplan.connector import Leases, Listener, fetch
 from kvplan_nixl.agent import Agent
 from kvplan_nixl.executor import UCX, NixlExecutor, settle
+from kvplan_nixl.mapping import CudaMapper
 from kvplan_nixl.settings import Settings, secrets_beside
 
 MEMORY_BYTES: Final = 16 << 20
@@ -145,8 +147,19 @@ def move(device: str = "cpu") -> None:
     tell(error="", num_bytes=num_bytes, elapsed_s=elapsed_s, is_right=is_right)
 
 
+def map_memory(device: str = "cuda:0") -> None:
+    """Ask CUDA whether memory that torch allocates can be mapped by other processes."""
+    try:
+        memory = placed(np.zeros(MEMORY_BYTES, np.uint8), device)
+        reason = CudaMapper().why_not(region_of(memory))
+    except (OSError, RuntimeError, ImportError) as error:
+        tell(error=" ".join(str(error).split()))
+        return
+    tell(error="", reason=reason, has_triton=find_spec("triton") is not None)
+
+
 PROBES: Final[Mapping[str, Callable[..., None]]] = MappingProxyType(
-    {"start": start_backends, "listen": listen, "move": move}
+    {"start": start_backends, "listen": listen, "map": map_memory, "move": move}
 )
 """The probes by name."""
 

@@ -65,6 +65,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Finding]]:
         usual = {
             "start": told(*started("", "", "no disk"), log=TABLE),
             "listen": told(HEARD),
+            "map": told({"error": "", "reason": "", "has_triton": True}),
             "move": told(MOVED, log=USED),
         }
         monkeypatch.setattr(doctor, "probe", lambda name, *_: {**usual, **trials}[name])
