@@ -238,8 +238,8 @@ class Settings(NamedSettings):
     engine's identity (:mod:`kvplan_nixl.identity`) that the operator knows to be harmless. Prefill
     publishes a request in part when ``early_tokens`` more positions are computed. ``rates`` names
     the file of a calibration, by which decode chooses what it stages. ``bootstrap_servers`` are
-    those that requests may name beside this machine's and ``host``: SGLang's, or listeners. The other settings of the
-    network are those of :meth:`access`.
+    those that requests may name beside this machine's and ``host``: SGLang's, or listeners. The
+    other settings of the network are those of :meth:`access`.
     """
 
     host: str = setting(name, "")

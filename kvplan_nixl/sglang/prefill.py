@@ -33,7 +33,6 @@ from kvplan_nixl.sglang.changes import WEIGHTS
 from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
 
-
 MAX_PUBLISHERS: Final = 64
 """Bootstrap servers in which requests are published at a time, each on a thread."""
 

@@ -53,6 +53,7 @@ def start_sglang(role: str, host: Host, early_tokens: int) -> SglangEngine:
         "SGLANG_HOST_IP": host.address,
         "UCX_NET_DEVICES": "eth0",
         "KVPLAN_KEY": KEY,
+        "KVPLAN_BOOTSTRAP_SERVERS": f'["{host.address}"]',
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }
     if role == "prefill":
@@ -71,7 +72,7 @@ def ask_sglang(engines: Sequence[Any], host: Host, prompt: list[int], number: in
 
 def start_vllm(role: str, host: Host, early_tokens: int) -> Engine:
     """An engine on a host."""
-    extra = {"key": KEY, "early_tokens": early_tokens, "port": VLLM_PORT}
+    extra = {"key": KEY, "bootstrap_servers": ["*"], "early_tokens": early_tokens, "port": VLLM_PORT}
     settings = {
         **ENGINE,
         "model": str(FOLDER / MODEL),

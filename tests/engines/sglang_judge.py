@@ -32,8 +32,12 @@ os.environ |= {
     "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "lo"),
 }
 
+import attrs
+
+from kvplan import Blocks
 from kvplan.connector import Access, Handoff, room_contents
 from kvplan.connector.leases import LEASE_S
+from kvplan.connector.shared_key import AnyKey
 from kvplan_nixl.sglang import bootstrap
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
 from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER, main, verdict
@@ -295,7 +299,7 @@ class Engines:
         self._count = count(1)  # of engines
         self._rooms = count(1)
         self._ports: dict[Engine, int] = {}  # of the bootstrap servers of prefill engines
-        self.access = Access(key=self.pair.key.encode())
+        self.access = Access(key=self.pair.key.encode() or None)
         self.server = BootstrapServer("127.0.0.1", 0, self.access)
         ending.callback(self.server.close)
         self.prefill, self.decode = self.start("prefill"), self.start("decode")
@@ -570,12 +574,13 @@ class Engines:
         return [*before, *lost, *after], [*right, *[[]] * len(lost), *also_right]
 
 
-def unwritten(entry: Mapping[str, Any], key: bytes = b"") -> dict[str, Any]:
-    """An entry with blocks that nobody has written, signed if there is a key."""
-    listed = entry["handoff"]["remote_block_ids"]
-    unused = {group: [first, [UNUSED] * len(ids)] for group, (first, ids) in listed.items()}
-    handoff = Handoff.of_params({**entry["handoff"], "remote_block_ids": unused})
-    return {**entry, "handoff": handoff.params(key)}
+def unwritten(entry: Mapping[str, Any], key: AnyKey = None) -> dict[str, Any]:
+    """An entry with blocks that nobody has written, signed again."""
+    handoff = Handoff.of_params(entry["handoff"], key)
+    unused = {
+        group: Blocks([UNUSED] * (blocks.stop - blocks.first), blocks.first) for group, blocks in handoff.blocks.items()
+    }
+    return {**entry, "handoff": attrs.evolve(handoff, blocks=unused).params(key)}
 
 
 def is_close(scores: Any, others: Any) -> bool:
