@@ -54,8 +54,9 @@ def adapter_of(name: str, model: str) -> LoRARequest:
 
 
 def reload(engine: LLMEngine, folder: str) -> None:
-    """Loads other weights into a running engine, from a folder."""
+    """Loads other weights into a running engine, from a folder, whose name is that of the weights' version."""
     engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    engine.set_weight_version(folder.rpartition("/")[2])
 
 
 def update(engine: LLMEngine, folder: str) -> None:
@@ -64,6 +65,7 @@ def update(engine: LLMEngine, folder: str) -> None:
     engine.collective_rpc("start_weight_update")
     engine.collective_rpc("update_weights", kwargs={"update_info": {"folder": folder}})
     engine.collective_rpc("finish_weight_update")
+    engine.set_weight_version(folder.rpartition("/")[2])
 
 
 def log_probs(output: Any) -> list[float] | None:
