@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,13 +44,22 @@ class Answer(NamedTuple):
 
 
 class Engine:
-    """One engine. ``settings`` are vLLM's own; ``port`` is where vLLM's NixlConnector listens."""
+    """One engine. ``settings`` are vLLM's own; ``port`` is where vLLM's NixlConnector listens.
+
+    ``variables`` are more of its environment.
+    """
 
     def __init__(
-        self, settings: dict[str, Any], log: Path, port: int, transports: str = "", host: Host | None = None
+        self,
+        settings: dict[str, Any],
+        log: Path,
+        port: int,
+        transports: str = "",
+        host: Host | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         ranks = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
-        given = {**environment(port), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        given = {**environment(port), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(variables or {})}
         if transports:
             given["UCX_TLS"] = transports
         if host is not None:

