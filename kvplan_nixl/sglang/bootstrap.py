@@ -53,6 +53,10 @@ MAX_KEPT_BYTES: Final = 1 << 30
 MAX_ENTRY_BYTES: Final = MAX_ANSWER_BYTES * 3 // 8
 """The entries of a room's stages together. As strings in JSON they may be twice as long."""
 
+ROOM_BYTES: Final = 1000
+ATTEMPT_BYTES: Final = 200
+"""The memory that a room and one of its attempts need beside their entries, and a little more."""
+
 MAX_ATTEMPTS: Final = 4
 """Attempts of one room that a server keeps, the newest ones: a request may be computed again."""
 
@@ -83,13 +87,20 @@ class Stage:
             integer(int(room), "room", high=ROOM_END),
             integer(int(index), "index of a stage", high=num_stages),
             num_stages,
-            attempt,
+            _token(attempt),
         )
 
 
 def _hashed(text: str) -> str:
     """Return a name of a text that a path can have."""
     return hashlib.blake2b(text.encode(), digest_size=TOKEN_BYTES).hexdigest()
+
+
+def _token(text: str) -> str:
+    """Return a name in a path, which has the length of a hashed one. Raises ValueError."""
+    if len(text) != 2 * TOKEN_BYTES:
+        raise ValueError(f"a name that is not of {2 * TOKEN_BYTES} characters")
+    return text
 
 
 class _Entry(NamedTuple):
@@ -121,8 +132,13 @@ class _Room:
 
     @property
     def num_bytes(self) -> int:
-        """Return the memory that the entries need."""
-        return sum(map(_num_bytes, self.attempts.values()))
+        """Return the memory that the room needs, none without entries."""
+        return _room_bytes(self.attempts)
+
+
+def _room_bytes(attempts: Mapping[str, Mapping[Stage, _Entry]]) -> int:
+    num_bytes = sum(ATTEMPT_BYTES + _num_bytes(entries) for entries in attempts.values())
+    return num_bytes + ROOM_BYTES if attempts else 0
 
 
 def _num_bytes(entries: Mapping[Stage, _Entry]) -> int:
@@ -174,7 +190,8 @@ class BootstrapServer:
         *place, lease, owner = parts
         # the path has everything that the server needs to know
         stage = Stage.of_path(*place)
-        entry = _Entry(lease, body.decode())
+        # in ASCII, of which each character takes a byte of memory
+        entry = _Entry(_token(lease), body.decode("ascii"))
         self._expire()
         # a room of nobody is made, and kept only if the entry is
         room = self._room(stage.room, owner)
@@ -186,14 +203,14 @@ class BootstrapServer:
         # All limits are checked before anything changes.
         num_bytes = _num_bytes(entries)
         at_most(MAX_ENTRY_BYTES, num_bytes, "bytes of a room's stages", "publish")
-        total = self._num_bytes - room.num_bytes + num_bytes
-        at_most(MAX_KEPT_BYTES, total, "bytes of all rooms", "publish")
-        self._num_bytes -= room.num_bytes
         # an attempt keeps its place among the room's others
-        room.attempts[stage.attempt] = entries
-        while len(room.attempts) > MAX_ATTEMPTS:
-            room.attempts.popitem(last=False)
-        self._num_bytes += room.num_bytes
+        attempts = room.attempts | {stage.attempt: entries}
+        while len(attempts) > MAX_ATTEMPTS:
+            attempts.popitem(last=False)
+        total = self._num_bytes - room.num_bytes + _room_bytes(attempts)
+        at_most(MAX_KEPT_BYTES, total, "bytes of all rooms", "publish")
+        self._num_bytes = total
+        room.attempts = attempts
         room.expires_at = self._clock() + self._keep_s
         room.version = self._token(TOKEN_BYTES)
         self._rooms[stage.room] = room
@@ -202,6 +219,7 @@ class BootstrapServer:
 
     def _room(self, number: int, owner: str) -> _Room:
         """Return the room of an owner, which may be new. Raises ``NAME`` and ``RANGE``."""
+        _token(owner)
         room = self._rooms.get(number)
         if room is None:
             at_most(MAX_ROOMS, len(self._rooms) + 1, "rooms", "publish")

@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from queue import Queue
 
@@ -110,7 +111,7 @@ def test_an_entry_is_not_overwritten(server: BootstrapServer) -> None:
         with pytest.raises(KVPlanError, match=r"PEER: .* got 400: 'NAME: cannot use room 7: expected the owner"):
             publish(server.address, 7, attempt)
     with pytest.raises(KVPlanError, match=r"PEER: .* got 400: 'NAME"):
-        withdraw(server.address, 7, "somebody")
+        withdraw(server.address, 7, "f" * 32)
     assert ask(server.address, [7]) == {7: {"token": 1}}
     publish(server.address, 7, {"token": 2}, owner=owner)
     assert ask(server.address, [7]) == {7: {"token": 2}}
@@ -120,11 +121,11 @@ def test_entries_have_their_time_and_their_bytes(monkeypatch: pytest.MonkeyPatch
     """16,384 long prompts held 5.2 GB, for good; now entries are text, bounded in all, and go after a while."""
     now = [0.0]
     server = BootstrapServer("127.0.0.1", 0, keep_s=60, system=Watch(now))
-    monkeypatch.setattr(bootstrap, "MAX_KEPT_BYTES", 5100)
+    monkeypatch.setattr(bootstrap, "MAX_KEPT_BYTES", 7700)
     long = {"token": "x" * 2000}
     owners = [publish(server.address, room, long) for room in (1, 2)]
     for room, stages in ((3, 1), (4, 2)):
-        with pytest.raises(KVPlanError, match="expected at most 5100 bytes of all rooms"):
+        with pytest.raises(KVPlanError, match="expected at most 7700 bytes of all rooms"):
             publish(server.address, room, long, 0, stages)
     publish(server.address, 1, {"token": 1}, owner=owners[0])
     now[0] = 59.0
@@ -132,7 +133,7 @@ def test_entries_have_their_time_and_their_bytes(monkeypatch: pytest.MonkeyPatch
     assert ask(server.address, [1, 2, 3]).keys() == {1, 2, 3}
     now[0] = 60.0
     assert ask(server.address, [1, 2, 3]).keys() == {3}
-    assert server._num_bytes == sum(room.num_bytes for room in server._rooms.values()) < 1500
+    assert server._num_bytes == sum(room.num_bytes for room in server._rooms.values()) < 3000
     withdraw(server.address, 3, server._rooms[3].owner)
     assert (server._num_bytes, server._rooms) == (0, {})
     server.close()
@@ -141,15 +142,50 @@ def test_entries_have_their_time_and_their_bytes(monkeypatch: pytest.MonkeyPatch
 def test_an_entry_is_not_parsed(server: BootstrapServer) -> None:
     """The server keeps text: what is no entry fails the request that asks for it, and no other."""
     publish(server.address, 7, {"token": 1})
+    names = f"{'a' * 32}/{'b' * 32}/{'c' * 32}"
     for room, body in ((8, b"[" * 100_000), (9, b"nan"), (10, b""), (11, b'"]}')):
-        exchange("a server", server.address, f"/publish/{room}/0/1/a/b/c", 10, Access(), body)
+        exchange("a server", server.address, f"/publish/{room}/0/1/{names}", 10, Access(), body)
     entries = ask(server.address, [7, 8, 9, 10, 11])
     assert entries.pop(7) == {"token": 1}
     assert [entry.keys() for entry in entries.values()] == [{"error"}] * 4
-    with pytest.raises(KVPlanError, match=r"PEER: .* got 400"):
-        exchange("a server", server.address, "/publish/7/0/1/a/b/c", 10, Access(), b"\xff")
-    with pytest.raises(KVPlanError, match=r"PEER: .* got 413"):
-        exchange("a server", server.address, "/publish/7/0/1/a/b/c", 10, Access(), bytes(MAX_ENTRY_BYTES + 1))
+    for path, body in (
+        (f"/publish/7/0/1/{names}", b"\xff"),
+        (f"/publish/12/0/1/{names}", "\U0001f600".encode()),
+        (f"/publish/12/0/1/{'a' * 1000}/{'b' * 32}/{'c' * 32}", b"{}"),
+        (f"/publish/12/0/1/{'a' * 32}/{'b' * 1000}/{'c' * 32}", b"{}"),
+        (f"/publish/12/0/1/{'a' * 32}/{'b' * 32}/{'c' * 1000}", b"{}"),
+        (f"/withdraw/12/0/1/{'a' * 32}/c", b""),
+    ):
+        with pytest.raises(KVPlanError, match=r"PEER: .* got '?400"):
+            exchange("a server", server.address, path, 10, Access(), body)
+    assert 12 not in server._rooms
+    with pytest.raises(KVPlanError, match=r"PEER: .* got '?413"):
+        exchange("a server", server.address, f"/publish/7/0/1/{names}", 10, Access(), bytes(MAX_ENTRY_BYTES + 1))
+
+
+def digest(number: int) -> str:
+    return f"{number:032x}"
+
+
+SHAPES = {
+    "rooms": [(room, 0, 1, 0) for room in range(1 << 60, (1 << 60) + 2000)],
+    "stages": [(room, stage, 255, 0) for room in range(10) for stage in range(255)],
+    "attempts": [(room, 0, 1, 9 * room + attempt) for room in range(1 << 60, (1 << 60) + 500) for attempt in range(4)],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("body", [b"", b"x" * 3000, b'"\\ud83d\\ude00"' * 100])
+def test_bytes_are_those_of_memory(server: BootstrapServer, shape: str, body: bytes) -> None:
+    """1 GiB in all was one of characters: 4 GiB with one emoji in each entry, 8 GiB with long names of leases."""
+    tracemalloc.start()
+    began, _ = tracemalloc.get_traced_memory()
+    for room, stage, stages, attempt in SHAPES[shape]:
+        names = (digest(attempt), digest(room + attempt + 1), digest(room))
+        server._publish(bytes(bytearray(body)), f"{room}", f"{stage}", f"{stages}", *names)
+    num_bytes = tracemalloc.get_traced_memory()[0] - began
+    tracemalloc.stop()
+    assert num_bytes <= server._num_bytes
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"x": ""}', b"[", b"7", b"[7]", b'{"7.0": ""}'])
