@@ -65,9 +65,12 @@ def watch_engine(config: VllmConfig) -> None:
         )
     )
     if config.weight_transfer_config is not None and not are_weights_watched:
-        raise _unwatched("weight_transfer_config", "None", "an engine core with collective_rpc")
+        given = f"{config.weight_transfer_config}"
+        raise _unwatched(
+            "weight_transfer_config", "None", given, "an engine core with collective_rpc"
+        )
     if config.lora_config is not None and not are_adapters_watched:
-        raise _unwatched("enable_lora", "False", "an engine core with add_lora")
+        raise _unwatched("enable_lora", "False", "True", "an engine core with add_lora")
 
 
 def watch_adapters(config: VllmConfig) -> None:
@@ -76,12 +79,12 @@ def watch_adapters(config: VllmConfig) -> None:
 
     is_watched = _wrap(WorkerLoRAManager, "_load_adapter", _with_loads)
     if config.lora_config is not None and not is_watched:
-        raise _unwatched("enable_lora", "False", "workers with _load_adapter")
+        raise _unwatched("enable_lora", "False", "True", "workers with _load_adapter")
 
 
-def _unwatched(label: str, expected: str, needed: str) -> KVPlanError:
+def _unwatched(label: str, expected: str, got: str, needed: str) -> KVPlanError:
     hint = f"this release of vLLM has no {needed}, by which kvplan learns what changes values"
-    return KVPlanError("SETTING", f"set {label}", expected=expected, got="another", hint=hint)
+    return KVPlanError("SETTING", f"set {label}", expected=expected, got=got, hint=hint)
 
 
 def _definer(kind: type[Any], name: str) -> type[Any]:

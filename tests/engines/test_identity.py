@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from vllm.engine.arg_utils import EngineArgs
 from kvplan import KVPlanError
 from kvplan.describe.model import model_text
 from kvplan_nixl.identity import Identity
+from kvplan_nixl.vllm.engine_hooks import watch_adapters, watch_engine
 from kvplan_nixl.vllm.identity import HARMLESS, STATED, check_models, identity_of
 from kvplan_nixl.vllm.settings import ConnectorSettings
 
@@ -382,3 +385,67 @@ def test_files_that_change_while_an_engine_starts_are_refused() -> None:
         'MODEL: cannot start an engine: expected weights "5f1a" (its scheduler), got weights "77aa" (one of its '
         "workers) (the model's files have changed while it started: start it again)"
     )
+
+
+# What vLLM is asked to tell
+
+
+WATCHED = {
+    "vllm.v1.engine.core.EngineCore": ("collective_rpc", "set_weight_version", "reset_prefix_cache", "add_lora"),
+    "vllm.v1.core.sched.scheduler.Scheduler": ("update_from_output",),
+    "vllm.lora.worker_manager.WorkerLoRAManager": ("_load_adapter",),
+}
+"""The methods of vLLM that are wrapped."""
+
+
+@pytest.fixture
+def methods() -> Iterator[dict[str, Any]]:
+    """The methods that are wrapped, by class and name; they are as they were afterwards."""
+    owners = {path: pkgutil.resolve_name(path) for path in WATCHED}
+    before = {(path, name): vars(owners[path])[name] for path, names in WATCHED.items() for name in names}
+    yield {name: owners[path] for path, name in before}
+    for (path, name), method in before.items():
+        setattr(owners[path], name, method)
+
+
+def watch_both(config: Any) -> None:
+    watch_engine(config)
+    watch_adapters(config)
+
+
+def test_this_release_tells_all_that_changes(folder: Path, methods: dict[str, Any]) -> None:
+    """Each method is there, with the arguments that its wrapper passes on."""
+    config = config_of(folder, enable_lora=True, weight_transfer_config={"backend": "nccl"})
+    watch_both(config)
+    for name, owner in methods.items():
+        assert vars(owner)[name].is_watched_by_kvplan
+        assert inspect.signature(vars(owner)[name]).parameters.keys() == ARGUMENTS[name]
+
+
+ARGUMENTS = {
+    "collective_rpc": {"self", "method", "timeout", "args", "kwargs"},
+    "set_weight_version": {"self", "weight_version"},
+    "reset_prefix_cache": {"self", "reset_running_requests", "reset_connector"},
+    "add_lora": {"self", "lora_request"},
+    "update_from_output": {"self", "scheduler_output", "model_runner_output"},
+    "_load_adapter": {"self", "lora_request"},
+}
+
+
+@pytest.mark.parametrize(
+    "name, options, label",
+    [
+        ("collective_rpc", {"weight_transfer_config": {"backend": "nccl"}}, "weight_transfer_config"),
+        ("set_weight_version", {"weight_transfer_config": {"backend": "nccl"}}, "weight_transfer_config"),
+        ("add_lora", {"enable_lora": True}, "enable_lora"),
+        ("_load_adapter", {"enable_lora": True}, "enable_lora"),
+    ],
+)
+def test_an_option_whose_changes_nobody_tells_is_refused(
+    folder: Path, methods: dict[str, Any], name: str, options: dict[str, Any], label: str
+) -> None:
+    """With both values and the reason; without the option the engine starts."""
+    delattr(methods[name], name)
+    watch_both(config_of(folder))
+    with pytest.raises(KVPlanError, match=f"^SETTING: cannot set {label}: expected .*, got .* .this release of vLLM"):
+        watch_both(config_of(folder, **options))

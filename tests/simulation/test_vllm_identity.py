@@ -426,6 +426,6 @@ def test_a_worker_reports_what_it_loads_and_drops() -> None:
 def test_an_engine_that_cannot_tell_is_refused() -> None:
     """A class without a method is not wrapped."""
     assert not HOOKS._wrap(SimpleNamespace, "collective_rpc", HOOKS._with_calls)
-    error = HOOKS._unwatched("weight_transfer_config", "None", "an engine core with collective_rpc")
+    error = HOOKS._unwatched("weight_transfer_config", "None", "nccl", "an engine core with collective_rpc")
     assert isinstance(error, KVPlanError)
-    assert str(error).startswith("SETTING: cannot set weight_transfer_config: expected None, got another (this release")
+    assert str(error).startswith("SETTING: cannot set weight_transfer_config: expected None, got nccl (this release")
