@@ -25,13 +25,15 @@ OBJECTS: dict[tuple[str, str], Any] = {
 BOARD: Any = json.loads((DEPLOY / "grafana" / "kvplan.json").read_text())
 CALLS = ast.walk(ast.parse((ROOT / "kvplan_nixl/vllm/metrics.py").read_text()))  # vLLM is not here to import it
 METRICS = {
-    ast.literal_eval(call.args[0]): len(call.args) > 3  # whether it has buckets
+    ast.literal_eval(call.args[0]): (len(call.args) > 3, any(word.arg == "is_gauge" for word in call.keywords))
     for call in CALLS
     if isinstance(call, ast.Call) and ast.unparse(call.func) == "Metric"
 }
+"""Whether a metric has buckets, and whether it is a gauge, by its name."""
 PARTS = {"vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total"}
-for name, has_buckets in METRICS.items():
-    PARTS |= {f"{name}_{part}" for part in (("bucket", "sum", "count") if has_buckets else ("total",))}
+for name, (has_buckets, is_gauge) in METRICS.items():
+    parts = ("_bucket", "_sum", "_count") if has_buckets else ("",) if is_gauge else ("_total",)
+    PARTS |= {f"{name}{part}" for part in parts}
 MODEL = "Qwen/Qwen3-8B"
 ENGINES = ("prefill", "decode")
 
@@ -125,7 +127,7 @@ def expressions() -> Iterator[str]:
 
 def test_the_board_shows_every_metric_of_the_connector() -> None:
     """And no other, but for vLLM's own two of its prefix cache. Counters end in _total, histograms have parts."""
-    assert len(METRICS) == 17
+    assert len(METRICS) == 20
     shown = {name for expression in expressions() for name in re.findall(r"vllm:\w+", expression)}
     assert shown <= PARTS
     assert {*METRICS} <= {re.sub("_(bucket|sum|count|total)$", "", name) for name in shown}
