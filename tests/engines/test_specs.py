@@ -160,33 +160,36 @@ def fill(memory: Any, rows: Iterator[tuple[str, int, int, list[tuple[int, int]]]
             memory[offset : offset + length], content = content[:length], content[length:]
 
 
-def read_of(source: Any, destination: Any, ids: list[list[int]], local_ids: list[list[int]], num_tokens: int) -> Read:
+def read_of(
+    source: Any, destination: Any, ids: list[list[int]], local_ids: list[list[int]], tokens: tuple[int, int]
+) -> Read:
     """What a connector reads: all positions that a group attends to, in whole blocks as far as they are there."""
+    begin, num_tokens = tokens
     remote, local = source.of_ids(ids), destination.of_ids(local_ids)
     kept = {name: source.first_listed(name, remote[name]) for name in source.positioned}
     engine = Source("prefill", "start", "host", 1)
     handoff = Handoff(engine, "lease", num_tokens, "prompt", remote, kept)
-    tokens = {}
+    ranges = {}
     for name in destination.positioned:
         attended = description.first_attended(destination.groups[name], num_tokens)
         whole = whole_blocks(
-            (0, num_tokens),
+            (begin, num_tokens),
             attended=attended,
             tokens_per_block=destination.block_sizes[name],
             listed=destination.first_listed(name, local[name]),
             kept=handoff.first_kept(name, attended),
         )
-        tokens[name] = whole.start, whole.stop
-    return Read(request="request", source=engine, lease="lease", local=local, remote=remote, tokens=tokens)
+        ranges[name] = whole.start, whole.stop
+    return Read(request="request", source=engine, lease="lease", local=local, remote=remote, tokens=ranges)
 
 
-def moved(source: Engine, destination: Engine, num_tokens: int) -> int:
+def moved(source: Engine, destination: Engine, num_tokens: int, num_cached: int = 0) -> int:
     """Move a request from a source to all ranks of a destination, and return how many bytes were compared.
 
     Each row that the destination attends to must be there, and no other byte may change.
     """
     num_compared = 0
-    for rank, memory, expected in received_by(source, destination, num_tokens, copy):
+    for rank, memory, expected in received_by(source, destination, num_tokens, copy, num_cached=num_cached):
         wrong = np.flatnonzero(memory != expected)
         assert not wrong.size, f"{wrong.size} bytes of rank {rank}, from {wrong[0]} on"
         num_compared += memory.size
@@ -199,6 +202,7 @@ def received_by(
     num_tokens: int,
     copy: Callable[[Any], None],
     tell: Callable[[str, Any], None] = lambda engine, memory: None,
+    num_cached: int = 0,
 ) -> Iterator[tuple[int, Any, Any]]:
     """The bytes of each rank of a destination that has read a request, and what they should be.
 
@@ -216,7 +220,7 @@ def received_by(
         senders.append(described(source, source_cache, views, rank))
     sent = tables.BlockTables(engine_config(), source_cache)
     received = tables.BlockTables(engine_config(), cache)
-    read = read_of(sent, received, ids, local_ids, num_tokens)
+    read = read_of(sent, received, ids, local_ids, (num_cached, num_tokens))
     first = {received.indices[name]: begin for name, (begin, _) in read.tokens.items()}
     for rank in range(destination.tp):
         memory, views = allocated(cache, destination.layout, 100 + rank)
@@ -284,6 +288,22 @@ def test_blocks(
         for name, sizes, tp in (("prefill", source, ranks[0]), ("decode", destination, ranks[1]))
     ]
     assert moved(*engines, num_tokens)
+
+
+@pytest.mark.parametrize("num_cached", [512, 1024])
+@pytest.mark.parametrize("model", ["DeepSeek-V4", "DeepSeek-V4.1", "Qwen4-Exp", "GLM-5-Next"])
+def test_behind_a_cached_prefix(model: str, num_cached: int) -> None:
+    """Rows before it stay as they are. Where all is cached, a ring comes all the same."""
+    make = specs.MODELS[model]
+    assert moved(Engine("prefill", make, 2), Engine("decode", make, 1), 1024, num_cached)
+
+
+@pytest.mark.parametrize("layouts", [("BLNHC", "BLHNC"), ("BLHNC", "BLNHC")])
+@pytest.mark.parametrize("model", ["Qwen4-Exp", "GLM-5-Next", "Inkling"])
+def test_layouts(model: str, layouts: tuple[str, str]) -> None:
+    """Heads inside or outside of tokens: also the slots of a ring, which a spec counts as heads."""
+    make = specs.MODELS[model]
+    assert moved(Engine("prefill", make, 1, layouts[0]), Engine("decode", make, 2, layouts[1]), 700)
 
 
 def _runs(indices: Any) -> list[tuple[int, int]]:
