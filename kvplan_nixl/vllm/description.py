@@ -30,9 +30,7 @@ from kvplan.bridges import RankInfo, from_vllm, vllm_model
 from kvplan.bridges.vllm_model import KvHeads, group_name, is_ring, tokens_per_state, units_of
 from kvplan.connector.retention import keeping
 from kvplan.describe.blocks import POSITION_END
-from kvplan_nixl.vllm.drafts import draft_of
 from kvplan_nixl.vllm.settings import ModelSettings
-from kvplan_nixl.weights import weights_of
 
 
 def specs_of(group: Any) -> list[Any]:
@@ -135,16 +133,6 @@ def groups_of(config: KVCacheConfig) -> dict[str, int]:
     return groups
 
 
-def model_name_of(config: VllmConfig, settings: ModelSettings) -> str:
-    """Return the model as both engines must name it: with its weights, and those of a draft."""
-    name = settings.model or config.model_config.model
-    weights = settings.weights or weights_of(
-        config.model_config.model, config.model_config.revision
-    )
-    draft = draft_of(config, settings)
-    return f"{name}, weights {weights}" + (f", draft {draft}" if draft else "")
-
-
 def kv_heads_of(config: VllmConfig, settings: ModelSettings) -> KvHeads:
     """Return how many KV heads layers have on all ranks together.
 
@@ -226,11 +214,14 @@ def worker_of(
     kv_caches: Mapping[str, torch.Tensor],
     settings: ModelSettings,
 ) -> Worker:
-    """Return the worker of this process. Its groups have the names of :func:`groups_of`."""
+    """Return the worker of this process. Its groups have the names of :func:`groups_of`.
+
+    Connectors put their engine's identity (:mod:`kvplan_nixl.vllm.identity`) in place of its model.
+    """
     layers = config.compilation_config.static_forward_context
     info = rank_info(config)
     model = vllm_model(
-        model_name_of(config, settings),
+        config.model_config.model,
         info,
         cache,
         layers,

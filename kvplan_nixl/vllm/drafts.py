@@ -2,7 +2,8 @@
 
 Tokens that a model has rejected are never handed over, whatever has drafted them. Some drafts have
 a cache of their own, with the positions of the model's. Its layers move with those of the model, so
-both engines must run the same draft, and the name of the model says which.
+both engines must run the same draft, which the identity of an engine says
+(:mod:`kvplan_nixl.vllm.identity`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import KVPlanError
-from kvplan_nixl.vllm.settings import ModelSettings
-from kvplan_nixl.weights import weights_of
 
 WITHOUT_CACHE: Final = (
     "ngram",
@@ -71,15 +70,3 @@ def check_drafts(config: VllmConfig, cache: KVCacheConfig) -> None:
 def _refusal(expected: str, got: str) -> KVPlanError:
     action = "transfer beside speculative decoding"
     return KVPlanError("LAYOUT", action, expected=expected, got=got)
-
-
-def draft_of(config: VllmConfig, settings: ModelSettings) -> str:
-    """Return which draft an engine runs whose cache moves with that of the model, if any."""
-    speculative: Any = config.speculative_config
-    if speculative is None or speculative.method not in WITH_CACHE:
-        return ""
-    draft = speculative.draft_model_config
-    if draft.model == config.model_config.model:
-        return f"{speculative.method}"
-    weights = weights_of(draft.model, draft.revision)
-    return f"{speculative.method} {settings.draft or draft.model}, weights {weights}"
