@@ -567,6 +567,24 @@ def test_windows_that_are_kept_on_one_side_are_refused_for_short_prompts_too(
     receiver.clear()
 
 
+def test_windows_that_decode_alone_keeps_are_read(
+    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer
+) -> None:
+    """Prefill has one pool, which keeps all positions."""
+    decode = Side(plugin, "decode", 16, 7)
+    sender, receiver = plugin.prefill.Sender(prefill.manager, server.address, ROOM), received(plugin, decode, server)
+    sender.req = request_of()
+    sender.init(len(THEIRS), 2)
+    sender.send(torch.tensor(THEIRS).numpy(), [], TOKENS)
+    until(receiver, KVPoll.WaitingForInput)
+    first, ours = TOKENS - 7, [6, 2, 5]
+    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [torch.tensor(ours[first // 16 :]).numpy()], 0)
+    until(receiver, KVPoll.Success)
+    assert torch.equal(decode.rows(OURS)[:, 1], prefill.rows(THEIRS)[:, 1])
+    assert torch.equal(decode.rows(ours)[:, 0, first:], prefill.rows(THEIRS)[:, 0, first:])
+    receiver.clear()
+
+
 def test_a_prompt_without_its_last_token_is_refused_with_the_reason(
     plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
 ) -> None:
