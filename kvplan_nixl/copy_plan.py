@@ -163,7 +163,10 @@ class Entry:
 def _entries(pair: GroupPair, series: RunSeries | TokenSeries, tables: Tables) -> Iterator[Entry]:
     """Yield the entries of a series: its runs, in the planner's order, where they lie alike."""
     by_slot = isinstance(series, TokenSeries)
-    terms = series.slot_terms if by_slot else [_terms_of(blocks) for blocks in series.blocks]
+    if isinstance(series, TokenSeries):
+        terms = series.slot_terms
+    else:
+        terms = (_terms_of(series.blocks[0]), _terms_of(series.blocks[1]))
     # one row for each run, one column for each slot term: where the run begins, in block 0
     address, row = [], []
     for side, table in enumerate(tables):
@@ -243,7 +246,7 @@ def word_bytes(
         bits |= int(np.bitwise_or.reduce(side_terms, axis=None)) if side_terms.size else 0
     for step in steps:
         bits |= step
-    return bits & -bits
+    return int(bits & -bits)
 
 
 def width_of(length: int, word: int, tile_bytes: int = TILE_BYTES) -> int:
@@ -313,7 +316,8 @@ class PairCopy:
         """Return the copies of a pair whose tables are where this process has both sides."""
         entries: dict[int, list[Entry]] = {}
         for pair in group_pairs:
-            for series in (*pair.runs, *pair.tokens):
+            every: tuple[RunSeries | TokenSeries, ...] = (*pair.runs, *pair.tokens)
+            for series in every:
                 entries[id(series)] = list(_entries(pair, series, tables))
         arrays = laid_out([entry for each in entries.values() for entry in each])
         return cls({key: _parts(each) for key, each in entries.items()}, arrays, tables)
@@ -329,7 +333,7 @@ class PairCopy:
         tables = BlockTables()
         bound: dict[Launch, list[Bound]] = {}
         for pair, sides, (start, stop), _ in requested:
-            places: list[int] | None = None
+            places: tuple[int, int] | None = None
             for series, (low, high) in pair.moves(start, stop):
                 first = count_below(series.starts, series.period, low)
                 end = count_below(series.starts, series.period, high)
@@ -337,11 +341,11 @@ class PairCopy:
                     continue
                 _check_blocks(series, sides, (first, end), (low, high))
                 if places is None:
-                    places = [tables.place(side.blocks) for side in sides]
+                    places = tables.place(sides[0].blocks), tables.place(sides[1].blocks)
                 num_starts = series.starts.size
                 for part in self.parts[id(series)]:
                     of_launch = bound.setdefault(part.launch_of(end, num_starts), [])
-                    of_launch.append((part, first, end - first, *places))
+                    of_launch.append((part, first, end - first, places[0], places[1]))
         return BoundCopy.of(self, bound, tables)
 
 

@@ -31,15 +31,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import attrs
 
 from kvplan import Executor, KVPlanError, Notice, ReadSpec, Status, Transfer, TransferPlan, Worker
 from kvplan._checks import having, instance, members, seconds
-from kvplan.describe.tensors import check_memory
 from kvplan.connector.shared_key import AnyKey, SharedKey
+from kvplan.describe.tensors import check_memory
 from kvplan.describe.worker import Key, key_of
 from kvplan.executor import check_local, not_connected, not_planned_for, still_running, unprepared
 from kvplan.plan import Pair, Table
@@ -172,7 +172,7 @@ class NixlExecutor:
         self._unread: list[tuple[str, bytes]] = []
         self._early: deque[tuple[str, bytes]] = deque(maxlen=MAX_EARLY)
 
-    def __enter__(self) -> NixlExecutor:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -42,7 +42,7 @@ has_triton: Final = triton is not None
 
 if has_triton:
 
-    def copy_runs(
+    def copy_runs(  # type: ignore[no-untyped-def]
         arrays,
         entries,
         tables,

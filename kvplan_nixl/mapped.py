@@ -109,12 +109,12 @@ class UnlistedSpec(ReadSpec):
         return next(spec for spec in specs if spec.remote == self.remote)
 
     @property
-    def local_ids(self) -> Ids:  # type: ignore[override]
+    def local_ids(self) -> Ids:
         """The ids of local descriptors, which are listed now."""
         return self.listed.local_ids
 
     @property
-    def remote_ids(self) -> Ids:  # type: ignore[override]
+    def remote_ids(self) -> Ids:
         """The ids of remote descriptors, which are listed now."""
         return self.listed.remote_ids
 
@@ -248,8 +248,9 @@ class MappedExecutor(NixlExecutor):
     def _mapped_rows(self, pair: Pair) -> MappedRows | None:
         peer = self._peers.get(pair.remote)
         rows = None if peer is None else peer.rows.get(pair.remote_table)
-        is_mapped = isinstance(rows, MappedRows) and rows.local_table is pair.local_table
-        return rows if is_mapped else None
+        if isinstance(rows, MappedRows) and rows.local_table is pair.local_table:
+            return rows
+        return None
 
     def _post(self, transfer: NixlTransfer, peer: Any, rows: PreparedRows) -> bool:
         if not isinstance(rows, MappedRows):

@@ -198,6 +198,7 @@ def calls() -> Calls:
     yield "plan.completions", kvplan.plan.completions, {"plans": [PLAN]}
     yield "TransferPlan.bind", PLAN.bind, {**REQUEST, "workspace": Workspace()}
     yield "TransferPlan.check", PLAN.check, REQUEST
+    yield "TransferPlan.requested", PLAN.requested, REQUEST
     yield "TransferPlan.with_remotes", PLAN.with_remotes, {"remotes": [THEIRS]}
     yield "TransferPlan.cost", PLAN.cost, {"tokens": 9}
     yield "MeshPlan.cost", MESH.cost, {"tokens": 9}

@@ -40,6 +40,7 @@ import numpy as np
 import torch
 
 from kvplan import Axis, Blocks, Group, TransferPlan, View, Worker, plan_reads, region_of
+from kvplan.describe.blocks import Request
 from kvplan_nixl.executor import settle
 from kvplan_nixl.mapped import MappedExecutor, make_executor
 
@@ -85,7 +86,7 @@ def kernel_row(length: int, total: int, pool: int, device: str) -> tuple[str, bo
     memory = torch.zeros(pool, dtype=torch.uint8, device=device)
     generator = np.random.default_rng(length)
     ids = [generator.permutation(pool // length)[: total // length] for _ in range(2)]
-    tables = {"local": {"bytes": Blocks(ids[0])}, "remote": {"bytes": Blocks(ids[1])}}
+    tables: Request = {"local": {"bytes": Blocks(ids[0])}, "remote": {"bytes": Blocks(ids[1])}}
 
     def synchronize() -> None:
         if device != "cpu":

@@ -87,7 +87,7 @@ def in_shared_memory(worker: Worker, mapper: MemfdMapper) -> Worker:
 def array_of(region: Region) -> Any:
     """Return the bytes of a region."""
     memory = (ctypes.c_uint8 * region.size_bytes).from_address(region.address)
-    return np.frombuffer(memory, np.uint8)
+    return np.ctypeslib.as_array(memory)
 
 
 def filled(worker: Worker, seed: int = 1) -> None:

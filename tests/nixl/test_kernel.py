@@ -101,10 +101,10 @@ def test_published_models(model: str, src: dict[str, Any], dst: dict[str, Any]) 
     mesh = plan_mesh(destinations, sources)
 
     def request(plan: Any) -> dict[str, Any]:
-        tables = []
+        tables: list[dict[str, Blocks]] = []
         for workers in ((plan.local,), plan.remotes):
             rank = random.Random(len(tables))
-            table = {}
+            table: dict[str, Blocks] = {}
             for worker in workers:
                 for group in worker.groups:
                     size = group.tokens_per_block or 1

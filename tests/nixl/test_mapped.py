@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from kvplan import Blocks, KVPlanError, PeerError, Region, Status, Transfer, Worker, plan_reads
+from kvplan.describe.blocks import Request
 from kvplan.plan import ReadSpec
 from kvplan.testing.executors import ExecutorContract
 from kvplan_nixl import Envelope, NixlExecutor, settle
@@ -36,7 +37,7 @@ from tests.nixl.shared_memory import (
 )
 from tests.small import engine
 
-BLOCKS = {"local": {"attn": Blocks([3, 1])}, "remote": {"attn": Blocks([0, 2])}}
+BLOCKS: Request = {"local": {"attn": Blocks([3, 1])}, "remote": {"attn": Blocks([0, 2])}}
 KEY = b"a key that all engines share, of 32 bytes"
 
 
