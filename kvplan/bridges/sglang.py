@@ -127,7 +127,7 @@ def _written(model: Model | ObservedModel, part: PoolPart) -> PoolPart:
 def _numbered(model: Model | ObservedModel, part: PoolPart) -> PoolPart:
     """Return a draft's pool with the keys of the draft's layers in a model, in their order."""
     numbers = range(len(part.layers))
-    keys: list[Hashable] = [draft_key(number) for number in numbers]
+    keys: list[Any] = [draft_key(number) for number in numbers]
     if isinstance(model, Model):
         if len(model.drafts) != len(part.layers):
             expected = f"the {len(model.drafts)} draft layers of {model.name}"

@@ -68,9 +68,9 @@ class PoolPart(NamedTuple):
     """
 
     pool: Any
-    layers: Mapping[int, int]
+    layers: Mapping[Any, int]
     slides: bool = False
-    index_keys: Mapping[int, Any] = MappingProxyType({})
+    index_keys: Mapping[Any, Any] = MappingProxyType({})
     index_dtype: Any = None
 
 
@@ -119,7 +119,7 @@ def draft_part(draft_pool: Any) -> PoolPart:
     return parts[0]
 
 
-def draft_key(number: int) -> Hashable:
+def draft_key(number: int) -> str:
     """Return the key of a draft's layer in the model that :func:`sglang_model` returns."""
     return f"draft.{number}"
 

@@ -64,7 +64,8 @@ def facts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
         options = {"model_path": f"{folder}", "device": "cpu", "dtype": "float32", **options}
         arguments = ServerArgs(attention_backend="torch_native", skip_tokenizer_init=True, **options)
         runtime_context.publish(arguments, role="scheduler")
-        return identity.facts_of(names, has_draft_cache=has_draft_cache)
+        found: Facts = identity.facts_of(names, has_draft_cache=has_draft_cache)
+        return found
 
     return read
 
@@ -207,7 +208,7 @@ def test_a_draft_counts_if_its_cache_moves(facts: Read, folder: Path, tmp_path: 
     """Its weights, its configuration, and what changes its values."""
     plain = facts()
     draft = changed(folder, tmp_path / "draft", num_hidden_layers=1)
-    speculative = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": f"{draft}"}
+    speculative: Facts = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": f"{draft}"}
     speculative |= {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
     found = facts(**speculative)
     assert found.items() > plain.items()

@@ -250,7 +250,7 @@ def test_index_keys_that_are_described() -> None:
     described(Model("indexed", (dense, (values, attrs.evolve(keys, dtype="int16"))), "int32"), INFO, pool)
 
 
-SHAPES = {
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2, a group on each rank": ("mamba", {"num_heads": 16, "head_dim": 8, "n_groups": 4, "state_size": 32}),
     "mamba2, one group": ("mamba", {"num_heads": 16, "head_dim": 8, "n_groups": 1, "state_size": 32}),
     "gdn": ("", {"num_heads": 16, "head_dim": 8, "n_groups": 8, "state_size": 4, "conv_shard_groups": [32, 32, 128]}),

@@ -118,8 +118,8 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             "HookRegistry": SimpleNamespace(register=lambda *_: None, apply_hooks=lambda: None),
         },
     }
-    parts = ("changes", "identity", "description", "prompt", "store_prompts", "store", "store_hooks")
-    modules = made(monkeypatch, names, parts)
+    plugins = ("changes", "identity", "description", "prompt", "store_prompts", "store", "store_hooks")
+    modules = made(monkeypatch, names, plugins)
     return SimpleNamespace(engine=engine, **modules)
 
 
