@@ -37,7 +37,7 @@ tables = pytest.importorskip("kvplan_nixl.vllm.tables")
 TESTS = ("tests/engines/test_specs.py", "tests/engines/test_kinds.py")
 """What runs with another release too."""
 
-NUM_BLOCKS = 160
+NUM_BLOCKS = 320
 STEP = 192
 """Tokens that prefill computes in a step."""
 
