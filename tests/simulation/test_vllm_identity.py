@@ -13,6 +13,7 @@ from kvplan import KVPlanError
 from kvplan_nixl.identity import Identity
 from tests.connector.test_fingerprint import MODEL, poke, write
 from tests.simulation.stand_in import stand_in
+from tests.simulation.test_vllm_rooms import Pair
 from tests.simulation.test_vllm_scheduler import (
     ASKED,
     PROMPT,
@@ -21,6 +22,7 @@ from tests.simulation.test_vllm_scheduler import (
     computed,
     engines,
     ids_of,
+    observed,
     request_of,
     step_of,
 )
@@ -77,6 +79,39 @@ def test_engines_of_other_versions_are_refused_with_both(engines: Engines) -> No
     assert refusal_of(decode, after) is None
     # what was offered before the change
     assert refusal_of(decode, before).got == "that of the start"
+
+
+def test_a_handoff_of_other_weights_is_not_claimed(engines: Engines) -> None:
+    """Prefill keeps no blocks for a reader that will not read."""
+    prefill, decode = engines.start("full"), engines.start("full", name="decode")
+    decode._state.weights_changed()
+    decode.add(request_of(SAID[:PROMPT], computed(prefill)))
+    assert "num_claims" not in observed(decode)
+
+
+def test_a_room_of_other_weights_is_refused(engines: Engines) -> None:
+    """Its lease is not claimed."""
+    pair = Pair(engines, ("full",))
+    pair.decode._state.weights_changed()
+    pair.begin()
+    pair.compute(40)
+    room = pair.decode._read._reading["r"].room
+    assert room.error.code == "MODEL"
+    assert room.handoff is None
+    assert pair.allocate().refused["r"].code == "MODEL"
+
+
+def test_no_more_is_published_of_a_request_that_weights_have_changed_under(engines: Engines) -> None:
+    """Who has read a part of it fails, and it is not handed over."""
+    pair = Pair(engines, ("full",))
+    pair.prefill.count_tokens_to_read(pair.prompt, 0)
+    pair.begin()
+    pair.compute(40)
+    assert len(pair.allocate().parts) == 1
+    pair.prefill._state.weights_changed()
+    pair.compute(90)
+    assert pair.decode.take_step().parts == []
+    assert pair.finish() is None
 
 
 def test_weights_that_change_after_a_claim_refuse_the_read(engines: Engines) -> None:
