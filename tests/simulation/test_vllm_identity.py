@@ -108,7 +108,9 @@ def test_no_more_is_published_of_a_request_that_weights_have_changed_under(engin
     pair.begin()
     pair.compute(40)
     assert len(pair.allocate().parts) == 1
-    pair.prefill._state.weights_changed()
+    for engine in (pair.prefill, pair.decode):
+        engine._state.weights_changed()
+        engine._state.weights_named("step 7")
     pair.compute(90)
     assert pair.decode.take_step().parts == []
     assert pair.finish() is None
