@@ -10,6 +10,11 @@ engine, whose answer goes to the client. Engines of a kind take turns. It keeps 
   streamed.
 - X4: Only prefill says where a cache is: ``kv_transfer_params`` of clients are left out.
 
+It is meant for a few engines and as an example. What a client may hold of it is bounded: bytes and
+prompts of a request, prompts and bodies of all, and the time of a body, of an idle connection and
+of an answer that is not read. It does not know clients apart, so one that sends many requests
+delays others: routers and gateways do that.
+
 With ``--listener`` it asks both at once, with a transfer id of its own for each prompt, by which
 decode reads what prefill has computed while it computes the rest.
 """
@@ -17,7 +22,11 @@ decode reads what prefill has computed while it computes the rest.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import resource
+import signal
+import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -77,8 +86,30 @@ RANK: Final = "X-data-parallel-rank"
 CONNECT_S: Final = 10.0
 """How long an engine may take to accept a connection. Answers may take any time."""
 
-MAX_BODY_BYTES: Final = 1 << 30
-"""The largest request: images are in prompts."""
+MAX_BODY_BYTES: Final = 1 << 25
+"""The largest request, also with all its prompts divided: images are in prompts."""
+
+MAX_HELD_BYTES: Final = 1 << 27
+"""The bodies of all requests that are read or answered."""
+
+MAX_PARTS: Final = 1 << 20
+"""The brackets and commas of a request, each of which may take some bytes as an object."""
+
+MAX_PROMPTS: Final = 256
+
+MAX_ASKED: Final = 1 << 10
+"""Prompts that are answered at a time. Each has a connection to an engine, or two."""
+
+MAX_IDLE: Final = 1 << 10
+"""Connections on which no request is answered. The oldest above that are closed."""
+
+BODY_S: Final = 30.0
+IDLE_S: Final = 60.0
+STALL_S: Final = 60.0
+"""Seconds for a request's body, of a connection without a request, and for a piece of an answer."""
+
+LOOK_S: Final = 1.0
+"""Seconds between two looks at idle connections."""
 
 BACKLOG: Final = 2048
 """Clients that may come at the same time."""
@@ -193,11 +224,14 @@ class Proxy:
     listeners: tuple[URL, ...] = ()
     prefill_ranks: int = 1
     _rank_turns: Counter[int] = attrs.field(init=False, factory=Counter)
+    _held_bytes: int = attrs.field(init=False, default=0)
+    _num_asked: int = attrs.field(init=False, default=0)
     _session: ClientSession = attrs.field(init=False)
 
     def application(self) -> web.Application:
         """Return what aiohttp serves."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[refusing])
+        app[BUSY] = set()
         app.cleanup_ctx.append(self._connected)
         app.add_routes([web.post(path, self.complete) for path in COMPLETIONS])
         app.add_routes([web.get("/v1/models", self.models), web.get("/health", self.health)])
@@ -223,15 +257,37 @@ class Proxy:
         return web.Response()
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request for completions or of a chat."""
+        """Answer a request for completions or of a chat, if there is place for it."""
+        num_bytes = request.content_length
+        num_bytes = MAX_BODY_BYTES if num_bytes is None else num_bytes
+        if self._held_bytes + num_bytes > MAX_HELD_BYTES:
+            return _error(HTTPStatus.SERVICE_UNAVAILABLE, "too many bytes of requests at a time")
+        self._held_bytes += num_bytes
         try:
-            body = await request.json()
-        except ValueError:
-            body = None
-        if not isinstance(body, dict):
-            return _error(HTTPStatus.BAD_REQUEST, "expected a JSON object")
-        body.pop(TRANSFER, None)
-        parts = parts_of(body)
+            async with asyncio.timeout(BODY_S):
+                data = await request.read()
+            body = _read_body(data)
+            body.pop(TRANSFER, None)
+            parts = parts_of(body)
+            _check_parts(body, len(parts))
+            if self._num_asked + len(parts) > MAX_ASKED:
+                return _error(HTTPStatus.SERVICE_UNAVAILABLE, "too many prompts at a time")
+            self._num_asked += len(parts)
+            try:
+                return await self._complete_parts(request, body, parts)
+            finally:
+                self._num_asked -= len(parts)
+        except TimeoutError:
+            return _error(HTTPStatus.REQUEST_TIMEOUT, f"expected a body within {BODY_S:g} s")
+        except ValueError as error:
+            return _error(HTTPStatus.BAD_REQUEST, str(error))
+        finally:
+            self._held_bytes -= num_bytes
+
+    async def _complete_parts(
+        self, request: web.Request, body: Body, parts: list[Body]
+    ) -> web.StreamResponse:
+        """Answer a request, of which there is a part for each prompt."""
         is_streamed_list = len(parts) > 1 and body.get("stream")
         if is_streamed_list or any(body.get(key) for key in FOR_DECODE_ALONE):
             return await self._forward(request, json=body)
@@ -318,10 +374,10 @@ class Proxy:
             first = await anext(pieces, b"")
             await response.prepare(request)
             try:
-                await response.write(first)
+                await _write(response, first)
                 async for piece in pieces:
-                    await response.write(piece)
-            except ClientError as error:
+                    await _write(response, piece)
+            except (ClientError, TimeoutError) as error:
                 LOGGER.warning("%s ended in an answer: %r", answer.url.origin(), error)
                 # the client must not take what it has for the whole
                 if request.transport is not None:
@@ -329,15 +385,83 @@ class Proxy:
         return response
 
 
+def _read_body(data: bytes) -> Body:
+    """Return a request. Raises ValueError for another, or one of many parts."""
+    if sum(map(data.count, (b"[", b"{", b","))) > MAX_PARTS:
+        raise ValueError(f"expected at most {MAX_PARTS} brackets and commas")
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise ValueError("expected a JSON object")
+    return body
+
+
+def _check_parts(body: Body, number: int) -> None:
+    """Refuse a list of prompts that grows too much when it is divided. Raises ValueError."""
+    if number > MAX_PROMPTS:
+        raise ValueError(f"expected at most {MAX_PROMPTS} prompts")
+    if number > 1 and number * len(json.dumps({**body, "prompt": ""})) > MAX_BODY_BYTES:
+        raise ValueError(f"expected at most {MAX_BODY_BYTES} bytes beside all prompts")
+
+
+async def _write(response: web.StreamResponse, piece: bytes) -> None:
+    """Write a piece of an answer. Raises TimeoutError if the client takes nothing for too long."""
+    async with asyncio.timeout(STALL_S):
+        await response.write(piece)
+
+
+BUSY: Final = web.AppKey("busy", set[Any])
+"""The connections on which a request is read or answered."""
+
+
 @web.middleware
 async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Respond with an engine's error as it is, with 502 if no engine answers."""
+    request.app[BUSY].add(request.protocol)
     try:
         return await handler(request)
     except EngineError as error:
         return web.Response(status=error.status, text=error.text, content_type="application/json")
     except ClientError as error:
         return _error(HTTPStatus.BAD_GATEWAY, str(error))
+    finally:
+        request.app[BUSY].discard(request.protocol)
+
+
+async def serve(app: web.Application, host: str, port: int, started: str) -> None:
+    """Serve until the process is told to end."""
+    # what is left open by clients must not keep others from being let in
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    ending = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ending.set)
+    # a client that goes away cancels its request, on the engines too
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+    click.echo(started)
+    assert runner.server is not None
+    closing = asyncio.create_task(close_idle(runner.server, app[BUSY]))
+    await ending.wait()
+    closing.cancel()
+    await runner.cleanup()
+
+
+async def close_idle(server: web.Server, busy: set[Any]) -> None:
+    """Close connections on which no request has come for a while, or of which there are many."""
+    idle_since: dict[Any, float] = {}
+    while True:
+        await asyncio.sleep(LOOK_S)
+        now = time.monotonic()
+        # the oldest first
+        idle = [each for each in server.connections if each not in busy]
+        idle_since = {each: idle_since.get(each, now) for each in idle}
+        for number, (connection, since) in enumerate(idle_since.items()):
+            if now - since > IDLE_S or len(idle) - number > MAX_IDLE:
+                connection.force_close()
 
 
 def _error(status: int, text: str) -> web.Response:
@@ -436,15 +560,8 @@ def main(
         raise click.UsageError(f"expected {expected}, got {len(listener)}")
     logging.basicConfig(format="%(levelname)s %(message)s")
     started = f"http://{host}:{port} asks {len(prefill)} prefill and {len(decode)} decode engines"
-    web.run_app(
-        Proxy(Engines(prefill), Engines(decode), listener, prefill_ranks).application(),
-        host=host,
-        port=port,
-        # a client that goes away cancels its request, on the engines too
-        handler_cancellation=True,
-        backlog=BACKLOG,
-        print=lambda _: click.echo(started),
-    )
+    app = Proxy(Engines(prefill), Engines(decode), listener, prefill_ranks).application()
+    asyncio.run(serve(app, host, port, started))
 
 
 if __name__ == "__main__":

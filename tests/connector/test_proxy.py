@@ -8,9 +8,10 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from http.client import HTTPConnection, HTTPResponse, IncompleteRead
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from subprocess import PIPE
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvplan_nixl.vllm.proxy import main
+from kvplan_nixl.vllm.proxy import MAX_BODY_BYTES, MAX_HELD_BYTES, MAX_IDLE, MAX_PARTS, MAX_PROMPTS, main
 from tests.pages import ROOT
 
 NUM_CLIENTS = 300
@@ -119,7 +120,12 @@ class Running:
     """The proxy as a program, between servers at some ports."""
 
     def __init__(
-        self, prefills: Sequence[int], decodes: Sequence[int], listeners: Sequence[str] = (), prefill_ranks: int = 1
+        self,
+        prefills: Sequence[int],
+        decodes: Sequence[int],
+        listeners: Sequence[str] = (),
+        prefill_ranks: int = 1,
+        limit: int | None = None,
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.port: int = server.getsockname()[1]
@@ -128,6 +134,8 @@ class Running:
             command += [word for port in ports for word in (side, f"http://127.0.0.1:{port}")]
         command += [word for listener in listeners for word in ("--listener", listener)]
         command += ["--prefill-ranks", f"{prefill_ranks}"]
+        if limit is not None:
+            command = ["sh", "-c", f'ulimit -S -n {limit}; exec "$@"', "sh", *command]
         self._process = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT)
         assert self._process.stdout is not None
         sides = f"{len(prefills)} prefill and {len(decodes)} decode engines"
@@ -621,3 +629,51 @@ def test_each_prefill_has_a_listener() -> None:
     result = CliRunner().invoke(main, [*engines, "--listener", "a:5600"])
     assert result.exit_code == 2
     assert "expected one --listener for each of 2 --prefill, got 1" in result.output
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        ({"prompt": ["w"] * (MAX_PROMPTS + 1)}, "at most 256 prompts"),
+        ({"prompt": ["w"] * MAX_PROMPTS, "user": "x" * 200_000}, "bytes beside all prompts"),
+        ({"prompt": "w", "stop": [[]] * MAX_PARTS}, "brackets and commas"),
+        ("[" * 100_000, "a JSON object"),
+    ],
+    ids=["prompts", "growth", "parts", "depth"],
+)
+def test_a_request_does_not_grow(guide: Start, body: Any, said: str) -> None:
+    """1,500 prompts took 850 connections, 300 prompts beside 100 KB 60 MB, and a body of 64 MiB 1.9 GB."""
+    proxy = guide()
+    status, answer = proxy.ask(body)
+    assert (status, said in answer["error"]) == (400, True)
+    assert proxy.decode.requests == []
+
+
+def test_a_body_that_is_too_long_is_refused(guide: Start) -> None:
+    """By its head, and what is announced counts for all requests together."""
+    proxy = guide()
+    with ExitStack() as stack:
+        for _ in range(MAX_HELD_BYTES // MAX_BODY_BYTES):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", proxy.port), TIMEOUT_S))
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY_BYTES}\r\n\r\nx"
+            connection.sendall(head.encode())
+        deadline = time.monotonic() + TIMEOUT_S
+        while proxy.ask({"prompt": "A"})[0] != 503:
+            assert time.monotonic() < deadline
+    while proxy.ask({"prompt": "A"})[0] != 200:
+        assert time.monotonic() < deadline
+    with closing(proxy.request("x" * (MAX_BODY_BYTES + 1))) as connection:
+        assert connection.getresponse().status == 413
+
+
+def test_idle_connections_stop_nobody() -> None:
+    """1,100 of them stopped all other clients of a proxy with 1,024 files, and filled its log."""
+    with started(grant) as prefill, started() as decode:
+        proxy = Running([prefill.server_port], [decode.server_port], limit=1024)
+        with ExitStack() as stack:
+            for _ in range(MAX_IDLE + 100):
+                stack.enter_context(socket.create_connection(("127.0.0.1", proxy.port), TIMEOUT_S))
+            assert proxy.ask({"prompt": "A"})[0] == 200
+            time.sleep(3)
+            assert proxy.ask({"prompt": "A"})[0] == 200
+        assert proxy.end() == ""
