@@ -46,12 +46,22 @@ class MemfdMapper:
         self.memory[address] = (descriptor, shared)
         return address
 
+    def _start(self, region: Region) -> int | None:
+        """Where the memory begins that a region is in."""
+        for start, (_, shared) in self.memory.items():
+            if start <= region.address and region.end <= start + len(shared):
+                return start
+        return None
+
     def why_not(self, region: Region) -> str:
-        return "" if region.address in self.memory else "private memory"
+        return "private memory" if self._start(region) is None else ""
 
     def export(self, region: Region) -> bytes:
-        descriptor, shared = self.memory[region.address]
-        return json.dumps({"pid": os.getpid(), "descriptor": descriptor, "size": len(shared)}).encode()
+        start = self._start(region)
+        assert start is not None
+        descriptor, shared = self.memory[start]
+        place = {"offset": region.address - start, "size": len(shared)}
+        return json.dumps({"pid": os.getpid(), "descriptor": descriptor, **place}).encode()
 
     def open(self, handle: bytes, process: Process) -> Mapped:
         try:
@@ -75,7 +85,7 @@ class MemfdMapper:
             shared.close()
             self.num_open -= 1
 
-        return Mapped(address, values["size"], close)
+        return Mapped(address + values["offset"], values["size"] - values["offset"], close)
 
 
 def in_shared_memory(worker: Worker, mapper: MemfdMapper) -> Worker:

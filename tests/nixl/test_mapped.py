@@ -26,6 +26,7 @@ from kvplan.testing.executors import ExecutorContract
 from kvplan_nixl import Envelope, NixlExecutor, settle
 from kvplan_nixl.kernel import Copies, KernelCopies, has_triton
 from kvplan_nixl.mapped import MappedExecutor, UnlistedSpec, copies_between, make_executor
+from tests.nixl import test_reads
 from tests.nixl.shared_memory import (
     HeldCopies,
     MappedCluster,
@@ -314,6 +315,43 @@ def test_a_source_that_has_ended_is_not_mapped(reader: Reader) -> None:
     else:
         assert not reader.executor.maps(remote)
     assert reader.mapper.num_open == 0
+
+
+def test_reads_of_a_connector_are_not_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode worker with a staging region maps prefill's memory, lists no ids, and has every value."""
+    mapper = MemfdMapper()
+    shape = (2, 8, 2, 16, 2, 8)
+    size = int(np.prod(shape)) * 4
+    memory = array_of(Region("kv", mapper.allocate(size), size)).view(np.float32).reshape(shape)
+
+    def prefill_executor(worker: Worker, **options: Any) -> MappedExecutor:
+        return MappedExecutor(worker, mapper=mapper, **options)
+
+    class MappedPrefill(test_reads.Prefill):
+        def worker(self, rank: int) -> Worker:
+            if self.caches is not memory:
+                memory[...] = self.caches
+                self.caches = memory
+            return super().worker(rank)
+
+    monkeypatch.setattr(test_reads, "NixlExecutor", prefill_executor)
+    prefill = MappedPrefill(1)
+    decode = test_reads.Decode(1 << 20)
+    decode.pipeline = None  # of which the helper expects chunks
+    specs: list[Any] = []
+    start = decode.executor.start
+    monkeypatch.setattr(decode.executor, "start", lambda spec, *a, **k: [specs.append(spec), start(spec, *a, **k)][1])
+    try:
+        result = decode.read(prefill.hand_off("request 1"))
+        assert result.error is None
+        assert not result.is_staged
+        assert [type(spec) for spec in specs if spec.num_ids] == 2 * [UnlistedSpec]
+        assert not any("listed" in spec.__dict__ for spec in specs)
+        assert all((decode.token(position) == prefill.token(position)).all() for position in range(10, 40))
+        assert not any(decode.token(position).any() for position in range(10))
+    finally:
+        decode.executor.close()
+        prefill.close()
 
 
 def test_private_memory_is_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
