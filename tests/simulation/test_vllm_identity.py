@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvplan import KVPlanError
+from kvplan import KVPlanError, Model, encode
 from kvplan_nixl.identity import Identity
+from kvplan_nixl.settings import StoreSettings
 from tests.connector.test_fingerprint import MODEL, poke, write
 from tests.simulation.stand_in import stand_in
 from tests.simulation.test_vllm_rooms import Pair
@@ -26,7 +27,7 @@ from tests.simulation.test_vllm_scheduler import (
     request_of,
     step_of,
 )
-from tests.simulation.vllm_connector import VALUES
+from tests.simulation.vllm_connector import VALUES, cache_of, config_of
 
 HOOKS, STATE, STORE = stand_in("vllm", ("engine_hooks", "engine_state", "store_scheduler"), VALUES)
 
@@ -233,6 +234,30 @@ def test_a_reset_of_a_store_is_undone_by_the_first_name() -> None:
     state.store_reset()
     state.weights_named("default")
     assert state.identity.version == ""
+
+
+def test_a_request_that_weights_have_changed_under_is_not_stored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A current one is, under keys of its version: another version finds nothing of it."""
+    config = config_of("prefill")
+    config.kv_transfer_config.is_kv_consumer = True
+    settings = StoreSettings.read({"folder": str(tmp_path), "tokens_per_page": 16}, "settings")
+    state = state_of()
+    store = STORE.StoreScheduler(config, cache_of(["full"], 16), settings, state)
+    (worker,) = Model.shipped("qwen3-0.6b").engine("p", num_blocks=9)
+    store.set_offers([encode(worker)])
+    request = request_of(SAID[:PROMPT], None, [7], status=STORE.RequestStatus.FINISHED_STOPPED)
+    chains = []
+    for _ in range(2):
+        assert store.count_tokens_to_load(request, 0) in (0, None)
+        assert store.begin_save(request, ids_of(("full",), PROMPT))
+        chains += [job.chain.keys for job in store.take_step().saves]
+        state.weights_changed()
+    assert not {*chains[0]} & {*chains[1]}
+    assert not store.begin_save(request, ids_of(("full",), PROMPT))
+    assert "is not saved: weights or its adapter have changed" in caplog.text
+    store.close()
 
 
 # Adapters
