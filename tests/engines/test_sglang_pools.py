@@ -326,3 +326,41 @@ def test_a_state_of_a_kind_that_nobody_has_seen_has_no_parts() -> None:
     """Several convolutions, as ZAYA's."""
     shape = SimpleNamespace(conv=[(8, 3), (16, 1)])
     assert state_layer(shape, torch.bfloat16, torch.float32, "mamba") is None
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_the_state_of_all_ranks_is_that_of_a_single_one(groups: int) -> None:
+    """What a rank of four has does not tell one group of Mamba-2 from four: SGLang's own function does."""
+    description = pytest.importorskip("kvplan_nixl.sglang.description")
+    runtime_context = pytest.importorskip("sglang.srt.runtime_context")
+    configs = pytest.importorskip("sglang.srt.configs")
+    sizes = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 32, "conv_kernel": 4}
+    config = configs.NemotronHConfig(hybrid_override_pattern="M*", n_groups=groups, **sizes)
+    model_config = SimpleNamespace(hf_config=config, is_draft_model=False)
+    model = SimpleNamespace(modules=lambda: iter([SimpleNamespace(ssm_state_size=32)]))
+    ranks = {"tp": (4, 3), "attn_tp": (4, 3), "attn_dp": (1, 0), "attn_cp": (1, 0), "moe_ep": (2, 1)}
+    values: dict[str, Any] = {"moe_dp_size": 1, "moe_tp_size": 2, "enable_cp_tp_group_sharing": False}
+    for name, (size, rank) in ranks.items():
+        values |= {f"{name}_size": size, f"{name}_rank": rank}
+        if name != "attn_dp":
+            values[f"{name}_group"] = SimpleNamespace(world_size=size)
+    parallel = runtime_context.get_parallel()
+    parallel.override_permanently(**values)
+    try:
+        pool = hybrid(config.mamba2_cache_params.shape, 3, 4)
+        info = RankInfo("prefill", 3, 3, 4)
+        state = description.state_of(model_config, model, pool, info)
+        assert parallel.attn_tp_size == 4
+    finally:
+        parallel.clear_stamp()
+    assert state == mamba2(8, 16, groups, 32, 3, "bfloat16", "float32")
+    described(Model("hybrid", (state, attention(8, DIM))), info, pool, state=state)
+
+
+def test_layers_that_attention_writes() -> None:
+    """By SGLang's own layers of attention, which have the number of the cache that they use."""
+    description = pytest.importorskip("kvplan_nixl.sglang.description")
+    radix = pytest.importorskip("sglang.srt.layers.radix_attention")
+    layers = [radix.RadixAttention(4, 8, 1.0, 2, layer_id) for layer_id in (0, 1, 0)]
+    assert description.written_layers(torch.nn.ModuleList([*layers, torch.nn.Linear(1, 1)])) == {0, 1}
+    assert description.written_layers(torch.nn.Linear(1, 1)) is None

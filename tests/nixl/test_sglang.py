@@ -28,7 +28,7 @@ from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
 from tests.nixl.sglang_names import arguments, made, model_config, record_fields, runner
 
 CONFIG = {
-    "model_type": "llama",
+    "model_type": "a type that nobody has heard of",
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -1150,7 +1150,7 @@ def test_stages_of_decode(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPat
     assert [stage.manager.rank.memory.is_first for stage in stages] == [True, False]
 
 
-OWNER = "prefill"
+OWNER = "ab" * 16
 
 
 def part(stage: int, attempt: str = "a", pages: int = 7) -> dict[str, Any]:
