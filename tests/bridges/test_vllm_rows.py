@@ -70,14 +70,16 @@ def address(row: PackedRow, num_rows: int, slot: int) -> tuple[slice, slice]:
 
 def move(destination: Worker, source: Worker, tokens: tuple[int, int] | None, **blocks: list[int]) -> None:
     """Move what a request has, of blocks by side."""
-    tables = {
-        side: {group.name: Blocks(blocks[side]) for group in worker.groups}
-        for side, worker in (("local", destination), ("remote", source))
-    }
-    ranges = {} if tokens is None else {"tokens": tokens}
-    for read in plan_reads(destination, [source]).bind(**tables, **ranges):
-        for (local, length, _), (remote, *_) in zip(*(rows.tolist() for rows in read.descriptors()), strict=True):
-            ctypes.memmove(local, remote, length)
+    local = {group.name: Blocks(blocks["local"]) for group in destination.groups}
+    remote = {group.name: Blocks(blocks["remote"]) for group in source.groups}
+    for read in plan_reads(destination, [source]).bind(local=local, remote=remote, tokens=tokens):
+        copy(read)
+
+
+def copy(read: Any) -> None:
+    """Move the bytes of a read from one part of this process's memory to another."""
+    for (local, length, _), (remote, *_) in zip(*(rows.tolist() for rows in read.descriptors()), strict=True):
+        ctypes.memmove(local, remote, length)
 
 
 V4 = {"state_content_bytes": 584, "model_version": "deepseek_v4", "cache_dtype_str": "fp8_ds_mla"}
@@ -217,10 +219,9 @@ def test_a_ring_moves_whole(order: tuple[int, ...]) -> None:
     expected = received.copy()
     expected[5] = sent[3]
     none = {"group0.4": Blocks([])}
-    tables = {"local": {**none, "group1": Blocks([5])}, "remote": {**none, "group1": Blocks([3])}}
-    for read in plan_reads(destination, [source]).bind(**tables):
-        for (local, length, _), (remote, *_) in zip(*(rows.tolist() for rows in read.descriptors()), strict=True):
-            ctypes.memmove(local, remote, length)
+    local, remote = {**none, "group1": Blocks([5])}, {**none, "group1": Blocks([3])}
+    for read in plan_reads(destination, [source]).bind(local=local, remote=remote):
+        copy(read)
     np.testing.assert_array_equal(received, expected)
 
 

@@ -360,7 +360,7 @@ def allocated(cache: Any, layout: str, seed: int) -> tuple[Any, dict[str, Any]]:
     (size,) = {tensor.size for tensor in cache.kv_cache_tensors}
     memory = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
     raw = torch.from_numpy(memory).view(torch.int8)
-    views = {}
+    views: dict[str, Any] = {}
     for tensor in cache.kv_cache_tensors:
         group = next(group for group in cache.kv_cache_groups if tensor.layers[0] in group.layer_names)
         spec = spec_of(group, tensor.layers[0])

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -283,11 +284,9 @@ def test_blocks(
     make: Any, source: dict[str, Any], destination: dict[str, Any], ranks: tuple[int, int], num_tokens: int
 ) -> None:
     """Blocks of unequal size divide the rows anew: values and scales of a row have other places in them."""
-    engines = [
-        Engine(name, lambda tp, sizes=sizes: make(tp, **sizes), tp)
-        for name, sizes, tp in (("prefill", source, ranks[0]), ("decode", destination, ranks[1]))
-    ]
-    assert moved(*engines, num_tokens)
+    prefill = Engine("prefill", partial(make, **source), ranks[0])
+    decode = Engine("decode", partial(make, **destination), ranks[1])
+    assert moved(prefill, decode, num_tokens)
 
 
 @pytest.mark.parametrize("num_cached", [512, 1024])
@@ -318,8 +317,8 @@ def test_regions_by_their_first_address_alone() -> None:
     Groups overlay each other, so the first layer of each begins at byte 0. NixlConnector 0.33 finds a region by that
     address and takes the length of the first one: 19,008 bytes in place of 32,768.
     """
-    engines = [Engine(name, lambda tp: specs.deepseek_v41(tp, record=584)) for name in ("prefill", "decode")]
-    cache = engines[1].cache
+    prefill, decode = (Engine(name, partial(specs.deepseek_v41, record=584)) for name in ("prefill", "decode"))
+    cache = decode.cache
     (rings,) = [group for group in cache.kv_cache_groups if "compressor" in group.layer_names[0]]
     windows = cache.kv_cache_groups[0]
     placed, window_bytes = places(cache), spec_of(windows, windows.layer_names[0]).page_size_bytes
@@ -345,14 +344,14 @@ def test_regions_by_their_first_address_alone() -> None:
         nonlocal base
         base = memory.ctypes.data if engine == "decode" else base
 
-    received = received_by(*engines, 700, copy_window, regions_of)
+    received = received_by(prefill, decode, 700, copy_window, regions_of)
     ((_, memory, expected),) = received
     wrong = np.flatnonzero(memory != expected) - begin
     assert window_bytes <= wrong.min()
     assert wrong.max() < ring_bytes
     # a byte in 256 is right by chance
     assert 13_500 < wrong.size <= ring_bytes - window_bytes
-    assert moved(*engines, 700)
+    assert moved(prefill, decode, 700)
 
 
 @pytest.mark.parametrize(
@@ -367,12 +366,10 @@ def test_regions_by_their_first_address_alone() -> None:
 )
 def test_other_rows_are_refused(make: Any, source: Any, destination: Any, text: str) -> None:
     """Records of another size, and rings of another length: the field and both values are named."""
-    engines = [
-        Engine(name, lambda tp, sizes=sizes: make(tp, **sizes), 2)
-        for name, sizes in (("prefill", source), ("decode", destination))
-    ]
+    prefill = Engine("prefill", partial(make, **source), 2)
+    decode = Engine("decode", partial(make, **destination), 2)
     with pytest.raises(KVPlanError, match=text):
-        moved(*engines, 700)
+        moved(prefill, decode, 700)
 
 
 def invented(tp: int, block: int = 64, record: int = 600) -> Caches:
@@ -405,7 +402,7 @@ def test_a_model_of_an_invented_type(ranks: tuple[int, int], num_tokens: int) ->
 
 def test_whole_blocks_of_unequal_size_are_refused() -> None:
     """Where the order of a record's bytes is not known, a block cannot be divided."""
-    larger = Engine("decode", lambda tp: invented(tp, block=128))
+    larger = Engine("decode", partial(invented, block=128))
     with pytest.raises(KVPlanError, match=r"^GROUP: .*one value for 128 tokens.*one value for 64 tokens"):
         moved(Engine("prefill", invented), larger, 700)
 
@@ -416,5 +413,5 @@ def test_of_another_release() -> None:
     files = os.environ["KVPLAN_VLLM_FILES"]
     environment = {key: value for key, value in os.environ.items() if key != "KVPLAN_VLLM_FILES"}
     paths = [files, *filter(None, [environment.get("PYTHONPATH")])]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *TESTS]
     subprocess.run(command, env=environment | {"PYTHONPATH": os.pathsep.join(paths)}, check=True)

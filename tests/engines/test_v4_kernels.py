@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 
 import attrs
@@ -34,21 +35,19 @@ TOKENS = 700
 
 @attrs.frozen(eq=False)
 class Rank:
-    """A rank of an engine: its cache, the views of it, and the blocks of a request in each group."""
+    """A rank of an engine: its caches, the views of them, and the blocks of a request in each group."""
 
-    engine: Engine
-    cache: Any
-    memory: Any
+    planned: Any
     views: dict[str, Any]
     ids: list[list[int]]
 
     def spec(self, layer: str) -> Any:
         """The spec of a layer's cache."""
-        return next(spec_of(group, layer) for group in self.cache.kv_cache_groups if layer in group.layer_names)
+        return next(spec_of(group, layer) for group in self.planned.kv_cache_groups if layer in group.layer_names)
 
     def blocks(self, layer: str) -> Any:
         """The block table of a request for a layer."""
-        groups = zip(self.cache.kv_cache_groups, self.ids, strict=True)
+        groups = zip(self.planned.kv_cache_groups, self.ids, strict=True)
         return torch.tensor(next(ids for group, ids in groups if layer in group.layer_names))
 
     def rows(self, layer: str) -> Any:
@@ -69,9 +68,13 @@ class Rank:
 
 
 def random_of(name: str, tokens: range, *shape: int) -> Any:
-    """What a model computes of tokens: the same for each token, whoever computes it."""
-    seeds = [torch.Generator().manual_seed(zlib.crc32(f"{name} {token}".encode())) for token in tokens]
-    return torch.stack([torch.randn(*shape, generator=seed) for seed in seeds])
+    """What a model computes of tokens: the same of each, whoever computes it."""
+    return _of_all_tokens(name, shape)[tokens.start : tokens.stop]
+
+
+@cache
+def _of_all_tokens(name: str, shape: tuple[int, ...]) -> Any:
+    return torch.randn(TOKENS, *shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
 
 def rotations() -> Any:
@@ -142,8 +145,8 @@ def compress(rank: Rank, rows: str, states: str, tokens: range, ratio: int, dim:
     kv = random_of(f"{states} kv", tokens, overlap * dim)
     score = random_of(f"{states} score", tokens, overlap * dim)
     bias = random_of(f"{states} ape", range(ratio), overlap * dim)
-    cache, block_size = rank.rows(states), rank.spec(states).block_size
-    ops.save_partial_states_cpu(kv, score, bias, positions, cache, rank.slots(states, positions))
+    kept, block_size = rank.rows(states), rank.spec(states).block_size
+    ops.save_partial_states_cpu(kv, score, bias, positions, kept, rank.slots(states, positions))
     window = overlap * ratio
     reached = positions.unsqueeze(-1) - window + 1 + torch.arange(window)
     table = rank.blocks(states).unsqueeze(0).int()
@@ -152,7 +155,7 @@ def compress(rank: Rank, rows: str, states: str, tokens: range, ratio: int, dim:
     store = ops.compress_norm_rope_store_cpu if dim == DIM else ops.compress_norm_rope_store_indexer_cpu
     spec = rank.spec(rows)
     store(
-        cache,
+        kept,
         gathered,
         positions,
         rank.slots(rows, positions),
@@ -169,20 +172,20 @@ def compress(rank: Rank, rows: str, states: str, tokens: range, ratio: int, dim:
 def test_kernels_go_on(stop: int) -> None:
     """A decode engine of two ranks and larger blocks goes on where prefill has stopped, in the middle of rows."""
     prefill, alone = (Engine(name, specs.deepseek_v4) for name in ("prefill", "alone"))
-    decode = Engine("decode", lambda tp: specs.deepseek_v4(tp, block=512, window_block=128), 2)
+    decode = Engine("decode", partial(specs.deepseek_v4, block=512, window_block=128), 2)
     last = range(stop, stop + 140)
     reference = rank_of(alone, blocks_of(alone.cache, 0, last.stop), 1)
     list(compute(reference, range(stop)))
     expected = list(compute(reference, last))
     sender = rank_of(prefill, blocks_of(prefill.cache, 0, stop), 2)
     list(compute(sender, range(stop)))
-    source = described(prefill, sender.cache, sender.views, 0)
-    sent = tables.BlockTables(engine_config(), sender.cache)
+    source = described(prefill, sender.planned, sender.views, 0)
+    sent = tables.BlockTables(engine_config(), sender.planned)
     received = tables.BlockTables(engine_config(), decode.cache)
     read = read_of(sent, received, sender.ids, blocks_of(decode.cache, stop, stop), (0, stop))
     for number in range(2):
         rank = rank_of(decode, blocks_of(decode.cache, stop, last.stop), 10 + number)
-        plan = plan_reads(described(decode, rank.cache, rank.views, number), [source])
+        plan = plan_reads(described(decode, rank.planned, rank.views, number), [source])
         for spec in plan.bind(**request_of(read, plan, to_block_end=False)):
             copy(spec)
         found = list(compute(rank, last))
@@ -192,14 +195,14 @@ def test_kernels_go_on(stop: int) -> None:
 
 def rank_of(engine: Engine, ids: list[list[int]], seed: int) -> Rank:
     """A rank whose cache has something in each byte."""
-    cache = engine.cache
-    memory, views = allocated(cache, engine.layout, seed)
-    return Rank(engine, cache, memory, views, ids)
+    planned = engine.cache
+    _, views = allocated(planned, engine.layout, seed)
+    return Rank(planned, views, ids)
 
 
-def blocks_of(cache: Any, num_loaded: int, num_tokens: int) -> list[list[int]]:
+def blocks_of(planned: Any, num_loaded: int, num_tokens: int) -> list[list[int]]:
     """The blocks of a request of which a connector loads the first tokens, and of the tokens behind them."""
-    kept = managers_of(cache, 3 + num_loaded % 5)
+    kept = managers_of(planned, 3 + num_loaded % 5)
     if num_loaded:
         for manager in kept:
             manager.add_local_computed_blocks("request", [], 0, num_loaded)
