@@ -143,6 +143,8 @@ def serve(
                 engine.add_lora(loaded)
             elif verb == "unload":
                 engine.remove_lora(adapter_of(arguments[0], settings["model"]).lora_int_id)
+            elif verb == "version":
+                engine.set_weight_version(*arguments)
             elif verb in WEIGHTS:
                 pipe.send(("changed", error_of(WEIGHTS[verb], engine, *arguments)))
             elif verb == "held":

@@ -453,12 +453,19 @@ for name, (model, value) in OVERRIDES.items():
         ),
     }
 
-HALF: dict[str, Any] = {**CACHED, "dtype": "bfloat16"}  # vLLM quantises no weights of float32
+HALF: dict[str, Any] = {"dtype": "bfloat16"}  # vLLM quantises no weights of float32
 PAIRS |= {
     "llama, int8 weights on prefill": Pair(
-        "llama", side(**HALF, quantization="int8_per_channel_weight_only"), side(**HALF), "unlike"
+        "llama", side(**HALF, quantization="int8_per_channel_weight_only"), side(**HALF), "refused"
     ),
-    "llama, fp8 weights on decode": Pair("llama", side(**HALF), side(**HALF, quantization="fp8_per_tensor"), "unlike"),
+    "llama, int8 weights on decode": Pair(
+        "llama", side(**HALF), side(**HALF, quantization="int8_per_channel_weight_only"), "refused"
+    ),
+    "llama 32->64, int8 weights on both": Pair(
+        "llama",
+        side(32, **HALF, quantization="int8_per_channel_weight_only"),
+        side(64, **HALF, quantization="int8_per_channel_weight_only"),
+    ),
 }
 
 TRAINED: dict[str, Any] = {"weight_transfer_config": {"backend": "folder"}}

@@ -154,6 +154,10 @@ class Engine:
         if error:
             raise EngineFailedError(f"refused: {error}")
 
+    def name_weights(self, version: str) -> None:
+        """Says which version the engine's weights are, as a trainer does."""
+        self._send("version", version)
+
     def held(self) -> tuple[int, int]:
         """How many blocks and how many requests the engine holds."""
         self._send("held")
