@@ -29,7 +29,7 @@ import attrs
 
 from kvplan._checks import instance, members
 from kvplan._text import brief_repr, shown
-from kvplan.connector.shared_key import HINT, SharedKey
+from kvplan.connector.shared_key import HINT, SharedKey, key_of
 from kvplan.errors import KVPlanError
 
 TOKEN_BYTES: Final = 16
@@ -164,7 +164,7 @@ class Access:
     False
     """
 
-    key: SharedKey = attrs.field(default=None, converter=SharedKey.of)
+    key: SharedKey = attrs.field(default=None, converter=key_of)
     servers: tuple[str, ...] = ()
     server_tls: ssl.SSLContext | None = attrs.field(default=None, repr=False)
     client_tls: ssl.SSLContext | None = attrs.field(default=None, repr=False)

@@ -101,6 +101,11 @@ class ReadParts:
                 ended.append(parted.result(request))
         return ended
 
+    @property
+    def num_held(self) -> int:
+        """The number of failed requests whose blocks stay, as :attr:`Reads.num_held`."""
+        return self._reads.num_held
+
     def late(self) -> dict[str, KVPlanError]:
         """Return the requests that have failed while bytes may still move, or other parts may come.
 

@@ -97,6 +97,11 @@ AnyKey = SharedKey | bytes | None
 """A key, or the bytes of one. None is the key of this host's engines."""
 
 
+def key_of(key: AnyKey) -> SharedKey:
+    """Return a key as :meth:`SharedKey.of` does."""
+    return SharedKey.of(key)
+
+
 def _signature(secret: bytes, purpose: str, parts: tuple[bytes, ...]) -> str:
     signature = hmac.new(secret, digestmod=hashlib.sha256)
     for part in (purpose.encode(), *parts):

@@ -662,8 +662,8 @@ def test_a_body_that_is_too_long_is_refused(guide: Start) -> None:
             assert time.monotonic() < deadline
     while proxy.ask({"prompt": "A"})[0] != 200:
         assert time.monotonic() < deadline
-    with closing(proxy.request("x" * (MAX_BODY_BYTES + 1))) as connection:
-        assert connection.getresponse().status == 413
+    with closing(proxy.request("x" * (MAX_BODY_BYTES + 1))) as client:
+        assert client.getresponse().status == 413
 
 
 def test_idle_connections_stop_nobody() -> None:
