@@ -950,7 +950,9 @@ def test_silence_counts_from_the_last_answer(one: Callable[..., World]) -> None:
         assert world.reads.late() == {}
     for now[0] in (48.0, 54.0):
         world.reads.poll()
+    assert world.reads.num_held == 0
     assert [*world.reads.late()] == ["r"]
+    assert world.reads.num_held == 1
     world.executor.held = False
     assert world.until(1)["r"].error is not None
 
