@@ -88,14 +88,6 @@ class KvplanConnector(BlockConnector):
     def on_new_request(self, request: Request) -> None:
         self._scheduler.add(request)
 
-    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Return all groups: a read has a request's own blocks, also those of no prefix cache.
-
-        vLLM recomputes a window of DeepSeek-V4.1 that is not among them.
-        """
-        groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
-        return groups
-
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
