@@ -172,8 +172,10 @@ def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
             new.pop(key, None)
     for key, value in overrides.items():
         old = new.get(key)
-        both = isinstance(value, Mapping) and isinstance(old, Mapping)
-        new[key] = merged(old, value) if both and _is_nested(key) else value
+        if _is_nested(key) and isinstance(value, Mapping) and isinstance(old, Mapping):
+            new[key] = merged(old, value)
+        else:
+            new[key] = value
     return new
 
 

@@ -165,7 +165,7 @@ def whole(folder: Path) -> Any:
     config.model_config.multimodal_config = vllm_config.MultiModalConfig()
     config.diffusion_config = DiffusionConfig(canvas_length=8)
     draft = write_model(folder.parent / "draft", 1.0)
-    fields = {field.name: field.default for field in dataclasses.fields(vllm_config.SpeculativeConfig)}
+    fields: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(vllm_config.SpeculativeConfig)}
     speculative = object.__new__(vllm_config.SpeculativeConfig)
     for name, value in fields.items():
         default = value.get_default(call_default_factory=True) if hasattr(value, "get_default") else value

@@ -198,7 +198,7 @@ def test_the_first_version_is_that_of_the_start() -> None:
 
 
 def keys_of(state: Any, **fields: Any) -> list[Any]:
-    return state.store_facts_of(request_of(SAID, **fields))
+    return [*state.store_facts_of(request_of(SAID, **fields))]
 
 
 def test_keys_of_a_store_have_the_version() -> None:
