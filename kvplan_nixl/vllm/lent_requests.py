@@ -372,6 +372,11 @@ class LentRequests:
         self._record_leases(ended)
         for request in (*ended.done, *ended.late):
             self._release(request, step)
+        tables = [lent.tables for lent in self._requests.values()]
+        num_blocks = sum(blocks.ids.size for each in tables for blocks in each.values())
+        self._stats.set("num_lent_blocks", num_blocks)
+        # in steps of seconds, so that a step of an engine with nothing new has nothing to tell
+        self._stats.set("oldest_lease", math.floor(self._leases.oldest_s()))
         if self._listener is not None:
             tables_by_lease = {lent.lease: lent.tables for lent in self._requests.values()}
             for digest_request in self._listener.digests.take():
@@ -401,17 +406,13 @@ class LentRequests:
     def _record_leases(self, ended: EndedLeases) -> None:
         """Count and log the leases that nobody has claimed, and the claims that came too late."""
         self._stats.count("num_kv_expired_reqs", len(ended.late))
-        if ended.late:
+        unclaimed = [request for request in ended.late if request not in ended.old]
+        if unclaimed:
             message = "no reader has claimed these requests in time: %s"
-            logger.warning(message, ", ".join(ended.late))
+            logger.warning(message, ", ".join(unclaimed))
         if ended.old:
             message = "readers had these requests for %g s, which is max_lease_s: %s"
             logger.error(message, self._settings.max_lease_s, ", ".join(ended.old))
-        tables = [lent.tables for lent in self._requests.values()]
-        num_blocks = sum(blocks.ids.size for each in tables for blocks in each.values())
-        self._stats.set("num_lent_blocks", num_blocks)
-        # in steps of seconds, so that a step of an engine with nothing new has nothing to tell
-        self._stats.set("oldest_lease", math.floor(self._leases.oldest_s()))
         num_refused = self._leases.num_refused
         num_stale = self._stats.count_total("num_notifications_after_expiry", num_refused)
         if num_stale:

@@ -592,6 +592,27 @@ def test_requests_that_nobody_reads_are_named(engines: Engines, caplog: pytest.L
     assert "claims came" not in caplog.text
 
 
+def test_a_reader_that_only_claims_has_a_time(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
+    """Its claims kept prefill's blocks for ever, and nothing said so: gauges do, and the log when it ends."""
+    caplog.set_level(logging.WARNING)
+    prefill, decode = engines.start("full", max_lease_s=60.0), engines.start("full", name="decode")
+    params = computed(prefill)
+    request = request_of(SAID[:PROMPT], params)
+    decode.add(request)
+    engines.run(50.0)
+    assert prefill.take_step().released == set()
+    stats = prefill.stats.take().data
+    assert (stats["num_lent_blocks"][0] > 0, stats["oldest_lease"]) == (True, [50])
+    engines.run(15.0)
+    assert prefill.take_step().released == {"r"}
+    assert prefill.stats.take().data["oldest_lease"] == [0]
+    assert "readers had these requests for 60 s, which is max_lease_s: r" in caplog.text
+    assert "no reader has claimed" not in caplog.text
+    engines.run(10.0)
+    decode.begin_read(request, blocks_of(("full",), PROMPT), PROMPT - 1)
+    assert decode.take_step().refused["r"].code == "LEASE"
+
+
 def test_claims_that_come_too_late_are_logged(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     prefill, decode = engines.start("full", lease_s=5.0), engines.start("full", name="decode")
