@@ -61,6 +61,7 @@ def watch_engine(config: VllmConfig) -> None:
     are_adapters_watched = all(
         (
             _wrap(EngineCore, "add_lora", _with_added_adapters),
+            _wrap(EngineCore, "remove_lora", _with_removed_adapters),
             _wrap(scheduler, "update_from_output", _with_reports),
         )
     )
@@ -167,6 +168,16 @@ def _with_added_adapters(method: Any) -> Callable[..., Any]:
         return result
 
     return add_lora
+
+
+def _with_removed_adapters(method: Any) -> Callable[..., Any]:
+    def remove_lora(core: Any, lora_id: int, *args: Any, **kwargs: Any) -> Any:
+        result = method(core, lora_id, *args, **kwargs)
+        for state in _states(core.scheduler):
+            state.adapters_changed([AdapterChanges(dropped=frozenset({lora_id}))])
+        return result
+
+    return remove_lora
 
 
 def _with_reports(method: Any) -> Callable[..., Any]:

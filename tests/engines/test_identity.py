@@ -391,7 +391,13 @@ def test_files_that_change_while_an_engine_starts_are_refused() -> None:
 
 
 WATCHED = {
-    "vllm.v1.engine.core.EngineCore": ("collective_rpc", "set_weight_version", "reset_prefix_cache", "add_lora"),
+    "vllm.v1.engine.core.EngineCore": (
+        "collective_rpc",
+        "set_weight_version",
+        "reset_prefix_cache",
+        "add_lora",
+        "remove_lora",
+    ),
     "vllm.v1.core.sched.scheduler.Scheduler": ("update_from_output",),
     "vllm.lora.worker_manager.WorkerLoRAManager": ("_load_adapter",),
 }
@@ -427,6 +433,7 @@ ARGUMENTS = {
     "set_weight_version": {"self", "weight_version"},
     "reset_prefix_cache": {"self", "reset_running_requests", "reset_connector"},
     "add_lora": {"self", "lora_request"},
+    "remove_lora": {"self", "lora_id"},
     "update_from_output": {"self", "scheduler_output", "model_runner_output"},
     "_load_adapter": {"self", "lora_request"},
 }

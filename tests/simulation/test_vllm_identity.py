@@ -369,12 +369,16 @@ class Core:
         lora_request.load()
         return True
 
+    def remove_lora(self, lora_id: int) -> bool:
+        return True
+
 
 WRAPPED = {
     "collective_rpc": HOOKS._with_calls,
     "set_weight_version": HOOKS._with_versions,
     "reset_prefix_cache": HOOKS._with_resets,
     "add_lora": HOOKS._with_added_adapters,
+    "remove_lora": HOOKS._with_removed_adapters,
 }
 
 
@@ -438,6 +442,8 @@ def test_an_added_adapter_is_known_at_once(core_class: type[Core], folder: Path)
     replace(folder)
     core.add_lora(lora(path=str(folder), load=lambda: None))  # it is loaded already
     assert state.adapter_of(request) == old
+    core.remove_lora(1)  # it would be loaded anew
+    assert state.adapter_of(request) != old
     core.add_lora(lora(path=str(folder), load_inplace=True, load=lambda: None))
     new = state.adapter_of(request)
     assert new != old
