@@ -46,6 +46,7 @@ from kvplan.bridges import (
     from_sglang,
     from_tensorrt_llm,
     from_vllm,
+    sglang_model,
     vllm_model,
 )
 from kvplan.connector import (
@@ -253,6 +254,8 @@ def calls() -> Calls:
     pool: Any = SimpleNamespace(page_size=16, start_layer=0, layer_num=0)
     both = {"model": MODEL, "info": RankInfo("d")}
     yield "bridges.from_sglang", from_sglang, {**both, "pool": pool}
+    observed = {"info": RankInfo("d"), "pool": pool, "written": [0], "state": (), "dtype": "float16"}
+    yield "bridges.sglang_model", sglang_model, {"model_name": "m", **observed}
     config = SimpleNamespace(kv_cache_tensors=[], kv_cache_groups=[])
     caches: dict[str, Any] = {"kv_cache_config": config, "kv_caches": {}, "layers": {}, "kv_layout": "content"}
     yield "bridges.from_vllm", from_vllm, {**both, **caches}

@@ -28,7 +28,8 @@ from typing import Any, Final, NamedTuple
 
 import attrs
 
-from kvplan.bridges.assembly import ObservedModel, RankInfo, contradiction
+from kvplan._checks import instance, integer, members
+from kvplan.bridges.assembly import ObservedModel, RankInfo, contradiction, reads_engine
 from kvplan.models.model import NamedLayer
 from kvplan.models.tensors import (
     FULL,
@@ -51,12 +52,17 @@ READ_POOL: Final = "read a pool of SGLang"
 
 
 @attrs.frozen(kw_only=True)
-class KvHeads:
+class TotalHeads:
     """How many KV heads the layers of each pool have on all ranks together, where that is known."""
 
     full: int | None = None
     sliding: int | None = None
     draft: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for count in (self.full, self.sliding, self.draft):
+            if count is not None:
+                integer(count, "a number of KV heads")
 
 
 class PoolPart(NamedTuple):
@@ -124,13 +130,14 @@ def draft_key(number: int) -> str:
     return f"draft.{number}"
 
 
+@reads_engine("SGLang 0.5.23")
 def sglang_model(
     model_name: Mapping[str, Any] | str,
     info: RankInfo,
     pool: Any,
     draft_pool: Any = None,
     *,
-    kv_heads: KvHeads = KvHeads(),
+    kv_heads: TotalHeads = TotalHeads(),
     written: Collection[int] | None = None,
     state: Layer = (),
     dtype: str | None = None,
@@ -145,6 +152,13 @@ def sglang_model(
     Raises ``LAYOUT`` for a cache that has no description, ``SIZE`` where the number of KV heads is
     not known or contradicts the pool.
     """
+    instance(RankInfo, info, "info")
+    instance(TotalHeads, kv_heads, "kv_heads")
+    state = members(Tensor, state, "state")
+    if written is not None:
+        written = members(int, written, "written")
+    if dtype is not None:
+        instance(str, dtype, "dtype")
     layers: dict[Hashable, Layer] = {}
     for part in pool_parts(pool):
         total = kv_heads.sliding if part.slides else kv_heads.full

@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from kvplan import KVPlanError, Worker
 from kvplan.bridges import RankInfo, from_sglang, sglang_model
-from kvplan.bridges.sglang_model import KvHeads, rank_state, state_layer
+from kvplan.bridges.sglang_model import TotalHeads, rank_state, state_layer
 from kvplan.models.tensors import Layer
 from kvplan_nixl.identity import Facts
 from kvplan_nixl.settings import ModelNames
@@ -63,12 +63,12 @@ def worker_of(
     return attrs.evolve(from_sglang(model, info, pool, draft_pool), model=facts)
 
 
-def kv_heads_of(config: Any, draft_config: Any, names: ModelNames) -> KvHeads:
+def kv_heads_of(config: Any, draft_config: Any, names: ModelNames) -> TotalHeads:
     """Return how many KV heads there are in all, by ``ModelConfig``, or as the operator says."""
     if names.kv_heads:
-        return KvHeads(full=names.kv_heads, sliding=names.kv_heads, draft=names.kv_heads)
+        return TotalHeads(full=names.kv_heads, sliding=names.kv_heads, draft=names.kv_heads)
     draft = None if draft_config is None else draft_config.get_total_num_kv_heads()
-    return KvHeads(
+    return TotalHeads(
         full=config.get_total_num_kv_heads(),
         # those of a single rank
         sliding=config.get_swa_num_kv_heads(1),

@@ -14,7 +14,7 @@ import pytest
 
 from kvplan import KVPlanError, Model
 from kvplan.bridges import RankInfo, from_sglang, sglang_model
-from kvplan.bridges.sglang_model import KvHeads, rank_state, state_layer
+from kvplan.bridges.sglang_model import TotalHeads, rank_state, state_layer
 from kvplan.models.tensors import attention, convolution, delta, lightning, mamba1, mamba2
 from tests.engine_memory import (
     BLOCKS,
@@ -171,12 +171,12 @@ def test_heads_of_a_published_model(name: str, tp: int) -> None:
     info = RankInfo("prefill", tp - 1, tp - 1, tp)
     # SGLang has one block table for layers with windows and without, unless the windows have a pool of their own
     layers = tuple(tuple(attrs.evolve(tensor, group="attn") for tensor in layer) for layer in model.layers)
-    described(attrs.evolve(model, layers=layers), info, pool, kv_heads=KvHeads(full=sizes["head"]))
+    described(attrs.evolve(model, layers=layers), info, pool, kv_heads=TotalHeads(full=sizes["head"]))
     if local == 1:
         with pytest.raises(KVPlanError, match=r"^SIZE: .* 1 to 16 KV heads in all, .* number \(set KVPLAN_KV_HEADS\)$"):
             sglang_model(name, info, pool)
         with pytest.raises(KVPlanError, match=r"^SIZE: .* 1 to 16 KV heads in all, .*, got 32"):
-            sglang_model(name, info, pool, kv_heads=KvHeads(full=32))
+            sglang_model(name, info, pool, kv_heads=TotalHeads(full=32))
 
 
 def test_fp8_of_a_published_model() -> None:
@@ -227,7 +227,7 @@ def test_a_draft_that_is_described() -> None:
     target = memory_pool.MLATokenToKVPool(16, 8, torch.int32, 6, 2, 3, "cpu", False)
     draft = memory_pool.MHATokenToKVPool(16, 8, torch.int32, 1, DIM, 1, "cpu", False)
     model = MLA.with_draft(Model("draft", (attention(2, DIM),), "int32"))
-    described(model, RankInfo("prefill", 1, 1, 2), target, draft, kv_heads=KvHeads(draft=2))
+    described(model, RankInfo("prefill", 1, 1, 2), target, draft, kv_heads=TotalHeads(draft=2))
 
 
 def test_windows_that_are_described() -> None:
@@ -236,7 +236,7 @@ def test_windows_that_are_described() -> None:
     pool = swa_memory_pool.SWAKVPool(16, 16, 8, torch.int32, 1, DIM, [1, 3], [0, 2], "cpu", **sizes)
     layers = (attention(2, DIM), attention(16, 4, "swa", 8)) * 2
     described(
-        Model("sliding", layers, "int32"), RankInfo("prefill", 1, 1, 2), pool, kv_heads=KvHeads(full=2, sliding=16)
+        Model("sliding", layers, "int32"), RankInfo("prefill", 1, 1, 2), pool, kv_heads=TotalHeads(full=2, sliding=16)
     )
 
 
