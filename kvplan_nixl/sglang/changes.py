@@ -38,15 +38,19 @@ class Weights:
     that are computed meanwhile have parts of two versions. An operator names a version in the
     update. Until that is over, until it has a name, and until SGLang has emptied its own cache,
     which has what the weights before have computed, this version is no other's: ``token`` is it.
+    The name of the version ``before`` is no name of another one.
     """
 
     token: str = ""
+    before: str = ""
     is_changing: bool = False
     is_named: bool = True
     is_flushed: bool = True
 
     def change(self) -> None:
         """Note that weights change."""
+        if self.is_known:
+            self.before = self.version
         self.token = uuid.uuid4().hex
         self.is_named = False
         self.is_flushed = False
@@ -64,7 +68,7 @@ class Weights:
 
     def name(self, version: str | None) -> None:
         """Note that an operator has named the version."""
-        if version not in (None, FIRST_WEIGHTS):
+        if version not in (None, FIRST_WEIGHTS, self.before):
             self.is_named = True
 
     def flush(self) -> None:

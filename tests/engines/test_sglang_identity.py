@@ -234,7 +234,7 @@ def weights(facts: Read, monkeypatch: pytest.MonkeyPatch) -> Any:
     facts()
     changes.hook_changes()
     fresh = changes.Weights()
-    for name in ("token", "is_changing", "is_named", "is_flushed"):
+    for name in ("token", "before", "is_changing", "is_named", "is_flushed"):
         monkeypatch.setattr(changes.WEIGHTS, name, getattr(fresh, name))
     return changes.WEIGHTS
 
@@ -265,7 +265,7 @@ def test_each_way_to_change_weights_is_hooked(weights: Any) -> None:
     hooked = {name for name in methods if hasattr(getattr(WeightUpdater, name), "__wrapped__")}
     assert methods - hooked == LOADS_NO_WEIGHTS.keys()
     for name in sorted(hooked - {"begin_weight_update", "end_weight_update"}):
-        weights.name("2")
+        weights.name(f"before {name}")
         weights.flush()
         before = weights.version
         with pytest.raises((AttributeError, TypeError)):
@@ -288,6 +288,10 @@ def test_a_version_counts_when_it_has_a_name_and_sglangs_own_cache_is_empty(weig
     assert not weights.is_known
     Scheduler.flush_cache(scheduler(), empty_cache=False)
     assert (weights.is_known, weights.version) == (True, "2")
+    weights.change()
+    Scheduler.record_weight_version_change(scheduler(), "2")
+    Scheduler.flush_cache(scheduler(), empty_cache=False)
+    assert not weights.is_known, "other weights under the same name"
 
 
 @pytest.mark.parametrize("flushes, is_known", [(True, True), (False, False)])
