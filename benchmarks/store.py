@@ -1,9 +1,10 @@
-"""What a store costs: ``python -m benchmarks.store forms|rates|index|buckets``.
+"""What a store costs: ``python -m benchmarks.store forms|rates|index|searches|buckets``.
 
 ``forms``: pieces to copy and bytes to read of a page, for several ways to lay out its files. ``rates``: pages per
-second written and read, beside ``cp`` of the same files. ``index``: memory and time of searches among many pages.
-``buckets``: saves, loads and searches in a bucket beside a folder; an S3-compatible server has to run, which AWS's
-variables of the environment name, and ``--bucket`` is the URL of a bucket in it.
+second written and read, beside ``cp`` of the same files, each the median of alternating rounds. ``index``: memory and
+time of searches among many pages. ``searches``: how searches grow with the pages of a prompt that has them for full
+attention, but not for windows. ``buckets``: saves, loads and searches in a bucket beside a folder; an S3-compatible
+server has to run, which AWS's variables of the environment name, and ``--bucket`` is the URL of a bucket in it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -22,11 +24,22 @@ import attrs
 import numpy as np
 
 from kvplan import Blocks, Model, Region, Worker, plan_reads, plan_writes
-from kvplan.store import Backend, Chain, FileBackend, StoreClient, StoreReader, open_backend, parts_of
+from kvplan.store import (
+    Backend,
+    Chain,
+    FileBackend,
+    MemoryBackend,
+    StoreClient,
+    StoreReader,
+    find,
+    open_backend,
+    parts_of,
+)
 from kvplan.store.pages import pack
 from kvplan.store.readers import place
 
 PAGE: Final = 64
+ROUNDS: Final = 5
 PAIRS: Final = (
     ("llama-3.1-8b", {"tp": 1}, {"tp": 8}),
     ("llama-3.1-8b", {"tp": 2}, {"tp": 4}),
@@ -149,12 +162,18 @@ def print_rates(folder: Path, num_tokens: int) -> None:
         for synchronize in (False, True):
             client = StoreClient(FileBackend(store, synchronize=synchronize), prompt.worker, tokens_per_page=size)
             chain = client.chain(range(num_tokens))
-            times = prompt.times(client, chain)
+            saved = timed(client.save, chain, prompt.tables, prompt.span)
             entries = [*client.backend.entries()]
             total = sum(entry.num_bytes for entry in entries)
-            for synchronized in ("", f" && find {copied} -type f -exec sync -d {{}} +"):
-                times.append(timed(shell, f"cp -r {store} {copied}{synchronized}"))
-                shutil.rmtree(copied)
+            rounds: list[list[float]] = []
+            for _ in range(ROUNDS):
+                # alternating, since others may use the machine
+                seconds = [timed(client.load, chain, prompt.tables, prompt.span)]
+                for synchronized in ("", f" && find {copied} -type f -exec sync -d {{}} +"):
+                    seconds.append(timed(shell, f"cp -r {store} {copied}{synchronized}"))
+                    shutil.rmtree(copied)
+                rounds.append(seconds)
+            times = [saved, *(float(np.median(each)) for each in zip(*rounds, strict=True))]
             shutil.rmtree(store)
             rates = [f"{num_tokens / size / s:,.0f} pages/s, {total / s / 1e6:,.0f} MB/s" for s in times]
             print(f"| {size} | {synchronize} | {len(entries)} | {total / prompt.num_bytes:.4f} | {' | '.join(rates)} |")
@@ -236,10 +255,44 @@ def print_index(folder: Path, num_pages: int) -> None:
     print(f"keys of 100 pages {1e3 * keys:.2f} ms, a list of all files {listed:.1f} s; {after - before} KiB of memory")
 
 
+def print_searches() -> None:
+    """Print the seconds of a search for prompts of more and more pages, by one rank and by eight."""
+    config = {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 6,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 8,
+        "sliding_window": 512,
+        "layer_types": ["full_attention", "sliding_attention"] * 3,
+    }
+    model = Model.from_config(config, "m")
+    print("| ranks | pages | steps of a page | steps of 16 tokens |")
+    print("|---:|---:|---:|---:|")
+    for ranks in (1, 8):
+        workers = model.engine("e", tp=ranks, num_blocks=9)
+        for num_pages in (125, 250, 500, 1000, 2000):
+            backend = MemoryBackend()
+            attended = {"swa": lambda position: max(0, position - 511)}
+            readers = [StoreReader(backend, worker, tokens_per_page=PAGE, attended=attended) for worker in workers]
+            chain = readers[0].chain(range(num_pages * PAGE))
+            full = {view.name for worker in workers for view in worker.views if view.group == "attn"}
+            for part in (part for worker in workers for part in parts_of(worker, PAGE)):
+                if {view.name for view in part.worker.views} <= full:
+                    data = memoryview(bytes(part.num_bytes))
+                    for page, key in enumerate(chain.keys):
+                        backend.put(f"{chain.space}/{key}/{part.name}", pack(key, PAGE * (page + 1), part, data))
+            # plans are made once for an engine
+            find(readers, chain, stop=PAGE)
+            times = [timed(partial(find, readers, chain, step=step)) for step in (PAGE, 16)]
+            print(f"| {ranks} | {num_pages} | {' | '.join(f'{seconds:.3f}' for seconds in times)} |", flush=True)
+
+
 def main() -> None:
     """Print what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("table", choices=["forms", "rates", "index", "buckets"])
+    parser.add_argument("table", choices=["forms", "rates", "index", "searches", "buckets"])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--pages", type=int, default=100_000)
     parser.add_argument("--bucket", help="the URL of an empty bucket, such as s3://caches")
@@ -247,6 +300,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.table == "forms":
         print_forms()
+        return
+    if arguments.table == "searches":
+        print_searches()
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         if arguments.table == "rates":
