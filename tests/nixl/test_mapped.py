@@ -290,6 +290,21 @@ def test_handles_that_cannot_be_mapped(bad: str, caplog: pytest.LogCaptureFixtur
         assert transfer.status is Status.DONE
 
 
+def test_memory_that_is_too_small() -> None:
+    """A handle of less memory than the region has is refused, and nothing stays mapped."""
+    mapper = MemfdMapper()
+    there, here = (in_shared_memory(engine(name)[0], mapper) for name in ("prefill", "decode"))
+    small = mapper.export(Region("small", mapper.allocate(64), 64))
+    texts = [base64.b64encode(small).decode() for _ in there.regions]
+    handles = json.dumps({"kind": mapper.kind, "regions": texts}).encode()
+    with (
+        MappedExecutor(there, mapper=mapper, key=KEY) as source,
+        MappedExecutor(here, mapper=mapper, key=KEY) as executor,
+    ):
+        assert not executor.maps(executor.connect(envelope_with(handles, source)))
+        assert mapper.num_open == 0
+
+
 def test_forged_handles() -> None:
     """Handles are signed: an envelope whose handles were changed is refused."""
     mapper = MemfdMapper()
