@@ -355,7 +355,12 @@ def test_reads_of_a_connector_are_not_staged(monkeypatch: pytest.MonkeyPatch) ->
     decode.pipeline = None  # of which the helper expects chunks
     specs: list[Any] = []
     start = decode.executor.start
-    monkeypatch.setattr(decode.executor, "start", lambda spec, *a, **k: [specs.append(spec), start(spec, *a, **k)][1])
+
+    def started(spec: ReadSpec, *arguments: Any, **options: Any) -> Transfer:
+        specs.append(spec)
+        return start(spec, *arguments, **options)
+
+    monkeypatch.setattr(decode.executor, "start", started)
     try:
         result = decode.read(prefill.hand_off("request 1"))
         assert result.error is None
