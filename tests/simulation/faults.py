@@ -81,11 +81,11 @@ class Fault:
 Lease = leases._Lease
 FAULTS = [
     # Leases
-    Fault("a reaper frees what a claim holds", Lease, "stands_at", "now < self.ends_at or any", "now < self.ends_at or False and any", seed=0, rule="CLAIM"),
+    Fault("a reaper frees what a claim holds", Lease, "stands_at", "or now < last_end", "or False", seed=0, rule="CLAIM"),
     Fault("a claim brings a lease back", Leases, "claim", "return False", "self._leases[lease] = _Lease(lease.split()[0], 0.0, 0.0, math.inf)", seed=0, rule="REPORT"),
     Fault("a lease that is over stands", Leases, "stands", "not self._is_refused(lease)", "True", seed=1, rule="OWN"),
-    Fault("a lease ends by a clock that is twice as fast", Leases, "claim", "self._clock() + self.lease_s", "self._clock() + self.lease_s / 2", seed=14, rule="CLAIM"),
-    Fault("the first lease ends by a clock that began elsewhere", Leases, "_grant", "self._clock() + duration_s", "duration_s", seed=0, rule="CLAIM"),
+    Fault("a lease ends by a clock that is twice as fast", Leases, "claim", "now + self.lease_s", "now + self.lease_s / 2", seed=14, rule="CLAIM"),
+    Fault("the first lease ends by a clock that began elsewhere", Leases, "_grant", "now + duration_s", "duration_s", seed=0, rule="CLAIM"),
     Fault("done of one reader ends all claims", Leases, "end", "claims_end_at.pop(reader, None)", "claims_end_at.clear()", seed=0, rule="CLAIM"),
     Fault("done is believed twice", Leases, "end", "self._leases.pop(lease)", "self._leases[lease]", seed=0, rule="REPORT"),
     Fault("done does not end the first lease", Leases, "end", "ending.ends_at = now", "pass"),
@@ -215,7 +215,7 @@ SGLANG_FAULTS = [
     Fault("a chunk counts as the whole prompt", Receiver, "_read_on", "read = self._read_tokens(handoff, pages, stop)", "self._is_complete = True; read = self._read_tokens(handoff, pages, stop)", seed=1, rule="RIGHT"),
     Fault("a chunk is read while another one is", Receiver, "_advance", "if self._name in rank.under_way", "if False", seed=0, rule="OWN"),
     Fault("a request that is given up keeps its lease", PREFILL.PrefillRank, "give_up", "self.leases.revoke(lease)", "pass", seed=38, rule="GROW"),
-    Fault("a lease that begins early never ends", Leases, "begin_first", "self._clock() + self.lease_s", "math.inf", seed=0, rule="END"),
+    Fault("a lease that begins early never ends", Leases, "begin_first", "now = self._clock()", "now = math.inf", seed=0, rule="END"),
     # pages
     Fault("positions of the last chunk alone are counted", Sender, "send", "self._num_tokens += num_kv_tokens", "self._num_tokens = num_kv_tokens", seed=1, rule="RIGHT"),
     Fault("pages after a cached prefix count from the first", Receiver, "_read_whole", "memory.block_tables(pages.pages, pages.start, ", "memory.block_tables(pages.pages, 0, ", seed=1, rule="AGAIN"),
