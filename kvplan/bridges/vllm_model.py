@@ -399,7 +399,7 @@ def _whole(tensors: Layer, ranks: int, info: RankInfo) -> Layer:
     return tuple(attrs.evolve(tensor, sharded=None, shards=1) for tensor in tensors)
 
 
-StateShapes = list[tuple[int, ...]]
+StateSizes = list[tuple[int, ...]]
 
 
 def _conv_sizes(shape: tuple[int, ...], conv: str) -> tuple[int, int]:
@@ -408,12 +408,12 @@ def _conv_sizes(shape: tuple[int, ...], conv: str) -> tuple[int, int]:
     return channels, steps
 
 
-def _mamba1(shapes: StateShapes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
+def _mamba1(shapes: StateSizes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
     channels, steps = _conv_sizes(shapes[0], conv)
     return mamba1(channels * ranks, shapes[1][1], steps, dtypes[0], dtypes[1])
 
 
-def _mamba2(shapes: StateShapes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
+def _mamba2(shapes: StateSizes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
     channels, steps = _conv_sizes(shapes[0], conv)
     heads, dim, state = shapes[1]
     local_groups, rest = divmod(channels - heads * dim, 2 * state)
@@ -433,7 +433,7 @@ def _mamba2(shapes: StateShapes, dtypes: list[str], ranks: int, conv: str, modul
     return mamba2(heads * ranks, dim, groups, state, steps, dtypes[0], dtypes[1])
 
 
-def _delta(shapes: StateShapes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
+def _delta(shapes: StateSizes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
     channels, steps = _conv_sizes(shapes[0], conv)
     value_heads, value_dim, key_dim = shapes[1]
     # q and k have as many channels as each other, v the rest.
@@ -445,21 +445,19 @@ def _delta(shapes: StateShapes, dtypes: list[str], ranks: int, conv: str, module
     return delta(*sizes, steps, dtypes[0], dtypes[1])
 
 
-def _lightning(shapes: StateShapes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
+def _lightning(shapes: StateSizes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
     ((heads, dim, _),) = shapes
     return lightning(heads * ranks, dim, dtypes[0])
 
 
-def _short_conv(
-    shapes: StateShapes, dtypes: list[str], ranks: int, conv: str, module: Any
-) -> Layer:
+def _short_conv(shapes: StateSizes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
     channels, steps = _conv_sizes(shapes[0], conv)
     return convolution(channels * ranks, steps, dtypes[0])
 
 
-RankStateReader = Callable[[StateShapes, list[str], int, str, Any], Layer]
+StatesReader = Callable[[StateSizes, list[str], int, str, Any], Layer]
 
-STATE_READERS: Final[Mapping[tuple[str, int], RankStateReader]] = MappingProxyType(
+STATE_READERS: Final[Mapping[tuple[str, int], StatesReader]] = MappingProxyType(
     {
         ("MAMBA1", 2): _mamba1,
         ("MAMBA2", 2): _mamba2,
