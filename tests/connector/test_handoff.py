@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError
 from kvplan.connector import Handoff, Source, WholeBlocks, attended, whole_blocks
+from kvplan.connector.handoff import PARAMS, PURPOSE, SIGNATURE
+from kvplan.connector.shared_key import SharedKey
 
 SOURCE = Source("prefill", "a1", "10.0.0.1", 5600)
 HANDOFF = Handoff(
@@ -51,7 +53,8 @@ def test_all_else_survives() -> None:
 def test_equal_handoffs_have_one_signature() -> None:
     """In all processes, where sets have other orders: one engine signs, and another one compares."""
     assert (
-        HANDOFF.params(b"key")["remote_signature"] == "a6d68d5b42c221378ef1ae81bc1450cb86c2c025589e60349de1b98b3eb01b7a"
+        HANDOFF.params(b"a secret of all engines")["remote_signature"]
+        == "a9356fbb50a78fae4a152aba950e155e0ee97ad20ef2958eec762ffe3e637dc3"
     )
 
 
@@ -76,13 +79,24 @@ def test_the_longest_shared_prefix_is_read(digests: dict[int, str], num_shared: 
         assert HANDOFF.count_shared(digest_of) == num_shared
 
 
-@pytest.mark.parametrize("key", HANDOFF.params())
+@pytest.mark.parametrize("key", PARAMS)
 def test_a_handoff_lacks_nothing(key: str) -> None:
     """Every key is needed."""
     params = HANDOFF.params()
     del params[key]
     with pytest.raises(KVPlanError, match=f"KEY: .*'{key}'"):
         Handoff.of_params(params)
+
+
+def signed(params: Any) -> Any:
+    """Parameters as an engine with the key would sign them."""
+    try:
+        signature = SharedKey.of(None).sign(
+            PURPOSE, json.dumps({key: params[key] for key in PARAMS}, sort_keys=True, separators=(",", ":")).encode()
+        )
+    except (TypeError, ValueError, KeyError, RecursionError):
+        return params
+    return {**params, SIGNATURE: signature}
 
 
 WRONG: list[tuple[str, Any, str]] = [
@@ -119,10 +133,12 @@ WRONG: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("key", "value", "code"), WRONG, ids=[f"{key} {i}" for i, (key, _, _) in enumerate(WRONG)])
 def test_a_strangers_values_are_refused(key: str, value: Any, code: str) -> None:
-    """Parameters come with a request, so they are read as untrusted data."""
+    """Parameters come with a request, and those that were not signed are not read; others are untrusted data too."""
     with pytest.raises(KVPlanError) as caught:
-        Handoff.of_params({**HANDOFF.params(), key: value})
+        Handoff.of_params(signed({**HANDOFF.params(), key: value}))
     assert caught.value.code == code
+    with pytest.raises(KVPlanError, match="MESSAGE: cannot read a handoff"):
+        Handoff.of_params({**HANDOFF.params(), key: value})
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.one_of(st.none(), st.integers(1, 50)))

@@ -9,16 +9,15 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from http.client import HTTPConnection
 
 import attrs
 import pytest
 
 from kvplan import KVPlanError
 from kvplan.connector import Claims, Leases, Listener, Offers, Source, fetch, send_claims
-from kvplan.connector.access import Access
+from kvplan.connector.access import Access, Asked, Proof
 from kvplan.connector.claims import ClaimMessage
-from kvplan.connector.http import Route, Server
+from kvplan.connector.http import Route, Server, exchange
 from kvplan.connector.listener import MAX_PARTS
 
 LOGGER = logging.getLogger("test")
@@ -138,20 +137,16 @@ NONSENSE = [
 def test_nonsense_is_refused(listener: Listener, leases: Leases, body: bytes) -> None:
     """A body that is no message of claims gets status 400, and changes no lease."""
     lease = leases.grant("a")
-    connection = HTTPConnection(listener.source.host, listener.source.port, timeout=10)
-    connection.request("POST", "/claims", body)
-    assert connection.getresponse().status == 400
-    connection.close()
+    with pytest.raises(KVPlanError, match="PEER: .* got '?400"):
+        exchange("prefill", listener.source.address, "/claims", 10, Access(), body)
     assert leases.stands(lease)
 
 
 def test_other_paths_are_refused(listener: Listener) -> None:
     """What is sent to another path is refused, and so is another method."""
-    for method, path in (("POST", "/done"), ("POST", "/"), ("GET", "/claims"), ("GET", "/claims/1"), ("PUT", "/x")):
-        connection = HTTPConnection(listener.source.host, listener.source.port, timeout=10)
-        connection.request(method, path)
-        assert connection.getresponse().status == 404
-        connection.close()
+    for sent, path in ((b"", "/done"), (b"", "/"), (None, "/claims"), (None, "/claims/1")):
+        with pytest.raises(KVPlanError, match="PEER: .* got '?404"):
+            exchange("prefill", listener.source.address, path, 10, Access(), sent)
 
 
 def test_an_answer_to_something_else_is_refused(monkeypatch: pytest.MonkeyPatch, listener: Listener) -> None:
@@ -206,13 +201,14 @@ def test_a_reader_that_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
         return b"offers" * (1 << 18)
 
     server = Server("127.0.0.1", 0, {"GET /": Route(answer)}, Access())
+    address = f"127.0.0.1:{server.port}"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        access = Access()
+        proof = Proof.of(access.key, server._challenges.latest, Asked("GET", "/", address, address), b"")
+        connection.sendall(f"GET / HTTP/1.1\r\nHost: {address}\r\nAuthorization: Kvplan {proof}\r\n\r\n".encode())
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
     has_gone.set()
-    other = HTTPConnection("127.0.0.1", server.port, timeout=10)
-    other.request("GET", "/")
-    assert len(other.getresponse().read()) == 6 << 18
+    assert len(exchange("a server", address, "/", 10, Access())) == 6 << 18
     server.close()
     server.close()
     assert capfd.readouterr().err == ""

@@ -15,6 +15,7 @@ from kvplan.connector import Handoff, Leases, Offers, Source
 from kvplan.connector.claims import ClaimAnswer, ClaimMessage, answer_claims
 from kvplan.connector.digest import Positions, TensorDigests, joined, mismatch, of_json, to_json
 from kvplan.connector.digest_requests import DigestRequests, answer_digests
+from tests.connector.test_handoff import signed
 
 WRONG: tuple[Any, ...] = (
     None,
@@ -52,7 +53,7 @@ READERS: dict[str, tuple[Callable[[Any], Any], Any]] = {
         lambda fields: ClaimAnswer.of_fields(MESSAGE, fields),
         {"claims": [True], "done": [True], "asks": [True]},
     ),
-    "handoff": (Handoff.of_params, HANDOFF.params()),
+    "handoff": (lambda params: Handoff.of_params(signed(params)), HANDOFF.params()),
     "signed handoff": (lambda params: Handoff.of_params(params, KEY), HANDOFF.params(KEY)),
     "offers": (
         lambda fields: Offers.decode(json.dumps(fields).encode()),
