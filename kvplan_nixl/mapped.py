@@ -322,10 +322,18 @@ def _unmapped(worker: Worker, expected: str, got: str) -> KVPlanError:
 
 
 def make_executor(
-    worker: Worker, backends: Backends = UCX, *, logger: Logger | None = None, **options: Any
+    worker: Worker,
+    backends: Backends = UCX,
+    *,
+    map_memory: bool = False,
+    logger: Logger | None = None,
+    **options: Any,
 ) -> NixlExecutor:
-    """Return the executor of an engine's worker: mapped where its memory is that of a GPU."""
-    mapper = cuda_mapper(worker)
+    """Return the executor of an engine's worker.
+
+    With ``map_memory`` it is a mapped one where the worker's memory is that of a GPU.
+    """
+    mapper = cuda_mapper(worker) if map_memory else None
     if mapper is None:
         return NixlExecutor(worker, backends, **options)
     return MappedExecutor(worker, backends, mapper=mapper, logger=logger, **options)

@@ -8,11 +8,11 @@ from logging import Logger
 
 from kvplan.budget import BUDGET_BYTES
 from kvplan.connector import Access, Claims, Connections, HandshakeResult, Reads, fetch
+from kvplan.connector.access import access_or_default
 from kvplan.connector.digest_requests import fetch_digests
 from kvplan.connector.peer_engines import HANDSHAKE_S
 from kvplan.connector.reads import Digest
 from kvplan.connector.system import SYSTEM, System
-from kvplan.connector.access import access_or_default
 from kvplan.describe import Worker
 from kvplan.staging import Copier, Pipeline, Rates
 from kvplan_nixl.envelope import Envelope

@@ -236,7 +236,8 @@ class Settings(NamedSettings):
     engine's name for its model, and of a fingerprint of its weights, unless they are empty;
     ``kv_heads`` that of the KV heads of a layer, unless it is 0. ``ignored_facts`` are those of the
     engine's identity (:mod:`kvplan_nixl.identity`) that the operator knows to be harmless. Prefill
-    publishes a request in part when ``early_tokens`` more positions are computed. ``rates`` names
+    publishes a request in part when ``early_tokens`` more positions are computed. With ``map_memory``
+    GPUs of one host are read out of their mapped memory. ``rates`` names
     the file of a calibration, by which decode chooses what it stages. ``bootstrap_servers`` are
     those that requests may name beside this machine's and ``host``: SGLang's, or listeners. The
     other settings of the network are those of :meth:`access`.
@@ -249,6 +250,7 @@ class Settings(NamedSettings):
     max_lease_s: float = setting(seconds, MAX_LEASE_S)
     staging_bytes: int = setting(integer, STAGING_BYTES)
     rates: str = setting(name, "")
+    map_memory: bool = setting(switch, False)
     handshake_timeout_s: float = setting(seconds, HANDSHAKE_S)
     budget_bytes: int = setting(integer, BUDGET_BYTES)
     max_peers: int = setting(at_least_one, MAX_SOURCES)

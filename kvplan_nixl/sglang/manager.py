@@ -127,7 +127,13 @@ class Manager(BaseKVManager):
             num_stages=parallel.pp_size,
             cp_rank=parallel.attn_cp_rank,
             windows=windows,
-            executor=make_executor(worker, settings.backends, logger=logger, key=access.key),
+            executor=make_executor(
+                worker,
+                settings.backends,
+                map_memory=settings.map_memory,
+                logger=logger,
+                key=access.key,
+            ),
             access=access,
         )
         if self._is_prefill:

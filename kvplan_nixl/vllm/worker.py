@@ -79,7 +79,11 @@ class Worker:
         worker, copier = with_staging(worker, settings.staging_bytes if is_reader else 0)
         self._memories = memories_of(kv_caches.values())
         self._executor = make_executor(
-            worker, settings.backends, logger=logger, key=self._access.key
+            worker,
+            settings.backends,
+            map_memory=settings.map_memory,
+            logger=logger,
+            key=self._access.key,
         )
         self._reads = ReadParts(
             make_reads(

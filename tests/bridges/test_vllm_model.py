@@ -115,9 +115,7 @@ def test_fp8_is_what_the_layer_says(word: str, in_spec: bool) -> None:
     module = None if in_spec else SimpleNamespace(kv_cache_dtype=word)
     (tensor,) = tensors_of(spec, module=module)
     assert tensor.dtype == ("float8_e5m2" if word == "fp8_e5m2" else "float8_e4m3fn")
-    with pytest.raises(
-        KVPlanError, match=r"^DTYPE: cannot read the cache of .model.layers.0.self_attn.attn.: "
-    ):
+    with pytest.raises(KVPlanError, match=r"^DTYPE: cannot read the cache of .model.layers.0.self_attn.attn.: "):
         tensors_of(attention_spec(dtype="torch.uint8", kv_quant_mode=mode))
 
 
@@ -280,9 +278,8 @@ def test_heads_that_differ_by_layer(zeros: Any) -> None:
     """Gemma-4 at TP 8: two heads a rank in layers with a window, one of four in the others."""
     specs = {NAMES[0]: attention_spec(), NAMES[1]: attention_spec(num_kv_heads=1, head_size=16, head_size_v=16)}
     totals = {0: 16, 1: 4}
-    model = vllm_model(
-        "any", RankInfo("prefill", 5, 5, 8), config_of(specs), {}, kv_heads=lambda name, number, is_draft: totals[number or 0]
-    )
+    info = RankInfo("prefill", 5, 5, 8)
+    model = vllm_model("any", info, config_of(specs), {}, kv_heads=lambda _, number, __: totals[number or 0])
     sliding, full = (model.layers[name].tensors[0] for name in NAMES[:2])
     assert (sliding.shards_of(5, 8), full.shards_of(5, 8)) == (range(10, 12), range(2, 3))
 

@@ -137,7 +137,7 @@ NONSENSE = [
 def test_nonsense_is_refused(listener: Listener, leases: Leases, body: bytes) -> None:
     """A body that is no message of claims gets status 400, and changes no lease."""
     lease = leases.grant("a")
-    with pytest.raises(KVPlanError, match="PEER: .* got '?400"):
+    with pytest.raises(KVPlanError, match=r"PEER: .* got '?400"):
         exchange("prefill", listener.source.address, "/claims", 10, Access(), body)
     assert leases.stands(lease)
 
@@ -145,7 +145,7 @@ def test_nonsense_is_refused(listener: Listener, leases: Leases, body: bytes) ->
 def test_other_paths_are_refused(listener: Listener) -> None:
     """What is sent to another path is refused, and so is another method."""
     for sent, path in ((b"", "/done"), (b"", "/"), (None, "/claims"), (None, "/claims/1")):
-        with pytest.raises(KVPlanError, match="PEER: .* got '?404"):
+        with pytest.raises(KVPlanError, match=r"PEER: .* got '?404"):
             exchange("prefill", listener.source.address, path, 10, Access(), sent)
 
 

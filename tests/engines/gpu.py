@@ -68,7 +68,7 @@ def filled(size: int, device: str) -> torch.Tensor:
 def own_memory(channel: Connection, size: int, length: int, device: str) -> None:
     """The process that is read from."""
     memory = filled(size, device)
-    with make_executor(worker_in("source", memory, length)) as executor:
+    with make_executor(worker_in("source", memory, length), map_memory=True) as executor:
         channel.send_bytes(executor.envelope())
         channel.poll(WAIT_S)
 
@@ -92,7 +92,7 @@ def kernel_row(length: int, total: int, pool: int, device: str) -> tuple[str, bo
         if device != "cpu":
             torch.cuda.synchronize()
 
-    with make_executor(worker_in("reader", memory, length)) as executor:
+    with make_executor(worker_in("reader", memory, length), map_memory=True) as executor:
         assert channel.poll(WAIT_S), "the source does not start"
         remote = executor.connect(channel.recv_bytes())
         plan: TransferPlan = plan_reads(executor.worker, [remote])

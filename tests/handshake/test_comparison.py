@@ -251,8 +251,8 @@ def test_facts_that_differ_are_named() -> None:
     assert len(found) == 17
     assert found[-1].field == "model: 85 more facts"
     # a name beside facts
-    (found,) = compare(attrs.evolve(worker, model="llama"), local).differences
-    assert (found.field, found.local) == ("model", "llama")
+    (named,) = compare(attrs.evolve(worker, model="llama"), local).differences
+    assert (named.field, named.local) == ("model", "llama")
 
 
 def test_a_plan_is_not_reused_for_another_model() -> None:

@@ -389,7 +389,7 @@ def test_main_memory_has_no_mapper() -> None:
     """Engines on CPUs move their bytes through NIXL, which copies out of other processes by itself."""
     mapper = MemfdMapper()
     worker = in_shared_memory(engine("prefill")[0], mapper)
-    with make_executor(worker, key=KEY) as executor:
+    with make_executor(worker, map_memory=True, key=KEY) as executor:
         assert type(executor) is NixlExecutor
 
 

@@ -1272,7 +1272,7 @@ def test_a_client_chooses_no_bootstrap_server(plugin: SimpleNamespace) -> None:
         senders = [plugin.prefill.Sender(prefill.manager, address, room) for room in range(300)]
         for sender in senders:
             assert sender.poll() == KVPoll.Failed
-            with pytest.raises(KVPlanError, match="NAME: cannot ask .*bootstrap_servers"):
+            with pytest.raises(KVPlanError, match=r"NAME: cannot ask .*bootstrap_servers"):
                 sender.failure_exception()
         assert threading.active_count() == num_threads
         with pytest.raises(TimeoutError):
