@@ -236,11 +236,11 @@ class Settings(NamedSettings):
     engine's name for its model, and of a fingerprint of its weights, unless they are empty;
     ``kv_heads`` that of the KV heads of a layer, unless it is 0. ``ignored_facts`` are those of the
     engine's identity (:mod:`kvplan_nixl.identity`) that the operator knows to be harmless. Prefill
-    publishes a request in part when ``early_tokens`` more positions are computed. With ``map_memory``
-    GPUs of one host are read out of their mapped memory. ``rates`` names
-    the file of a calibration, by which decode chooses what it stages. ``bootstrap_servers`` are
-    those that requests may name beside this machine's and ``host``: SGLang's, or listeners. The
-    other settings of the network are those of :meth:`access`.
+    publishes a request in part when ``early_tokens`` more positions are computed. With
+    ``map_memory`` GPUs of one host are read out of their mapped memory. ``rates`` names the file of
+    a calibration, by which decode chooses what it stages. ``bootstrap_servers`` are those that
+    requests may name beside this machine's and ``host``: SGLang's, or listeners. The other settings
+    of the network are those of :meth:`access`.
     """
 
     host: str = setting(name, "")
