@@ -434,11 +434,11 @@ def replaced(name: str) -> str:
             asked = sequels(prompts, answered)
             saved(engine, store, 0)
             old = answers(engine, asked, adapter="3")
-            computed_old = answers(engine, asked, adapter="3", salt="computed")
+            computed_old = answers(engine, asked, adapter="3", salt="computed by the old one")
             saved(engine, store, 0)
         with closing_engine(start("llama", side, store, "new adapter")) as engine:
             new = answers(engine, asked, adapter="3")
-            computed_new = answers(engine, asked, adapter="3", salt="computed")
+            computed_new = answers(engine, asked, adapter="3", salt="computed by the new one")
     findings = {
         "adapters differ": tokens_of(computed_old) != tokens_of(computed_new),
         "old adapter: same tokens": tokens_of(old) == tokens_of(computed_old),

@@ -127,6 +127,8 @@ def difference(answers: Sequence[Answer], others: Sequence[Answer]) -> float:
         ):
             if token != another:
                 break
+            if None in (score, second):
+                continue
             largest = max(largest, abs(score - second))
     return largest
 
@@ -209,10 +211,9 @@ def to_sglang(name: str, text: Text, ending: ExitStack) -> str:
 
 
 def scores_of(answer: Answer) -> Answer:
-    """An answer of SGLang with the log probability of each token alone; it has none of a token that vLLM chose."""
-    scores = [found[0] for found in (answer.log_probs or [None])[0] or []]
-    num_missing = len(answer.tokens) - len(scores)
-    return answer._replace(log_probs=[*[0.0] * num_missing, *scores])
+    """An answer of SGLang with the log probability of each token alone. Of the first, which vLLM chose, it has none."""
+    scores = [found[0] for found in answer.log_probs[0]]
+    return answer._replace(log_probs=[None, *scores[1 - len(answer.tokens) :]])
 
 
 def line(name: str, text: Text, answers: list[Answer], right: list[Answer], others: list[list[Answer]]) -> str:
@@ -229,7 +230,7 @@ def line(name: str, text: Text, answers: list[Answer], right: list[Answer], othe
         f"{own:.1e}",
         *(f"{each} of {num_questions}" for each in correct),
     ]
-    cut = [[answer.log_probs[0] for answer in each[num_questions:] if answer.log_probs] for each in (right, answers)]
+    cut = [[answer.log_probs[0] for answer in each[num_questions:]] for each in (right, answers)]
     cells += [f"{sum(each) / len(each):.4f}" if each else "-" for each in cut]
     return "| " + " | ".join([name, *cells]) + " |"
 
