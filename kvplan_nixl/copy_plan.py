@@ -255,7 +255,7 @@ def width_of(length: int, word: int, tile_bytes: int = TILE_BYTES) -> int:
     Rows are as long as runs allow, without leaving too many words of a tile unused.
 
     >>> [width_of(length, 16) * 8 for length in (16, 128, 656, 768, 8192, 65536)]
-    [16, 128, 256, 256, 8192, 8192]
+    [16, 128, 128, 256, 8192, 8192]
     """
     element = min(word, 8)
     width = max(tile_bytes // element, word // element)

@@ -377,7 +377,7 @@ def pin_name(owner: str) -> str:
     """Return the file by which an owner pins a page; the one without a name is the operator.
 
     >>> pin_name(""), pin_name("tenant 7")
-    ('pin', 'pin.63c3af0c3ba5f5ecb8bf3a2b1c7bd9b8')
+    ('pin', 'pin.cfce5f7876e2993fb5876747f2cb945f')
     """
     if not instance(str, owner, "owner of a pin"):
         return PIN

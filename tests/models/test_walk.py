@@ -30,6 +30,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+OUTER = {"minimax_m3": "minimax_m3_vl_text", "minimax_m3_text": "minimax_m3_vl_text"}
+"""Outer types of published files that transformers does not have."""
+
+
 def test_each_family_is_read_or_refused() -> None:
     """Every model type of transformers has an entry or a reason."""
     assert {*WALKED} <= {*FAMILIES} | {*REFUSED}
@@ -41,7 +45,7 @@ def test_defaults_are_those_of_transformers() -> None:
     table = json.loads(TABLE.read_text())
     assert table["families"] == {name: defaults(CLASSES[name]) for name in WALKED if name not in REFUSED}
     inner = {outer: name for name, outers in TYPES.items() for outer in outers if name not in REFUSED}
-    assert table["outer"] == inner
+    assert table["outer"] == inner | OUTER
 
 
 @pytest.mark.parametrize("model_type", [name for name in WALKED if name not in REFUSED])

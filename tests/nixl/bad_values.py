@@ -29,6 +29,9 @@ MADE: Final = ("NixlTransfer", "Peer", "TransferEvent")
 """Classes whose values executors make."""
 
 
+KEY = b"a secret of these engines"
+
+
 def calls() -> Calls:
     """The executors are closed behind the last call."""
     with ExitStack() as stack:
@@ -38,18 +41,18 @@ def calls() -> Calls:
 def calls_of(stack: ExitStack) -> Calls:
     """Two workers in this process. Calls that change what others need come last."""
     ((local, _), (source, _)) = (placed(engine(name)[0]) for name in "dp")
-    ours, theirs = (stack.enter_context(NixlExecutor(worker)) for worker in (local, source))
+    ours, theirs = (stack.enter_context(NixlExecutor(worker, key=KEY)) for worker in (local, source))
     envelope = theirs.envelope()
     plan = plan_reads(local, [ours.connect(envelope)])
     ours.prepare(plan)
     (spec,) = plan.bind(local={"attn": Blocks([3])}, remote={"attn": Blocks([0])}, tokens=(1, 3))
 
-    yield "Envelope", Envelope, {"worker": source, "agent": "p.0.a1", "metadata": b"..."}
-    opened = Envelope.unpack(envelope)
-    yield "Envelope.pack", opened.pack, {"key": b"key"}
-    yield "Envelope.unpack", Envelope.unpack, {"data": envelope, "key": b""}
+    yield "Envelope", Envelope, {"worker": source, "agent": "p.0.a1", "metadata": b"...", "handles": b""}
+    opened = Envelope.unpack(envelope, KEY)
+    yield "Envelope.pack", opened.pack, {"key": KEY}
+    yield "Envelope.unpack", Envelope.unpack, {"data": envelope, "key": KEY}
 
-    given: dict[str, Any] = {"worker": local, "backends": UCX, "progress_thread": False, "key": b""}
+    given: dict[str, Any] = {"worker": local, "backends": UCX, "progress_thread": False, "key": KEY}
     listeners = {"on_event": lambda event: None, "on_peer": lambda peer: None}
     yield "NixlExecutor", closed(NixlExecutor), {**given, **listeners}
     yield "NixlExecutor.connect", ours.connect, {"envelope": envelope}
