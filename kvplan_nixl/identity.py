@@ -255,7 +255,7 @@ def digest_of(facts: Mapping[str, Any]) -> str:
     >>> digest_of({"weights": "5f1a", "dtype": "bfloat16"})
     '77c487046ab6f62ca0faf5c5a24cb0e4'
     """
-    return hashlib.blake2b(_text(facts).encode(), digest_size=DIGEST_BYTES).hexdigest()
+    return hashlib.blake2b(_text(dict(facts)).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def short_model(facts: Mapping[str, Any]) -> str:

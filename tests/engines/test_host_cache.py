@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvplan import Blocks, Context, Group, KVPlanError
 from kvplan.connector import Read, ReadResult, Source
@@ -36,12 +37,15 @@ def copy_blocks(
         destinations[layer][destination_ids] = source[source_ids]
 
 
+SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
 def host_cache_of(tensors: Tensors, groups: list[list[str]]) -> HostCache:
     """The second cache of tensors in groups of layers."""
     cache: Any = SimpleNamespace(
         num_blocks=NUM_BLOCKS,
         transfer_group_ids=[*range(len(groups))],
-        kv_cache_groups=[SimpleNamespace(layer_names=layers) for layers in groups],
+        kv_cache_groups=[SimpleNamespace(layer_names=layers, kv_cache_spec=SPEC) for layers in groups],
     )
     made = HostCache(cache, tensors)
     made.set_copies(copy_blocks)

@@ -41,8 +41,10 @@ SPECS = {
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts the scheduler's part of an engine whose cache has groups of these kinds."""
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts the scheduler's part of an engine whose cache has groups of these kinds. It says no facts of a model."""
+    monkeypatch.setattr("kvplan_nixl.vllm.connector.identity_of", lambda *_: {})
+    monkeypatch.setattr("kvplan_nixl.vllm.connector.check_models", lambda *_: None)
     started: list[KvplanConnector] = []
 
     def make(*kinds: str, role: str = "kv_producer", **settings: Any) -> KvplanConnector:

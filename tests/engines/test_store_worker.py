@@ -43,6 +43,7 @@ def begun(backend: HangingBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         engine = EngineWithStore.of(QWEN, backend)
         monkeypatch.setattr("kvplan_nixl.vllm.store_worker.worker_of", lambda *_: engine.caches[0].worker)
         monkeypatch.setattr("kvplan_nixl.vllm.store_worker.open_backend", lambda _: backend)
+        monkeypatch.setattr("kvplan_nixl.vllm.store_worker.short_model", lambda _: QWEN.name)
         nothing: Any = None
         settings = VllmStoreSettings(folder=str(tmp_path), tokens_per_page=PAGE, stall_s=STALL_S)
         worker = StoreWorker(nothing, nothing, settings)

@@ -19,11 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
-    SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput
@@ -38,9 +38,15 @@ from tests.store.engines import QWEN, EngineWithStore
 SIZES = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 FULL, WINDOW = FullAttentionSpec(**SIZES), SlidingWindowSpec(**SIZES, sliding_window=48)
 STATES = MambaSpec(block_size=512, shapes=((3, 8),), dtypes=(torch.float32,), mamba_type="mamba2")
-SINKS = SinkFullAttentionSpec(**SIZES, sink_len=16)
+CROSS = CrossAttentionSpec(**SIZES)
 PROMPT = [*range(100, 300)]
 NUMBERS = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has no model, so it says none of its facts."""
+    monkeypatch.setattr("kvplan_nixl.vllm.store.identity_of", lambda *_: {})
 
 
 def connector(
@@ -147,7 +153,7 @@ def test_requests_wait_until_workers_have_said_what_they_load(stored: Path) -> N
         ),
         ({"spec": STATES, "mode": "align"}, "SETTING: cannot set mamba_cache_mode of a store: expected none"),
         ({"spec": STATES, "speculative": SimpleNamespace(method="ngram")}, "SETTING: cannot set speculative_config"),
-        ({"spec": SINKS}, "LAYOUT: cannot transfer a cache of vLLM: .* got SinkFullAttentionSpec"),
+        ({"spec": CROSS}, "LAYOUT: cannot transfer a cache of vLLM: .* got CrossAttentionSpec"),
         ({"speculative": SimpleNamespace(method="eagle")}, "SETTING: cannot set speculative_config of a store"),
         ({"extra": {"port": 7}}, "SETTING: cannot read kv_connector_extra_config: expected known names, got 'port'"),
         ({"kv_port": 5}, "SETTING: cannot set kv_port"),
