@@ -181,7 +181,7 @@ def test_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     with PeerProcess(worker("prefill", layers, 2 * blocks), UCX) as peer, NixlExecutor(local) as executor:
         offers = Offers("prefill", "1", (peer.ask("envelope"),))
         connections = Connections(
-            open_offer=lambda envelope: Envelope.unpack(envelope, b"").worker,
+            open_offer=lambda envelope: Envelope.unpack(envelope).worker,
             connect=executor.connect,
             disconnect=executor.disconnect,
             fetch_offers=lambda *_: offers,

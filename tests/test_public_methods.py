@@ -117,6 +117,7 @@ def traced() -> Example:
 def examples() -> dict[type, Callable[[], Example]]:
     """A function for each class, since methods change what they are called on."""
     access = {"server": "10.0.0.1:1", "challenge": "0" * 32, "address": "127.0.0.1"}
+    access["check_server.address"] = "127.0.0.1:1"
     exchange = {"peer": "prefill", "path": "/", "timeout_s": 0.1, "access": Access(), "sent": None, "port": 0}
     system = {**exchange, "address": "127.0.0.1", "routes": {}, "name": "thread", "run": lambda: None}
     rates = Rates("here", 1e-5, 1e-7, 1e-10, 1e-6, 1e-10)

@@ -169,8 +169,11 @@ class HeldCopies:
         self.run()
 
 
-def serve(channel: Connection, worker: Worker) -> None:
-    """The process of a source: it owns memory, and obeys commands."""
+def serve(channel: Connection, worker: Worker, environment: dict[str, str]) -> None:
+    """The process of a source: it owns memory, and obeys commands. Its UCX has the settings of an environment."""
+    for key in [key for key in os.environ if key.startswith("UCX_")]:
+        del os.environ[key]
+    os.environ.update(environment)
     mapper = MemfdMapper()
     here = in_shared_memory(worker, mapper)
     filled(here)
@@ -200,8 +203,10 @@ class Source:
     def __init__(self, worker: Worker) -> None:
         context = forkserver()
         self._channel, theirs = context.Pipe()
+        # the server of processes has the environment of whoever asked it first
+        environment = {key: value for key, value in os.environ.items() if key.startswith("UCX_")}
         self.process: multiprocessing.process.BaseProcess = context.Process(
-            target=serve, args=(theirs, worker), daemon=True
+            target=serve, args=(theirs, worker, environment), daemon=True
         )
         self.process.start()
 

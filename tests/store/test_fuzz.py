@@ -117,7 +117,16 @@ def work(kind: str, folder: Path, seed: int) -> None:
             client = engine.caches[0].client
             client.use(client.chain(prompt), 96)
         else:
-            evict(backend, Limits(max_bytes=rng.randrange(300_000)), time.time(), unfinished_s=0.0)
+            # what is written has to stay for a while, so that some of it can be loaded
+            time.sleep(rng.uniform(0.0, 0.05))
+            evict(backend, Limits(max_bytes=rng.randrange(100_000, 400_000)), time.time(), unfinished_s=0.0)
+
+
+def wait_for_a_page(backend: FileBackend) -> None:
+    """Wait until workers have begun, which takes long on a busy machine: a page is there, or was when others ended."""
+    deadline = time.monotonic() + 30
+    while not any(True for _ in backend.entries()) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def kill_workers(folder: Path, rounds: int, seed: int) -> None:
@@ -137,6 +146,7 @@ def kill_workers(folder: Path, rounds: int, seed: int) -> None:
                 finally:
                     os._exit(1)
             children.append(child)
+        wait_for_a_page(backend)
         time.sleep(rng.uniform(0.02, 0.25))
         for child in children:
             os.kill(child, signal.SIGKILL)
