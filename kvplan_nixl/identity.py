@@ -27,9 +27,10 @@ of length, and names. :data:`HARMLESS_KEYS` are those of a ``config.json``, and 
 a list of its engine's options, with a reason for each. What is in neither list is a fact.
 
 A worker has the facts as its model (:class:`kvplan.Worker`), so a handshake names those that
-differ, with both values. Prompts' digests and the keys of a store have the digest of all facts in
-their place: there a difference is a miss. An operator who knows that a fact is harmless names it in
-the setting ``ignored_facts``, on both engines.
+differ, with both values. A handoff has the version of the weights, since that may change after the
+handshake. The keys of a store have the digest of all facts in their place: there a difference is a
+miss. An operator who knows that a fact is harmless names it in the setting ``ignored_facts``, on
+both engines.
 """
 
 from __future__ import annotations
