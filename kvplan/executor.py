@@ -4,21 +4,22 @@ A plan says which bytes move, and an executor moves them. All executors follow t
 :mod:`kvplan.testing.executors` tests; :class:`kvplan.testing.FakeNetwork` has executors over fake
 memory:
 
-- E1: The caller polls a transfer until it settles. :meth:`Executor.poll` never waits.
-- E2: A settled transfer touches no byte. Only then may the caller reuse its local blocks.
-- E3: When a transfer is DONE, its executor sends the remote worker one notice with the request's
-  name and attempt, also where there was no byte to move. A transfer that is FAILED or CANCELLED
-  sends none: the caller may try again, or give the request up with :meth:`Executor.notify`. Nor
-  does a pair whose tables are empty, which nobody awaits, nor a transfer started with
-  ``notify=False``: where a request takes several transfers with one worker, only the last one
-  notifies, and the caller starts it when all others are done.
-- E4: A failure under way becomes the transfer's ``error``. It raises nothing and affects no other
-  transfer.
-- E5: The remote workers of a plan must equal the workers that the executor knows. Its local worker
-  needs the same key and the same regions, but its views may differ. So the worker that owns a
-  staging buffer can also prepare plans whose local worker describes only that buffer.
-- E6: A notice names the connected worker that it came from, whatever its sender claims. Notices of
-  others are not delivered. :class:`PendingRequests` knows from whom a request still awaits one.
+- executor.E1: The caller polls a transfer until it settles. :meth:`Executor.poll` never waits.
+- executor.E2: A settled transfer touches no byte. Only then may the caller reuse its local blocks.
+- executor.E3: When a transfer is DONE, its executor sends the remote worker one notice with the
+  request's name and attempt, also where there was no byte to move. A transfer that is FAILED or
+  CANCELLED sends none: the caller may try again, or give the request up with
+  :meth:`Executor.notify`. Nor does a pair whose tables are empty, which nobody awaits, nor a
+  transfer started with ``notify=False``: where a request takes several transfers with one worker,
+  only the last one notifies, and the caller starts it when all others are done.
+- executor.E4: A failure under way becomes the transfer's ``error``. It raises nothing and affects
+  no other transfer.
+- executor.E5: The remote workers of a plan must equal the workers that the executor knows. Its
+  local worker needs the same key and the same regions, but its views may differ. So the worker that
+  owns a staging buffer can also prepare plans whose local worker describes only that buffer.
+- executor.E6: A notice names the connected worker that it came from, whatever its sender claims.
+  Notices of others are not delivered. :class:`PendingRequests` knows from whom a request still
+  awaits one.
 """
 
 from __future__ import annotations
@@ -243,7 +244,7 @@ class Executor(Protocol):
     def prepare(self, plan: TransferPlan) -> None:
         """Prepare for the specs of a plan, once.
 
-        Raises ``PEER`` where a worker is not the one in the plan, rule E5.
+        Raises ``PEER`` where a worker is not the one in the plan, rule executor.E5.
         """
 
     def start(
@@ -340,7 +341,9 @@ def not_planned_for(worker: Worker, present: Worker | None, side: str) -> KVPlan
 
 
 def check_local(plan: TransferPlan, worker: Worker) -> None:
-    """Check that an executor's ``worker`` can be a plan's local one, rule E5. Raises ``PEER``."""
+    """Check that an executor's ``worker`` can be a plan's local one, rule executor.E5. Raises
+    ``PEER``.
+    """
     _checks.having("pairs", plan, "plan", "a TransferPlan")
     # its views may differ: a plan of a staging buffer has only those of the buffer
     if (plan.local.key, plan.local.regions) != (worker.key, worker.regions):

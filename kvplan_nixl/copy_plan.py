@@ -1,18 +1,20 @@
 """Copies of a plan by address: what a kernel needs to move a request without a list of its ids.
 
 The planner numbers descriptors so that the id of a run is ``base + step * block id + slot term``
-(rule T3 of :mod:`kvplan.plan.rows`), and a row places its ids at a constant stride. So the address
-of a run is such a sum as well, in bytes: the *origin* of the run in block 0, plus the bytes from
-block to block times the block id, plus what the slot adds. :class:`PairCopy` turns the ids of a
-pair of workers into these sums once, and keeps them on the device. A request then brings its block
-tables and, for each series of runs, the numbers of the first and the last occurrence in its range.
-The kernel (:mod:`kvplan_nixl.kernel`) computes the rest:
+(rule plan.T3 of :mod:`kvplan.plan.rows`), and a row places its ids at a constant stride. So the
+address of a run is such a sum as well, in bytes: the *origin* of the run in block 0, plus the bytes
+from block to block times the block id, plus what the slot adds. :class:`PairCopy` turns the ids of
+a pair of workers into these sums once, and keeps them on the device. A request then brings its
+block tables and, for each series of runs, the numbers of the first and the last occurrence in its
+range. The kernel (:mod:`kvplan_nixl.kernel`) computes the rest:
 
-- K1: Occurrence ``n`` of a series begins at position ``starts[n % starts] + n // starts * period``.
-- K2: On each side that position has a local index, a block ordinal and a slot (rules A1 and A2),
-  and the block table has the block id of the ordinal; -1 is a gap, to which nothing moves.
-- K3: A copy moves words of 16, 8, 4, 2 or 1 bytes: the widest that divides the length, and every
-  origin, block step and slot term of both sides. It is chosen when a plan is prepared.
+- nixl.K1: Occurrence ``n`` of a series begins at position ``starts[n % starts] + n // starts *
+  period``.
+- nixl.K2: On each side that position has a local index, a block ordinal and a slot (rules plan.A1
+  and plan.A2), and the block table has the block id of the ordinal; -1 is a gap, to which nothing
+  moves.
+- nixl.K3: A copy moves words of 16, 8, 4, 2 or 1 bytes: the widest that divides the length, and
+  every origin, block step and slot term of both sides. It is chosen when a plan is prepared.
 
 A spec whose ids are listed moves too: a row is a series whose "blocks" are ids.
 """
@@ -156,7 +158,7 @@ class Entry:
             header[field + SideField.STEP] = self.steps[side]
 
     def position(self, number: Ints) -> Ints:
-        """Return the positions of occurrences, rule K1."""
+        """Return the positions of occurrences, rule nixl.K1."""
         return self.starts[number % self.starts.size] + number // self.starts.size * self.period
 
 
@@ -212,7 +214,7 @@ def _terms_of(blocks: Any) -> Ints:
 
 
 def _entry(*, num_blocks: tuple[int, int], **values: Any) -> Entry:
-    """Return an entry, with the words of rule K3 and the shape of its tiles."""
+    """Return an entry, with the words of rule nixl.K3 and the shape of its tiles."""
     steps = [step for step, blocks in zip(values["steps"], num_blocks, strict=True) if blocks > 1]
     word = word_bytes(values["length"], values["origins"], values["terms"], steps)
     groups = values["groups"]

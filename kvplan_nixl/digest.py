@@ -162,8 +162,8 @@ class ViewWords:
     ``extents`` and ``strides_bytes`` have one entry for each dimension of a block, by descending
     stride. The arrays have as many dimensions, of extent 1 where a value does not depend on one:
     ``slots`` the slot of a word, ``weights`` the factor that it is multiplied by, ``parts`` the
-    part that it is in, and ``coverage``, in the shape of ``parts``, the sum of rule D5 over the
-    other axes.
+    part that it is in, and ``coverage``, in the shape of ``parts``, the sum of rule digest.D5 over
+    the other axes.
     """
 
     num_blocks: int
@@ -206,7 +206,7 @@ class ViewWords:
             first_bytes = first_bytes + contiguous.start * view.itemsize
         elif packed is not None:
             first_bytes = first_bytes + coordinates[packed] * view.itemsize
-        # rule D2: 8 bytes in a row share the key of the packed axis
+        # rule digest.D2: 8 bytes in a row share the key of the packed axis
         weights = np.uint64(1) << (first_bytes % WORD_BYTES * 8).astype(np.uint64)
         if packed is not None:
             weights = weights * keys(packed, first_bytes // WORD_BYTES)
@@ -331,7 +331,7 @@ def _tensors(
         place_coverage = np.concatenate([view.words.coverage.reshape(-1) for view in views])
         place_sums = host_sums[start : start + part_numbers.size]
         start += part_numbers.size
-        # one element for each part: views that hold boxes of one part are added up, rule D4
+        # one element for each part: views that hold boxes of one part are added up, rule digest.D4
         parts = distinct(part_numbers)
         part_indices = np.searchsorted(parts, part_numbers)
         coverage = np.zeros(parts.size, np.uint64)

@@ -4,21 +4,21 @@ The executor computes nothing. It registers the worker's regions, hands a plan's
 strided descriptors, and indexes them by a spec's ids. It follows the rules of
 :mod:`kvplan.executor` and these:
 
-- N1: An envelope makes a remote worker known. A plan is prepared only if its remote workers equal
-  those of the envelopes. A restarted process has a new agent name, so transfers meant for the old
-  process never reach it.
-- N2: NIXL can release a running transfer or remove its remote agent, but neither stops bytes under
-  way. So the executor does neither while a transfer runs. A cancelled transfer runs until NIXL
-  reports DONE or an error, also where its remote worker is disconnected by force. Only
+- nixl.N1: An envelope makes a remote worker known. A plan is prepared only if its remote workers
+  equal those of the envelopes. A restarted process has a new agent name, so transfers meant for the
+  old process never reach it.
+- nixl.N2: NIXL can release a running transfer or remove its remote agent, but neither stops bytes
+  under way. So the executor does neither while a transfer runs. A cancelled transfer runs until
+  NIXL reports DONE or an error, also where its remote worker is disconnected by force. Only
   :meth:`NixlExecutor.close` ends running transfers. An error ends a transfer only if UCX stops
   writing after it. With its own copies on one host (CMA, :mod:`kvplan_nixl.cma`) it does not, so
   where it may have used these, a transfer that has failed stays RUNNING until the process of its
   remote worker has ended.
-- N3: Handles are freed in this order: transfers, prepared rows, remote agents, registered memory,
-  the agent. After :meth:`NixlExecutor.close` nothing of NIXL is left, whatever transfers and errors
-  the caller keeps.
-- N4: A message counts as a notice if NIXL says that the agent of a connected worker sent it. The
-  latest :data:`MAX_EARLY` messages of other agents are kept, in case these connect.
+- nixl.N3: Handles are freed in this order: transfers, prepared rows, remote agents, registered
+  memory, the agent. After :meth:`NixlExecutor.close` nothing of NIXL is left, whatever transfers
+  and errors the caller keeps.
+- nixl.N4: A message counts as a notice if NIXL says that the agent of a connected worker sent it.
+  The latest :data:`MAX_EARLY` messages of other agents are kept, in case these connect.
 """
 
 from __future__ import annotations
@@ -237,14 +237,14 @@ class NixlExecutor:
         """Forget a remote worker, so that another process can connect under its name.
 
         With ``force`` its running transfers are cancelled. They stay RUNNING, and their blocks must
-        not be used, until NIXL reports their end, rule N2. Otherwise raises ``TRANSFER`` while a
-        transfer runs. Raises ``PEER`` if the worker is not connected.
+        not be used, until NIXL reports their end, rule nixl.N2. Otherwise raises ``TRANSFER`` while
+        a transfer runs. Raises ``PEER`` if the worker is not connected.
         """
         peer = self._peers.get(instance(Worker, worker, "worker").key)
         instance(bool, force, "force")
         if peer is None:
             raise not_connected(worker.key)
-        # a transfer that still runs keeps its peer in NIXL until it ends, rule N2
+        # a transfer that still runs keeps its peer in NIXL until it ends, rule nixl.N2
         for transfer in tuple(peer.held):
             if self.poll(transfer).is_settled:
                 self.release(transfer)
@@ -344,7 +344,7 @@ class NixlExecutor:
         return self._agent.post(transfer.handle)
 
     def _finish(self, transfer: NixlTransfer, peer: _Peer) -> None:
-        """Notify the peer that all bytes have moved, rule E3, and settle the transfer."""
+        """Notify the peer that all bytes have moved, rule executor.E3, and settle the transfer."""
         # NIXL forgets its figures with the handle
         if transfer.handle is not None:
             transfer.num_descriptors = self._agent.num_descriptors(transfer.handle)
@@ -354,7 +354,7 @@ class NixlExecutor:
         self._end(transfer)
 
     def _fail(self, transfer: NixlTransfer, peer: _Peer, error: KVPlanError) -> None:
-        """Settle a transfer with an error, or hold it while copies of it may go on, rule N2."""
+        """Settle a transfer with an error, or hold it while copies of it may go on (nixl.N2)."""
         # without a handle nothing was posted
         if transfer.handle is None or not self._may_be_copied(transfer.spec, peer):
             self._end(transfer, error)
@@ -438,7 +438,7 @@ class NixlExecutor:
         return "" if handle is None else self._agent.backend_of(handle)
 
     def cancel(self, transfer: Transfer) -> None:
-        """Cancel a running transfer. It settles when NIXL reports its end, rule N2."""
+        """Cancel a running transfer. It settles when NIXL reports its end, rule nixl.N2."""
         status = instance(Transfer, transfer, "transfer").status
         if status is Status.RUNNING and isinstance(transfer, NixlTransfer):
             transfer.is_cancelled = True
@@ -502,7 +502,7 @@ class NixlExecutor:
         return tuple(notices)
 
     def close(self) -> None:
-        """Free everything in the order of rule N3.
+        """Free everything in the order of rule nixl.N3.
 
         Running transfers become CANCELLED and touch no more bytes.
         """
@@ -532,7 +532,7 @@ class NixlExecutor:
             if peer.held:
                 continue
             self._left.remove(peer)
-            # prepared rows are freed before the remote agent or its memory, rule N3
+            # prepared rows are freed before the remote agent or its memory, rule nixl.N3
             peer.rows.clear()
             if peer.attached is None:
                 self._agent.unload(peer.agent)

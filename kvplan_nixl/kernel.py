@@ -3,8 +3,8 @@
 A program moves tiles of :data:`~kvplan_nixl.copy_plan.TILE_BYTES`: rows of words, each row a part
 of one run. It takes every n-th tile of every entry, n being the number of programs, which is the
 limit on how much of a GPU a copy uses beside running requests. Addresses are computed in the kernel
-by rules K1 and K2 of :mod:`kvplan_nixl.copy_plan`. Triton's interpreter runs the same function on a
-CPU, where tests compare its bytes with fake memory; nothing but tests uses it there.
+by rules nixl.K1 and nixl.K2 of :mod:`kvplan_nixl.copy_plan`. Triton's interpreter runs the same
+function on a CPU, where tests compare its bytes with fake memory; nothing but tests uses it there.
 """
 
 # Triton reads the annotations of a kernel as values, so this module has no postponed ones.
@@ -92,12 +92,12 @@ if has_triton:
                 piece = item // chunks
                 offset = (item - piece * chunks) * WIDTH
                 run = piece // count
-                # where the run occurs, rule K1
+                # where the run occurs, rule nixl.K1
                 occurrence = first + piece - run * count
                 turn = occurrence // num_starts
                 start = occurrence - turn * num_starts
                 position = turn * period + tl.load(starts + start, mask=is_item, other=0).to(INDEX)
-                # its block and slot on each side, rule K2
+                # its block and slot on each side, rule nixl.K2
                 to_index = position
                 from_index = position
                 if HAS_CONTEXT:

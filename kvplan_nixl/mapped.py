@@ -6,13 +6,15 @@ can be mapped, bytes move by one kernel that has the plan (:mod:`kvplan_nixl.ker
 lists no descriptor ids. With other peers they move through NIXL. Notices, connections and the rules
 of both are the same:
 
-- P1: A copy runs to its end: a transfer that is cancelled, or whose peer is disconnected by force,
-  stays RUNNING until the copy no longer touches memory. :meth:`MappedExecutor.close` waits for it.
-- P2: Memory stays mapped while a copy of it runs or the peer is connected, and no longer. A mapping
-  outlives the process that made the memory, so a copy out of a peer that is killed ends, with the
-  bytes that were there. The peer's lease says whether they are still the request's, as with NIXL.
-- P3: Memory that cannot be mapped is no error: the executor logs why, once for each peer, and moves
-  bytes through NIXL.
+- nixl.P1: A copy runs to its end: a transfer that is cancelled, or whose peer is disconnected by
+  force, stays RUNNING until the copy no longer touches memory. :meth:`MappedExecutor.close` waits
+  for it.
+- nixl.P2: Memory stays mapped while a copy of it runs or the peer is connected, and no longer. A
+  mapping outlives the process that made the memory, so a copy out of a peer that is killed ends,
+  with the bytes that were there. The peer's lease says whether they are still the request's, as
+  with NIXL.
+- nixl.P3: Memory that cannot be mapped is no error: the executor logs why, once for each peer, and
+  moves bytes through NIXL.
 
 When its engine starts, :func:`make_executor` chooses the executor by the worker's memory.
 """
@@ -288,7 +290,7 @@ class MappedExecutor(NixlExecutor):
                 memory.close()
 
     def close(self) -> None:
-        """Free everything, when no copy touches memory any more, rule P1."""
+        """Free everything, when no copy touches memory any more, rule nixl.P1."""
         for memory in self._memories.values():
             memory.copies.wait()
         super().close()

@@ -1,16 +1,18 @@
 """Access: who may talk to an engine over the network, by a key that all engines share.
 
-- D1: Every question and every answer is signed with a key, by :mod:`kvplan.connector.shared_key`. A
-  server with the key of its host alone listens on loopback: no other host could ask it anything.
-- D2: A question is signed with its method, target and body, and with the server that is asked: the
-  address that the reader was told, and the IP address and port to which it is connected. An answer
-  is signed with its question, status and body. So neither passes for another one, and a server that
-  passes a question on to another server gets no answer.
-- D3: A question quotes the *challenge* of the server, which is random, and has a nonce that nobody
-  has used with this challenge. So a recorded question is refused, also by the next start of the
-  server, and no clock is compared. The server tells its challenge in each answer, also where it
+- access.D1: Every question and every answer is signed with a key, by
+  :mod:`kvplan.connector.shared_key`. A server with the key of its host alone listens on loopback:
+  no other host could ask it anything.
+- access.D2: A question is signed with its method, target and body, and with the server that is
+  asked: the address that the reader was told, and the IP address and port to which it is connected.
+  An answer is signed with its question, status and body. So neither passes for another one, and a
+  server that passes a question on to another server gets no answer.
+- access.D3: A question quotes the *challenge* of the server, which is random, and has a nonce that
+  nobody has used with this challenge. So a recorded question is refused, also by the next start of
+  the server, and no clock is compared. The server tells its challenge in each answer, also where it
   refuses a question for want of it.
-- D4: The head of a question is checked before its body is read, and the body before it is parsed.
+- access.D4: The head of a question is checked before its body is read, and the body before it is
+  parsed.
 
 A key hides nothing: for that, both sides have TLS contexts.
 """
@@ -61,7 +63,9 @@ class Asked:
 
 @attrs.frozen
 class Proof:
-    """The proof that a question comes from somebody who knows the key, by rules D2 and D3."""
+    """The proof that a question comes from somebody who knows the key, by rules access.D2 and
+    access.D3.
+    """
 
     server: str
     challenge: str
@@ -180,7 +184,7 @@ class Access:
                 instance(ssl.SSLContext, context, "a TLS context of an access")
 
     def check_address(self, address: str) -> None:
-        """Refuse to listen where no engine could ask, by rule D1. Raises ``PEER``.
+        """Refuse to listen where no engine could ask, by rule access.D1. Raises ``PEER``.
 
         >>> Access().check_address("127.0.0.1")
         >>> Access().check_address("10.0.0.1")

@@ -1,11 +1,11 @@
 """Claims: a reader holds the leases of other engines while its requests wait and are read.
 
-- C1: A reader claims a lease when the request arrives, renews the claim every :data:`RENEW_S`, and
-  ends it when no byte of the request can move any more.
-- C2: No answer is no refusal: a claim that could not be sent is sent again. A refused one stays
-  refused.
-- C3: Nothing waits. Each engine has a thread of its own, so one that hangs delays no other engine's
-  claims.
+- claim.C1: A reader claims a lease when the request arrives, renews the claim every
+  :data:`RENEW_S`, and ends it when no byte of the request can move any more.
+- claim.C2: No answer is no refusal: a claim that could not be sent is sent again. A refused one
+  stays refused.
+- claim.C3: Nothing waits. Each engine has a thread of its own, so one that hangs delays no other
+  engine's claims.
 
 :class:`Claims` has the threads. :class:`SourceClaims` decides what they send and when, without
 thread, clock or network.

@@ -4,19 +4,19 @@ A prefill worker computes the digests of what it hands over, and a decode worker
 arrived. :func:`mismatch` compares them, whatever block size, parallel sizes and axis order each
 side has. :func:`kvplan_nixl.digest.cache_digests` computes them.
 
-- D1: A digest is a sum modulo 2**64 with one term for each element: its bits as an unsigned
+- digest.D1: A digest is a sum modulo 2**64 with one term for each element: its bits as an unsigned
   integer, times the product of one odd key for each axis, which depends on the axis name and the
   coordinate. A position is the coordinate along ``token``; that of a state is its block ordinal.
-- D2: Along the *packed* axis, the longest one that is not divided, 8 bytes share a key. An element
-  of ``s`` bytes at coordinate ``c`` is multiplied by ``2 ** (8 * (c * s % 8))``, and has the key
-  of coordinate ``c * s // 8``. So 8 bytes in a row are one integer.
-- D3: Any change of one element changes the digest: the element's term is a non-zero difference
-  below 2**64, times an odd number. Elements that change places change it unless the sum of many
-  pseudo-random terms is 0 modulo 2**64.
-- D4: The digest of disjoint boxes together is the sum of their digests. Tensors have one digest for
-  each *part*: a coordinate of each divided axis, or an equal share of a long one.
-- D5: The *coverage* of a part is the same sum, without positions, over ones in place of elements.
-  It tells which elements a worker has of the part.
+- digest.D2: Along the *packed* axis, the longest one that is not divided, 8 bytes share a key. An
+  element of ``s`` bytes at coordinate ``c`` is multiplied by ``2 ** (8 * (c * s % 8))``, and has
+  the key of coordinate ``c * s // 8``. So 8 bytes in a row are one integer.
+- digest.D3: Any change of one element changes the digest: the element's term is a non-zero
+  difference below 2**64, times an odd number. Elements that change places change it unless the sum
+  of many pseudo-random terms is 0 modulo 2**64.
+- digest.D4: The digest of disjoint boxes together is the sum of their digests. Tensors have one
+  digest for each *part*: a coordinate of each divided axis, or an equal share of a long one.
+- digest.D5: The *coverage* of a part is the same sum, without positions, over ones in place of
+  elements. It tells which elements a worker has of the part.
 
 Several sources may hold the same elements. A destination's digest is right if it is that of one of
 them, and no source is added twice.
@@ -93,7 +93,7 @@ def divided_axes(sizes: Mapping[str, int], divided: Iterable[str]) -> dict[str, 
 
 
 def packed_axis(sizes: Mapping[str, int], divided: Iterable[str]) -> str | None:
-    """Return the axis of rule D2, or ``None`` for a tensor without one.
+    """Return the axis of rule digest.D2, or ``None`` for a tensor without one.
 
     >>> packed_axis({"head": 8, "token": 16, "kv": 2, "dim": 128}, DIVIDED)
     'dim'
@@ -227,8 +227,8 @@ class TensorDigests:
     """The digests of one tensor in one group of a worker.
 
     ``axes`` are its divided axes with their sizes. Row ``i`` of the arrays, (n,), is a part: its
-    number in ``parts``, int64 and ascending; its coverage, by rule D5; and its digest. Parts are
-    numbered along the axes in order, the last one fastest.
+    number in ``parts``, int64 and ascending; its coverage, by rule digest.D5; and its digest. Parts
+    are numbered along the axes in order, the last one fastest.
     """
 
     name: str
@@ -336,7 +336,7 @@ class PartBox:
 
     @property
     def elements(self) -> int:
-        """The sum of rule D1 over ones in place of elements."""
+        """The sum of rule digest.D1 over ones in place of elements."""
         return self.positions.key * self.coverage % SUM_END
 
 

@@ -425,7 +425,7 @@ def _ask(
     host = host.removeprefix("[").removesuffix("]")
     port = integer(int(port_text), "port", high=PORT_END)
     with _connected(host, port, deadline) as plain:
-        # the server to which the connection has led, by rule D2
+        # the server to which the connection has led, by rule access.D2
         asked = Asked(method, target, address, numeric_address(plain.getpeername()))
         proof = Proof.of(access.key, access.challenge_of(address), asked, body)
         lines = {"Host": address, PROOF: f"{SCHEME} {proof}"}

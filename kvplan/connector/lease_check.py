@@ -1,4 +1,4 @@
-"""Lease checks: a source is asked whether the lease of a read stands, rule R4 of reads."""
+"""Lease checks: a source is asked whether the lease of a read stands, rule read.R4 of reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SILENCE_S: Final = 30.0
 
 @attrs.define(eq=False)
 class LeaseCheck:
-    """The questions to a source about the lease of one read, by rule R4.
+    """The questions to a source about the lease of one read, by rule read.R4.
 
     ``asked_at`` is when the source was last asked. ``confirmed_at`` is when it was asked the last
     question that it answered with yes. ``error`` says that the lease is over, or the source silent.

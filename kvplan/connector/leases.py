@@ -1,19 +1,19 @@
 """Leases: an engine keeps the blocks of a request while other engines read them.
 
-- L1: A lease stands for ``lease_s`` after it is granted, and as long as a reader renews its claim;
-  each renewal lasts for ``lease_s``. So the first lease can be short, however long a request waits
-  at its reader, and a reader that dies holds blocks no longer than that. It may also be longer, if
-  the reader is a request that nobody has sent yet.
-- L2: When a reader is done, its claim ends, and so does the first lease. The lease ends with the
-  last claim, so readers of one request all claim it before the first of them is done.
-- L3: A lease that is over stays over. No claim brings it back, since its blocks may be another
-  request's, and whoever asks is told. No two leases have one name, and nobody can guess one: a late
-  message about the first lease of a request does not end the second.
-- L4: A request may be lent while it is computed, as far as it is: its lease has no end of time
-  before all is computed. One that is given up is revoked before its blocks are free, so whoever has
-  read a part of it reads no other part.
-- L5: A lease is over ``max_lease_s`` after its request was computed, also if readers still renew
-  their claims: one that hangs, but not its thread of claims, would hold blocks for ever.
+- lease.L1: A lease stands for ``lease_s`` after it is granted, and as long as a reader renews its
+  claim; each renewal lasts for ``lease_s``. So the first lease can be short, however long a request
+  waits at its reader, and a reader that dies holds blocks no longer than that. It may also be
+  longer, if the reader is a request that nobody has sent yet.
+- lease.L2: When a reader is done, its claim ends, and so does the first lease. The lease ends with
+  the last claim, so readers of one request all claim it before the first of them is done.
+- lease.L3: A lease that is over stays over. No claim brings it back, since its blocks may be
+  another request's, and whoever asks is told. No two leases have one name, and nobody can guess
+  one: a late message about the first lease of a request does not end the second.
+- lease.L4: A request may be lent while it is computed, as far as it is: its lease has no end of
+  time before all is computed. One that is given up is revoked before its blocks are free, so
+  whoever has read a part of it reads no other part.
+- lease.L5: A lease is over ``max_lease_s`` after its request was computed, also if readers still
+  renew their claims: one that hangs, but not its thread of claims, would hold blocks for ever.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Leases:
     def _grant(self, request: str, duration_s: float) -> str:
         name(request, "name of a request")
         with self._lock:
-            # a name of its own, also if the request is lent again, by rule L3
+            # a name of its own, also if the request is lent again, by rule lease.L3
             lease = f"{request} {self._token(LEASE_TOKEN_BYTES)}"
             now = self._clock()
             stop = now + max(duration_s, self._max_lease_s)
@@ -209,7 +209,7 @@ class Leases:
             now = self._clock()
             ending = self._leases[lease]
             ending.claims_end_at.pop(reader, None)
-            # the first lease ends too, by rule L2
+            # the first lease ends too, by rule lease.L2
             ending.ends_at = now
             if not ending.stands_at(now):
                 self._done.append(self._leases.pop(lease).request)

@@ -5,12 +5,12 @@ offers and to make a plan, it has neither a plan nor an error. Then it is ready,
 has failed, with an error. A failed one is forgotten at once, so that the next request to that
 engine shakes hands again.
 
-- P1: An engine offers workers of its own name alone.
-- P2: Another start of an engine takes its place only if the start before does not answer any more.
-  So starts of one engine shake hands one after the other.
-- P3: At most :data:`MAX_HANDSHAKES` threads shake hands. Other engines wait for one.
-- P4: What an engine offers is read and planned within a :class:`kvplan.Budget`, all its workers
-  together, and one engine at a time.
+- peer.P1: An engine offers workers of its own name alone.
+- peer.P2: Another start of an engine takes its place only if the start before does not answer any
+  more. So starts of one engine shake hands one after the other.
+- peer.P3: At most :data:`MAX_HANDSHAKES` threads shake hands. Other engines wait for one.
+- peer.P4: What an engine offers is read and planned within a :class:`kvplan.Budget`, all its
+  workers together, and one engine at a time.
 
 Connections and prepared plans belong to the executor, so they are made on the caller's thread.
 """
@@ -223,7 +223,7 @@ class PeerEngines:
             del self._peers[source]
 
     def _begin_handshake(self, peer: PeerEngine) -> None:
-        """Begin a handshake, unless it has to wait for another one, by rules P2 and P3."""
+        """Begin a handshake, unless it has to wait for another one (peer.P2, peer.P3)."""
         self._handshakes = [handshake for handshake in self._handshakes if not handshake.done()]
         starts = self._other_starts(peer)
         is_first = all(start.plan is not None or start.handshake is None for start in starts)
@@ -269,13 +269,13 @@ class PeerEngines:
         return future
 
     def _plan(self, source: Source, earlier: Sequence[Source]) -> PeerPlan:
-        """Fetch offers, and choose how to read from their workers, by rule R5.
+        """Fetch offers, and choose how to read from their workers, by rule read.R5.
 
         ``earlier`` are other starts of the engine, which must not answer any more.
         """
         offers = self._connections.fetch_offers(source, self.timeout_s).workers
         fetched_at = self._system.monotonic()
-        # rule P4: nobody waits for the network with the lock
+        # rule peer.P4: nobody waits for the network with the lock
         budget = Budget(self._budget_bytes)
         with self._planning, budget:
             workers = [self._connections.open_offer(offer) for offer in offers]
@@ -300,7 +300,7 @@ class PeerEngines:
         return PeerPlan(by_key, direct, staged, seconds)
 
     def _refuse_beside(self, source: Source, earlier: Source) -> None:
-        """Refuse an engine whose name another one has that still answers, by rule P2."""
+        """Refuse an engine whose name another one has that still answers, by rule peer.P2."""
         try:
             self._connections.fetch_offers(earlier, min(ANSWER_S, self.timeout_s))
         except KVPlanError:
@@ -414,7 +414,7 @@ class PeerEngines:
 
 
 def _check_engine(source: Source, worker: Worker) -> None:
-    """Refuse a worker that its source offers under another engine's name, by rule P1."""
+    """Refuse a worker that its source offers under another engine's name, by rule peer.P1."""
     if worker.engine_id != source.engine_id:
         raise KVPlanError(
             "PEER",

@@ -1,30 +1,30 @@
 """Reads: the requests that one worker reads from other engines, from handshake to last byte.
 
-- R1: Nothing waits. Offers are fetched and plans made on a thread per engine;
+- read.R1: Nothing waits. Offers are fetched and plans made on a thread per engine;
   :meth:`Reads.poll`, called once per step of the engine, does the rest. The executor is used on the
   caller's thread only.
-- R2: A request is reported once, when none of its bytes can move any more, with an error or
+- read.R2: A request is reported once, when none of its bytes can move any more, with an error or
   without. Until then its blocks must stay, also where :meth:`Reads.late` says before that it has
   failed.
-- R3: What fails is one request, or those that wait for one engine. Another request to that engine
-  tries again. A request that came :data:`~kvplan.connector.claims.RETRY_S` after a handshake began
-  does not fail with it, since the network may have healed meanwhile: it shakes hands again. So does
-  one whose connection is lost, unless it has waited for that connection, or its bytes may still
-  move: a connection that broke while nothing was read shows it only when bytes are to move.
-- R4: A request is right only if its source says, after the last byte, that the lease stands: until
-  then it has given the blocks to no other request. No clock is compared. While bytes move, the
-  source is asked every :data:`~kvplan.connector.lease_check.ASK_S`; a request fails if the lease is
-  over, or if no answer came for :data:`~kvplan.connector.lease_check.SILENCE_S`.
-- R5: With a pipeline, an engine is read from through its staging region if that takes less time for
-  a request of :data:`~kvplan.connector.peer_engines.USUAL_TOKENS` positions. A request that waits
-  while nothing has entered the region for :data:`STALL_S` is read directly: the transfer that holds
-  the region may never end.
-- R6: With ``digest``, the bytes that have arrived are compared with those of the source, by logical
-  coordinate, before a request is right. The source computes its digests while the bytes move. If it
-  cannot digest the same elements, such as heads that are divided unevenly, the log says that the
-  request was not verified.
-- R7: A step hands over transfers for about :data:`POST_S`, since the engine's other requests wait
-  meanwhile. So a large read is cut into transfers of
+- read.R3: What fails is one request, or those that wait for one engine. Another request to that
+  engine tries again. A request that came :data:`~kvplan.connector.claims.RETRY_S` after a handshake
+  began does not fail with it, since the network may have healed meanwhile: it shakes hands again.
+  So does one whose connection is lost, unless it has waited for that connection, or its bytes may
+  still move: a connection that broke while nothing was read shows it only when bytes are to move.
+- read.R4: A request is right only if its source says, after the last byte, that the lease stands:
+  until then it has given the blocks to no other request. No clock is compared. While bytes move,
+  the source is asked every :data:`~kvplan.connector.lease_check.ASK_S`; a request fails if the
+  lease is over, or if no answer came for :data:`~kvplan.connector.lease_check.SILENCE_S`.
+- read.R5: With a pipeline, an engine is read from through its staging region if that takes less
+  time for a request of :data:`~kvplan.connector.peer_engines.USUAL_TOKENS` positions. A request
+  that waits while nothing has entered the region for :data:`STALL_S` is read directly: the transfer
+  that holds the region may never end.
+- read.R6: With ``digest``, the bytes that have arrived are compared with those of the source, by
+  logical coordinate, before a request is right. The source computes its digests while the bytes
+  move. If it cannot digest the same elements, such as heads that are divided unevenly, the log says
+  that the request was not verified.
+- read.R7: A step hands over transfers for about :data:`POST_S`, since the engine's other requests
+  wait meanwhile. So a large read is cut into transfers of
   :data:`~kvplan.connector.read.MAX_TRANSFER_IDS` ids and
   :data:`~kvplan.connector.read.MAX_TRANSFER_BYTES`, and each :meth:`Reads.poll` hands over some,
   until the read has failed.
@@ -76,7 +76,7 @@ POST_S: Final = 0.02
 """Seconds of an engine's step in which transfers are handed over."""
 
 Digest = Callable[[Request], Mapping[str, Any]]
-"""Computes the digests of a request's local blocks, for the comparison of rule R6."""
+"""Computes the digests of a request's local blocks, for the comparison of rule read.R6."""
 
 
 @attrs.frozen(eq=False)
@@ -89,7 +89,9 @@ class _PendingRead:
 
 @attrs.frozen(eq=False)
 class _DigestCheck:
-    """The comparison of rule R6, for one read: ``expected`` are digests of the source's workers."""
+    """The comparison of rule read.R6, for one read: ``expected`` are digests of the source's
+    workers.
+    """
 
     digest: Digest
     request: Request
@@ -318,7 +320,7 @@ class Reads:
         self._post(job)
 
     def _post(self, job: _Job) -> None:
-        """Hand over transfers of a read while this step has time for it, rule R7."""
+        """Hand over transfers of a read while this step has time for it, rule read.R7."""
         # one by one: those that have started are the job's, also if the next one fails
         while job.unposted and self._posted_s < POST_S:
             spec = job.unposted.popleft()
@@ -334,7 +336,9 @@ class Reads:
         self._discard_lost(job, error)
 
     def _poll_pipeline(self, pipeline: Pipeline) -> None:
-        """Continue staged transfers; read directly what waits for a region that stalls, rule R5."""
+        """Continue staged transfers; read directly what waits for a region that stalls, rule
+        read.R5.
+        """
         pipeline.poll()
         now = self._system.monotonic()
         if pipeline.num_chunks != self._num_chunks:
@@ -386,7 +390,7 @@ class Reads:
             if not job.digest_check.expected.done():
                 return
             job.error = self._mismatch(job, job.digest_check)
-        # Before it is settled, a read that has failed keeps its blocks, by rule R2.
+        # Before it is settled, a read that has failed keeps its blocks, by rule read.R2.
         if job.is_settled and (job.error is not None or is_right):
             self._jobs.remove(job)
             if job.may_repeat:

@@ -2,14 +2,14 @@
 
 Every worker satisfies the rules of validation (V) from its construction on:
 
-- V1: Names of regions and names of groups are unique. Each view names a region and a group of its
-  worker.
-- V2: The bytes of each view, in all its blocks, lie inside its region.
-- V3: In a token group the ``token`` axis has exactly the slots of a block; it may be left out where
-  that is one slot of several tokens. In a state group there is none.
-- V4: Views of one group share no byte, neither in one region nor in regions that overlap.
-- V5: A group has at most one view of each part of a tensor. Two layers under one name break this
-  rule.
+- describe.V1: Names of regions and names of groups are unique. Each view names a region and a group
+  of its worker.
+- describe.V2: The bytes of each view, in all its blocks, lie inside its region.
+- describe.V3: In a token group the ``token`` axis has exactly the slots of a block; it may be left
+  out where that is one slot of several tokens. In a state group there is none.
+- describe.V4: Views of one group share no byte, neither in one region nor in regions that overlap.
+- describe.V5: A group has at most one view of each part of a tensor. Two layers under one name
+  break this rule.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Worker:
     peers, which kvplan only passes on: a mapping of JSON values, read back as JSON text. Equal
     workers may differ in them. A worker never changes: threads may share it.
 
-    Raises a KVPlanError for a worker that breaks one of the rules V1 to V5.
+    Raises a KVPlanError for a worker that breaks one of the rules describe.V1 to describe.V5.
 
     >>> from kvplan import Axis, Group, Region, View, Worker
     >>> axes = (Axis("token", 0, 16, 16, 1152), Axis("dim", 0, 576, 576, 2))
@@ -149,7 +149,7 @@ class Worker:
         self._check_apart()
 
     def _check_views(self) -> None:
-        """Check the rules V1 to V3."""
+        """Check the rules describe.V1 to describe.V3."""
         regions = self._by_name("region", self.regions)
         groups = self._by_name("group", self.groups)
         for view in self.views:
@@ -205,7 +205,7 @@ class Worker:
         return values[key]
 
     def _check_parts(self) -> None:
-        """Check rule V5."""
+        """Check rule describe.V5."""
         # most workers have one view of each tensor, and need no look at their axes
         if len({view.name for view in self.views}) == len(self.views):
             return
@@ -223,7 +223,7 @@ class Worker:
                 )
 
     def _check_apart(self) -> None:
-        """Check rule V4."""
+        """Check rule describe.V4."""
         # views of one group may share bytes only within one chain of overlapping regions
         joined = self._joined_regions()
         pools: dict[tuple[str, str], list[View]] = {}
@@ -265,7 +265,8 @@ class Worker:
         not compared.
         """
         joined = self._joined_regions()
-        # views by what they may share, and by group; views of one group share no byte, rule V4
+        # views by what they may share, and by group; views of one group share no byte, rule
+        # describe.V4
         pools: dict[tuple[str, int], dict[str, list[View]]] = {}
         for view in self.views:
             views_of = pools.setdefault((joined[view.region].first, view.block_stride_bytes), {})

@@ -1,8 +1,8 @@
 """compare: every difference between two workers, and whether it prevents a transfer.
 
 Plans handle most differences: parts of axes, block sizes, strides, contexts. No plan can handle a
-tensor that means something else on the other side (rule M3 of :mod:`kvplan.plan.match`). A tensor
-that only the source has is not moved.
+tensor that means something else on the other side (rule plan.M3 of :mod:`kvplan.plan.match`). A
+tensor that only the source has is not moved.
 """
 
 from __future__ import annotations

@@ -18,14 +18,14 @@ it runs no code. It is small because equal parts are written once. From an offer
 A message from a peer is untrusted. Whatever its bytes are, reading it results in a worker or a
 :class:`kvplan.handshake.PeerError`, in limited time and memory:
 
-- P1: nothing grows beyond what the message spells out; :mod:`kvplan.handshake.messages` and
-  :mod:`kvplan.handshake.schema` have the limits. Only names expand, from a stem and a number.
-- P2: regions, groups, axes, views and the worker are made by their own constructors, so a peer's
-  description passes the same checks as one's own.
-- P3: a problem hides no other problem that is independent of it. Problems that follow from another
-  one are not listed.
-- P4: the path of a problem is a path of the message. Columns are lists, so the path of a view's
-  offset is ``views.offset_bytes[7]``.
+- handshake.P1: nothing grows beyond what the message spells out; :mod:`kvplan.handshake.messages`
+  and :mod:`kvplan.handshake.schema` have the limits. Only names expand, from a stem and a number.
+- handshake.P2: regions, groups, axes, views and the worker are made by their own constructors, so a
+  peer's description passes the same checks as one's own.
+- handshake.P3: a problem hides no other problem that is independent of it. Problems that follow
+  from another one are not listed.
+- handshake.P4: the path of a problem is a path of the message. Columns are lists, so the path of a
+  view's offset is ``views.offset_bytes[7]``.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def _read_worker(data: bytes, findings: Findings) -> Any:
     regions = _make_all(fields["regions"], partial(offer.region, memories))
     layouts = _make_all(fields["layouts"], partial(offer.layout, groups))
     views = _make_all(fields["views"], partial(offer.view, regions, layouts))
-    # problems in some parts hide none in how the others fit together, rule P3
+    # problems in some parts hide none in how the others fit together, rule handshake.P3
     return offer.worker(
         _without_bad(regions),
         _without_bad(groups),

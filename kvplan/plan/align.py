@@ -1,10 +1,13 @@
 """Align (A): the block and the slot of every position, on each side.
 
-- A1: A worker counts the positions that its context gives it: the n-th of them has local index n.
-- A2: Local index ``n`` is in slot ``n % slots`` of the request's block ``n // slots``. A state is a
-  block of one slot. Where a slot has one value of several tokens, positions count these values.
-- A3: Blocks and slots of both sides repeat after a *period* of positions: the least common multiple
-  of both sides' own periods. Any two block sizes have one; neither has to divide the other.
+- plan.A1: A worker counts the positions that its context gives it: the n-th of them has local index
+  n.
+- plan.A2: Local index ``n`` is in slot ``n % slots`` of the request's block ``n // slots``. A state
+  is a block of one slot. Where a slot has one value of several tokens, positions count these
+  values.
+- plan.A3: Blocks and slots of both sides repeat after a *period* of positions: the least common
+  multiple of both sides' own periods. Any two block sizes have one; neither has to divide the
+  other.
 
 >>> destination, source = Group("attn", 16), Group("attn", 48)
 >>> period(destination, source)
@@ -80,7 +83,7 @@ def cycle(*groups: Group) -> int:
 
 
 def period(*groups: Group) -> int:
-    """Return the positions after which ranks, block boundaries and slots repeat, rule A3."""
+    """Return the positions after which ranks, block boundaries and slots repeat, rule plan.A3."""
     slots_of_turns = (math.lcm(slots(group), group.interleave_slots) for group in groups)
     sizes = (group.context.size for group in groups)
     return math.lcm(*(size * turn for size, turn in zip(sizes, slots_of_turns, strict=True)))
@@ -115,7 +118,7 @@ def num_turns(group: Group, num_positions: int) -> int:
 
 
 def local_index(group: Group, position: Position) -> Position:
-    """Return the local index, rule A1, of one position or more that the worker holds."""
+    """Return the local index, rule plan.A1, of one position or more that the worker holds."""
     if group.context.size == 1:
         return position
     interleave = group.interleave_slots

@@ -1,13 +1,13 @@
 """Bind (B): turns the block tables of a request into descriptor ids.
 
-- B1: Blocks pair by position. The ordinal of a block in the request determines its positions, not
-  its index in a list.
-- B2: Exactly the positions of the range move. Runs inside the range move whole; what the range cuts
-  off at its two ends moves token by token.
-- B3: An id is ``base + step * block id + slot term``: one broadcast addition for all runs of a
+- plan.B1: Blocks pair by position. The ordinal of a block in the request determines its positions,
+  not its index in a list.
+- plan.B2: Exactly the positions of the range move. Runs inside the range move whole; what the range
+  cuts off at its two ends moves token by token.
+- plan.B3: An id is ``base + step * block id + slot term``: one broadcast addition for all runs of a
   series. The ids of one run follow the positions, so neighbouring blocks get neighbouring ids.
-- B4: Everything wrong with the tables or the range is an error before any id is computed.
-- B5: Pairs whose rows differ only in where they begin share their ids, computed once.
+- plan.B4: Everything wrong with the tables or the range is an error before any id is computed.
+- plan.B5: Pairs whose rows differ only in where they begin share their ids, computed once.
 """
 
 from __future__ import annotations

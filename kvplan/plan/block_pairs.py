@@ -3,7 +3,7 @@
 Positions repeat after a period. In a period there are a few block pairs: one block of the
 destination with one of the source, and the positions that are in both. Inside a block pair, tokens
 may follow each other without a gap on both sides: then a run of one token continues into the next
-one, rule R3.
+one, rule plan.R3.
 """
 
 from __future__ import annotations

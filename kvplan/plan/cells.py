@@ -1,18 +1,18 @@
 """Cells (C): divides what a destination needs into boxes, and chooses one source for each.
 
-- C1: Along each axis, the coordinates that the same source views hold form one *part*. The parts of
-  the token axis are positions in one cycle of the contexts. Block sizes do not matter for who holds
-  what.
-- C2: A cell is a product of parts, one of each axis. Cells without a holder make one error; its
-  details list all of them.
-- C3: The sources that hold a cell are its *replica set*. Cells with equal replica sets get the same
-  source, so the choice does not depend on layouts. The fewest sources are taken: first those that
-  are the only holder of some cell; then, one by one, the source that holds the most bytes that have
-  none yet.
-- C4: Each replica set is read from its chosen holder with the fewest bytes assigned so far. States
-  and tokens are counted apart, because the number of tokens to a state is unknown before a request.
-  Ties, here and in C3, are broken by ``destination.rank % candidates``, so every worker computes
-  the same choice without communication.
+- plan.C1: Along each axis, the coordinates that the same source views hold form one *part*. The
+  parts of the token axis are positions in one cycle of the contexts. Block sizes do not matter for
+  who holds what.
+- plan.C2: A cell is a product of parts, one of each axis. Cells without a holder make one error;
+  its details list all of them.
+- plan.C3: The sources that hold a cell are its *replica set*. Cells with equal replica sets get the
+  same source, so the choice does not depend on layouts. The fewest sources are taken: first those
+  that are the only holder of some cell; then, one by one, the source that holds the most bytes that
+  have none yet.
+- plan.C4: Each replica set is read from its chosen holder with the fewest bytes assigned so far.
+  States and tokens are counted apart, because the number of tokens to a state is unknown before a
+  request. Ties, here and in plan.C3, are broken by ``destination.rank % candidates``, so every
+  worker computes the same choice without communication.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def cells(matches: Sequence[Match]) -> tuple[Cell, ...]:
 
 
 def _all_cells(matches: Iterable[Match]) -> Iterator[Cell]:
-    """Yield the products of the parts of all views, not yet with a source, by rules C1 and C2."""
+    """Yield the products of the parts of all views, not yet with a source, by rules plan.C1 and
+    plan.C2.
+    """
     for match in matches:
         label = match.workers[0].label
         for view in range(len(match.destination)):
@@ -177,7 +179,7 @@ def _hint(name: str, sources: Iterable[Worker]) -> str:
 
 
 def _assign_sources(candidates: Sequence[Cell], held: Bools, rank: int) -> list[int]:
-    """Return the index of the source of each cell, by rules C3 and C4.
+    """Return the index of the source of each cell, by rules plan.C3 and plan.C4.
 
     ``held`` is (cells, sources), one replica set in each row; ``rank`` is the destination's.
     """
@@ -219,7 +221,7 @@ def _cycle(match: Match, view: int) -> int:
 def choose_sources(
     held: Bools, set_bytes: npt.NDArray[np.float64], is_state: Bools, rank: int
 ) -> Ints:
-    """Return the source of each replica set by rules C3 and C4, (sets,) int64.
+    """Return the source of each replica set by rules plan.C3 and plan.C4, (sets,) int64.
 
     ``held`` is (sets, sources) bool; ``set_bytes`` (sets,) has the bytes that each set holds;
     ``is_state`` (sets,) is true for the sets of state groups; ``rank`` is the destination's.
@@ -233,7 +235,7 @@ def choose_sources(
     [3]
     [0]
     """
-    # C3: sources that are the only holder of a set, then greedily until every set has one.
+    # plan.C3: sources that are the only holder of a set, then greedily until every set has one.
     chosen = held[held.sum(1) == 1].any(0)
     # The loop looks at all sets and sources for each set that has no source yet, if it must.
     num_open = int((~(held & chosen).any(1)).sum())
@@ -242,7 +244,7 @@ def choose_sources(
     while not (served := (held & chosen).any(1)).all():
         new_bytes = set_bytes[~served] @ held[~served]
         chosen[_break_tie(np.flatnonzero(new_bytes == new_bytes.max()), rank)] = True
-    # C4: bytes assigned so far to each source, one row for tokens and one for states.
+    # plan.C4: bytes assigned so far to each source, one row for tokens and one for states.
     loads = np.zeros((2, held.shape[1]))
     owners = np.zeros(len(held), np.int64)
     # Sets with the fewest candidates first, among them those with the most bytes: they leave the

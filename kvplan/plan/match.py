@@ -1,13 +1,14 @@
 """Match (M): pairs the tensors of a destination with the views of the sources.
 
-- M1: Tensors pair by name, and by nothing else.
-- M2: Every tensor of the destination needs a source, except those that the caller lists as not
+- plan.M1: Tensors pair by name, and by nothing else.
+- plan.M2: Every tensor of the destination needs a source, except those that the caller lists as not
   transferred. Tensors that only sources have do not take part.
-- M3: Both sides of a tensor have the same dtype, and the same axis names and global sizes; axes of
-  size 1 do not count. A token group pairs with a token group, a state group with a state group.
-- M4: Both sides run the same model, unless one of them does not say which.
-- M5: Tensors whose views have equal geometries on the same workers form one *match* and are planned
-  once.
+- plan.M3: Both sides of a tensor have the same dtype, and the same axis names and global sizes;
+  axes of size 1 do not count. A token group pairs with a token group, a state group with a state
+  group.
+- plan.M4: Both sides run the same model, unless one of them does not say which.
+- plan.M5: Tensors whose views have equal geometries on the same workers form one *match* and are
+  planned once.
 
 The ranks of an engine usually list the same tensors with the same geometries, and differ in the
 parts they hold. :class:`Sources` therefore groups ranks of equal lists, once for all destinations
@@ -127,7 +128,7 @@ class SourceViews:
 
     @cached_property
     def samples(self) -> tuple[tuple[int, Geometry], ...]:
-        """One view of each dtype, global sizes and kind of group: all that rule M3 compares."""
+        """One view of each dtype, global sizes and kind of group: what plan.M3 compares."""
         # Views of equal key pass or fail the check alike.
         samples: dict[Hashable, tuple[int, Geometry]] = {}
         for worker_index, geometry in self.views:
@@ -332,10 +333,11 @@ def match(
 ) -> tuple[Match, ...]:
     """Return the matches of a destination with its sources.
 
-    Raises ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE``, by rule M3, or ``MODEL``, by rule M4.
+    Raises ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE``, by rule plan.M3, or ``MODEL``, by rule
+    plan.M4.
     """
     _check_models(destination, sources.workers)
-    # Names of tensors by their source views and the destination's geometries, rule M5.
+    # Names of tensors by their source views and the destination's geometries, rule plan.M5.
     names_by_key: dict[tuple[SourceViews, tuple[int, ...]], list[str]] = {}
     geometry_of = destination.geometry_of
     for name, views in destination.tensors.items():
@@ -362,7 +364,7 @@ def _view_indices(names: Iterable[str], views_by_name: Mapping[str, tuple[int, .
 
 
 def _check_models(destination: Worker, sources: Iterable[Worker]) -> None:
-    """Raise ``MODEL`` for a source of another model, rule M4."""
+    """Raise ``MODEL`` for a source of another model, rule plan.M4."""
     for source in sources:
         if source.model != destination.model and source.model and destination.model:
             expected, got = model_values(destination.model, source.model)
@@ -384,7 +386,7 @@ def _check_tensor(
     source: Worker,
     source_view: Geometry,
 ) -> None:
-    """Raise ``GROUP``, ``DTYPE``, ``SIZE`` or ``AXES`` where views differ, rule M3."""
+    """Raise ``GROUP``, ``DTYPE``, ``SIZE`` or ``AXES`` where views differ, rule plan.M3."""
 
     def differ(code: str, field: str, at_destination: object, at_source: object) -> KVPlanError:
         return KVPlanError(

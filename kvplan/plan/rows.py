@@ -1,16 +1,17 @@
 """Tables (T): the strided rows that both sides register once, and the formula of the ids in them.
 
-- T1: A row is (address, length, device, stride, count): ``count`` descriptors of ``length`` bytes,
-  ``stride`` apart. Ids number the descriptors of a table, row after row.
-- T2: Runs of one length share a row if one step, at least as long as they are, divides the
+- plan.T1: A row is (address, length, device, stride, count): ``count`` descriptors of ``length``
+  bytes, ``stride`` apart. Ids number the descriptors of a table, row after row.
+- plan.T2: Runs of one length share a row if one step, at least as long as they are, divides the
   differences of their offsets and the block stride: four 16-token pieces of a dense 64-token block,
   or the tokens of all heads of a page. If there is no such step, or most ids of the row would be
   unused, each offset gets a row with one descriptor for each block. A row ends at a gap between two
   layers of a region that is longer than a block.
-- T3: Therefore every id is ``base + step * block id + slot term``, where ``base`` belongs to a run
-  and the slot term to the slot at which it begins. Both sides list the same runs and positions in
-  the same order, so their ids pair up.
-- T4: A row counts the blocks of its own pool. Pools may differ by group, by worker and by side.
+- plan.T3: Therefore every id is ``base + step * block id + slot term``, where ``base`` belongs to a
+  run and the slot term to the slot at which it begins. Both sides list the same runs and positions
+  in the same order, so their ids pair up.
+- plan.T4: A row counts the blocks of its own pool. Pools may differ by group, by worker and by
+  side.
 
 Rows hold offsets in regions first and addresses at the end, so plans of equal geometry differ in
 that last step only.
@@ -103,7 +104,7 @@ class RowCandidates:
 
 
 def assign_rows(jobs: Sequence[RowJob]) -> tuple[Ints, list[RowIds]]:
-    """Assign runs to rows, by rule T2.
+    """Assign runs to rows, by rule plan.T2.
 
     Returns the rows, (r, 5): region, offset, length, stride, count; and the ids of each job.
 

@@ -1,13 +1,13 @@
 """Runs (R): the longest pieces of a cell that are contiguous on both sides.
 
-- R1: Within one token, an axis whose stride equals the run's length on both sides makes the run
-  longer. Every other axis is listed.
-- R2: The runs of one token are sorted and joined wherever one ends and another begins on both
+- plan.R1: Within one token, an axis whose stride equals the run's length on both sides makes the
+  run longer. Every other axis is listed.
+- plan.R2: The runs of one token are sorted and joined wherever one ends and another begins on both
   sides: across axes, views and tensors. The result is the *runs of one token*, the same in every
   slot.
-- R3: A run of one token continues into the next token where both sides step by its length inside
-  one block. All runs of a block pair are then sorted and joined once more.
-- R4: Runs that do not continue move token by token. So does the part of a longer run that a
+- plan.R3: A run of one token continues into the next token where both sides step by its length
+  inside one block. All runs of a block pair are then sorted and joined once more.
+- plan.R4: Runs that do not continue move token by token. So does the part of a longer run that a
   request's range cuts off: ``spans`` are the positions that the longer runs cover.
 
 Runs never join across regions, because a descriptor lies in one region, nor across blocks, because
@@ -227,7 +227,7 @@ def _strides(cell: Cell) -> tuple[Any, ...]:
 
 
 def _content(cell: Cell) -> tuple[Ints, int]:
-    """Return the runs of one token of one tensor, by rule R1.
+    """Return the runs of one token of one tensor, by rule plan.R1.
 
     They are offsets in slot 0, (2, n) int64, and the length that all have.
     """
@@ -298,7 +298,7 @@ def find_chains(keys: Sequence[Ints], offset: Ints, length: Ints) -> tuple[Ints,
 
 
 def _token_runs(cells_with_runs: Sequence[tuple[Cell, Runs]]) -> TokenRuns:
-    """Return the runs of one token of cells with equal strides, by rule R2."""
+    """Return the runs of one token of cells with equal strides, by rule plan.R2."""
     cell, _ = cells_with_runs[0]
     destination, source = cell.sides
     # All of them have the same strides: runs of several tensors may continue each other.
@@ -316,7 +316,7 @@ def _token_runs(cells_with_runs: Sequence[tuple[Cell, Runs]]) -> TokenRuns:
 def _group_runs(
     groups: tuple[Group, Group], token_runs: Sequence[TokenRuns], limit: int
 ) -> GroupRuns:
-    """Join runs across tokens, by rule R3.
+    """Join runs across tokens, by rule plan.R3.
 
     Runs of one length are joined only if there are at most ``limit`` pieces to join.
     """
@@ -366,7 +366,7 @@ def _join_long_runs(
     tokens: tuple[TokenRuns, ...],
     parts: Sequence[LongRuns],
 ) -> GroupRuns:
-    """Join longer runs of one block pair, by rule R3."""
+    """Join longer runs of one block pair, by rule plan.R3."""
     if not parts:
         none = np.zeros((2, 0), np.int64)
         no_runs = Runs(none, none, none, none, none[0])

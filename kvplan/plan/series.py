@@ -1,8 +1,8 @@
 """Series: ids of runs as sums, and where the runs occur in a request's blocks.
 
 A series is all runs that begin at the same positions, and whose ids grow alike. An id of a series
-is ``base + step * block id + slot term`` (rule T3): ``base`` belongs to the run, the slot term to
-the slot at which it begins, and only the block id depends on the request. What bind, costs and
+is ``base + step * block id + slot term`` (rule plan.T3): ``base`` belongs to the run, the slot term
+to the slot at which it begins, and only the block id depends on the request. What bind, costs and
 certificates read of a plan stands here.
 
 ``RunSeries`` are longer runs, inside one block pair each. ``TokenSeries`` are runs of one token.
@@ -303,7 +303,7 @@ class GroupPair:
         """Yield each series with the ranges in which it moves positions of ``[start, stop)``.
 
         Longer runs move what is between the spans that the range cuts; what the range has of these
-        moves token by token, rule B2.
+        moves token by token, rule plan.B2.
         """
         low, high = self._between_cuts(start, stop)
         for runs in self.runs:

@@ -159,7 +159,7 @@ class TransferPlan:
     ) -> dict[tuple[GroupPair, ...], list[Terms]]:
         """Return the terms of a request's ids for each distinct ``group_pairs``.
 
-        Several pairs may share them, rule B5.
+        Several pairs may share them, rule plan.B5.
         """
         terms_by_pairs: dict[tuple[GroupPair, ...], list[Terms]] = {}
         requested = self.requested(local=local, remote=remote, tokens=tokens)

@@ -5,25 +5,26 @@ therefore reads long runs into a staging buffer, and then copies the bytes into 
 source copies bytes into a staging buffer in the destination's order, and then writes long runs from
 there.
 
-- S1: a staging buffer has a group for each pair of groups, of the destination and of the source,
-  between which bytes move. It has the block size and the context of the peer's group.
-- S2: the group has each view of the peer that takes part: along an axis of one digit the interval
-  that is needed, or with ``whole`` all that the peer holds; along the token axis, and axes of
-  several digits, always all.
-- S3: views whose blocks lie within one block stride of the peer's pool form a *frame*. The buffer
-  drops the bytes of a frame that are not needed, and stores the others in the peer's order. So one
-  run of a peer's block is one run of the buffer's, across axes, layers, K and V, and scales.
-- S4: each view is packed by itself where strides cannot express rule S3, and where blocks lie
-  inside other axes: its digits and blocks are ordered by the strides that they have at the peer.
-- S5: each frame has a *pool* of its own. The pools of all peers follow each other in the staging
-  region.
-- S6: a chunk covers a window of ``W`` positions; the kth begins at ``k * W``. ``W`` is a multiple
-  of the period after which the blocks and contexts of all groups repeat, so that few blocks are
-  cut. If no such window fits, ``W`` is a multiple of the longest period of a single group that
-  fits, then of what divides all periods, then any number.
-- S7: every staging buffer has room for two chunks, so that one is filled while the other is
+- staging.S1: a staging buffer has a group for each pair of groups, of the destination and of the
+  source, between which bytes move. It has the block size and the context of the peer's group.
+- staging.S2: the group has each view of the peer that takes part: along an axis of one digit the
+  interval that is needed, or with ``whole`` all that the peer holds; along the token axis, and axes
+  of several digits, always all.
+- staging.S3: views whose blocks lie within one block stride of the peer's pool form a *frame*. The
+  buffer drops the bytes of a frame that are not needed, and stores the others in the peer's order.
+  So one run of a peer's block is one run of the buffer's, across axes, layers, K and V, and scales.
+- staging.S4: each view is packed by itself where strides cannot express rule staging.S3, and where
+  blocks lie inside other axes: its digits and blocks are ordered by the strides that they have at
+  the peer.
+- staging.S5: each frame has a *pool* of its own. The pools of all peers follow each other in the
+  staging region.
+- staging.S6: a chunk covers a window of ``W`` positions; the kth begins at ``k * W``. ``W`` is a
+  multiple of the period after which the blocks and contexts of all groups repeat, so that few
+  blocks are cut. If no such window fits, ``W`` is a multiple of the longest period of a single
+  group that fits, then of what divides all periods, then any number.
+- staging.S7: every staging buffer has room for two chunks, so that one is filled while the other is
   emptied: for each group twice the most blocks that a window touches, and twice one state.
-- S8: ``W`` is the greatest that fits.
+- staging.S8: ``W`` is the greatest that fits.
 
 >>> attention, state = fit([(Group("attn", 16), 4096), (Group("state"), 1000)], 1 << 20).places
 >>> attention
@@ -61,7 +62,9 @@ from kvplan.plan.transfer import TransferPlan
 from kvplan.staging.copies import DESTINATION, SOURCE, BothGroups, CopyTemplate, joined_dims
 
 MAX_RUNS: Final = 1 << 18
-"""The most runs of a frame that rule S3 is applied to; larger frames are packed view by view."""
+"""The most runs of a frame that rule staging.S3 is applied to; larger frames are packed view by
+view.
+"""
 
 VIEW_BYTES: Final = 50_000
 """What a view that is packed takes of a budget."""
@@ -234,7 +237,7 @@ def pools(
     side: int,
     whole: bool = False,
 ) -> dict[BothGroups, tuple[Pool, ...]]:
-    """Return the pools for a peer's side of these cells, by rules S1 to S4."""
+    """Return the pools for a peer's side of these cells, by rules staging.S1 to staging.S4."""
     pools_of = {}
     for groups, spans_by_view in _needed_spans(cells, side).items():
         views = []
@@ -289,7 +292,8 @@ def fit(demands: Sequence[Demand], size_bytes: int) -> Fit:
     """
     token_groups = [group for group, _ in demands if group.tokens_per_block is not None]
     periods = {period(group) for group in token_groups} or {MAX_WINDOW}
-    # rule S6: windows are multiples of a grain, and the coarsest grain that fits is the best
+    # rule staging.S6: windows are multiples of a grain, and the coarsest grain that fits is the
+    # best
     for grain in sorted({math.lcm(*periods), *periods, math.gcd(*periods), 1}, reverse=True):
         windows = range(grain, MAX_WINDOW + 1, grain)
         num_fitting = bisect_right(windows, size_bytes, key=partial(_end_bytes, demands, grain))
@@ -371,7 +375,7 @@ def staging_buffer(
         for pool in group_pools:
             place = next(places)
             slot_blocks[group_name] = place.slot_blocks
-            # two buffer slots, rule S7
+            # two buffer slots, rule staging.S7
             num_blocks = 2 * place.slot_blocks
             for number, view in pool.placed(group_name, region, place.offset_bytes, num_blocks):
                 view_indices[group_name, number] = len(views)
@@ -392,7 +396,7 @@ def _only(worker: Worker, group: Group) -> Worker:
 
 
 def _trimmed(view: View, spans: Mapping[str, tuple[int, int]]) -> View:
-    """Return the part of a view that is needed, by rule S2."""
+    """Return the part of a view that is needed, by rule staging.S2."""
     # an axis of several digits stays whole: one interval of it is no interval of each digit
     num_digits = Counter(axis.name for axis in view.axes)
     axes = []
@@ -417,7 +421,7 @@ def _span_bytes(view: View) -> int:
 
 
 def _frames(views: Iterable[PeerView]) -> Iterator[list[PeerView]]:
-    """Yield the frames of rule S3. A view that spans more than one block stride is alone."""
+    """Yield the frames (staging.S3). A view that spans more than one block stride is alone."""
     by_step: dict[tuple[str, int], list[PeerView]] = {}
     for peer_view in sorted(views, key=lambda peer_view: peer_view.number):
         view = peer_view.view
@@ -439,7 +443,7 @@ def _frames(views: Iterable[PeerView]) -> Iterator[list[PeerView]]:
 
 
 def _pools(frame: Sequence[PeerView]) -> Iterator[Pool]:
-    """Yield the pool of a frame by rule S3, or of each of its views by rule S4."""
+    """Yield the pool of a frame by rule staging.S3, or of each of its views by rule staging.S4."""
     spend(len(frame), "views to pack", VIEW_BYTES, f"stage {frame[0].view.name!r}")
     if len(frame) > 1 and (pool := _packed_together(frame)):
         yield pool

@@ -1,14 +1,14 @@
 """Strided local copies: between a staging buffer and a worker's own blocks, in one process.
 
-- S9: the segments of both sides and the intervals of a cell cut each axis into intervals of
+- staging.S9: the segments of both sides and the intervals of a cell cut each axis into intervals of
   constant stride. A *box* is a product of such intervals, for one token of one tensor.
-- S10: boxes of equal shape in the same regions, whose offsets grow by one step on either side,
-  become one box with one more extent: layers, K and V, the digits of an axis. Boxes of equal shape
-  that remain are *origins* of one copy, such as layers in regions of their own. So one copy serves
-  all layers.
-- S11: positions are copied in runs of ``L``: the greatest length for which the runs that begin at
-  multiples of ``L`` lie within one block and one digit on both sides, and move completely or not at
-  all. Runs that a request's range cuts are copied token by token.
+- staging.S10: boxes of equal shape in the same regions, whose offsets grow by one step on either
+  side, become one box with one more extent: layers, K and V, the digits of an axis. Boxes of equal
+  shape that remain are *origins* of one copy, such as layers in regions of their own. So one copy
+  serves all layers.
+- staging.S11: positions are copied in runs of ``L``: the greatest length for which the runs that
+  begin at multiples of ``L`` lie within one block and one digit on both sides, and move completely
+  or not at all. Runs that a request's range cuts are copied token by token.
 
 So a request takes at most two copies for each shape of box, one of runs and one of single tokens. A
 copy never writes a byte twice.
@@ -165,7 +165,7 @@ class CopyTemplate:
         return positions[np.isin(block_ordinals, table.scattered)]
 
     def copies(self, positions: Ints, low: int, high: int, tables: BothTables) -> Iterator[Copy]:
-        """Yield the copies of some positions in ``[low, high)``, by rule S11."""
+        """Yield the copies of some positions in ``[low, high)``, by rule staging.S11."""
         # one element for each position: where its run starts, and whether the range has all of it
         run_starts = positions // self.run_tokens * self.run_tokens
         is_whole = (run_starts >= low) & (run_starts + self.run_tokens <= high)
@@ -258,7 +258,7 @@ def _token_steps(side: Geometry) -> tuple[int, ...]:
 
 
 def _run_tokens(cell: Cell) -> int:
-    """Return the ``L`` of rule S11.
+    """Return the ``L`` of rule staging.S11.
 
     It divides the first digit and the context's interleave of both sides, and all positions at
     which a run is cut.
@@ -277,7 +277,9 @@ def _run_tokens(cell: Cell) -> int:
 
 
 def _boxes(regions: Sequence[Region], cells: Iterable[Cell], num_tokens: int) -> Boxes:
-    """Return the boxes of runs of ``num_tokens`` tokens of cells of equal paging, by S9 and S10."""
+    """Return the boxes of runs of ``num_tokens`` tokens of cells of equal paging, by staging.S9 and
+    staging.S10.
+    """
     boxes: Boxes = {}
     for cell in cells:
         itemsize = cell.sides[0].itemsize
@@ -309,7 +311,7 @@ class _Interval(NamedTuple):
 
 
 def _token_boxes(cell: Cell) -> Iterator[_TokenBox]:
-    """Yield the boxes of one token of one tensor, by rule S9."""
+    """Yield the boxes of one token of one tensor, by rule staging.S9."""
     axes = [axis for axis in cell.parts if axis != TOKEN]
     intervals_by_axis = [_intervals(cell, axis) for axis in axes]
     number = math.prod(map(len, intervals_by_axis)) * len(cell.match.names)
@@ -322,7 +324,7 @@ def _token_boxes(cell: Cell) -> Iterator[_TokenBox]:
 
 
 def _intervals(cell: Cell, axis: str) -> list[_Interval]:
-    """Return the intervals of one axis, by rule S9."""
+    """Return the intervals of one axis, by rule staging.S9."""
     destination, source = (side.segments[axis] for side in cell.sides)
     # each interval looks at all segments
     num_segments = destination.start.size + source.start.size
@@ -387,7 +389,9 @@ def _spans(dim: Dim) -> list[int]:
 
 
 def merged(boxes: Boxes) -> Boxes:
-    """Return the boxes that rule S10 leaves: joined along the most frequent step, repeatedly."""
+    """Return the boxes that rule staging.S10 leaves: joined along the most frequent step,
+    repeatedly.
+    """
     while num_boxes(fewer_boxes := _joined(boxes)) < num_boxes(boxes):
         boxes = fewer_boxes
     return boxes

@@ -5,23 +5,23 @@ A :class:`Pipeline` has a staging region, an :class:`~kvplan.Executor` for trans
 one for each remote engine. A chunk of a ``READ`` is transferred and then copied, one of a ``WRITE``
 the other way round.
 
-- D1: chunks go through the staging region in the order in which their requests were submitted, and
-  alternate between the buffer slots, also from one request to the next. Requests wait; none fails
-  because there are many.
-- D2: a buffer slot is refilled only when all transfers of its previous chunk are settled, and its
-  copies are done. Each plan has its buffer slots elsewhere in the region, so a chunk of another
-  plan waits until this holds of both slots.
-- D3: the second step of a chunk begins when all of the first step is done; never if a transfer or
-  copy has failed.
-- D4: each peer is notified once, under the request's name, when all chunks of the request have been
-  transferred, and never otherwise, unless the caller wants no notices. Notices need no buffer slot:
-  a request of no bytes may be done before earlier requests.
-- D5: when a request fails, or the caller cancels it, its transfers are cancelled and no more of it
-  begins. It is settled when its transfers are, and the copies that had begun are done. Only its own
-  blocks may have been written. A transfer that cannot be stopped holds its buffer slot until it
-  ends.
-- D6: what fails under way becomes the request's ``error``, never an exception, and affects no other
-  request.
+- staging.D1: chunks go through the staging region in the order in which their requests were
+  submitted, and alternate between the buffer slots, also from one request to the next. Requests
+  wait; none fails because there are many.
+- staging.D2: a buffer slot is refilled only when all transfers of its previous chunk are settled,
+  and its copies are done. Each plan has its buffer slots elsewhere in the region, so a chunk of
+  another plan waits until this holds of both slots.
+- staging.D3: the second step of a chunk begins when all of the first step is done; never if a
+  transfer or copy has failed.
+- staging.D4: each peer is notified once, under the request's name, when all chunks of the request
+  have been transferred, and never otherwise, unless the caller wants no notices. Notices need no
+  buffer slot: a request of no bytes may be done before earlier requests.
+- staging.D5: when a request fails, or the caller cancels it, its transfers are cancelled and no
+  more of it begins. It is settled when its transfers are, and the copies that had begun are done.
+  Only its own blocks may have been written. A transfer that cannot be stopped holds its buffer slot
+  until it ends.
+- staging.D6: what fails under way becomes the request's ``error``, never an exception, and affects
+  no other request.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ class _PendingChunk(NamedTuple):
 
 
 def _in_turn(request: _StagedRequest, steps: Iterable[Iterator[None]]) -> Iterator[None]:
-    """Take steps by rule D3: each begins when the one before is done, if nothing has failed."""
+    """Take steps by rule staging.D3: each begins when the one before is done, if nothing has
+    failed.
+    """
     for step in steps:
         if not request.is_stopped:
             for _ in step:
@@ -270,7 +272,9 @@ class Pipeline:
         return busy
 
     def _begin_chunks(self) -> None:
-        """Begin chunks by rules D1 and D2. One more than can begin is made, while bytes move."""
+        """Begin chunks by rules staging.D1 and staging.D2. One more than can begin is made, while
+        bytes move.
+        """
         while (following := self._following()) is not None and self._may_begin(following):
             request, chunk = following
             self._next = None
@@ -312,7 +316,7 @@ class Pipeline:
             self._next = _PendingChunk(request, chunk)
 
     def _notify(self) -> None:
-        """Notify the peers of requests whose chunks have all been transferred, by rule D4."""
+        """Notify the peers of requests whose chunks have all been transferred (staging.D4)."""
         # a peer may reuse its blocks when all is transferred, while the last chunk is still copied
         unmoved = self._busy(but_moved=True)
         for request in self._requests.values():
@@ -405,7 +409,7 @@ class Pipeline:
         ends: Status,
         error: KVPlanError | None = None,
     ) -> None:
-        """Stop a request by rule D5. The first reason to stop is how it ends."""
+        """Stop a request by rule staging.D5. The first reason to stop is how it ends."""
         if error is not None:
             # its frames refer to this pipeline, which would keep its staging region
             error.__traceback__ = None

@@ -5,15 +5,15 @@ place by strided local copies. Or a source first copies what a destination needs
 buffer in the destination's order, and then writes long runs from there. Either way an ordinary plan
 moves bytes between workers. Buffers lie in one region, which the caller has set aside.
 
-- S12: both steps together write the bytes that a direct plan would, from the same sources, and
-  otherwise only the staging region. Bytes that are read but not needed stay in the staging region;
-  bytes that are not needed are never written to a peer.
-- S13: a request moves in *chunks*, one for each window of positions that has any. Chunk n also
-  carries the n-th state of each local state group. Chunks alternate between two buffer slots: a
-  slot is refilled only after its previous contents were copied out, or sent.
-- S14: the buffer slot of a chunk holds the blocks of the peer that have a position of the chunk,
-  and no others.
-- S15: a wrong request is refused before there is any chunk.
+- staging.S12: both steps together write the bytes that a direct plan would, from the same sources,
+  and otherwise only the staging region. Bytes that are read but not needed stay in the staging
+  region; bytes that are not needed are never written to a peer.
+- staging.S13: a request moves in *chunks*, one for each window of positions that has any. Chunk n
+  also carries the n-th state of each local state group. Chunks alternate between two buffer slots:
+  a slot is refilled only after its previous contents were copied out, or sent.
+- staging.S14: the buffer slot of a chunk holds the blocks of the peer that have a position of the
+  chunk, and no others.
+- staging.S15: a wrong request is refused before there is any chunk.
 """
 
 from __future__ import annotations
@@ -291,7 +291,8 @@ def _slot_table(
     slot: int,
     positions: Iterable[Ints],
 ) -> Blocks:
-    """Return the block table of a buffer slot for the peer's blocks of some positions, rule S14.
+    """Return the block table of a buffer slot for the peer's blocks of some positions, rule
+    staging.S14.
 
     They fill the slot from its first block on. All other blocks are gaps.
     """
@@ -305,7 +306,7 @@ def _slot_table(
 def chunk_ranges(
     wants: Iterable[WantedRanges], tables: BlockTables, window: int, local_side: int
 ) -> Iterator[GroupRanges]:
-    """Yield the ranges of each chunk of a request, by local group: rule S13.
+    """Yield the ranges of each chunk of a request, by local group: rule staging.S13.
 
     ``wants`` has the ranges of each peer, ``tables`` the destination's blocks. ``local_side`` is 0
     where the destination is local, 1 where the source is.

@@ -3,14 +3,14 @@
 A name is ``space/key/part``: the folder of a model, the key of a page, and one of its files. All
 backends follow these rules:
 
-- S1: A file appears whole or not at all, and is never written to. Where several write one name,
-  which means the same cache, any of their files stays, and it is read from one of them.
-- S2: Deleting what is not there is no error, nor is reading it: it is ``None``. A file that is
-  being read stays readable while another process deletes it, or reads as ``None``.
-- S3: A backend that fails raises ``BACKEND``, and leaves nothing of what it was writing.
-- S4: What was written does not prove what is read. Readers check digests.
-- S5: A page of a prefix counts as used before the page in front of it, so prefixes are evicted from
-  their ends.
+- store.S1: A file appears whole or not at all, and is never written to. Where several write one
+  name, which means the same cache, any of their files stays, and it is read from one of them.
+- store.S2: Deleting what is not there is no error, nor is reading it: it is ``None``. A file that
+  is being read stays readable while another process deletes it, or reads as ``None``.
+- store.S3: A backend that fails raises ``BACKEND``, and leaves nothing of what it was writing.
+- store.S4: What was written does not prove what is read. Readers check digests.
+- store.S5: A page of a prefix counts as used before the page in front of it, so prefixes are
+  evicted from their ends.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class OpenFile(Protocol):
 
 
 class Backend(Protocol):
-    """Holds files by name, rules S1 to S5. Any number of threads and processes use it at once."""
+    """Holds files by name, rules store.S1 to store.S5. Any number of threads and processes use it
+    at once.
+    """
 
     @property
     def at_once(self) -> int:
@@ -110,7 +112,7 @@ class Backend(Protocol):
         """Return what the names of the files of ``space/key`` end with, none if it has no files."""
 
     def touch(self, pages: Sequence[str], used_s: float, first_page: int = 0) -> None:
-        """Note when pages of a prefix were used, in seconds of the epoch, rule S5.
+        """Note when pages of a prefix were used, in seconds of the epoch, rule store.S5.
 
         ``first_page`` is the place of the first of them in the prefix. Pins keep their times.
         """
@@ -168,7 +170,9 @@ def checked_page(page: str) -> str:
 def checked_uses(
     pages: Sequence[str], used_s: float, first_page: int = 0
 ) -> list[tuple[str, float]]:
-    """Return when each page of a prefix counts as used, rule S5. Raises ``TYPE`` or ``RANGE``."""
+    """Return when each page of a prefix counts as used, rule store.S5. Raises ``TYPE`` or
+    ``RANGE``.
+    """
     check_moment(used_s, "used_s")
     integer(first_page, "first_page")
     return [
@@ -302,5 +306,5 @@ class OpenedBytes:
 
 
 def failed(verb: str, name: str, expected: str, got: str) -> KVPlanError:
-    """Return the error of a backend that fails, rule S3."""
+    """Return the error of a backend that fails, rule store.S3."""
     return KVPlanError("BACKEND", f"{verb} {name} of a store", expected=expected, got=got)

@@ -1,11 +1,12 @@
 """Chains: digests of a prompt's prefixes, by which pages are named.
 
-- K1: The root is the SHA-256 of the words ``kvplan page 1``, the tokens per page, and the model. A
-  text stands there as its length, 8 bytes, little-endian, and its UTF-8.
-- K2: A prefix of ``n`` pages has the SHA-256 of the digest of ``n - 1`` pages (the root before the
-  first one), then of the token ids of the n-th page, 8 bytes each, little-endian, then of the
-  texts of the facts at its positions, sorted: each as its position in 8 bytes, and the text.
-- K3: So equal digests mean equal tokens, facts, model, format and page size, from position 0 on.
+- store.K1: The root is the SHA-256 of the words ``kvplan page 1``, the tokens per page, and the
+  model. A text stands there as its length, 8 bytes, little-endian, and its UTF-8.
+- store.K2: A prefix of ``n`` pages has the SHA-256 of the digest of ``n - 1`` pages (the root
+  before the first one), then of the token ids of the n-th page, 8 bytes each, little-endian, then
+  of the texts of the facts at its positions, sorted: each as its position in 8 bytes, and the text.
+- store.K3: So equal digests mean equal tokens, facts, model, format and page size, from position 0
+  on.
 
 A *fact* is what decides a cache beside the tokens: an adapter or a salt from position 0 on, an
 image from the position on at which it begins. The model's name has to say which weights it has
@@ -104,7 +105,7 @@ def space_of(model: str, tokens_per_page: int) -> str:
 
 
 def root(model: str, tokens_per_page: int) -> bytes:
-    """Return the text whose digest is before that of the first page, rule K1."""
+    """Return the text whose digest is before that of the first page, rule store.K1."""
     return b"".join(map(_counted, (f"kvplan page {VERSION}", f"{tokens_per_page}", model)))
 
 

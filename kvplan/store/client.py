@@ -3,12 +3,12 @@
 A page is in memory between the cache and a file: its digest has to be checked before any of its
 bytes is used, and two short copies are cheaper than many short writes to a file.
 
-- L1: What is loaded was read whole and has its digest, before any byte of it moves.
-- L2: A damaged page is deleted, and loading it raises ``PAGE``: the caller computes its positions,
-  and saves them again.
-- L3: A page is saved if the worker could not read it back: what is stored is not stored twice, in
-  whatever parts it is.
-- L4: A save that fails loses pages, nothing else. It never waits for another writer.
+- store.L1: What is loaded was read whole and has its digest, before any byte of it moves.
+- store.L2: A damaged page is deleted, and loading it raises ``PAGE``: the caller computes its
+  positions, and saves them again.
+- store.L3: A page is saved if the worker could not read it back: what is stored is not stored
+  twice, in whatever parts it is.
+- store.L4: A save that fails loses pages, nothing else. It never waits for another writer.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ class StoreClient(StoreReader):
             start = stop
 
     def _read_file(self, file: _FileMemory) -> None:
-        """Read a file into the buffer, rules L1 and L2."""
+        """Read a file into the buffer, rules store.L1 and store.L2."""
 
         def memory_of(header: PageHeader) -> memoryview:
             check_size(file.name, header, file.part)

@@ -1,16 +1,18 @@
 """Eviction: which pages leave a store, so that it stays within its limits.
 
-- V1: Pages leave whole, those that were used longest ago first. A prefix is used from its end to
-  its beginning, so its last pages leave before its first ones.
-- V2: A pinned page stays, whatever the other limits are, as long as the pinned pages are within
-  ``max_pinned_bytes``. Those that were pinned first are: a later pin takes nothing from an earlier
-  one, and a page whose pin is beyond the limit leaves as if it had none.
-- V3: A page that is read while it leaves is read whole, or is a miss. Several evictors do no harm:
-  each deletes what it has seen, and the same pages first.
-- V4: In the background a tenth of the bytes is kept free, for what engines write between two looks.
-- V5: A file that cannot be deleted, or a folder that cannot be listed, is noted, and all others are
-  dealt with.
-- V6: A page whose last use is in the future was noted by a wrong clock. It counts as used now.
+- store.V1: Pages leave whole, those that were used longest ago first. A prefix is used from its end
+  to its beginning, so its last pages leave before its first ones.
+- store.V2: A pinned page stays, whatever the other limits are, as long as the pinned pages are
+  within ``max_pinned_bytes``. Those that were pinned first are: a later pin takes nothing from an
+  earlier one, and a page whose pin is beyond the limit leaves as if it had none.
+- store.V3: A page that is read while it leaves is read whole, or is a miss. Several evictors do no
+  harm: each deletes what it has seen, and the same pages first.
+- store.V4: In the background a tenth of the bytes is kept free, for what engines write between two
+  looks.
+- store.V5: A file that cannot be deleted, or a folder that cannot be listed, is noted, and all
+  others are dealt with.
+- store.V6: A page whose last use is in the future was noted by a wrong clock. It counts as used
+  now.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ from kvplan.store.files import UNFINISHED_S
 from kvplan.store.parallel import in_parallel
 
 AHEAD_S: Final = 3600.0
-"""Clocks of hosts may differ by so much, rule V6."""
+"""Clocks of hosts may differ by so much, rule store.V6."""
 
 LOOK_S: Final = 30.0
 KEPT_SHARE: Final = 0.9
-"""The share of the bytes of a limit that is used, rule V4."""
+"""The share of the bytes of a limit that is used, rule store.V4."""
 
 MAX_LOOKING_SHARE: Final = 0.05
 """The share of the time that looking at all files of a store may take."""
@@ -191,7 +193,7 @@ EvictionReport = Callable[[Evicted | KVPlanError], None]
 
 
 class BackgroundEviction:
-    """Keeps a store within limits from a thread of its own, rule V4, until it is closed.
+    """Keeps a store within limits from a thread of its own, rule store.V4, until it is closed.
 
     It looks at all files about every ``look_s``, less often if a look takes long. Any number of
     engines may do so for one store.
@@ -240,7 +242,7 @@ class BackgroundEviction:
 
 
 def _reduced(limits: Limits) -> Limits:
-    """Return limits of the share of bytes that is used, rule V4.
+    """Return limits of the share of bytes that is used, rule store.V4.
 
     >>> _reduced(Limits(max_bytes=1000, max_age_s=60.0))
     Limits(max_bytes=900, max_model_bytes=None, max_age_s=60.0, max_pinned_bytes=None)
@@ -253,7 +255,7 @@ def _reduced(limits: Limits) -> Limits:
 
 
 def _oldest_first(pages: Iterable[_PageFiles], limits: Limits) -> Iterator[_PageFiles]:
-    """Yield the pages that no pin keeps, rule V2, by their last use."""
+    """Yield the pages that no pin keeps, rule store.V2, by their last use."""
     kept: set[str] = set()
     pinned_bytes = 0
     pinned = [(page.pinned_s, page.name, page) for page in pages if page.pinned_s is not None]

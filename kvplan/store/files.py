@@ -4,18 +4,18 @@ A file is written in the folder ``tmp`` and renamed when it is whole. The rest o
 about what else may be in a store's folder, since anybody with write access can put it there, and
 NFS and killed writers do:
 
-- F1: Each folder below the store's own is opened relative to the one that holds it, without
+- store.F1: Each folder below the store's own is opened relative to the one that holds it, without
   following links, and files are opened, renamed, dated and deleted relative to their folder. So no
   link leads out of the store. The store's own folder may be a link.
-- F2: Only regular files with a part's name are files of a store. What has another kind or another
-  name is neither read nor deleted; if it stands where a file has to be, it is renamed.
-- F3: Files belong to the user of this process, to the owner of the store's folder, or to the user
-  as whom a file system has noted this process. Files of others are not read, listed or deleted. If
-  the store's folder can be written by its group, and not by everybody, files of all owners count,
-  and new ones can be written by the group.
-- F4: A writer holds a lock on its unfinished file, which ends with its process. So a second writer
-  of the same file can leave it to the first one, and an unfinished file without a lock has no
-  writer. Where locks are not shared by hosts, its age says so too, by the file system's clock.
+- store.F2: Only regular files with a part's name are files of a store. What has another kind or
+  another name is neither read nor deleted; if it stands where a file has to be, it is renamed.
+- store.F3: Files belong to the user of this process, to the owner of the store's folder, or to the
+  user as whom a file system has noted this process. Files of others are not read, listed or
+  deleted. If the store's folder can be written by its group, and not by everybody, files of all
+  owners count, and new ones can be written by the group.
+- store.F4: A writer holds a lock on its unfinished file, which ends with its process. So a second
+  writer of the same file can leave it to the first one, and an unfinished file without a lock has
+  no writer. Where locks are not shared by hosts, its age says so too, by the file system's clock.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class FileBackend:
             return bytes(data[: read_fully(file, data)])
 
     def open(self, name: str) -> OpenedFile | None:
-        """Open a file, rules F1 to F3."""
+        """Open a file, rules store.F1 to store.F3."""
         page, _, part = checked_name(name).rpartition("/")
         try:
             with self._root() as root, root.folder(*_folders(page)) as folder:
@@ -235,7 +235,7 @@ class FileBackend:
                         yield from root.entries_of(space, outer, key, faults)
 
     def sweep(self, unfinished_s: float = UNFINISHED_S) -> Unfinished:
-        """Delete what processes that were killed have left, rule F4."""
+        """Delete what processes that were killed have left, rule store.F4."""
         seconds(unfinished_s, "unfinished_s")
         num_deleted = left_bytes = 0
         with self._root() as root:
@@ -293,7 +293,7 @@ class OpenedFile:
 
 
 class _Root:
-    """The folder of a store while one call uses it, with the owners of its files, rule F3."""
+    """The folder of a store while one call uses it, with the owners of its files, rule store.F3."""
 
     def __init__(self, descriptor: int, status: os.stat_result, users: set[int]) -> None:
         self.descriptor = descriptor
@@ -308,7 +308,7 @@ class _Root:
         return self._is_of_group or status.st_uid in self._owners
 
     def is_file(self, status: os.stat_result) -> bool:
-        """Return whether something is a file of the store, rules F2 and F3."""
+        """Return whether something is a file of the store, rules store.F2 and store.F3."""
         return stat.S_ISREG(status.st_mode) and self.is_own(status)
 
     @contextlib.contextmanager
@@ -397,7 +397,9 @@ class _Root:
             return []
 
     def claim(self, temporary: int, label: str) -> tuple[str, int] | None:
-        """Create and lock a file to write. Return ``None`` if another writer is at it, rule F4."""
+        """Create and lock a file to write. Return ``None`` if another writer is at it, rule
+        store.F4.
+        """
         while True:
             try:
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE
@@ -468,7 +470,7 @@ def _disk_bytes(status: os.stat_result) -> int:
 
 
 def _set_aside(folder: int, label: str, *, is_folder: bool) -> None:
-    """Rename what is not of the store but has the name of something of it, rule F2.
+    """Rename what is not of the store but has the name of something of it, rule store.F2.
 
     That is a folder in place of a file, or anything else in place of a folder. A rename replaces
     nothing of the other kind, so it does not take what another writer has put there meanwhile.

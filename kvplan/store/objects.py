@@ -1,12 +1,12 @@
 """Objects: a backend of pages in an object store, such as S3, through the package obstore.
 
-- O1: An object is put in one request, so it appears whole. Putting it again replaces it by another
-  one of the same cache.
-- O2: An object has no time of its last use, so a page has one in the name of an empty file, its
-  mark: ``used.`` and seconds of the epoch. It is rounded down, so that a page which is used often
-  is marked once in a while.
-- O3: After a request that failed, others fail without one for a while: requests of engines go on
-  without a store that is gone, and do not wait for it one after another.
+- store.O1: An object is put in one request, so it appears whole. Putting it again replaces it by
+  another one of the same cache.
+- store.O2: An object has no time of its last use, so a page has one in the name of an empty file,
+  its mark: ``used.`` and seconds of the epoch. It is rounded down, so that a page which is used
+  often is marked once in a while.
+- store.O3: After a request that failed, others fail without one for a while: requests of engines go
+  on without a store that is gone, and do not wait for it one after another.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from obstore import GetResult
 
 MARK: Final = re.compile(r"used\.(\d{1,12}\.\d{5})")
-"""The name of a mark, rule O2."""
+"""The name of a mark, rule store.O2."""
 
 MARK_STEP_S: Final = 600.0
-"""The times of marks are multiples of this, less what rule S5 takes off."""
+"""The times of marks are multiples of this, less what rule store.S5 takes off."""
 
 AHEAD_S: Final = 3600.0
 """A mark of a time so long after now is of a clock that was wrong."""
@@ -67,7 +67,7 @@ MAX_REASON: Final = 160
 
 
 class ObjectBackend:
-    """Files of a store as objects of obstore's ``ObjectStore``, rules O1 to O3.
+    """Files of a store as objects of obstore's ``ObjectStore``, rules store.O1 to store.O3.
 
     ``place`` is what errors call it. A request that fails is not tried again for ``pause_s``, and
     up to ``at_once`` requests are under way.
@@ -124,7 +124,7 @@ class ObjectBackend:
             raise failed(verb, name, f"an answer of {self.place}", _reason(error)) from error
 
     def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
-        """Put an object in one request, rule O1."""
+        """Put an object in one request, rule store.O1."""
         checked_name(name)
         data = b"".join(checked_chunks(chunks))
         try:
@@ -191,7 +191,9 @@ class ObjectBackend:
                 yield entry["path"].rpartition("/")[2]
 
     def touch(self, pages: Sequence[str], used_s: float, first_page: int = 0) -> None:
-        """Mark pages that have no mark of that time, rule O2. Those that are not there get none."""
+        """Mark pages that have no mark of that time, rule store.O2. Those that are not there get
+        none.
+        """
         check_moment(used_s, "used_s")
         marked_s = used_s // MARK_STEP_S * MARK_STEP_S
         uses = checked_uses(pages, marked_s, first_page)

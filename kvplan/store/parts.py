@@ -3,15 +3,15 @@
 A page has the cache of some consecutive positions, or the states after the last of them. It is
 stored in parts, each of which describes itself, so nobody needs to know who wrote it:
 
-- Q1: A part has one group, of ``tokens`` or of ``states``, one region ``page`` at address 0 of
-  memory kind ``FILE``, and one block. Its worker is ``page/0``, and names the model.
-- Q2: Parts end where the worker that wrote them ends, and where equal shares of a divided axis end:
-  engines of TP 1, 2, 4 and 8 write the same eight parts of 8 heads. What is not divided, such as
-  latents, is a part of its own, which all ranks write alike.
-- Q3: Within a part, tensors follow each other in the order of the writer's views. A tensor has
-  its divided axis outermost, then its other axes in the writer's order; states keep the writer's
-  order. Readers rely on none of this: they plan from the description.
-- Q4: A part is named by the first 32 hexadecimal digits of the SHA-256 of its description.
+- store.Q1: A part has one group, of ``tokens`` or of ``states``, one region ``page`` at address 0
+  of memory kind ``FILE``, and one block. Its worker is ``page/0``, and names the model.
+- store.Q2: Parts end where the worker that wrote them ends, and where equal shares of a divided
+  axis end: engines of TP 1, 2, 4 and 8 write the same eight parts of 8 heads. What is not divided,
+  such as latents, is a part of its own, which all ranks write alike.
+- store.Q3: Within a part, tensors follow each other in the order of the writer's views. A tensor
+  has its divided axis outermost, then its other axes in the writer's order; states keep the
+  writer's order. Readers rely on none of this: they plan from the description.
+- store.Q4: A part is named by the first 32 hexadecimal digits of the SHA-256 of its description.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class StoredPart:
 
     @cached_property
     def name(self) -> str:
-        """The name of the part's files, rule Q4."""
+        """The name of the part's files, rule store.Q4."""
         return name_of(self.offer)
 
     @property
@@ -148,7 +148,7 @@ class StoredPart:
 
 
 def name_of(offer: bytes) -> str:
-    """Return the name of the part that a description describes, rule Q4."""
+    """Return the name of the part that a description describes, rule store.Q4."""
     return hashlib.sha256(offer).hexdigest()[:NAME_DIGITS]
 
 
@@ -197,7 +197,7 @@ class _HeldBox:
 def parts_of(
     worker: Worker, tokens_per_page: int, *, shares: int = SHARES
 ) -> tuple[StoredPart, ...]:
-    """Return the parts that a worker writes of each page, rules Q1 to Q3.
+    """Return the parts that a worker writes of each page, rules store.Q1 to store.Q3.
 
     ``shares`` divides heads, or channels, into at most so many parts: a reader of one share reads
     no others. Raises ``MODEL`` for a worker that does not name its model, ``LAYOUT`` where its

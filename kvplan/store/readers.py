@@ -1,12 +1,12 @@
 """Readers: which pages of a store a worker can read, and the plans by which it reads them.
 
-- R1: A worker needs of a page the tensors of those of its groups that need the page's positions. A
-  page serves it if the parts that the page has hold all of them, whoever wrote them.
-- R2: A part whose model, dtypes or sizes differ from the worker's is no part for it.
-- R3: A prefix can be read up to a position if every page from the first one that a group attends to
-  serves it, and, for states, if the states after exactly that position are stored.
-- R4: A page that is missing, evicted or damaged ends the prefix; it is no error of a search. A
-  search reads the headers of parts that it has not seen, and deletes damaged ones.
+- store.R1: A worker needs of a page the tensors of those of its groups that need the page's
+  positions. A page serves it if the parts that the page has hold all of them, whoever wrote them.
+- store.R2: A part whose model, dtypes or sizes differ from the worker's is no part for it.
+- store.R3: A prefix can be read up to a position if every page from the first one that a group
+  attends to serves it, and, for states, if the states after exactly that position are stored.
+- store.R4: A page that is missing, evicted or damaged ends the prefix; it is no error of a search.
+  A search reads the headers of parts that it has not seen, and deletes damaged ones.
 """
 
 from __future__ import annotations
@@ -220,7 +220,9 @@ class StoreReader:
         integer(stop, "stop of a prefix", high=num_tokens + chain.tokens_per_page)
 
     def _part(self, chain: Chain, key: str, name: str) -> StoredPart | None:
-        """Return the part of a name if this worker may read it, rule R2. Equal names are equal."""
+        """Return the part of a name if this worker may read it, rule store.R2. Equal names are
+        equal.
+        """
         if name not in self._parts and len(name) == NAME_DIGITS:
             file = f"{chain.space}/{key}/{name}"
             try:
@@ -254,7 +256,9 @@ class StoreReader:
         return self._attended.get(instance(Group, group, "group").name)
 
     def _plan(self, group: Group, names: Collection[str]) -> PagePlan | None:
-        """Plan the reads of a group from some parts, ``None`` if they lack something, rule R1."""
+        """Plan the reads of a group from some parts, ``None`` if they lack something, rule
+        store.R1.
+        """
         parts = [part for name in sorted(names) if (part := self._parts[name]) is not None]
         # a group reads tokens or states; the page may have parts of both
         own = of_group(self.worker, group)

@@ -2,10 +2,10 @@
 
 A call of a folder in a network may hang for minutes, and nothing ends it.
 
-- W1: A call that makes no step for a while is given up: it is left to its thread, which nobody
-  waits for, and its client, of which nobody else uses the buffer.
-- W2: That client moves no byte any more, so the blocks are the engine's at once.
-- W3: Then nothing is asked for a while, nor while too many calls hang.
+- store.W1: A call that makes no step for a while is given up: it is left to its thread, which
+  nobody waits for, and its client, of which nobody else uses the buffer.
+- store.W2: That client moves no byte any more, so the blocks are the engine's at once.
+- store.W3: Then nothing is asked for a while, nor while too many calls hang.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StallGuard(Generic[ClientKind]):
             # threads that count at once may lose a step
             is_going_on = client.num_steps != num_steps
         if call.thread.is_alive():
-            # rule W2: from here on no byte moves
+            # rule store.W2: from here on no byte moves
             client.abandon()
             self._client = None
             self._hanging.append(call)

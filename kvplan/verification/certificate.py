@@ -5,18 +5,19 @@ ids of a request are ``base + step * block id + slot term`` whatever its blocks 
 after a period of positions. So it is enough to follow every descriptor of one period, with block
 ids left open. Nothing here knows how tables are made.
 
-- K1: A plan has the form that bind relies on: one pair for each remote worker, under its name;
-  tables that number the elements of rows in the regions of its workers; series that repeat within
-  the period of their groups, in ascending order, with the blocks of these positions; spans that
-  ascend.
-- K2: The ids of all blocks of the pool stay in their row, and advance from block to block by the
-  stride of the blocks. The pool is the smallest one of the views that bytes move between, so that
-  bind refuses no block that all of them have. All ids fit 31 bits.
-- K3: A descriptor is split at the pieces of both sides (:mod:`kvplan.verification.labels`). Every
-  part lies in one piece on each side, of the same tensor, position and number.
-- K4: A run stays inside one span, and a token is one position. What runs move, the tokens at the
-  ends of a range move in their place.
-- K5: A period fills every piece of the destination once, in each of its blocks.
+- verify.K1: A plan has the form that bind relies on: one pair for each remote worker, under
+  its name; tables that number the elements of rows in the regions of its workers; series that
+  repeat within the period of their groups, in ascending order, with the blocks of these positions;
+  spans that ascend.
+- verify.K2: The ids of all blocks of the pool stay in their row, and advance from block to
+  block by the stride of the blocks. The pool is the smallest one of the views that bytes move
+  between, so that bind refuses no block that all of them have. All ids fit 31 bits.
+- verify.K3: A descriptor is split at the pieces of both sides
+  (:mod:`kvplan.verification.labels`). Every part lies in one piece on each side, of the same
+  tensor, position and number.
+- verify.K4: A run stays inside one span, and a token is one position. What runs move, the
+  tokens at the ends of a range move in their place.
+- verify.K5: A period fills every piece of the destination once, in each of its blocks.
 """
 
 from __future__ import annotations
@@ -384,7 +385,7 @@ class _Proof:
     def follow(self, tables: GroupTables) -> list[PlacedRanges]:
         """Return what the tokens of a pair of groups move.
 
-        Raises ``PROOF`` if its runs move other bytes (K4).
+        Raises ``PROOF`` if its runs move other bytes (verify.K4).
         """
         by_runs = [self.follow_runs(tables, runs) for runs in tables.ids.runs]
         followed = [self.follow_tokens(tables, tokens) for tokens in tables.ids.tokens]
@@ -422,7 +423,9 @@ class _Proof:
         return _placed(tables, sides[0], parts)
 
     def follow_tokens(self, tables: GroupTables, tokens: TokenSeries) -> PlacedTokenRanges:
-        """Return what a series of single tokens moves in a period. Each is one position (K4)."""
+        """Return what a series of single tokens moves in a period. Each is one position
+        (verify.K4).
+        """
         positions = self.positions(tables, tokens, tokens.starts)
         sides = []
         for side in SIDES:
@@ -450,7 +453,7 @@ class _Proof:
         destination: BlockRanges,
         source: BlockRanges,
     ) -> DescriptorPieces:
-        """Split descriptors at the pieces of both sides (K3).
+        """Split descriptors at the pieces of both sides (verify.K3).
 
         Raises ``PROOF`` for bytes that no piece has.
         """
@@ -486,7 +489,7 @@ class _Proof:
     ) -> Ints:
         """Return the position of each part.
 
-        Raises ``PROOF`` if the two sides of a part hold different bytes (K3).
+        Raises ``PROOF`` if the two sides of a part hold different bytes (verify.K3).
         """
         expected = _held(tables, 0, destination, parts)
         held = _held(tables, 1, source, parts)
@@ -508,7 +511,7 @@ class _Proof:
     def filled(self, group: Group, pieces: Pieces, moved: PlacedRanges) -> PlacedRanges:
         """Return the ranges in order, joined where they continue each other.
 
-        Raises ``PROOF`` if two overlap (K5).
+        Raises ``PROOF`` if two overlap (verify.K5).
         """
         if not moved.piece.size:
             return moved
@@ -536,7 +539,7 @@ class _Proof:
         filled: PlacedRanges,
         num_blocks: int,
     ) -> None:
-        """Raise ``PROOF`` unless every piece of a period's blocks is filled (K5).
+        """Raise ``PROOF`` unless every piece of a period's blocks is filled (verify.K5).
 
         Without the plans of all writers, bytes may be missing.
         """
@@ -596,7 +599,7 @@ def _ranges(
     """Return one side of the descriptors of a series.
 
     ``terms`` are what the block or the slot of each position adds to the ids. Raises ``PROOF`` for
-    an id outside the row of its series (K2).
+    an id outside the row of its series (verify.K2).
     """
     table = tables.pair.sides[side]
     last_block = tables.ids.num_blocks[side] - 1
@@ -626,8 +629,8 @@ def _ranges(
 def _terms_of_blocks(tables: GroupTables, side: int, runs: RunSeries, ordinal: Ints) -> Ints:
     """Return what the listed blocks add to ids, for every period.
 
-    Raises ``PROOF`` unless they are the blocks of the positions (K1). ``ordinal`` has the true
-    block ordinals of all starts, period after period.
+    Raises ``PROOF`` unless they are the blocks of the positions (verify.K1). ``ordinal`` has
+    the true block ordinals of all starts, period after period.
     """
     group = tables.ids.groups[side]
     blocks = runs.blocks[side]
@@ -654,7 +657,7 @@ def _held(
 ) -> dict[str, Ints]:
     """Return the tensor, the position and the first byte's number of one side of each part.
 
-    Raises ``PROOF`` for ids that do not follow the blocks of a view (K2).
+    Raises ``PROOF`` for ids that do not follow the blocks of a view (verify.K2).
     """
     pieces = tables.pieces[side]
     piece = parts.piece[side]
@@ -685,7 +688,8 @@ def _placed(tables: GroupTables, ranges: BlockRanges, parts: DescriptorPieces) -
 
 
 def _check_in_spans(tables: GroupTables, start: Ints, position: Ints) -> None:
-    """Raise ``PROOF`` if a part of a run lies outside the span in which the run begins (K4).
+    """Raise ``PROOF`` if a part of a run lies outside the span in which the run begins
+    (verify.K4).
 
     ``start`` is the position at which the run of each part begins, ``position`` that of the part.
     """

@@ -8,14 +8,15 @@ contiguous in memory and in number.
 Everything here follows from the address formula of a view and from two rules, so that plans can be
 checked by code that does not know how plans are made:
 
-- Q1: a destination worker needs the elements of its views whose tensor some source has, at the
-  positions of the range that its context holds; in a state group, at the block ordinals of the
-  range. It needs nothing where its block table has a gap.
-- Q2: a context (rank ``r``, size ``n``, interleave ``i``) holds position ``p`` if
+- verify.Q1: a destination worker needs the elements of its views whose tensor some source
+  has, at the positions of the range that its context holds; in a state group, at the block ordinals
+  of the range. It needs nothing where its block table has a gap.
+- verify.Q2: a context (rank ``r``, size ``n``, interleave ``i``) holds position ``p`` if
   ``p // i % n == r``, in local slot ``p // (n * i) * i + p % i``. Divided by tokens_per_block, that
   is block ordinal and slot in the block.
-- Q3: where a slot has one value of ``s`` tokens, positions count these values: those of tokens
-  ``[a, b)`` are ``a / s`` to ``b / s``, rounded up, and an interleave of ``i`` tokens is ``i / s``.
+- verify.Q3: where a slot has one value of ``s`` tokens, positions count these values: those
+  of tokens ``[a, b)`` are ``a / s`` to ``b / s``, rounded up, and an interleave of ``i`` tokens is
+  ``i / s``.
 """
 
 from __future__ import annotations
@@ -210,14 +211,16 @@ def slots_of(group: Group) -> int:
 
 
 def interleave_of(group: Group) -> int:
-    """Return the number of consecutive positions that one rank of the context has (Q3)."""
+    """Return the number of consecutive positions that one rank of the context has
+    (verify.Q3).
+    """
     if group.context.size == 1:
         return 1
     return group.context.interleave_tokens // group.tokens_per_slot
 
 
 def positions_in(group: Group, tokens: Range) -> Range:
-    """Return the positions of a range of tokens (Q3)."""
+    """Return the positions of a range of tokens (verify.Q3)."""
     start, stop = tokens
     return -(-start // group.tokens_per_slot), -(-stop // group.tokens_per_slot)
 
@@ -230,14 +233,14 @@ def listed_slots(group: Group, blocks: Blocks | None) -> Ints:
 
 
 def local_slots(group: Group, positions: Ints) -> Ints:
-    """Return the local slots of positions that the group's context holds (rule Q2)."""
+    """Return the local slots of positions that the group's context holds (rule verify.Q2)."""
     interleave = interleave_of(group)
     cycle = group.context.size * interleave
     return positions // cycle * interleave + positions % interleave
 
 
 def positions_of(group: Group, slots: Ints) -> Ints:
-    """Return the positions in local slots: rule Q2, inverted."""
+    """Return the positions in local slots: rule verify.Q2, inverted."""
     interleave = interleave_of(group)
     cycle = group.context.size * interleave
     first = group.context.rank * interleave
@@ -245,7 +248,7 @@ def positions_of(group: Group, slots: Ints) -> Ints:
 
 
 def needed(group: Group, blocks: Blocks | None, tokens: Range | None) -> Ints:
-    """Return the positions of a range that the group's context holds, ascending (Q1).
+    """Return the positions of a range that the group's context holds, ascending (verify.Q1).
 
     Without a range, these are all positions in its blocks.
 

@@ -6,10 +6,10 @@ differs for every byte of a request.
 
 Rules of a copy, all checked before any cell changes:
 
-- X1: both sides list the same number of ranges, of equal lengths in order.
-- X2: every range has at least one byte and lies inside one region of its worker and device, without
-  wrapping at 2**64.
-- X3: every copy is added to the record of what was written, in order.
+- verify.X1: both sides list the same number of ranges, of equal lengths in order.
+- verify.X2: every range has at least one byte and lies inside one region of its worker and
+  device, without wrapping at 2**64.
+- verify.X3: every copy is added to the record of what was written, in order.
 """
 
 from __future__ import annotations
@@ -398,7 +398,7 @@ class _WorkerCells:
     def place(self, ranges: ByteRanges) -> Ints:
         """Return the first cell of each range, (n,).
 
-        Raises ``BOUNDS`` for the first range that breaks rule X2.
+        Raises ``BOUNDS`` for the first range that breaks rule verify.X2.
         """
         inside = np.zeros(len(ranges), bool)
         cell = np.zeros(len(ranges), np.uint64)

@@ -1,7 +1,7 @@
 """Tables and series of a plan, checked for the form that bind and NIXL rely on.
 
-This is rule K1 of certificates. No plan is followed before it has this form, so that a wrong plan
-ends in a ``PROOF`` error and in nothing else.
+This is rule verify.K1 of certificates. No plan is followed before it has this form, so that a
+wrong plan ends in a ``PROOF`` error and in nothing else.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ The sources are filled with labels (:mod:`kvplan.verification.labels`) where the
 positions of the request, the plans' copies are carried out, and each destination view is compared
 with the labels that it needs. Nothing here knows how plans are made.
 
-- O1: if the copies write as many different bytes as are needed, and every needed byte is written,
-  no byte outside the request is written.
-- O2: if some writers of an engine are not among the plans, bytes may be missing, but none may be
-  wrong.
+- verify.O1: if the copies write as many different bytes as are needed, and every needed byte
+  is written, no byte outside the request is written.
+- verify.O2: if some writers of an engine are not among the plans, bytes may be missing, but
+  none may be wrong.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ class _Check:
         return locate(move.source, address, source_device)
 
     def settle_bytes(self) -> None:
-        """Report needed bytes that are wrong or missing; rule O2 allows missing ones."""
+        """Report needed bytes that are wrong or missing; rule verify.O2 allows missing ones."""
         if self.first_wrong:
             self.patterns = self.search.patterns(self.held(*need) for need in self.needs())
         missing = [pattern for pattern in self.patterns if pattern.fault == MISSING]
@@ -321,7 +321,9 @@ class _Check:
             self.fail("COVER", "missing", num_missing, self.first_wrong["COVER"], missing)
 
     def settle_writes(self) -> None:
-        """Report bytes that are written twice, and by rule O1 bytes outside the request."""
+        """Report bytes that are written twice, and by rule verify.O1 bytes outside the
+        request.
+        """
         writes = self.memory.writes(self.worker)
         writes = writes[np.lexsort((writes[:, 0], writes[:, 2]))]  # by device, then by address
         num_repeated = _repeated_bytes(writes)
@@ -329,7 +331,8 @@ class _Check:
             address, _, device = writes[np.flatnonzero(num_repeated)[0]].tolist()
             place = locate(self.worker, address, device)
             self.fail("DISJOINT", "written again", int(num_repeated.sum()), str(place))
-        # Each written byte once, less the needed bytes that were written: by rule O1, foreign ones.
+        # Each written byte once, less the needed bytes that were written: by rule verify.O1,
+        # foreign ones.
         num_distinct = int(writes[:, 1].sum()) - int(num_repeated.sum())
         num_foreign = num_distinct - (self.num_needed - self.num_wrong["COVER"])
         if num_foreign < 0:

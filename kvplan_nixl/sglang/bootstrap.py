@@ -6,15 +6,15 @@ a JSON object: a ``handoff``, the parameters of a :class:`~kvplan.connector.Hand
 another engine's prefill knows. An entry without either is of a prompt that is computed in part, and
 another one follows. The entry is withdrawn when the request has been read.
 
-- B1: The server reads no entry. It keeps them as text, for a time, and in bounded memory: a new one
-  is refused where there is no place, and never takes that of another room.
-- B2: A room belongs to who published there first, its owner. Nobody else can publish or withdraw
-  there.
-- B3: Each pipeline stage of SGLang's prefill has block tables of its own, and publishes an entry
-  with them. The room has an entry, with all block tables, once all stages have published theirs.
-  Entries with another ``attempt`` are of another request in the same room, so no stage of one is
-  merged with the other's. A stage may publish again under its lease, when it has computed more:
-  what all stages have computed is what the room's entry has.
+- bootstrap.B1: The server reads no entry. It keeps them as text, for a time, and in bounded memory:
+  a new one is refused where there is no place, and never takes that of another room.
+- bootstrap.B2: A room belongs to who published there first, its owner. Nobody else can publish or
+  withdraw there.
+- bootstrap.B3: Each pipeline stage of SGLang's prefill has block tables of its own, and publishes
+  an entry with them. The room has an entry, with all block tables, once all stages have published
+  theirs. Entries with another ``attempt`` are of another request in the same room, so no stage of
+  one is merged with the other's. A stage may publish again under its lease, when it has computed
+  more: what all stages have computed is what the room's entry has.
 """
 
 from __future__ import annotations

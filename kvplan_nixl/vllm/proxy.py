@@ -3,12 +3,12 @@
 It asks a prefill engine for one token, and hands ``kv_transfer_params`` from its reply to a decode
 engine, whose answer goes to the client. Engines of a kind take turns. It keeps four rules:
 
-- X1: A handoff is for one prompt. A list of prompts becomes a request each, whose answers are
+- proxy.X1: A handoff is for one prompt. A list of prompts becomes a request each, whose answers are
   merged.
-- X2: Prefill gets nothing that shapes the answer: no ``n``, no stream, one token.
-- X3: What decode would compute in any case goes to decode alone, and so does a list that is to be
-  streamed.
-- X4: Only prefill says where a cache is: ``kv_transfer_params`` of clients are left out.
+- proxy.X2: Prefill gets nothing that shapes the answer: no ``n``, no stream, one token.
+- proxy.X3: What decode would compute in any case goes to decode alone, and so does a list that is
+  to be streamed.
+- proxy.X4: Only prefill says where a cache is: ``kv_transfer_params`` of clients are left out.
 
 It is meant for a few engines and as an example. What a client may hold of it is bounded: bytes and
 prompts of a request, prompts and bodies of all, and the time of a body, of an idle connection and

@@ -65,13 +65,13 @@ def two_views(**second: Any) -> list[View]:
     ],
 )
 def test_v5_tensors_may_have_several_views(second: dict[str, Any]) -> None:
-    """V5: two views of one name are two boxes of one tensor, or a box of each group."""
+    """describe.V5: two views of one name are two boxes of one tensor, or a box of each group."""
     groups = (*FIELDS["groups"], Group("other", 4))
     assert len(Worker(**{**FIELDS, "groups": groups, "views": two_views(**second)}).views) == 2
 
 
 def test_v5_a_part_of_a_tensor_is_kept_once() -> None:
-    """V5: a layer with the name of another would take that one's bytes, and nobody the ones of its own."""
+    """describe.V5: a layer with the name of another would take that one's bytes, and nobody the ones of its own."""
     error = worker_error(views=two_views())
     assert (error.code, error.details["name"]) == ("NAME", "layers.0")
     turned = two_views(axes=(Axis("dim", 0, 8, 8, 8), Axis("token", 0, 4, 4, 2)))
@@ -80,7 +80,7 @@ def test_v5_a_part_of_a_tensor_is_kept_once() -> None:
 
 @given(small_views(), st.integers(-1, 1))
 def test_v2_bytes_lie_inside_the_region(view: View, more: int) -> None:
-    """V2: a view fits a region that reaches to its last byte, and none that is shorter."""
+    """describe.V2: a view fits a region that reaches to its last byte, and none that is shorter."""
     size = max(element_bytes(view)) + 1 + more
     fields = ("e", 0, (Region("r", 0, size),), (Group("g"),), (view,)) if size else None
     if more >= 0:
@@ -92,7 +92,7 @@ def test_v2_bytes_lie_inside_the_region(view: View, more: int) -> None:
 
 
 def test_v3_the_digits_of_the_token_axis_multiply() -> None:
-    """V3: two kernel blocks of four slots fill a block of eight."""
+    """describe.V3: two kernel blocks of four slots fill a block of eight."""
     view = attrs.evolve(VIEW, axes=(Axis("token", 0, 2, 2, 64), TOKEN, DIM), num_blocks=5, block_stride_bytes=128)
     worker = Worker(**{**FIELDS, "groups": (Group("attn", 8),), "views": (view,)})
     assert worker.views[0].sizes["token"] == 8
@@ -100,7 +100,7 @@ def test_v3_the_digits_of_the_token_axis_multiply() -> None:
 
 @given(st.lists(small_views(), min_size=2, max_size=3))
 def test_v4_views_of_a_group_share_no_byte(views: list[View]) -> None:
-    """V4: views of one group and region are refused exactly where two of them share a byte."""
+    """describe.V4: views of one group and region are refused exactly where two of them share a byte."""
     named = [attrs.evolve(view, name=f"v{i}") for i, view in enumerate(views)]
     held = [set(element_bytes(view)) for view in named]
     fields = ("e", 0, (Region("r", 0, 1 << 20),), (Group("g"),), named)
@@ -112,7 +112,7 @@ def test_v4_views_of_a_group_share_no_byte(views: list[View]) -> None:
 
 
 def test_v4_groups_may_share_bytes() -> None:
-    """V4 is about one group: attention and state blocks of a hybrid pool lie over one another."""
+    """describe.V4 is about one group: attention and state blocks of a hybrid pool lie over one another."""
     assert Worker(**FIELDS).views == (VIEW, STATE)
     error = worker_error(views=(VIEW, attrs.evolve(VIEW, name="layers.1")))
     assert (error.code, error.details["first"], error.details["second"]) == ("OVERLAP", "layers.0", "layers.1")
@@ -120,7 +120,7 @@ def test_v4_groups_may_share_bytes() -> None:
 
 
 def test_v4_regions_are_apart() -> None:
-    """V4 compares offsets within one region: the same offsets in another are other bytes."""
+    """describe.V4 compares offsets within one region: the same offsets in another are other bytes."""
     views = (VIEW, attrs.evolve(VIEW, name="layers.1", region="kv.1"))
     regions = (Region("kv", 4096, 640), Region("kv.1", 8192, 640))
     assert Worker(**{**FIELDS, "regions": regions, "views": views}).views == views
@@ -194,7 +194,7 @@ def test_a_worker_is_frozen() -> None:
 
 @pytest.mark.parametrize("apart", [0, 160, 639])
 def test_views_of_one_group_share_no_byte_across_regions_that_overlap(apart: int) -> None:
-    """V4: what counts is the memory, not under which region's name it is described."""
+    """describe.V4: what counts is the memory, not under which region's name it is described."""
     regions = [Region("kv", 4096, 640), Region("again", 4096 + apart, 640)]
     views = [VIEW, attrs.evolve(VIEW, name="layers.1", region="again")]
     with pytest.raises(KVPlanError, match=r"^OVERLAP: cannot place view 'layers\.1'"):
@@ -202,7 +202,7 @@ def test_views_of_one_group_share_no_byte_across_regions_that_overlap(apart: int
 
 
 def test_views_stand_in_regions_that_overlap_where_they_do_not() -> None:
-    """V4: views of two groups may share memory, and so may regions that touch, or lie on different devices."""
+    """describe.V4: views of two groups may share memory, and so may regions that touch, or lie on different devices."""
     groups = [Group("attn", 4), Group("swa", 4)]
     other = attrs.evolve(VIEW, name="layers.1", region="again")
     for region, view in (

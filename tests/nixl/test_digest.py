@@ -198,7 +198,7 @@ def fill(memory: FakeMemory, case: Case) -> None:
 
 @given(cases(), st.sampled_from([ALL_AXES, DIVIDED, ()]))
 def test_a_digest_is_the_sum_that_the_rules_say(case: Case, divided: tuple[str, ...]) -> None:
-    """Whatever the strides, digits, contexts and alignment, digests are sums by rules D1 to D5."""
+    """Whatever the strides, digits, contexts and alignment, digests are sums by rules digest.D1 to digest.D5."""
     workers = case.destinations
     with FakeMemory(workers) as memory:
         noise(memory, workers, 1)

@@ -179,7 +179,7 @@ def test_blocks_that_are_used_again(reader: Reader) -> None:
 
 
 def test_a_cancelled_transfer_runs_to_its_end(reader: Reader) -> None:
-    """Rule P1: it is CANCELLED when its copy is over, not before."""
+    """Rule nixl.P1: it is CANCELLED when its copy is over, not before."""
     transfer = reader.begin()
     reader.executor.cancel(transfer)
     assert reader.executor.poll(transfer) is Status.RUNNING
@@ -188,7 +188,7 @@ def test_a_cancelled_transfer_runs_to_its_end(reader: Reader) -> None:
 
 
 def test_memory_stays_mapped_under_a_copy(reader: Reader) -> None:
-    """Rule P2: a peer that is disconnected by force, and replaced, is unmapped after its last copy."""
+    """Rule nixl.P2: a peer that is disconnected by force, and replaced, is unmapped after its last copy."""
     transfer = reader.begin()
     (peer,) = reader.executor.peers
     reader.executor.disconnect(peer.worker, force=True)
@@ -267,7 +267,7 @@ BAD_HANDLES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("bad", BAD_HANDLES)
 def test_handles_that_cannot_be_mapped(bad: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Rule P3: one line in the log, and bytes move through NIXL."""
+    """Rule nixl.P3: one line in the log, and bytes move through NIXL."""
     mappers = MemfdMapper(), MemfdMapper()
     there, here = (in_shared_memory(engine(n)[0], m) for n, m in zip(("prefill", "decode"), mappers, strict=True))
     filled(there)

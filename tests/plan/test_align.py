@@ -33,7 +33,7 @@ def by_hand(group: Group, count: int) -> dict[int, tuple[int, int]]:
 
 @pytest.mark.parametrize("group", GROUPS, ids=str)
 def test_a1_a2_positions_stand_where_counting_puts_them(group):
-    """A1, A2: block and slot of each held position equal those of counting."""
+    """plan.A1, plan.A2: block and slot of each held position equal those of counting."""
     expected = by_hand(group, 60)
     position = integers_in(np.array(held_positions(group, 60 * cycle(group))))
     position = position[position < 60]
@@ -44,13 +44,13 @@ def test_a1_a2_positions_stand_where_counting_puts_them(group):
 
 @pytest.mark.parametrize("group", GROUPS, ids=str)
 def test_a1_positions_before_one_are_those_that_counting_finds(group):
-    """A1: how many positions a worker holds below each, counted one by one."""
+    """plan.A1: how many positions a worker holds below each, counted one by one."""
     assert [before(group, p) for p in range(60)] == [len(by_hand(group, p)) for p in range(60)]
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=str)
 def test_a3_the_pattern_repeats_after_a_period_and_not_before(group):
-    """A3: whether a position is held, and in which slot, has exactly the period that is claimed."""
+    """plan.A3: whether a position is held, and in which slot, has exactly the period that is claimed."""
     length = period(group)
     stands = by_hand(group, 3 * length)
     slot = [stands[p][1] if p in stands else None for p in range(3 * length)]
@@ -59,7 +59,7 @@ def test_a3_the_pattern_repeats_after_a_period_and_not_before(group):
 
 
 def test_a3_two_groups_repeat_together():
-    """A3: the period of two groups is the least common multiple, the cycle that of their contexts alone."""
+    """plan.A3: the period of two groups is the least common multiple, the cycle that of their contexts alone."""
     ours, theirs = Group("a", 16, Context(0, 2)), Group("b", 48, Context(0, 3, 2))
     assert period(ours, theirs) == 288
     assert cycle(ours, theirs) == 6

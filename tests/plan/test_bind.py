@@ -26,7 +26,7 @@ from tests.small import HEAD_BYTES, engine
 
 
 def test_b2_no_range_means_all_that_the_destination_lists():
-    """B2: without tokens, the destination's blocks say what moves."""
+    """plan.B2: without tokens, the destination's blocks say what moves."""
     (mine,), (other,) = engine("d", order="NH"), engine("p", order="NH")
     report = verify(
         plan_reads(mine, [other]), local={"attn": Blocks([9, 5], first=1)}, remote={"attn": Blocks(range(3))}
@@ -64,7 +64,9 @@ def test_blocks_stay_read_only_through_pickling():
     ],
 )
 def test_b4_a_bad_request_is_refused_before_any_id(local, remote, tokens):
-    """B4: an id beyond the local pool, tables that end before or begin behind the token that moves, and none at all."""
+    """plan.B4: an id beyond the local pool, tables that end before or begin behind the token that moves, and none at
+    all.
+    """
     (mine,), (other,) = engine("d"), engine("p")
     with pytest.raises(KVPlanError, match=r"^BLOCKS: "):
         plan_reads(mine, [other]).bind(local=local, remote=remote, tokens=tokens)
@@ -98,7 +100,7 @@ def in_one_group(worker: Worker) -> Worker:
 @pytest.mark.parametrize("side", ["local", "remote"])
 @pytest.mark.parametrize("remotes", [1, 2])
 def test_b4_block_ids_are_below_the_size_of_the_smallest_pool(side, remotes):
-    """B4: of pools of 10 and of 8 blocks in one group, whether one remote worker has both tensors or each has one."""
+    """plan.B4: of pools of 10 and of 8 blocks in one group, with both tensors on one remote worker or on two."""
     pools = {"local": (20, 20), "remote": (20, 20), side: (10, 8)}
     ours, theirs = (in_one_group(states(name, *pools[name])) for name in pools)
     plan = plan_reads(ours, [attrs.evolve(theirs, rank=i, views=theirs.views[i::remotes]) for i in range(remotes)])
@@ -109,7 +111,7 @@ def test_b4_block_ids_are_below_the_size_of_the_smallest_pool(side, remotes):
 
 
 def test_b4_a_writers_block_ids_are_below_the_size_of_its_own_pool():
-    """B4: the local worker of a write is the source."""
+    """plan.B4: the local worker of a write is the source."""
     plan = plan_writes(states("p", 8), [states("d", 10)])
     tables: dict[str, Any] = {"local": {"0": Blocks([7])}, "remote": {"0": Blocks([9])}}
     assert plan.bind(**tables)
@@ -118,7 +120,7 @@ def test_b4_a_writers_block_ids_are_below_the_size_of_its_own_pool():
 
 
 def test_b3_layers_inside_a_block_step_by_their_number():
-    """B3: of a source whose blocks hold all layers, one row has them all, and ids go on by as many for each block."""
+    """plan.B3: of a source whose blocks hold all layers, one row has them all, and ids grow by as many a block."""
     axes = (Axis("dim", 0, 1, 1, 1),)
     views = [View(f"{i}", "0", "r", "uint8", axes, 10, 3, i) for i in range(3)]
     together = Worker("together", 0, [Region("r", 1 << 40, 30)], [Group("0")], views)
@@ -133,7 +135,7 @@ END = 1 << 31
 
 @pytest.mark.parametrize(("blocks", "dtype"), [(END, np.int32), (END + 1, np.int64)])
 def test_b3_ids_are_wide_only_where_a_table_has_more_than_2_to_31(blocks, dtype):
-    """B3: the last id of a table of 2**31 still fits."""
+    """plan.B3: the last id of a table of 2**31 still fits."""
     (pair,) = plan_reads(states("d", blocks), [states("p", 10)]).pairs
     assert pair.group_pairs[0].tokens[0].base.dtype == dtype
 
@@ -238,13 +240,15 @@ def ids_of(ours, theirs, tokens):
     ],
 )
 def test_b2_no_run_is_cut_that_the_range_holds_whole(ours, theirs, tokens, moved):
-    """B2: ids are as few as runs and the tokens left at both ends: 2 pages to a block, or 8 heads to a piece of one."""
+    """plan.B2: ids are as few as runs and the tokens left at both ends: 2 pages to a block, or 8 heads to a piece of
+    one.
+    """
     (mine,), others = engine("d", tokens=ours, blocks=40), engine("p", tokens=theirs, blocks=40)
     assert ids_of(mine, others, tokens) == [moved]
 
 
 def test_b2_what_holds_no_run_whole_is_one_part():
-    """B2: of the last two tokens of a block and the first two of the next one, the four tokens of eight heads."""
+    """plan.B2: of the last two tokens of a block and the first two of the next one, the four tokens of eight heads."""
     (mine,), (other,) = engine("d"), engine("p")
     tables = {"attn": Blocks([3, 5])}
     (spec,) = plan_reads(mine, [other]).bind(local=tables, remote=tables, tokens=(2, 6))
@@ -272,7 +276,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("tokens", [(0, 24), (3, 20), (12, 13), (7, 7), (14, 24)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_byte_of_a_request_is_right(name, tokens):
-    """B1, B2: engines that differ in one thing or two: what is bound is verified, from reads and from writes.
+    """plan.B1, plan.B2: engines that differ in one thing or two: what is bound is verified, from reads and from writes.
 
     Of requests from position 12 on, tables list no first block, as after a hit of a prefix cache.
     """
@@ -298,7 +302,7 @@ def test_names_that_no_worker_has_are_told_from_those_that_it_has(groups, known)
 @pytest.mark.parametrize("sizes", [(8, 4), (6, 4), (4, 8), (3, 5)])
 @pytest.mark.parametrize("tokens", [(0, 24), (1, 23), (5, 21), (9, 10), (10, 13), (17, 24)])
 def test_b2_exactly_the_positions_of_a_range_move_around_gaps(sizes, tokens):
-    """B2: where every second block is null, the range's positions in the others move, whole runs or single tokens."""
+    """plan.B2: with every second block null, the range's positions in the others move, whole runs or single tokens."""
     (mine,), (other,) = (
         engine(name, tokens=size, order="NH", blocks=40) for name, size in zip("dp", sizes, strict=True)
     )
@@ -322,7 +326,7 @@ def test_as_many_ids_as_may_be_are_bound(monkeypatch):
 
 
 def test_b4_a_table_with_gaps_lists_the_whole_range():
-    """B4: null blocks count as listed, but what is before or behind a table is not a gap."""
+    """plan.B4: null blocks count as listed, but what is before or behind a table is not a gap."""
     (mine,), (other,) = engine("d"), engine("p")
     plan = plan_reads(mine, [other])
     ours, theirs = Blocks([5, 0, 6], first=2, null=0), Blocks(range(1, 7))
@@ -346,7 +350,7 @@ def pool_of_two_groups(name, strides=(64, 64), offsets=(0, 0)):
 
 @pytest.mark.parametrize("side", ["local", "remote"])
 def test_b4_a_block_of_two_groups_that_share_bytes(side):
-    """B4: in a pool that groups share, a block id belongs to one group at a time; null entries are no blocks."""
+    """plan.B4: in a pool that groups share, a block id belongs to one group at a time; null entries are no blocks."""
     plan = plan_reads(pool_of_two_groups("d"), [pool_of_two_groups("p")])
     right = {"full": Blocks([1, 2]), "window": Blocks([0, 3], null=0)}
     request: dict[str, Any] = {"local": right, "remote": right, "tokens": (4, 8)}
@@ -363,7 +367,7 @@ def test_b4_a_block_of_two_groups_that_share_bytes(side):
 
 
 def test_b4_groups_that_lie_side_by_side_may_have_one_block():
-    """B4: groups whose blocks are in one region, but share no byte, number their blocks alike."""
+    """plan.B4: groups whose blocks are in one region, but share no byte, number their blocks alike."""
     workers = [pool_of_two_groups(name, (128, 128), (0, 64)) for name in "dp"]
     tables = {"full": Blocks([1]), "window": Blocks([1])}
     assert plan_reads(workers[0], workers[1:]).bind(local=tables, remote=tables)[0].num_bytes == 128
@@ -420,7 +424,7 @@ def test_a_workspace_serves_one_thread() -> None:
 )
 @pytest.mark.parametrize("num_tokens", [1, 7, 24, 25])
 def test_b4_without_a_range_a_source_lists_the_same_request(local, remote, num_tokens) -> None:
-    """B4: the tables of one request pass whatever the blocks are; one that lists more blocks is of another unit."""
+    """plan.B4: tables of one request pass whatever the blocks are; one with more blocks counts in another unit."""
     sides = engine("d", **local), engine("p", **remote)
     ends = []
     for workers, shape in zip(sides, (local, remote), strict=True):
@@ -441,7 +445,7 @@ def test_b4_without_a_range_a_source_lists_the_same_request(local, remote, num_t
 
 
 def test_b4_states_without_a_range_are_as_many_at_the_source() -> None:
-    """B4: where a destination has one of a source's states, its ordinal or a range says which."""
+    """plan.B4: where a destination has one of a source's states, its ordinal or a range says which."""
     plan = plan_reads(states("d", 10), [states("p", 10)])
     saved = {"0": Blocks([7, 8, 9])}
     with pytest.raises(KVPlanError, match=r"^BLOCKS: cannot bind remote group '0': expected blocks \[0, 1\)"):
@@ -452,7 +456,7 @@ def test_b4_states_without_a_range_are_as_many_at_the_source() -> None:
 
 
 def test_b4_positions_are_counted_below_2_to_48() -> None:
-    """B4: a table whose blocks have positions beyond that is refused, and numbers that would wrap are never made."""
+    """plan.B4: blocks with positions beyond that are refused, and numbers that would wrap are never made."""
     (mine,), (other,) = engine("d", tokens=65_536, layers=1), engine("p", tokens=65_536, layers=1)
     last = {"attn": Blocks([1], first=(1 << 48) - 1)}
     with pytest.raises(KVPlanError, match=r"^BLOCKS: cannot bind local .* blocks of positions below 281474976710656"):

@@ -28,7 +28,7 @@ def served(ours, sources):
 
 
 def test_c2_what_nobody_holds_is_listed_whole():
-    """C2: with two of four sources lost, one error lists both missing intervals."""
+    """plan.C2: with two of four sources lost, one error lists both missing intervals."""
     (ours,) = engine("d", tp=1, heads=8)
     sources = [engine("p", tp=4, heads=8)[i] for i in (0, 2)]
     with pytest.raises(KVPlanError) as caught:
@@ -62,7 +62,7 @@ def states(name, *names):
     ],
 )
 def test_m2_the_hint_names_what_is_nearest_to_a_missing_tensor(names, hint):
-    """M2: of the first names that the sources have for its layer, those that are alike, else three of them."""
+    """plan.M2: of the first names that the sources have for its layer, those that are alike, else three of them."""
     with pytest.raises(KVPlanError, match=r"^TENSOR: ") as caught:
         plan_reads(states("d", "layers.0.attn"), [states("p", *names)])
     assert caught.value.hint.startswith(hint)
@@ -80,7 +80,7 @@ def fewest(held):
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize(("src", "dst"), list(itertools.product([1, 2, 3, 4, 6, 8, 16], repeat=2)))
 def test_c3_no_set_of_fewer_sources_would_do(heads, src, dst):
-    """C3: for tensor-parallel engines of any sizes, replicated or overlapping, the peers are as few as can be."""
+    """plan.C3: for tensor-parallel engines of any sizes, replicated or overlapping, the peers are as few as can be."""
     sources = engine("p", tp=src, heads=heads, layers=1)
     for ours in engine("d", tp=dst, heads=heads, layers=1)[:: max(dst // 4, 1)]:
         (found,) = match(ours, Sources(sources))
@@ -91,7 +91,7 @@ def test_c3_no_set_of_fewer_sources_would_do(heads, src, dst):
 
 @pytest.mark.parametrize(("src", "dst", "heads"), [(16, 8, 1), (16, 4, 4), (8, 16, 4), (4, 4, 1), (8, 32, 2)])
 def test_c4_replicas_share_the_load(src, dst, heads):
-    """C4: over all destinations no source serves more than one above its fair share of the replicas in use."""
+    """plan.C4: over all destinations no source serves more than one above its fair share of the replicas in use."""
     sources = engine("p", tp=src, heads=heads, layers=1)
     load = np.zeros(src, int)
     for ours in engine("d", tp=dst, heads=heads, layers=1):
@@ -101,7 +101,7 @@ def test_c4_replicas_share_the_load(src, dst, heads):
 
 
 def test_c4_states_do_not_weigh_on_who_sends_tokens():
-    """C4: whoever sends a large state is as likely to send tokens as a source without one."""
+    """plan.C4: whoever sends a large state is as likely to send tokens as a source without one."""
     held = np.array([[1, 0], [0, 1], [1, 1], [1, 1]], bool)
     weight, states = np.array([100.0, 1, 2, 2]), np.array([True, True, False, False])
     assert sorted(choose_sources(held, weight, states, 0)[2:].tolist()) == [0, 1]
@@ -115,7 +115,7 @@ def of_tensors(ours, sources):
 
 
 def test_c2_what_is_missing_is_told_by_all_its_axes():
-    """C2: intervals that touch are one; several, and several axes, are listed."""
+    """plan.C2: intervals that touch are one; several, and several axes, are listed."""
     held = np.ones(1, bool)
     assert str(Part(intervals=np.array([[0, 5], [7, 8]]), held=held)) == "[0, 5) [7, 8)"
     (ours,) = engine("d", layers=1)
@@ -134,7 +134,7 @@ def test_c2_what_is_missing_is_told_by_all_its_axes():
     ],
 )
 def test_c4_lots_go_to_the_source_with_the_least_load(shared, weight, owners):
-    """C4: of three sources that are asked anyway."""
+    """plan.C4: of three sources that are asked anyway."""
     held = np.concatenate([np.eye(3, dtype=bool), np.array(shared, bool)])
     found = choose_sources(held, np.array([0.0, 0, 0, *weight]), np.zeros(len(held), bool), 0)
     assert found[3:].tolist() == owners
@@ -159,7 +159,7 @@ def flat(name, tensors):
 
 
 def test_c4_loads_are_bytes():
-    """C4: one source sends 64 bytes in one cell, another 28 in two: what both have comes from the second."""
+    """plan.C4: one source sends 64 bytes in one cell, another 28 in two: what both have comes from the second."""
     every = {
         "a": (32, "bfloat16", 2),
         "b": (20, "uint8", 1),
@@ -177,7 +177,9 @@ def test_c4_loads_are_bytes():
 
 
 def test_c4_equal_replica_sets_are_weighed_in_one_order():
-    """C4: each of four sources has a tensor alone, and one with each other; workers must not come to other choices."""
+    """plan.C4: each of four sources has a tensor alone, and one with each other; workers must not come to other
+    choices.
+    """
     held = [(i,) for i in range(4)] + list(itertools.combinations(range(4), 2))
     every = {str(which): (4, "uint8", 1) for which in held}
     sources = [
@@ -188,7 +190,7 @@ def test_c4_equal_replica_sets_are_weighed_in_one_order():
 
 
 def test_c2_each_tensor_that_is_not_whole_is_told():
-    """C2: of tensors that differ each is listed, in one error that names the sources that were looked through."""
+    """plan.C2: of tensors that differ each is listed, in one error that names the sources that were looked through."""
     ours, whole = (flat(name, {"a": (8, "uint8", 1), "b": (6, "uint8", 1)}) for name in ("d", "p"))
     views = [attrs.evolve(view, axes=(view.axes[0], attrs.evolve(view.axes[1], stop=4))) for view in whole.views]
     with pytest.raises(KVPlanError, match=r"got a: dim \[4, 8\) of 8; b: dim \[4, 6\) of 6$") as caught:
@@ -206,7 +208,7 @@ def test_what_all_tensors_take_is_counted():
 
 
 def test_c1_contexts_of_too_long_a_cycle_are_refused(monkeypatch):
-    """C1: two and three ranks take six turns: as many as may be, and more than that."""
+    """plan.C1: two and three ranks take six turns: as many as may be, and more than that."""
     ours, sources = engine("d", layers=1, contexts=(2, 1))[0], engine("p", layers=1, contexts=(3, 1))
     monkeypatch.setattr("kvplan.plan.cells.MAX_SEGMENTS", 6)
     assert cells(match(ours, Sources(sources)))

@@ -16,7 +16,7 @@ def with_views(worker: Worker, change) -> Worker:
 
 
 def test_m2_what_only_a_source_has_is_left_alone():
-    """M2: extra tensors of a source are nobody's business."""
+    """plan.M2: extra tensors of a source are nobody's business."""
     (ours,), (theirs,) = engine("decode", layers=1), engine("prefill", layers=3)
     assert [m.names for m in match(ours, Sources([theirs]))] == [("layers.0",)]
 
@@ -35,7 +35,7 @@ def renamed(view: View, old: str, new: str) -> View:
     ],
 )
 def test_m3_a_difference_names_the_field_and_both_values(code, field, change, values):
-    """M3: whatever differs, the message gives the tensor, the field and each side's value."""
+    """plan.M3: whatever differs, the message gives the tensor, the field and each side's value."""
     (ours,), (theirs,) = engine("decode"), engine("prefill")
     with pytest.raises(KVPlanError) as caught:
         match(ours, Sources([with_views(theirs, change)]))
@@ -47,7 +47,7 @@ def test_m3_a_difference_names_the_field_and_both_values(code, field, change, va
 
 
 def test_m3_a_difference_names_the_first_source_that_has_it():
-    """M3: also where that source comes between others that list the same."""
+    """plan.M3: also where that source comes between others that list the same."""
     (ours,), sources = engine("decode", layers=1), engine("prefill", tp=3, layers=2)
     other, third = (with_views(one, lambda view: attrs.evolve(view, dtype="float16")) for one in sources[1:])
     second = attrs.evolve(other, views=other.views[:1])
@@ -64,7 +64,7 @@ def grown(view: View, name: str) -> tuple[Axis, ...]:
     [("int8", "uint8", True), ("uint8", "int8", True), ("bfloat16", "float16", False), ("bfloat16", "uint8", False)],
 )
 def test_m3_bytes_of_one_meaning_may_be_described_alike(ours, theirs, hint):
-    """M3: the hint is for elements of one byte, whatever engines call them."""
+    """plan.M3: the hint is for elements of one byte, whatever engines call them."""
     mine, other = (
         Worker(
             name, 0, [Region("r", 0, 64)], [Group("g")], [View("t", "g", "r", dtype, [Axis("dim", 0, 4, 4, 2)], 1, 8)]
@@ -77,7 +77,7 @@ def test_m3_bytes_of_one_meaning_may_be_described_alike(ours, theirs, hint):
 
 
 def test_m5_equal_layers_are_one_match_and_others_are_not():
-    """M5: layers of one geometry share a match; a layer of another dtype has its own."""
+    """plan.M5: layers of one geometry share a match; a layer of another dtype has its own."""
     (ours,), (theirs,) = engine("decode", layers=4), engine("prefill", layers=4)
 
     def change(view: View) -> View:
@@ -88,7 +88,7 @@ def test_m5_equal_layers_are_one_match_and_others_are_not():
 
 
 def test_m4_another_model_is_no_source() -> None:
-    """M4: the same tensors of another model are another cache, whichever worker of the sources runs it."""
+    """plan.M4: the same tensors of another model are another cache, whichever worker of the sources runs it."""
     (ours,), sources = engine("decode"), engine("prefill", tp=2)
     ours, same, other = (attrs.evolve(one, model=model) for one, model in zip((ours, *sources), "aab", strict=True))
     with pytest.raises(KVPlanError) as caught:
@@ -100,7 +100,7 @@ def test_m4_another_model_is_no_source() -> None:
 
 
 def test_m4_the_facts_that_differ_are_named() -> None:
-    """M4: of two models with many facts, an error names the ones that differ, with both values."""
+    """plan.M4: of two models with many facts, an error names the ones that differ, with both values."""
     (ours,), (theirs,) = engine("decode"), engine("prefill")
     same = {f"config.key{i}": i for i in range(200)}
     ours = attrs.evolve(ours, model={**same, "config.rope_theta": 10000, "quantization": "fp8"})
@@ -117,7 +117,7 @@ def test_m4_the_facts_that_differ_are_named() -> None:
 
 
 def test_m4_an_unknown_model_goes_with_any() -> None:
-    """M4: a worker that does not say which model it runs is not refused, on either side."""
+    """plan.M4: a worker that does not say which model it runs is not refused, on either side."""
     (ours,), (theirs,) = engine("decode"), engine("prefill")
     for mine, other in (("a", "a"), ("a", ""), ("", "b")):
         assert match(attrs.evolve(ours, model=mine), Sources([attrs.evolve(theirs, model=other)]))

@@ -26,7 +26,7 @@ def expanded(rows):
 @pytest.mark.parametrize("offsets", [[0], [0, 64, 128, 192], [64, 192], [0, 64], [192, 0, 64], [8, 72, 136]])
 @pytest.mark.parametrize("stride", [256, 320, 300])
 def test_t2_ids_find_their_bytes_in_every_block(offsets, stride):
-    """T2, T3: ``id + step * block`` is, for every block, the id of the same offset in that block."""
+    """plan.T2, plan.T3: ``id + step * block`` is, for every block, the id of the same offset in that block."""
     rows, (ids,) = assign_rows([job(offsets, stride=stride)])
     where = expanded(rows)
     for offset, first, step in zip(offsets, ids.first[:, 0].tolist(), ids.step[:, 0].tolist(), strict=True):
@@ -34,13 +34,13 @@ def test_t2_ids_find_their_bytes_in_every_block(offsets, stride):
 
 
 def test_t2_a_step_shorter_than_the_bytes_is_never_taken():
-    """T2: rows never overlap themselves: offsets 0 and 100 of 64 bytes have the common step 4, so stay apart."""
+    """plan.T2: rows never overlap themselves: offsets 0 and 100 of 64 bytes have the common step 4, so stay apart."""
     rows, _ = assign_rows([job([0, 100])])
     assert rows.tolist() == [[0, 0, 64, 256, 10], [0, 100, 64, 256, 10]]
 
 
 def test_t1_tables_are_read_only_and_small():
-    """T1: a plan's size does not grow with the number of blocks."""
+    """plan.T1: a plan's size does not grow with the number of blocks."""
     small, large = (
         plan_reads(engine("d", blocks=n)[0], engine("p", blocks=n)).pairs[0].local_table for n in (10, 10_000)
     )
@@ -50,7 +50,7 @@ def test_t1_tables_are_read_only_and_small():
 
 
 def test_t1_addresses_up_to_the_end_of_memory_are_exact():
-    """T1: rows near 2**64 keep every bit."""
+    """plan.T1: rows near 2**64 keep every bit."""
     (ours,), (theirs,) = engine("d", layers=1), engine("p", layers=1)
     top = attrs.evolve(ours, regions=(attrs.evolve(ours.regions[0], address=2**64 - ours.regions[0].size_bytes),))
     rows = plan_reads(top, [theirs]).pairs[0].local_table.rows
@@ -65,13 +65,13 @@ def test_plans_survive_pickling():
 
 
 def test_t2_layers_one_behind_another_are_one_row():
-    """T2: the ids of neighbouring layers are neighbours, also where a layer ends with some unused bytes."""
+    """plan.T2: the ids of neighbouring layers are neighbours, also where a layer ends with some unused bytes."""
     rows, _ = assign_rows([job([0, 64, 12800 + 128, 12800 + 192], stride=128, blocks=100)])
     assert rows.tolist() == [[0, 0, 64, 64, 402]]
 
 
 def test_t2_layers_far_apart_have_as_many_ids_as_layers_of_two_regions():
-    """T2: two layers a tebibyte apart in one region, as in two regions; every byte arrives."""
+    """plan.T2: two layers a tebibyte apart in one region, as in two regions; every byte arrives."""
     ours, theirs = (engine(name, blocks=80, order=order)[0] for name, order in (("d", "HN"), ("p", "NH")))
     (near,) = plan_reads(ours, [theirs]).pairs
     region = attrs.evolve(theirs.regions[0], size_bytes=(1 << 40) + theirs.regions[0].size_bytes)
@@ -82,7 +82,7 @@ def test_t2_layers_far_apart_have_as_many_ids_as_layers_of_two_regions():
 
 
 def test_t2_more_slots_than_can_be_listed_are_refused():
-    """T2: four heads in two layers of blocks of four million tokens are more slots than are listed."""
+    """plan.T2: four heads in two layers of blocks of four million tokens are more slots than are listed."""
     (ours,), (theirs,) = (engine(name, tokens=1 << 22, blocks=1) for name in "dp")
     with pytest.raises(
         KVPlanError, match=r"^RANGE: cannot number .*: expected work of at most 1.25 GiB, got 8.* with 67108868 slots"
@@ -121,7 +121,7 @@ def blocks_of(runs):
 
 
 def test_t3_pieces_of_a_block_are_one_series():
-    """T3: two blocks of 4 to one of 8 are one series with two starts, which differ by what their slots add."""
+    """plan.T3: two blocks of 4 to one of 8 are one series with two starts, which differ by what their slots add."""
     (runs,), _ = ids_of(engine("d", tokens=8)[0], engine("p"))
     assert (runs.starts.tolist(), blocks_of(runs)) == ([0, 4], [([0, 0], 1, 0, [0, 1]), ([0, 1], 2, 1, None)])
 
@@ -148,13 +148,13 @@ def rows_of(*jobs):
     ],
 )
 def test_t2_bytes_are_one_row_where_they_can_be(how, rows):
-    """T2: one block, a first offset, few blocks; as many unused ids as may be, and one more; the same bytes twice."""
+    """plan.T2: one block, a first offset, few blocks; the most unused ids, and one more; the same bytes twice."""
     assert rows_of(job(**how)) == rows
 
 
 @pytest.mark.parametrize(("local", "remote"), [(4, 2), (2, 4)])
 def test_t2_slots_of_both_sides_are_counted(local, remote):
-    """T2: eight runs of four slots on one side and of two on the other, and 16 runs of two tokens on each."""
+    """plan.T2: eight runs of four slots on one side and of two on the other, and 16 runs of two tokens on each."""
     (ours,), theirs = engine("d", tokens=local), engine("p", tokens=remote)
     assert numbers_of(lambda: plan_reads(ours, theirs))["slots of runs"] == 8 * (4 + 2) + 2 * 16
 

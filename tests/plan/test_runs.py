@@ -20,7 +20,7 @@ def runs_of(ours, theirs):
 
 
 def test_r3_tokens_of_different_blocks_are_not_joined() -> None:
-    """R3: every third position of a source's blocks of two is slot 0, 1, 0, 1, ... of blocks 0, 1, 3, 4, ..., so
+    """plan.R3: every third position of a source's blocks of two is slot 0, 1, 0, 1, ... of blocks 0, 1, 3, 4, ..., so
     slots that follow each other say nothing; the blocks must be the same.
     """
     ours = engine("d", layers=1, order="NH", contexts=(3, 1))[0]
@@ -44,7 +44,7 @@ def brute_force(offset, length):
 
 @pytest.mark.parametrize("seed", range(50))
 def test_r2_joining_leaves_as_few_spans_as_can_be(seed):
-    """R2: one pass over sorted spans equals joining any two that fit until none do."""
+    """plan.R2: one pass over sorted spans equals joining any two that fit until none do."""
     rng = np.random.default_rng(seed)
     size = 12
     length = rng.integers(1, 4, size)
@@ -57,7 +57,7 @@ def test_r2_joining_leaves_as_few_spans_as_can_be(seed):
 
 
 def test_r1_more_runs_than_can_be_listed_are_refused() -> None:
-    """R1: two axes of 2049, in one order here and in the other there, are four million runs of one byte."""
+    """plan.R1: two axes of 2049, in one order here and in the other there, are four million runs of one byte."""
 
     def square(name: str, order: str) -> Worker:
         """One layer of 2049 by 2049 bytes a token; the last of ``order`` is the finer axis."""
@@ -216,7 +216,7 @@ def two_layers(name, *pages):
     ],
 )
 def test_layers_that_step_differently_or_join_differently_are_told_apart(pages):
-    """R2: within one group, and both layers of one block of the pool."""
+    """plan.R2: within one group, and both layers of one block of the pool."""
     ours, theirs = two_layers("d", *pages), two_layers("p", *pages)
     size = pages[0][0]
     near, far = {"attn": Blocks([3, 5])}, {"attn": Blocks([8, 1])}
@@ -226,13 +226,13 @@ def test_layers_that_step_differently_or_join_differently_are_told_apart(pages):
 
 @pytest.mark.parametrize(("order", "number"), [("NH", 2), ("HN", 12)])
 def test_r1_runs_of_a_token_are_counted_before_they_are_listed(order, number):
-    """R1: two layers in one piece each are two runs; four heads apart are listed once, and then for both layers."""
+    """plan.R1: two layers in one piece each are two runs; four heads apart are listed once, then for both layers."""
     (ours,), (theirs,) = engine("d", order="NH"), engine("p", order=order)
     assert numbers_of(lambda: plan_reads(ours, [theirs]))["runs of one token"] == number
 
 
 def test_r1_coordinates_with_a_gap_are_runs_of_their_own():
-    """R1: of four bytes that one source has, another has the middle two; the other two are a part in two pieces."""
+    """plan.R1: of four bytes that one source has, another has the middle two; the rest is a part in two pieces."""
     dims = {"d": (0, 4), "p": (0, 4), "q": (1, 3)}
     workers = [
         Worker(
@@ -250,7 +250,7 @@ def test_r1_coordinates_with_a_gap_are_runs_of_their_own():
 
 
 def test_r1_runs_of_all_tensors_count():
-    """R1: two layers that step differently, with one run of a token each, are two runs."""
+    """plan.R1: two layers that step differently, with one run of a token each, are two runs."""
     ours, theirs = (two_layers(name, (2, 8, 8), (2, 8, 32)) for name in "dp")
     assert numbers_of(lambda: plan_reads(ours, [theirs]))["runs of one token"] == 2
 
@@ -265,7 +265,9 @@ def test_r1_runs_of_all_tensors_count():
     ],
 )
 def test_a3_block_pairs_are_all_positions_in_order(groups, carried):
-    """A3, R3: every carried position is in one stretch, whose block and slot are those of each side, one by one."""
+    """plan.A3, plan.R3: every carried position is in one stretch, whose block and slot are those of each side, one by
+    one.
+    """
     every = cycle(*groups)
     held = [p for p in range(every) if all(p in group.context for group in groups)]
     carried = held if carried is None else carried
@@ -293,14 +295,14 @@ def test_a3_block_pairs_are_all_positions_in_order(groups, carried):
     ],
 )
 def test_r3_block_pairs_are_listed_up_to_a_limit(groups, carried, every, least):
-    """R3: of a period with more blocks or intervals none is listed, nor of positions that no request has."""
+    """plan.R3: of a period with more blocks or intervals none is listed, nor of positions that no request has."""
     for limit in (1, 2, 3, 1 << 22):
         pairs = block_pairs(groups, np.array(carried), every, period(*groups), limit)
         assert (pairs is not None) == (least is not None and limit >= least)
 
 
 def test_r3_as_many_block_pairs_as_can_be_listed(monkeypatch):
-    """R3: blocks of 6 and 4 meet in periods of two and three blocks; where three may not be listed, nothing joins."""
+    """plan.R3: blocks of 6 and 4 meet in periods of two and three blocks; if three may not be listed, none join."""
     (ours,), (theirs,) = engine("d", tokens=6, order="NH", layers=1), engine("p", tokens=4, order="NH", layers=1)
     for most, runs in ((4, 4), (3, 0), (2, 0)):
         monkeypatch.setattr("kvplan.plan.runs.MAX_JOINED", most)
@@ -311,7 +313,7 @@ def test_r3_as_many_block_pairs_as_can_be_listed(monkeypatch):
 
 
 def test_r2_all_runs_of_a_period_count(monkeypatch):
-    """R2: eight heads with two runs each are sixteen runs."""
+    """plan.R2: eight heads with two runs each are sixteen runs."""
     (ours,), (theirs,) = engine("d", heads=8, tokens=8, layers=1), engine("p", heads=8, layers=1)
     for most, runs in ((16, 16), (15, 0)):
         monkeypatch.setattr("kvplan.plan.runs.MAX_JOINED", most)
@@ -319,7 +321,7 @@ def test_r2_all_runs_of_a_period_count(monkeypatch):
 
 
 def test_r3_runs_of_two_lengths_share_the_limit(monkeypatch):
-    """R3: layers of 16 and of 8 bytes a token meet twice in a period: each may list half of all pieces."""
+    """plan.R3: layers of 16 and of 8 bytes a token meet twice in a period: each may list half of all pieces."""
     ours, theirs = (two_layers(name, (size, 16, 16), (size, 8, 8)) for name, size in (("d", 8), ("p", 4)))
     for most, runs in ((4, 4), (3, 0)):
         monkeypatch.setattr("kvplan.plan.runs.MAX_JOINED", most)
@@ -328,7 +330,7 @@ def test_r3_runs_of_two_lengths_share_the_limit(monkeypatch):
 
 @pytest.mark.parametrize("dense", ["", "d", "p"])
 def test_r3_tokens_that_only_meet_between_segments_join(dense):
-    """R3: two slots 6 bytes apart, 4 bytes behind them two more: tokens of 4 bytes join there alone."""
+    """plan.R3: two slots 6 bytes apart, 4 bytes behind them two more: tokens of 4 bytes join there alone."""
     sides = []
     for name in "dp":
         axes = [Axis("token", 0, 2, 2, 10), Axis("token", 0, 2, 2, 6)]
@@ -341,7 +343,9 @@ def test_r3_tokens_that_only_meet_between_segments_join(dense):
 
 
 def test_r3_runs_of_one_block_pair_join_wherever_they_begin():
-    """R3: two tokens of one layer, the same two of the other, then the next two of each: one run of the whole block."""
+    """plan.R3: two tokens of one layer, the same two of the other, then the next two of each: one run of the whole
+    block.
+    """
     axes = (Axis("token", 0, 2, 2, 16), Axis("token", 0, 2, 2, 4), Axis("dim", 0, 4, 4, 1))
     views = [View(f"layers.{i}", "attn", "kv", "uint8", axes, 3, 32, 8 * i) for i in range(2)]
     sides = [Worker(name, 0, [Region("kv", 1 << 40, 96)], [Group("attn", 4)], views) for name in "dp"]
@@ -350,7 +354,7 @@ def test_r3_runs_of_one_block_pair_join_wherever_they_begin():
 
 
 def test_r3_runs_end_where_a_segment_ends():
-    """R3: slots in two pairs, from blocks of three: a run ends where a pair does, wherever in a block it begins."""
+    """plan.R3: slots in two pairs, from blocks of three: a run ends where a pair does, wherever it begins."""
     sides = []
     for name, tokens, axes in (
         ("d", 4, [Axis("token", 0, 2, 2, 32), Axis("token", 0, 2, 2, 4)]),

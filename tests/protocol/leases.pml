@@ -25,13 +25,13 @@
 #define DEATHS 1  /* of all prefill engines together */
 #endif
 
-#define UNASKED 1  /* a read is right without a last question: R4 is gone */
-#define EARLY 2  /* the last question is asked before the last byte: R4 is gone */
-#define STALE 3  /* the answer to an earlier question counts for the last one: R4 is gone */
-#define REVIVED 4  /* a claim brings a lease back that is over: L3 is gone */
-#define SAME_START 5  /* a start takes the leases of the one before for its own: L3 is gone */
-#define REAPED 6  /* a timer frees a block that a claim holds: L1 is gone */
-#define REUSED 7  /* decode frees a block while bytes may land in it: R2 is gone */
+#define UNASKED 1  /* a read is right without a last question: read.R4 is gone */
+#define EARLY 2  /* the last question is asked before the last byte: read.R4 is gone */
+#define STALE 3  /* the answer to an earlier question counts for the last one: read.R4 is gone */
+#define REVIVED 4  /* a claim brings a lease back that is over: lease.L3 is gone */
+#define SAME_START 5  /* a start takes the leases of the one before for its own: lease.L3 is gone */
+#define REAPED 6  /* a timer frees a block that a claim holds: lease.L1 is gone */
+#define REUSED 7  /* decode frees a block while bytes may land in it: read.R2 is gone */
 #define VACUOUS 8  /* no fault: shows that some read is right at all */
 #ifndef FAULT
 #define FAULT 0
@@ -60,7 +60,7 @@ byte claims[PREFILLS];
 chan to_prefill[PREFILLS] = [1] of { mtype, byte, byte, byte, byte };
 chan to_decode[DECODES] = [1] of { byte, bool };
 
-/* L3: a lease that is over stays over, and all leases are over when the engine starts again. */
+/* lease.L3: a lease that is over stays over, and all leases are over when the engine starts again. */
 #define STANDS(p, request, at) (lent[p] == request && (at == start[p] || FAULT == SAME_START))
 
 proctype Prefill(byte p) {
@@ -80,7 +80,7 @@ end_of_prefill:
            is_lent[request] = true;
            request = 0
        }
-    /* L1 and L2: claims are taken, renewed and ended, and questions are answered. An answer may be lost. */
+    /* lease.L1 and lease.L2: claims are taken, renewed and ended, and questions are answered. An answer may be lost. */
     :: atomic {
            to_prefill[p] ? kind, request, at, reader, question;
            if
@@ -139,7 +139,7 @@ proctype Decode(byte d) {
     bool is_right, has_asked;
     do
     :: num_reads < READS ->
-       /* C1: a handoff is claimed when it arrives. */
+       /* claim.C1: a handoff is claimed when it arrives. */
        atomic {
            num_reads++;
            select(request : 1 .. REQUESTS);
@@ -152,13 +152,13 @@ proctype Decode(byte d) {
        :: FAULT == EARLY || FAULT == STALE -> atomic { send(ask, 1) }
        :: else
        fi;
-       /* R2: a source may be silent for so long that the request has failed, and its bytes land afterwards. */
+       /* read.R2: a source may be silent for so long that the request has failed, and its bytes land afterwards. */
        if
        :: FAULT == REUSED -> owner[d] = 255
        :: true
        fi;
        atomic { land(1) };
-       /* R4: the last byte has come, so the source is asked once more, and only that answer counts. */
+       /* read.R4: the last byte has come, so the source is asked once more, and only that answer counts. */
        if
        :: FAULT == EARLY || FAULT == UNASKED
        :: else -> atomic { send(ask, 2) }
@@ -179,7 +179,7 @@ proctype Decode(byte d) {
        /* A request that is right attends to its own bytes. */
        assert(!is_right || FAULT != VACUOUS);
        assert(!is_right || (decode_block[d].half[0] == request && decode_block[d].half[1] == request));
-       /* C1: its claim ends, and its block is free. */
+       /* claim.C1: its claim ends, and its block is free. */
        atomic {
            send(end, 0);
            owner[d] = 0;

@@ -1,4 +1,4 @@
-"""The simulation's connector with cache digests: what has arrived is compared with what the source has, rule R6."""
+"""The simulation's connector with cache digests: what has arrived is compared with what the source has (read.R6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Staging buffers: where staging memory stores what a worker exchanges with a peer (S1 to S5)."""
+"""Staging buffers: where staging memory stores what a worker exchanges with a peer (staging.S1 to staging.S5)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def tokens_first(names: Sequence[str], held: tuple[int, int], heads: int = 4) ->
 
 
 def test_a_buffer_has_a_group_for_each_pair_between_which_bytes_move() -> None:
-    """S1: with the source's block size and context, under the source's key, in the destination's regions."""
+    """staging.S1: with the source's block size and context, under the source's key, in the destination's regions."""
     (local,), sources = engine("decode", tokens=6), engine("prefill", tokens=4, contexts=(2, 3))
     plan = staged(local, sources, 1 << 26)
     first, second = (peer.buffer for peer in plan.peers)
@@ -87,7 +87,7 @@ def test_a_buffer_has_a_group_for_each_pair_between_which_bytes_move() -> None:
 
 
 def test_groups_of_the_destination_have_pools_of_their_own() -> None:
-    """S1: where a source has in one group what the destination has in two."""
+    """staging.S1: where a source has in one group what the destination has in two."""
     (local,), (source,) = engine("decode"), engine("prefill")
     groups = Group("a", 4), Group("b", 4)
     local = attrs.evolve(
@@ -101,7 +101,7 @@ def test_groups_of_the_destination_have_pools_of_their_own() -> None:
 
 
 def test_a_buffer_has_the_interval_that_is_needed() -> None:
-    """S2: of 4 heads those that the destination has; with ``whole`` all."""
+    """staging.S2: of 4 heads those that the destination has; with ``whole`` all."""
     (_, local), (source,) = engine("decode", tp=2), engine("prefill")
     for whole, part in ((False, (2, 4)), (True, (0, 4))):
         (found,) = buffers(local, [source], whole=whole)
@@ -110,7 +110,7 @@ def test_a_buffer_has_the_interval_that_is_needed() -> None:
 
 
 def test_a_buffer_has_the_interval_around_all_that_is_needed() -> None:
-    """S2: where different cells take different heads of one view, from the first to the last."""
+    """staging.S2: where different cells take different heads of one view, from the first to the last."""
     names = ["a"]
     wide, narrow = tokens_first(names, (0, 1)), tokens_first(names, (3, 4))
     both = Worker(
@@ -127,7 +127,7 @@ def test_a_buffer_has_the_interval_around_all_that_is_needed() -> None:
 
 
 def test_axes_of_several_digits_and_the_token_axis_are_whole() -> None:
-    """S2: all digits stay, with their coordinates, and so do all slots of kernel blocks."""
+    """staging.S2: all digits stay, with their coordinates, and so do all slots of kernel blocks."""
     axes = [
         Axis("head", 0, 2, 2, 64),
         Axis("head", 0, 2, 2, 16),
@@ -147,7 +147,7 @@ def test_axes_of_several_digits_and_the_token_axis_are_whole() -> None:
 
 @pytest.mark.parametrize("layout", ["BLNHC", "BLHNC", "BHLNC"])
 def test_layers_inside_blocks_stay_in_one_run(layout: str) -> None:
-    """S3: a block of all layers is one run of the source and of the buffer, in any order of axes."""
+    """staging.S3: a block of all layers is one run of the source and of the buffer, in any order of axes."""
     ((source,), (local,)) = (
         QWEN.engine(name, num_blocks=9, layout=kind) for name, kind in (("p", layout), ("d", "LBNHC"))
     )
@@ -155,7 +155,7 @@ def test_layers_inside_blocks_stay_in_one_run(layout: str) -> None:
 
 
 def test_trimmed_layers_inside_blocks_stay_in_one_run() -> None:
-    """S3: with heads outside layers, what one of two ranks needs of a block is one run, half as long."""
+    """staging.S3: with heads outside layers, what one of two ranks needs of a block is one run, half as long."""
     (source,), (_, local) = (
         QWEN.engine(name, tp, num_blocks=9, layout=kind) for name, tp, kind in (("p", 1, "BHLNC"), ("d", 2, "LBNHC"))
     )
@@ -164,7 +164,7 @@ def test_trimmed_layers_inside_blocks_stay_in_one_run() -> None:
 
 
 def test_parts_of_views_stay_in_the_order_of_the_source() -> None:
-    """S3: of two layers in turns under each head, the second head of one and both of the other are one run."""
+    """staging.S3: of two layers in turns under each head, the second head of one and both of the other are one run."""
     source = views(("a", 0, 32, (0, 2)), ("b", 16, 32, (0, 2)), block=64, heads=2)
     local = tokens_first(["a", "b"], (0, 2), heads=2)
     part = attrs.evolve(tokens_first(["a"], (1, 2), heads=2).views[0])
@@ -175,7 +175,7 @@ def test_parts_of_views_stay_in_the_order_of_the_source() -> None:
 
 
 def test_padding_is_dropped_and_views_of_other_shapes_stay() -> None:
-    """S3: values and scales that alternate are one run, though their axes differ."""
+    """staging.S3: values and scales that alternate are one run, though their axes differ."""
     model = QWEN.quantized(8)
     (source,), (local,) = (model.engine(name, num_blocks=9, pad=pad) for name, pad in (("p", 512), ("d", 0)))
     (found,) = buffers(local, [source])
@@ -184,7 +184,7 @@ def test_padding_is_dropped_and_views_of_other_shapes_stay() -> None:
 
 
 def test_neighbouring_blocks_of_a_layer_stay_in_one_run() -> None:
-    """S3 and S5: where layers lie outside blocks, they do in the buffer."""
+    """staging.S3 and staging.S5: where layers lie outside blocks, they do in the buffer."""
     ((source,), (local,)) = (
         QWEN.engine(name, num_blocks=9, layout=kind) for name, kind in (("p", "LBHNC"), ("d", "LBNHC"))
     )
@@ -194,7 +194,7 @@ def test_neighbouring_blocks_of_a_layer_stay_in_one_run() -> None:
 
 
 def test_views_that_strides_cannot_pack_together_are_packed_alone() -> None:
-    """S4: where layers alternate under each head and have different heads, the strides of heads would vary."""
+    """staging.S4: where layers alternate under each head and have different heads, the strides of heads would vary."""
     source = views(("a", 0, 32, (0, 4)), ("b", 16, 32, (0, 2)), block=128)
     local = tokens_first(["a", "b"], (0, 4))
     local = attrs.evolve(local, views=[local.views[0], attrs.evolve(tokens_first(["b"], (0, 2)).views[0], region="b")])
@@ -207,7 +207,7 @@ def test_views_that_strides_cannot_pack_together_are_packed_alone() -> None:
 
 
 def test_frames_of_too_many_runs_are_packed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """S4: frames of many runs would take long to pack together."""
+    """staging.S4: frames of many runs would take long to pack together."""
     source, local = views(("a", 0, 32, (0, 4)), ("b", 16, 32, (0, 4)), block=128), tokens_first(["a", "b"], (0, 4))
     assert lengths(local, source) == {128}
     monkeypatch.setattr(module, "MAX_RUNS", 7)
@@ -216,7 +216,7 @@ def test_frames_of_too_many_runs_are_packed_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def test_blocks_inside_an_axis_stay_inside_it() -> None:
-    """S4: with heads outside blocks, neighbouring blocks of a head are one run, also in the buffer."""
+    """staging.S4: with heads outside blocks, neighbouring blocks of a head are one run, also in the buffer."""
     source, local = views(("a", 0, 160, (0, 4)), block=16, size=640), tokens_first(["a"], (0, 4))
     plan = staged(local, [source], 4 * 2 * 3 * 16)
     (view,) = plan.peers[0].buffer.worker.views
@@ -226,7 +226,7 @@ def test_blocks_inside_an_axis_stay_inside_it() -> None:
 
 
 def test_a_view_that_blocks_lie_inside_of_is_alone() -> None:
-    """S4: also where another view has the rest of its blocks' step."""
+    """staging.S4: also where another view has the rest of its blocks' step."""
     source = views(("a", 0, 320, (0, 2)), ("b", 16, 0, (0, 1)), block=32, heads=2, size=640)
     local = tokens_first(["a", "b"], (0, 2), heads=2)
     one = attrs.evolve(tokens_first(["b"], (0, 1), heads=2).views[0])
@@ -235,7 +235,7 @@ def test_a_view_that_blocks_lie_inside_of_is_alone() -> None:
 
 
 def test_the_one_block_of_a_pool_lies_outside_all_axes() -> None:
-    """S4: a step to a second block that is not there says nothing, even if it is 0."""
+    """staging.S4: a step to a second block that is not there says nothing, even if it is 0."""
     source, local = views(("a", 0, 16, (0, 4)), block=64), tokens_first(["a"], (0, 4))
     source = attrs.evolve(source, views=[attrs.evolve(source.views[0], num_blocks=1, block_stride_bytes=0)])
     (view,) = buffers(local, [source])[0].worker.views
@@ -243,7 +243,7 @@ def test_the_one_block_of_a_pool_lies_outside_all_axes() -> None:
 
 
 def test_pools_follow_each_other() -> None:
-    """S5: no two views of any buffers share a byte, and none leaves the staging region."""
+    """staging.S5: no two views of any buffers share a byte, and none leaves the staging region."""
     local, sources = engine("decode", tp=2, order="NH")[0], engine("prefill", tp=4, contexts=(2, 1))
     plan = staged(local, sources, 4000)
     assert len(plan.peers) == 4
@@ -253,7 +253,9 @@ def test_pools_follow_each_other() -> None:
 
 
 def test_the_buffer_for_a_destination_is_paged_as_the_destination_is() -> None:
-    """S1, S2: it has the destination's blocks and context, under its key, and the heads that this source sends."""
+    """staging.S1, staging.S2: it has the destination's blocks and context, under its key, and the heads that this
+    source sends.
+    """
     destinations = engine("decode", tp=2, order="NH", tokens=6, contexts=(2, 3))
     found = [peer.buffer.worker for peer in staged_writes(engine("prefill", tp=4), destinations)[3].peers]
     assert [worker.key for worker in found] == [("decode", 2), ("decode", 3)]
@@ -263,7 +265,7 @@ def test_the_buffer_for_a_destination_is_paged_as_the_destination_is() -> None:
 
 
 def test_turns_of_a_context_are_written_as_one_run() -> None:
-    """S1: where a destination has each fourth token, the slots of its buffer are its own tokens."""
+    """staging.S1: where a destination has each fourth token, the slots of its buffer are its own tokens."""
     (plan,) = staged_writes(engine("prefill"), engine("decode", contexts=(4, 1)))
     given = request_of("WRITE", Blocks([3]), THEIRS, (0, 16))
     assert descriptors(plan, given) == 4 * 2 * [4 * 4 * HEAD_BYTES]
@@ -273,7 +275,7 @@ def test_turns_of_a_context_are_written_as_one_run() -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_views_of_both_sides_have_numbers_of_their_own(operation: str) -> None:
-    """S2: where a destination lists its layers the other way round, and has one more in between."""
+    """staging.S2: where a destination lists its layers the other way round, and has one more in between."""
     (source,), (destination,) = engine("prefill", layers=3), engine("decode", order="NH", layers=3)
     destination, given = attrs.evolve(destination, views=destination.views[::-1]), request_of(operation, OURS, THEIRS)
     plans = plans_of(operation, [source], [destination], 1 << 16, not_transferred=["layers.1"])
@@ -287,7 +289,7 @@ def test_views_of_both_sides_have_numbers_of_their_own(operation: str) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_views_of_one_shape_are_packed_in_blocks_of_several_sizes(operation: str) -> None:
-    """S3: of two equal layers of a peer, one has scales behind it in its pool, the other has none."""
+    """staging.S3: of two equal layers of a peer, one has scales behind it in its pool, the other has none."""
     (plan,) = plans_of(
         operation, [*map(padded, engine("prefill"))], [*map(padded, engine("decode", order="NH"))], 1 << 16
     )
@@ -297,7 +299,7 @@ def test_views_of_one_shape_are_packed_in_blocks_of_several_sizes(operation: str
 
 
 def test_digits_of_a_destination_stay() -> None:
-    """S2: of heads in two digits, two of each source, and of tokens in kernel blocks."""
+    """staging.S2: of heads in two digits, two of each source, and of tokens in kernel blocks."""
     digits = [
         Axis("head", 0, 2, 2, 256),
         Axis("head", 0, 2, 2, 16),

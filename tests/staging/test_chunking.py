@@ -1,4 +1,4 @@
-"""Chunking: how many positions of a request go through a staging region at a time (S6 to S8)."""
+"""Chunking: how many positions of a request go through a staging region at a time (staging.S6 to staging.S8)."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ def test_as_many_blocks_as_some_window_touches(group: Group, grain: int) -> None
 
 
 def test_windows_are_whole_blocks_of_all_groups_where_they_fit() -> None:
-    """S6: of 16 and 24 tokens a block, windows are multiples of 48."""
+    """staging.S6: of 16 and 24 tokens a block, windows are multiples of 48."""
     assert fit([(ATTN, 100), (WIDE, 100)], 2 * (3 + 2) * 100 + 60).num_positions == 48
     assert fit([(ATTN, 100), (WIDE, 100)], 9 * 2 * (3 + 2) * 100).num_positions % 48 == 0
 
 
 def test_with_less_room_windows_are_whole_blocks_of_one_group() -> None:
-    """S6: multiples of 24 cut the blocks of 16 only."""
+    """staging.S6: multiples of 24 cut the blocks of 16 only."""
     fitted = fit([(ATTN, 100), (WIDE, 100)], 2 * (2 + 1) * 100 + 60)
     assert fitted.num_positions == 24
     assert [slot_blocks for _, slot_blocks in fitted.places] == [2, 1]
 
 
 def test_with_less_room_windows_divide_the_blocks_of_all() -> None:
-    """S6: with room for one block of each, multiples of 8 lie in one block of 16 and one of 24."""
+    """staging.S6: with room for one block of each, multiples of 8 lie in one block of 16 and one of 24."""
     assert fit([(ATTN, 100), (WIDE, 100)], 2 * 2 * 100 + 60).num_positions == 8
 
 
 def test_with_least_room_windows_are_what_fits() -> None:
-    """S6: where only single positions lie in one block of each, as few as that."""
+    """staging.S6: where only single positions lie in one block of each, as few as that."""
     groups = [Group("attn", 16), Group("turns", 16, Context(0, 3, 5))]
     assert fit([(group, 100) for group in groups], 2 * 2 * 100 + 60).num_positions == 1
 
 
 def test_there_is_room_for_two_windows_and_two_states() -> None:
-    """S7: places do not overlap, and each has twice the blocks of a window."""
+    """staging.S7: places do not overlap, and each has twice the blocks of a window."""
     demands = [(ATTN, 1000), (STATE, 77), (SPREAD, 10)]
     fitted = fit(demands, 100_000)
     end = 0
@@ -71,13 +71,13 @@ def test_there_is_room_for_two_windows_and_two_states() -> None:
 
 
 def test_the_window_is_the_longest_that_fits() -> None:
-    """S8: with a byte less there is one block less."""
+    """staging.S8: with a byte less there is one block less."""
     assert [fit([(ATTN, 64)], 2 * 64 * count).num_positions for count in (1, 2, 9)] == [16, 32, 144]
     assert fit([(ATTN, 64)], 2 * 64 * 9 - 1).num_positions == 128
 
 
 def test_states_alone_have_one_window() -> None:
-    """S8: where nothing but states moves, or nothing at all, no range is cut."""
+    """staging.S8: where nothing but states moves, or nothing at all, no range is cut."""
     assert fit([(STATE, 50)], 128).num_positions == fit([], 1).num_positions == 1 << 30
 
 

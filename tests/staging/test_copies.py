@@ -1,4 +1,6 @@
-"""Local copies: as few strided copies as possible, between staging buffers and a worker's own blocks (S9 to S11)."""
+"""Local copies: as few strided copies as possible, between staging buffers and a worker's own blocks (staging.S9 to
+staging.S11).
+"""
 
 from __future__ import annotations
 
@@ -57,12 +59,12 @@ def runs(found: Boxes) -> list[tuple[int, int]]:
     ],
 )
 def test_boxes_of_one_step_are_one_box(given: list[tuple[int, int]], expected: Boxes) -> None:
-    """S10: layers; K and V of each layer; runs that continue each other; but no step back."""
+    """staging.S10: layers; K and V of each layer; runs that continue each other; but no step back."""
     assert merged(boxes(*given)) == expected
 
 
 def test_boxes_of_other_regions_are_origins() -> None:
-    """S10: boxes of equal shape stay origins of one copy; those of another length are another copy's."""
+    """staging.S10: boxes of equal shape stay origins of one copy; those of another length are another copy's."""
     ((shape, origins),) = boxes((0, 0)).items()
     ((_, others),) = boxes((100, 50), region=OTHER).items()
     short = boxes((4, 100), length=4)
@@ -70,7 +72,7 @@ def test_boxes_of_other_regions_are_origins() -> None:
 
 
 def test_no_run_is_lost_or_made() -> None:
-    """S10: whatever the offsets, the boxes made of them have the same runs."""
+    """staging.S10: whatever the offsets, the boxes made of them have the same runs."""
     for seed in range(200):
         count = 1 + seed % 7
         offsets = {((i * i * (seed % 3) + i * 16) * 8, (i % (1 + seed % 5)) * 48 + i * 8) for i in range(count)}
@@ -125,7 +127,7 @@ def templates(plan: StagedPlan) -> list[tuple[int, list[int], int]]:
 def test_runs_lie_within_blocks_and_turns_of_both_sides(
     ours: dict[str, Any], theirs: dict[str, Any], length: int
 ) -> None:
-    """S11: as long as one block and one turn of a context on either side allow, wherever runs begin."""
+    """staging.S11: as long as one block and one turn of a context on either side allow, wherever runs begin."""
     (local, *_), sources = engine("decode", **ours), engine("prefill", **theirs)
     assert {run_tokens for *_, run_tokens in templates(staged(local, sources))} == {length}
 
@@ -144,7 +146,7 @@ def in_one_region(order: str) -> tuple[Worker, ...]:
 
 
 def test_one_copy_serves_all_layers_and_blocks() -> None:
-    """S10 and S11: a request of whole runs between regions of all layers is one copy of one origin."""
+    """staging.S10 and staging.S11: a request of whole runs between regions of all layers is one copy of one origin."""
     (local,), sources = in_one_region("NH"), in_one_region("HN")
     (copy,) = copies(staged(local, sources), (4, 20))
     assert [side.offsets.tolist() for side in (copy.destination, copy.source)] == [
@@ -155,7 +157,7 @@ def test_one_copy_serves_all_layers_and_blocks() -> None:
 
 
 def test_one_copy_serves_layers_in_regions_of_their_own() -> None:
-    """S10: each layer is an origin of the one copy."""
+    """staging.S10: each layer is an origin of the one copy."""
     (local,), sources = engine("decode", order="NH"), engine("prefill")
     (copy,) = copies(staged(local, sources), (4, 20))
     assert [region.name for region, _ in copy.destination.origins] == ["kv.0", "kv.1"]
@@ -165,7 +167,7 @@ def test_one_copy_serves_layers_in_regions_of_their_own() -> None:
 
 
 def test_cut_runs_are_copied_token_by_token() -> None:
-    """S11: a second copy has the tokens of runs that begin before the range or end behind it."""
+    """staging.S11: a second copy has the tokens of runs that begin before the range or end behind it."""
     (local,), sources = in_one_region("NH"), in_one_region("HN")
     body, ends = copies(staged(local, sources), (3, 17))
     assert [copy.destination.offsets.tolist() for copy in (body, ends)] == [[256, 512, 768], [192, 1024]]
@@ -175,7 +177,7 @@ def test_cut_runs_are_copied_token_by_token() -> None:
 
 
 def test_contexts_on_both_sides_meet_token_by_token() -> None:
-    """S11: slots that are neighbours on one side only are separate boxes."""
+    """staging.S11: slots that are neighbours on one side only are separate boxes."""
     local = engine("decode", tokens=4, contexts=(2, 1))[1]
     assert local.groups[0].context == Context(1, 2, 1)
     (copy, *_) = copies(staged(local, engine("prefill", tokens=4)), (0, 8))
@@ -211,7 +213,7 @@ def test_no_two_runs_of_a_destination_share_a_byte(operation: str, layout: str) 
 def test_runs_end_where_other_positions_move(
     operation: str, context: Context, expected: list[tuple[int, list[int], int]]
 ) -> None:
-    """S11: positions that another source has as well are copied apart, and transferred in one run all the same."""
+    """staging.S11: positions that another source has as well are copied apart, and still transferred in one run."""
     sources = [worker("prefill", i, 0, 1, 4, 4, "HN", 2, 10, each) for i, each in enumerate([Context(), context])]
     plans = plans_of(operation, sources, engine("decode", tokens=4, order="NH"), 1 << 16)
     assert [found for plan in plans for found in templates(plan)] == expected
@@ -223,7 +225,7 @@ def test_runs_end_where_other_positions_move(
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("ours_apart", [False, True])
 def test_digits_of_an_axis_are_cut_where_either_side_breaks(operation: str, ours_apart: bool) -> None:
-    """S9: four heads as two times two with a token between, against four in a row."""
+    """staging.S9: four heads as two times two with a token between, against four in a row."""
     digits = [Axis("head", 0, 2, 2, 64), Axis("head", 0, 2, 2, 8), Axis("token", 0, 4, 4, 16), Axis("dim", 0, 8, 8, 1)]
     dense = [Axis("token", 0, 4, 4, 32), Axis("head", 0, 4, 4, 8), Axis("dim", 0, 8, 8, 1)]
     decode, prefill = (
@@ -239,7 +241,7 @@ def test_digits_of_an_axis_are_cut_where_either_side_breaks(operation: str, ours
 
 @pytest.mark.parametrize("outer, run_tokens", [(64, 4), (100, 4), (48, 12)])
 def test_kernel_blocks_are_one_digit_where_they_follow_each_other(outer: int, run_tokens: int) -> None:
-    """S11: a token axis of two digits is copied in runs of the inner one, or of both where they are dense."""
+    """staging.S11: a token axis of two digits is copied in runs of the inner one, or of both where they are dense."""
     axes = [
         Axis("token", 0, 3, 3, outer),
         Axis("token", 0, 4, 4, 12),

@@ -1,4 +1,4 @@
-"""Pipelines: staged requests carried out, chunk by chunk (D1 to D6), in both directions."""
+"""Pipelines: staged requests carried out, chunk by chunk (staging.D1 to staging.D6), in both directions."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_requests_move_as_a_direct_plan_moves_them(operation: str) -> None:
 
 
 def test_a_slot_is_filled_while_the_other_one_is_emptied(rig: Rig) -> None:
-    """D1: both slots are filled at once, and the first one is refilled when it has been emptied."""
+    """staging.D1: both slots are filled at once, and the first one is refilled when it has been emptied."""
     transfer = rig.submit(0, (0, 16))
     seen = [rig.under_way]
     for step in "ffef":
@@ -93,7 +93,7 @@ def test_a_slot_is_filled_while_the_other_one_is_emptied(rig: Rig) -> None:
 
 
 def test_requests_alternate_between_the_slots(rig: Rig) -> None:
-    """D1: of requests of one chunk each, two are under way, and the third uses the slot of the first."""
+    """staging.D1: of requests of one chunk each, two are under way, and the third uses the slot of the first."""
     transfers = [rig.submit(number) for number in range(3)]
     assert rig.under_way == (2, 0)
     rig.fill()
@@ -108,7 +108,7 @@ def test_requests_alternate_between_the_slots(rig: Rig) -> None:
 
 
 def test_a_slot_waits_until_it_is_empty(rig: Rig) -> None:
-    """D2: even if the other slot is emptied first."""
+    """staging.D2: even if the other slot is emptied first."""
     rig.submit(0, (0, 16))
     rig.go("ff")
     rig.empty(1)
@@ -122,7 +122,7 @@ def test_a_slot_waits_until_it_is_empty(rig: Rig) -> None:
 
 @pytest.mark.parametrize("which", range(2))
 def test_a_slot_waits_for_each_transfer_from_it(which: int) -> None:
-    """D2: it is not refilled before both destinations have their parts, whichever comes first."""
+    """staging.D2: it is not refilled before both destinations have their parts, whichever comes first."""
     network = network_of(plan := rig_plan(30, "WRITE"))
     with network.memory:
         rig = Rig.of(network, plan)
@@ -140,7 +140,7 @@ def test_a_slot_waits_for_each_transfer_from_it(which: int) -> None:
 
 
 def test_a_slot_waits_for_what_cannot_be_stopped(rig: Rig) -> None:
-    """D2, D5: transfers of a cancelled request hold their slot until they end."""
+    """staging.D2, staging.D5: transfers of a cancelled request hold their slot until they end."""
     cancelled, other = rig.submit(0, (0, 8)), rig.submit(1, (0, 8))
     running = list(rig.until_transfers(chunks=2))
     rig.pipeline.cancel(cancelled)
@@ -157,7 +157,7 @@ def test_a_slot_waits_for_what_cannot_be_stopped(rig: Rig) -> None:
 
 
 def test_many_requests_wait(rig: Rig) -> None:
-    """D1: of any number of requests two chunks are under way, and all requests are done in the end, in order."""
+    """staging.D1: of any number of requests two chunks are under way, and all are done in the end, in order."""
     requests = [rig.pipeline.submit(rig.plan, f"{number}", **rig_request(number % 6, (0, 9))) for number in range(40)]
     assert rig.under_way == (2, 0)
     assert rig.finish() == requests
@@ -165,7 +165,7 @@ def test_many_requests_wait(rig: Rig) -> None:
 
 
 def test_requests_of_two_plans_take_turns(two: Rig) -> None:
-    """D1, D2: each has its bytes, although the slots of one plan have bytes of both slots of the other."""
+    """staging.D2: each has its bytes, though the slots of one plan have bytes of both slots of the other."""
     requests = {0: (0, 20), 1: (3, 18), 2: (9, 10), 3: (4, 4), 4: (0, 4), 5: (1, 20)}
     submitted = [two.submit(number, tokens) for number, tokens in requests.items()]
     assert sorted(two.finish(), key=submitted.index) == submitted
@@ -177,7 +177,7 @@ def test_requests_of_two_plans_take_turns(two: Rig) -> None:
 
 
 def test_a_chunk_of_another_plan_waits_for_both_slots(two: Rig) -> None:
-    """D2: whichever of them is emptied first; then the first plan waits for the second one."""
+    """staging.D2: whichever of them is emptied first; then the first plan waits for the second one."""
 
     def under_way() -> set[str]:
         return {work.request.transfer.request for work in two.pipeline._under_way if work.slot is not None}
@@ -195,7 +195,7 @@ def test_a_chunk_of_another_plan_waits_for_both_slots(two: Rig) -> None:
 
 
 def test_a_plan_waits_for_what_hangs_of_another(two: Rig) -> None:
-    """D2, D5: also where that has failed. Who waits has begun nothing, and is cancelled at once."""
+    """staging.D2, staging.D5: also where that has failed. Who waits has begun nothing, and is cancelled at once."""
     failed, cancelled, other = two.submit(0, (0, 8)), two.submit(1), two.submit(3)
     hangs, *running = list(two.until_transfers(chunks=2))
     for transfer in running:
@@ -214,7 +214,7 @@ def test_a_plan_waits_for_what_hangs_of_another(two: Rig) -> None:
 
 
 def test_chunks_are_made_one_ahead(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D1: one more than the two that are under way, however many requests wait."""
+    """staging.D1: one more than the two that are under way, however many requests wait."""
     made: list[Chunk] = []
 
     def bind(self: StagedPlan, **given: Any) -> Iterator[Chunk]:
@@ -233,7 +233,7 @@ def test_chunks_are_made_one_ahead(rig: Rig, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("operation", ["READ"])
 def test_a_chunk_is_copied_when_all_of_it_is_read(rig: Rig) -> None:
-    """D3: not when one of two sources is read."""
+    """staging.D3: not when one of two sources is read."""
     rig.submit(0)
     rig.executor.end(rig.moving[0])
     rig.pipeline.poll()
@@ -245,7 +245,7 @@ def test_a_chunk_is_copied_when_all_of_it_is_read(rig: Rig) -> None:
 
 @pytest.mark.parametrize("operation", ["WRITE"])
 def test_a_chunk_is_written_when_it_is_copied(rig: Rig) -> None:
-    """D3: to all destinations then, and to none while copies run."""
+    """staging.D3: to all destinations then, and to none while copies run."""
     rig.submit(0)
     for _ in range(3):
         rig.pipeline.poll()
@@ -257,7 +257,7 @@ def test_a_chunk_is_written_when_it_is_copied(rig: Rig) -> None:
 
 @pytest.mark.parametrize("operation", ["READ"])
 def test_sources_are_notified_when_all_chunks_are_read(rig: Rig) -> None:
-    """D4: once, even while the last chunk is copied."""
+    """staging.D4: once, even while the last chunk is copied."""
     transfer = rig.submit(0, (0, 12))
     rig.go("ffee")
     assert rig.notified() == NOBODY
@@ -273,7 +273,7 @@ def test_sources_are_notified_when_all_chunks_are_read(rig: Rig) -> None:
 
 @pytest.mark.parametrize("operation", ["WRITE"])
 def test_destinations_are_notified_when_all_chunks_are_written(rig: Rig) -> None:
-    """D4: each once; none while another one still receives bytes of the last chunk."""
+    """staging.D4: each once; none while another one still receives bytes of the last chunk."""
     transfer = rig.submit(0, (0, 12))
     rig.go("ffeef")
     for _ in range(2):
@@ -292,7 +292,7 @@ def test_destinations_are_notified_when_all_chunks_are_written(rig: Rig) -> None
 
 
 def test_a_request_of_no_bytes_is_notified(rig: Rig) -> None:
-    """D4: by transfers of no bytes, which need no slot: it may be done before earlier requests."""
+    """staging.D4: by transfers of no bytes, which need no slot: it may be done before earlier requests."""
     rig.submit(0, (0, 8))
     nothing = rig.submit(1, (5, 5))
     rig.pipeline.poll()
@@ -305,7 +305,7 @@ def test_a_request_of_no_bytes_is_notified(rig: Rig) -> None:
 
 
 def test_a_request_may_notify_nobody(rig: Rig) -> None:
-    """D4: where its caller wants no notices; it is settled when its bytes are in place."""
+    """staging.D4: where its caller wants no notices; it is settled when its bytes are in place."""
     transfer = rig.pipeline.submit(rig.plan, "quiet", **rig_request(0, (0, 8)), notify=False)
     nothing = rig.pipeline.submit(rig.plan, "nothing", **rig_request(1, (5, 5)), notify=False)
     assert rig.pipeline.poll() == (nothing,)
@@ -330,7 +330,9 @@ def test_bytes_are_counted_as_a_direct_plan_moves_them(rig: Rig) -> None:
 
 
 def test_completions_of_the_direct_plan_hold(rig: Rig) -> None:
-    """D4: a worker notifies the peers that its direct plan sends to, each once, by transfers that move no bytes."""
+    """staging.D4: a worker notifies the peers that its direct plan sends to, each once, by transfers that move no
+    bytes.
+    """
     requests = [rig.submit(0, (0, 20)), rig.submit(1, (7, 7)), rig.submit(2, (2, 9))]
     rig.finish()
     local = rig.plan.direct.local.key
@@ -357,7 +359,7 @@ serve nobody."""
 
 @pytest.mark.parametrize("ours, theirs", WRITERS)
 def test_each_writer_of_a_destination_notifies_it(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """D4: a destination that has the notices that direct plans make it await has all bytes, from all writers."""
+    """staging.D4: a destination that has the notices it awaits by direct plans has all bytes, from all writers."""
     some = staged_writes(
         engine("prefill", blocks=30, **ours), engine("decode", order="NH", blocks=30, **theirs), 8 * ONE_BLOCK
     )
@@ -380,7 +382,7 @@ def test_each_writer_of_a_destination_notifies_it(ours: dict[str, Any], theirs: 
 
 
 def test_a_writer_that_fails_leaves_others_of_its_engine_alone() -> None:
-    """D6: the other one notifies the destination, which has its bytes."""
+    """staging.D6: the other one notifies the destination, which has its bytes."""
     some = staged_writes(engine("prefill", tp=2, blocks=30), engine("decode", order="NH", blocks=30), 2 * ONE_BLOCK)
     network = network_of(*some)
     with network.memory:
@@ -416,7 +418,7 @@ def test_a_peer_without_bytes_of_a_chunk_gets_no_transfer(operation: str) -> Non
 
 @pytest.mark.parametrize("which", range(4))
 def test_a_failed_transfer_fails_its_request_alone(rig: Rig, which: int) -> None:
-    """D5: its other transfers are cancelled and waited for; nothing more of it begins, and nobody is notified."""
+    """staging.D5: its other transfers are cancelled and waited for; nothing more of it begins, nobody is notified."""
     failed, other = rig.submit(0, (0, 20)), rig.submit(1, (0, 20))
     running = list(rig.until_transfers(chunks=2))
     copies = len(rig.copier.ended)
@@ -440,7 +442,7 @@ def test_a_failed_transfer_fails_its_request_alone(rig: Rig, which: int) -> None
 
 
 def test_a_failed_request_waits_for_copies_that_have_begun(rig: Rig) -> None:
-    """D5: the request is FAILED when they are done, and nothing follows them."""
+    """staging.D5: the request is FAILED when they are done, and nothing follows them."""
     failed = rig.submit(0, (0, 8))
     rig.go("f")
     for transfer in rig.moving:
@@ -456,7 +458,7 @@ def test_a_failed_request_waits_for_copies_that_have_begun(rig: Rig) -> None:
 
 
 def test_no_slot_of_a_failed_request_is_emptied(rig: Rig) -> None:
-    """D5: of two chunks that fill their slots, neither goes on when the first one has failed."""
+    """staging.D5: of two chunks that fill their slots, neither goes on when the first one has failed."""
     failed = rig.submit(0, (0, 8))
     if rig.reads:
         rig.executor.end(rig.moving[0], broken("read"))
@@ -471,7 +473,7 @@ def test_no_slot_of_a_failed_request_is_emptied(rig: Rig) -> None:
 
 
 def test_a_refused_start_fails_the_request(rig: Rig) -> None:
-    """D6: the error of a worker that is gone is the request's, and no exception."""
+    """staging.D6: the error of a worker that is gone is the request's, and no exception."""
     rig.executor.refuses = error = broken("start")
     transfer = rig.submit(0)
     if not rig.reads:
@@ -485,7 +487,9 @@ def test_a_refused_start_fails_the_request(rig: Rig) -> None:
 
 
 def test_a_refused_start_waits_for_those_that_were_not(rig: Rig) -> None:
-    """D5: where one of two peers is gone, the other one's transfer is cancelled, and holds the slot until it ends."""
+    """staging.D5: where one of two peers is gone, the other one's transfer is cancelled, and holds the slot until it
+    ends.
+    """
     rig.executor.refuses, rig.executor.gone = broken("start"), rig.plan.direct.remotes[1].key
     failed = rig.submit(0)
     if not rig.reads:
@@ -502,7 +506,7 @@ def test_a_refused_start_waits_for_those_that_were_not(rig: Rig) -> None:
 
 
 def test_a_peer_that_cannot_be_notified_fails_the_request(rig: Rig) -> None:
-    """D6: the error is the request's, and the other notice is cancelled."""
+    """staging.D6: the error is the request's, and the other notice is cancelled."""
     transfer = rig.submit(0)
     rig.go("fe")
     first, second = rig.notifying
@@ -516,7 +520,7 @@ def test_a_peer_that_cannot_be_notified_fails_the_request(rig: Rig) -> None:
 
 
 def test_copies_that_cannot_begin_fail_the_request(rig: Rig) -> None:
-    """D6: the next request uses its slot at once."""
+    """staging.D6: the next request uses its slot at once."""
     rig.copier.refuses = error = broken("copy")
     failed = rig.submit(0, (0, 20))
     for transfer in rig.moving:
@@ -532,7 +536,7 @@ def test_copies_that_cannot_begin_fail_the_request(rig: Rig) -> None:
 
 
 def test_copies_that_fail_fail_the_request(rig: Rig) -> None:
-    """D3, D6: with the error of the copies; no transfer of that chunk begins."""
+    """staging.D3, staging.D6: with the error of the copies; no transfer of that chunk begins."""
     failed, other = rig.submit(0), rig.submit(1)
     rig.until_copies()
     rig.copier.end(rig.copier.running[0], error := broken("copy"))
@@ -547,7 +551,7 @@ def test_copies_that_fail_fail_the_request(rig: Rig) -> None:
 
 
 def test_a_transfer_that_is_not_released_fails_the_request(rig: Rig) -> None:
-    """D6: all others of the request are released, and nothing follows."""
+    """staging.D6: all others of the request are released, and nothing follows."""
     failed = rig.submit(0)
     running = list(rig.until_transfers())
     rig.executor.not_released = broken("release")
@@ -562,7 +566,7 @@ def test_a_transfer_that_is_not_released_fails_the_request(rig: Rig) -> None:
 
 
 def test_a_chunk_that_cannot_be_made_fails_the_request(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D6: the chunks before it are cancelled."""
+    """staging.D6: the chunks before it are cancelled."""
 
     def bind(self: StagedPlan, **given: Any) -> Iterator[Chunk]:
         yield next(bound(self, **given))
@@ -581,7 +585,7 @@ def test_a_chunk_that_cannot_be_made_fails_the_request(rig: Rig, monkeypatch: py
 
 @pytest.mark.parametrize("steps", ["", "f", "ff", "ffe", "ffee"])
 def test_a_cancelled_request_is_settled_when_nothing_of_it_is_under_way(rig: Rig, steps: str) -> None:
-    """D5: in each step of two chunks, nothing more begins, nobody is notified, and later requests go on."""
+    """staging.D5: in each step of two chunks, nothing more begins, nobody is notified, and later requests go on."""
     cancelled, other = rig.submit(0, (0, 8)), rig.submit(1, (0, 20))
     rig.go(steps)
     rig.pipeline.cancel(cancelled)
@@ -598,7 +602,7 @@ def test_a_cancelled_request_is_settled_when_nothing_of_it_is_under_way(rig: Rig
 
 
 def test_a_request_that_waits_is_cancelled_at_once(rig: Rig) -> None:
-    """D5: it has touched nothing; its chunk that was made ahead gives way to the next request's."""
+    """staging.D5: it has touched nothing; its chunk that was made ahead gives way to the next request's."""
     first, cancelled, last = rig.submit(0, (0, 8)), rig.submit(1, (0, 20)), rig.submit(2)
     rig.pipeline.cancel(cancelled)
     assert rig.pipeline.poll() == (cancelled,)
@@ -607,7 +611,7 @@ def test_a_request_that_waits_is_cancelled_at_once(rig: Rig) -> None:
 
 
 def test_the_first_reason_is_how_a_request_ends(rig: Rig) -> None:
-    """D5: a failed request that is cancelled stays failed, a cancelled one that fails stays cancelled."""
+    """staging.D5: a failed request that is cancelled stays failed, a cancelled one that fails stays cancelled."""
     failed, cancelled = rig.submit(0), rig.submit(1)
     first, _, third, _ = rig.until_transfers(chunks=2)
     error = broken("move")
@@ -622,7 +626,7 @@ def test_the_first_reason_is_how_a_request_ends(rig: Rig) -> None:
 
 
 def test_transfers_that_others_cancel_end_the_request(rig: Rig) -> None:
-    """D5: the request is CANCELLED too, as by an executor that is closed."""
+    """staging.D5: the request is CANCELLED too, as by an executor that is closed."""
     transfer = rig.submit(0)
     for running in tuple(rig.until_transfers()):
         rig.executor.cancel(running)

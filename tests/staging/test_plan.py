@@ -1,4 +1,4 @@
-"""Staged plans: requests in two steps, chunk by chunk, in both directions (S12 to S15)."""
+"""Staged plans: requests in two steps, chunk by chunk, in both directions (staging.S12 to staging.S15)."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_both_steps_write_what_a_direct_plan_writes(
     theirs: dict[str, Any], ours: dict[str, Any], way: str, size: int, tokens: tuple[int, int]
 ) -> None:
-    """S12: the memory of all destinations is the same in the end, and that of the sources is unchanged."""
+    """staging.S12: the memory of all destinations is the same in the end, and that of the sources is unchanged."""
     options: dict[str, Any] = {"whole": True} if way == "whole" else {}
     operation = "WRITE" if way == "write" else "READ"
     plans = plans_of(operation, engine("prefill", **theirs), engine("decode", **ours), size * ONE_BLOCK, **options)
@@ -117,7 +117,7 @@ def test_both_steps_write_what_a_direct_plan_writes(
 
 @both_ways
 def test_transfers_are_plans_of_the_local_worker(operation: str) -> None:
-    """S12: one with each peer that bytes move from or to, of all regions of the local worker."""
+    """staging.S12: one with each peer that bytes move from or to, of all regions of the local worker."""
     shards = (4, 2) if operation == "READ" else (2, 4)
     plan = plans_of(operation, engine(str(shards[0]), shards[0]), engine(str(shards[1]), shards[1]), 1 << 20)[1]
     assert [(each.operation, each.local.key, each.remotes) for each in plan.transfers] == [
@@ -130,7 +130,9 @@ def test_transfers_are_plans_of_the_local_worker(operation: str) -> None:
 
 @both_ways
 def test_chunks_alternate_between_buffer_slots(operation: str) -> None:
-    """S13: windows begin at multiples of their length and are cut to the request; the second step empties a slot."""
+    """staging.S13: windows begin at multiples of their length and are cut to the request; the second step empties a
+    slot.
+    """
     plan = simple(operation, 2 * ONE_BLOCK)
     chunks = list(plan.bind(**request(operation, (1, 18))))
     assert plan.num_positions == 8
@@ -157,7 +159,7 @@ def test_chunks_alternate_between_buffer_slots(operation: str) -> None:
     ],
 )
 def test_chunk_n_carries_the_nth_state(operation: str, tokens: Any, expected: list[tuple[Any, ...]]) -> None:
-    """S13: where there are more states than windows, they have chunks of their own."""
+    """staging.S13: where there are more states than windows, they have chunks of their own."""
     (plan,) = plans_of(operation, [states("prefill", (0, 4))], [states("decode", (1, 3))], 128)
     blocks = {"attn": Blocks([3, 1]), "state": Blocks([4, 0, 2], ordinals=[10, 11, 30])}
     given = request_of(operation, blocks, blocks, tokens)
@@ -167,7 +169,7 @@ def test_chunk_n_carries_the_nth_state(operation: str, tokens: Any, expected: li
 
 
 def test_positions_of_other_ranks_make_no_chunk() -> None:
-    """S13: a window in which the destination holds nothing is left out, and no buffer slot is skipped."""
+    """staging.S13: a window in which the destination holds nothing is left out, and no buffer slot is skipped."""
     local, sources = engine("decode", order="NH", contexts=(3, 8))[1], engine("prefill")
     plan = staged(local, sources, 2 * ONE_BLOCK)
     chunks = list(plan.bind(**request("READ")))
@@ -177,7 +179,9 @@ def test_positions_of_other_ranks_make_no_chunk() -> None:
 @both_ways
 @pytest.mark.parametrize("null", [False, True])
 def test_blocks_that_a_destination_lacks_are_not_moved(operation: str, null: bool) -> None:
-    """S14: of a destination with gaps, and of a source that lacks the rest; in windows of one block, and of all."""
+    """staging.S14: of a destination with gaps, and of a source that lacks the rest; in windows of one block, and of
+    all.
+    """
     ours = Blocks([6, *39 * [3], 9], null=3) if null else Blocks([6, 9], ordinals=[0, 40])
     given = request_of(operation, ours, Blocks([2, 8, 4, 6], ordinals=[0, 1, 80, 81]), (2, 325))
     by_block, at_once = [((2, 8), 6 * 2 * 64), ((320, 325), 5 * 2 * 64)], [((2, 325), 11 * 2 * 64)]
@@ -188,7 +192,7 @@ def test_blocks_that_a_destination_lacks_are_not_moved(operation: str, null: boo
 
 
 def test_blocks_of_other_ranks_are_not_read() -> None:
-    """S14: where whole blocks of a source are of other context ranks, those are left out."""
+    """staging.S14: where whole blocks of a source are of other context ranks, those are left out."""
     local, sources = engine("decode", order="NH", contexts=(2, 4))[1], engine("prefill", tokens=4)
     plan = staged(local, sources)
     (chunk,) = plan.bind(**request("READ"))
@@ -218,7 +222,7 @@ BAD: list[tuple[str, tuple[Any, Any, Any]]] = [
 @both_ways
 @pytest.mark.parametrize("code, given", BAD)
 def test_a_bad_request_is_refused_as_a_direct_one_is(operation: str, code: str, given: tuple[Any, Any, Any]) -> None:
-    """S15: with the same error, before there is a chunk."""
+    """staging.S15: with the same error, before there is a chunk."""
     plan, wrong = simple(operation, 2 * ONE_BLOCK), request_of(operation, *given)
     with pytest.raises(KVPlanError) as direct:
         plan.direct.bind(**wrong)
@@ -232,7 +236,7 @@ def test_a_bad_request_is_refused_as_a_direct_one_is(operation: str, code: str, 
 
 @both_ways
 def test_an_id_that_does_not_fit_is_refused_before_there_is_a_chunk(operation: str) -> None:
-    """S15: of a peer with more descriptors than ids, some blocks can be moved and others not."""
+    """staging.S15: of a peer with more descriptors than ids, some blocks can be moved and others not."""
     group, axes = [Group("attn", 4)], [Axis("token", 0, 4, 4, 8), Axis("head", 0, 2, 2, 4), Axis("dim", 0, 4, 4, 1)]
     swapped = [attrs.evolve(axes[0], stride_bytes=4), attrs.evolve(axes[1], stride_bytes=16), axes[2]]
     small = Worker("small", 0, [Region("kv", 0, 320)], group, [View("a", "attn", "kv", "uint8", swapped, 10, 32)])
@@ -249,7 +253,7 @@ def test_an_id_that_does_not_fit_is_refused_before_there_is_a_chunk(operation: s
 
 @both_ways
 def test_what_is_not_transferred_is_not_staged(operation: str) -> None:
-    """S12: where nothing is left, there are no transfers and no chunks, whatever the request."""
+    """staging.S12: where nothing is left, there are no transfers and no chunks, whatever the request."""
     plan = simple(operation, not_transferred=["layers.1"])
     assert {view.name for peer in plan.peers for view in peer.buffer.worker.views} == {"layers.0"}
     assert plan.transfers[0].not_transferred == ("layers.1",)
@@ -260,7 +264,7 @@ def test_what_is_not_transferred_is_not_staged(operation: str) -> None:
 
 @both_ways
 def test_sources_that_do_not_serve_have_no_buffer(operation: str) -> None:
-    """S12: direct plans decide which sources serve; a source that does not serve has no buffer and no chunks."""
+    """staging.S12: they decide which sources serve; a source that does not serve has no buffer and no chunks."""
     sources, destinations = engine("prefill", tp=2, heads=1), engine("decode", order="NH", heads=1)
     plans = plans_of(operation, sources, destinations, 1 << 20)
     layers = [[view.name for view in peer.buffer.worker.views] for plan in plans for peer in plan.peers]

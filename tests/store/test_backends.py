@@ -1,4 +1,4 @@
-"""Backends: whatever holds the files, rules S1 to S5 hold, and engines get the same bytes."""
+"""Backends: whatever holds the files, rules store.S1 to store.S5 hold, and engines get the same bytes."""
 
 from __future__ import annotations
 

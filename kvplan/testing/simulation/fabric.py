@@ -2,7 +2,7 @@
 
 A transfer moves in parts. Each part is read at one time and lands at a later one. Meanwhile the
 source may give its blocks to another request, or die: what has been read still lands. A transfer
-that fails has the status RUNNING until no byte of it can land, as rule E2 of
+that fails has the status RUNNING until no byte of it can land, as rule executor.E2 of
 :mod:`kvplan.executor` says.
 """
 
