@@ -109,6 +109,9 @@ def _print_trial(heading: Sequence[str], trial: Trial) -> None:
             ranks = intervals(pair.remote[1] for pair in pairs)
             moved = f"{num_bytes} from src/{ranks}, {described(pairs)}"
         console.print(f"  {worker.label} reads {moved}")
+    stop = max((stop for _, stop in trial.request.tokens.values()), default=0)
+    for group, (first, _) in trial.request.windows.items():
+        console.print(f"  group {group} moves positions [{first}, {stop}): its window")
     if skipped := trial.request.not_transferred:
         console.print(f"  not transferred: {fold(skipped)} (no source has it)")
     console.print(Text(str(trial.report), style="green" if trial.report.ok else "bold red"))

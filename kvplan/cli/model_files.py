@@ -111,7 +111,11 @@ def load_engines(
         if isinstance(config, dict) and "offers" in config:
             _check_no_like(model, like)
             return EngineViews.of(config["offers"])
-        return Model.from_config(config, model, like=like)
+        # ModelOpt states the dtype of the cache in a file beside that of the model
+        beside = path.with_name(path.name.replace("config.json", "hf_quant_config.json"))
+        has_two = beside != path and beside.is_file()
+        quantization = json.loads(beside.read_bytes()) if has_two else None
+        return Model.from_config(config, model, like=like, quantization=quantization)
     except KVPlanError as error:
         raise error.in_file(f"{path}") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -235,12 +235,7 @@ class EngineOptions:
                 expected = "no keys, since offers say all"
                 raise KVPlanError("LAYOUT", action, expected=expected, got=str(self))
             return model.workers[engine_id]
-        model = self.cached(model)
-        # a draft model adds layers before groups are made of all
-        if self.draft is not None:
-            model = model.with_draft(Model.shipped(self.draft))
-        if self.shared:
-            model = model.grouped()
+        model = self.served(model)
         # all options but the draft are arguments of Model.engine, some by another name
         arguments = {}
         for field in attrs.fields(EngineOptions):
@@ -248,6 +243,14 @@ class EngineOptions:
                 arguments[field.metadata["argument"] or field.name] = getattr(self, field.name)
         arguments["num_blocks"] = num_blocks or self.blocks or DEFAULT_NUM_BLOCKS
         return model.engine(engine_id, **arguments)
+
+    def served(self, model: Model) -> Model:
+        """Return a model as the engine serves it: its dtypes, draft layers and groups."""
+        model = self.cached(model)
+        # a draft model adds layers before groups are made of all
+        if self.draft is not None:
+            model = model.with_draft(Model.shipped(self.draft))
+        return model.grouped() if self.shared else model
 
     def cached(self, model: Model) -> Model:
         """Return a model in the dtypes in which the engine caches it. Raises ``DTYPE``."""

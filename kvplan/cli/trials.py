@@ -64,22 +64,51 @@ class PlacedRequest:
         _, stop = tokens
         source = _PlacedEngine.of(model, src, "src", stop, SOURCE_SPREAD)
         destination = _PlacedEngine.of(model, dst, "dst", stop, DESTINATION_SPREAD)
-        groups = destination.workers[0].groups
-        paged = [group.name for group in groups if group.tokens_per_block is not None]
+        moved = moved_tokens(model, destination.options, destination.workers[0], tokens)
         return cls(
             src=source.options,
             dst=destination.options,
             sources=source.workers,
             destinations=destination.workers,
-            local=destination.tables,
+            local=_allocated(destination, moved, tokens[0]),
             remote=source.tables,
-            tokens=dict.fromkeys(paged, tokens),
+            tokens=moved,
         )
+
+    @property
+    def windows(self) -> dict[str, tuple[int, int]]:
+        """The positions of groups that move fewer than the others, since their layers slide."""
+        start = min((start for start, _ in self.tokens.values()), default=0)
+        return {name: moved for name, moved in self.tokens.items() if moved[0] > start}
 
     @property
     def not_transferred(self) -> tuple[str, ...]:
         """The tensors of :func:`destination_drafts`."""
         return destination_drafts(self.destinations, self.sources)
+
+
+def moved_tokens(
+    model: Model | EngineViews,
+    dst: EngineOptions,
+    worker: Worker,
+    tokens: tuple[int, int],
+) -> dict[str, tuple[int, int]]:
+    """Return the positions that a connector moves for each token group of a destination's worker.
+
+    Layers with a window need the positions that later tokens attend to. A connector reads from the
+    start of the block that has the first of them. Offers do not say which layers have a window.
+    """
+    start, stop = tokens
+    groups = [group for group in worker.groups if group.tokens_per_block is not None]
+    if isinstance(model, EngineViews):
+        return dict.fromkeys((group.name for group in groups), tokens)
+    needed = dst.served(model).tokens(start, stop, worker)
+    moved = {}
+    for group in groups:
+        # a pipeline stage has all groups, perhaps without a layer
+        first, _ = needed.get(group.name, tokens)
+        moved[group.name] = max(start, first - first % (group.tokens_per_block or 1)), stop
+    return moved
 
 
 @attrs.frozen
@@ -133,6 +162,19 @@ class _PlacedEngine:
             if is_shared:
                 first += number
         return cls(attrs.evolve(options, blocks=pool), workers, tables)
+
+
+def _allocated(
+    engine: _PlacedEngine, moved: Mapping[str, tuple[int, int]], start: int
+) -> dict[str, Blocks]:
+    """Return the block tables of a destination, which has no blocks in front of a window."""
+    tables = engine.tables.copy()
+    for group in engine.workers[0].groups:
+        first, _ = moved.get(group.name, (start, start))
+        if first > start and group.tokens_per_block is not None and group.context.size == 1:
+            block = first // group.tokens_per_block
+            tables[group.name] = Blocks(tables[group.name].ids[block:], first=block)
+    return tables
 
 
 def _largest(numbers: Iterable[int]) -> int:
@@ -266,6 +308,7 @@ class Trial:
             "src": request.src,
             "dst": request.dst,
             "not_transferred": request.not_transferred,
+            "moved": request.tokens,
             "workers": {"src": len(request.sources), "dst": len(request.destinations)},
             "verified": report.ok,
             "bytes": report.num_bytes,

@@ -162,7 +162,11 @@ class ModelConfig:
 
 
 def read_config(
-    config: Any, registry: Registry, with_drafts: bool, like: str | None = None
+    config: Any,
+    registry: Registry,
+    with_drafts: bool,
+    like: str | None = None,
+    quantization: Config | None = None,
 ) -> ModelConfig:
     """Return what the layers of a model cache, by its config.json.
 
@@ -172,6 +176,8 @@ def read_config(
     layers use the cache of an earlier layer, so they have no tensors. ``with_drafts`` adds
     ``num_nextn_predict_layers`` draft layers (multi-token prediction), with the tensors of the
     model's attention layers. A decoder of an unknown type is read as one of the type ``like``.
+    ``quantization`` is a parsed hf_quant_config.json, which counts as in vLLM: only if the file has
+    no ``quantization_config``.
 
     Raises ``TYPE`` if ``config`` is not a mapping, ``CONFIG`` for an unknown model type, a missing
     key, an unusable value, or one of the :data:`CACHE_KEYS` that the file's family doesn't read.
@@ -184,9 +190,12 @@ def read_config(
     (61, (('dim', 576),), 'bfloat16')
     """
     decoder = _decoder(config, registry, like)
-    quantization = mapping_of(config, QUANTIZATION) or mapping_of(decoder.stated, QUANTIZATION)
+    stated = mapping_of(config, QUANTIZATION) or mapping_of(decoder.stated, QUANTIZATION)
+    stated = stated or (quantization or {})
+    # ModelOpt nests its keys in a file of its own.
+    inner = mapping_of(stated, "quantization") or stated
     try:
-        return _read_decoder(decoder, quantization, with_drafts)
+        return _read_decoder(decoder, inner, with_drafts)
     except KVPlanError as error:
         raise _with_stated_key(error, decoder) from None
 

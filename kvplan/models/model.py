@@ -93,12 +93,15 @@ class Model:
         *,
         with_draft_layers: bool = False,
         like: str | None = None,
+        quantization: Mapping[str, Any] | None = None,
     ) -> Model:
         """Return the model of a parsed config.json, named ``model_name`` or after its type.
 
         ``with_draft_layers`` adds the layers of multi-token prediction, which most engines don't
         run. ``like`` is the known type as which a file of an unknown type is read. It must cache
         the same: kvplan cannot check that, but refuses keys that change the cache of another type.
+        ``quantization`` is the parsed hf_quant_config.json beside it, if there is one: it may say
+        that engines store the cache in fp8.
 
         Raises ``TYPE`` if ``config`` is not a mapping, ``CONFIG`` for an unknown model type, a
         missing key or an unusable value.
@@ -111,7 +114,9 @@ class Model:
 expected a value for key 'hidden_size', got no such key
         """
         instance(bool, with_draft_layers, "with_draft_layers")
-        contents = read_config(config, REGISTRY, with_draft_layers, like)
+        if quantization is not None:
+            instance(Mapping, quantization, "quantization of a model")
+        contents = read_config(config, REGISTRY, with_draft_layers, like, quantization)
         return cls(
             contents.model_type if model_name is None else model_name,
             contents.layers,

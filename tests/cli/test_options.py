@@ -289,3 +289,17 @@ def test_the_refusal_shows_what_to_type(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mine"}')
     with pytest.raises(KVPlanError, match=r"--like llama.*layers=40,kv_heads=10,head_dim=128.*file of their offers"):
         load(str(tmp_path))
+
+
+def test_the_file_of_modelopt_is_read(tmp_path: Path) -> None:
+    """It states the dtype of the cache, unless config.json has a quantization of its own, as in vLLM and SGLang."""
+    sizes = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    file = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(file))
+    assert load(str(tmp_path)).dtype == load(str(tmp_path / "config.json")).dtype == "float8_e4m3fn"
+    assert Model.from_config(sizes, quantization={}).dtype == "bfloat16"
+    sizes["quantization_config"] = {"quant_method": "fp8"}
+    assert Model.from_config(sizes, quantization=file).dtype == "bfloat16"
+    with pytest.raises(KVPlanError, match="quantization of a model"):
+        Model.from_config(sizes, quantization=[])  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from kvplan.cli.trials import (
     Trial,
     blocks_needed,
     memory_needed,
+    sampled,
     scattered,
 )
 
@@ -98,6 +99,27 @@ def test_a_trial_moves_the_request_and_is_verified(src: str, tokens: tuple[int, 
     assert trial.report.ok, str(trial.report)
     token_bytes = 2 * 2 * 2 * 16 * 2
     assert sum(pair.num_bytes for pair in trial.pairs) == (tokens[1] - tokens[0]) * token_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "moved"),
+    [
+        ("gpt-oss-120b", (0, 20_000), {"swa": (19_872, 20_000), "attn": (0, 20_000)}),
+        ("gpt-oss-120b", (19_900, 20_000), {"swa": (19_900, 20_000), "attn": (19_900, 20_000)}),
+        ("gpt-oss-120b", (0, 140), {"swa": (0, 140), "attn": (0, 140)}),
+        ("gpt-oss-120b", (0, 150), {"swa": (16, 150), "attn": (0, 150)}),
+    ],
+)
+def test_layers_with_a_window_move_its_positions(
+    name: str, tokens: tuple[int, int], moved: dict[str, tuple[int, int]]
+) -> None:
+    """Those that the last token attends to, from the start of a block; the destination has no blocks before them."""
+    options = EngineOptions(tp=4)
+    request = PlacedRequest.of(sampled(Model.shipped(name), 2), options, options, tokens)
+    trial = Trial.of(request)
+    assert request.tokens == moved
+    assert trial.report.ok
+    assert trial.report.num_bytes == sum(2 * 8 * 64 * 2 * (stop - start) for start, stop in moved.values())
 
 
 def memory(request: PlacedRequest) -> int:
