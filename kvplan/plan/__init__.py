@@ -14,16 +14,15 @@ engine: everything is views.
     block tables, range --bind--> ids into the rows
 
 1. **match** pairs tensors by name. Tensors of equal geometry are planned once: all layers of a
-kind. 2. **cells** cuts the destination's part of a tensor where the part of a source begins or
-ends, along
-   every axis, and chooses one source for each box.
+   kind.
+2. **cells** cuts the destination's part of a tensor where the part of a source begins or ends,
+   along every axis, and chooses one source for each box.
 3. **runs** finds the bytes of a box that are contiguous on both sides. First within one token: axes
    whose strides equal on both sides merge, and neighbouring heads, K and V, layers and tensors
    join. Then across tokens, inside a block.
 4. **rows** gives each run a place in a strided row: equal runs at a constant step, repeated in
-every
-   block of the pool. A descriptor's id is ``base + step * block id + slot term``, where only the
-   block id depends on the request. Runs that share all but the base are one **series**.
+   every block of the pool. A descriptor's id is ``base + step * block id + slot term``, where only
+   the block id depends on the request. Runs that share all but the base are one **series**.
 5. **bind** computes these sums for the blocks of a request: one addition for each series.
 
 Stages 1 to 4 know a destination and its sources. **pairs** runs them for every two workers;

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import attrs
 import numpy as np
 
-from kvplan._arrays import Ints, heads, integers_in
 from kvplan._checks import ID_END
 from kvplan._text import brief_repr
 from kvplan.budget import BUDGET_BYTES, limited, spend
@@ -55,6 +54,7 @@ from kvplan.verification.tables import (
 )
 
 if TYPE_CHECKING:
+    from kvplan._arrays import Ints
     from kvplan.plan.mesh import MeshPlan
     from kvplan.plan.series import GroupPair, RunSeries, TokenSeries
     from kvplan.plan.transfer import TransferPlan
@@ -208,7 +208,8 @@ class Pieces:
 
         # A part is what a range and a piece have in common.
         range_of_part = np.repeat(np.arange(start.size), num_parts)
-        piece = integers_in(np.stack([low, high], axis=1))
+        first_part = np.cumsum(num_parts) - num_parts
+        piece = low[range_of_part] + np.arange(range_of_part.size) - first_part[range_of_part]
         part_start = np.maximum(start[range_of_part], self.start[piece])
         range_stop = (start + length)[range_of_part]
         piece_stop = (self.start + self.length)[piece]
@@ -528,7 +529,8 @@ class _Proof:
             later = overlapping[0] + 1
             got = "bytes moved twice"
             raise self.wrong(group, pieces, int(piece[later]), int(ordinal[later]), got)
-        first = heads(same_piece & (start[1:] == stop[:-1]))
+        goes_on = same_piece & (start[1:] == stop[:-1])
+        first = np.flatnonzero(np.append(True, ~goes_on))
         joined_length = np.add.reduceat(length, first)
         return PlacedRanges(piece[first], ordinal[first], start[first], joined_length)
 

@@ -23,12 +23,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import numpy as np
 
-from kvplan._arrays import Ints
 from kvplan._checks import INT64_END, at_most
 from kvplan.budget import spend
 from kvplan.describe.axes import Axis
@@ -36,6 +35,9 @@ from kvplan.describe.blocks import Blocks, Range
 from kvplan.describe.views import TOKEN, Geometry, Group, Region, View
 from kvplan.describe.worker import Worker
 from kvplan.verification.memory import Cells, FakeMemory, runs_of
+
+if TYPE_CHECKING:
+    from kvplan._arrays import Ints
 
 CHUNK_CELLS: Final = 1 << 22
 """Labels are made for at most this many cells at a time, or for one position."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan._arrays import Ints
 from kvplan.describe.worker import Key
 from kvplan.verification.labels import Labels, Window
 from kvplan.verification.memory import Cells
@@ -33,6 +32,9 @@ from kvplan.verification.product import (
     stretches_of,
     unshifted,
 )
+
+if TYPE_CHECKING:
+    from kvplan._arrays import Ints
 
 MAX_RUNS: Final = 1 << 16
 """Runs of wrong bytes of one chunk that are looked at; bytes of the others are in no pattern."""

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from kvplan._arrays import Ints
+if TYPE_CHECKING:
+    from kvplan._arrays import Ints
+
 
 MAX_PRODUCTS: Final = 32
 """Products of one tensor that are kept, the largest ones."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import numpy as np
 
-from kvplan._arrays import Ints
 from kvplan._checks import instance, interval, members, wrong_type
 from kvplan._text import count
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens
@@ -26,6 +25,7 @@ from kvplan.verification.labels import needed, positions_in
 from kvplan.verification.memory import ByteRanges, byte_ranges, expand
 
 if TYPE_CHECKING:
+    from kvplan._arrays import Ints
     from kvplan.plan.mesh import MeshPlan
     from kvplan.plan.specs import ReadSpec
     from kvplan.plan.transfer import TransferPlan

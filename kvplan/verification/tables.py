@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import numpy as np
 
-from kvplan._arrays import Ints
 from kvplan._checks import ID_END
 from kvplan.describe.views import Group, Region
 from kvplan.describe.worker import Worker
@@ -23,6 +22,7 @@ from kvplan.errors import KVPlanError
 from kvplan.verification.labels import interleave_of, slots_of
 
 if TYPE_CHECKING:
+    from kvplan._arrays import Ints
     from kvplan.plan.series import GroupPair
     from kvplan.plan.tables import Table
     from kvplan.plan.transfer import TransferPlan

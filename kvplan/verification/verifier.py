@@ -20,7 +20,6 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan._arrays import Ints
 from kvplan._text import count, few, shown
 from kvplan.describe.blocks import Blocks, Tokens
 from kvplan.describe.views import View
@@ -43,6 +42,7 @@ from kvplan.verification.report import PROMISES, Failure, Report, Tail, failures
 from kvplan.verification.requests import Job, KeyPair, Move, jobs, range_of_group
 
 if TYPE_CHECKING:
+    from kvplan._arrays import Ints
     from kvplan.plan.mesh import MeshPlan
     from kvplan.plan.transfer import TransferPlan
 

@@ -28,6 +28,7 @@ from kvplan import (
     plan_writes,
     verify,
 )
+from kvplan._arrays import heads, integers_in
 from kvplan.verification import Certificate
 from kvplan.verification.certificate import Pieces
 from tests.counted import numbers_of
@@ -43,6 +44,26 @@ PLANS = {
     "token by token": plan_reads(engine("d", order="NH")[0], engine("p", tp=2)),
     "contexts": plan_reads(engine("d", contexts=(2, 3))[1], engine("p", tp=2, contexts=(3, 2))),
 }
+
+
+def heads_but_the_last(goes_on):
+    """``heads`` with a fault: of several elements, the last one always goes on."""
+    begins = np.append(True, ~goes_on)
+    begins[-1] &= goes_on.size < 3
+    return np.flatnonzero(begins)
+
+
+def starts_of(intervals):
+    """``integers_in`` with a fault: an interval's start in place of each of its integers."""
+    return np.repeat(intervals[:, 0], intervals[:, 1] - intervals[:, 0])
+
+
+@pytest.mark.parametrize("kernel, planted", [(heads, heads_but_the_last), (integers_in, starts_of)])
+def test_a_fault_in_a_kernel_of_the_planner_is_found(monkeypatch, kernel, planted):
+    """Whoever imports it has the fault, so a certificate that used it would have it too."""
+    monkeypatch.setattr(kernel, "__code__", planted.__code__)
+    with pytest.raises(KVPlanError, match=r"^PROOF: "):
+        certify(plan_reads(engine("d", order="NH")[0], engine("p", tp=2)))
 
 
 def layout_of(plan):
