@@ -35,7 +35,6 @@ memory. ``kvplan --help`` is the command line.
 """
 
 import importlib
-import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -137,7 +136,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"kvplan.{name}")
     where = "" if name.startswith("_") else _where(name)
     raise AttributeError(
-        f"module 'kvplan' has no attribute {name!r}{where}", name=name, obj=sys.modules[__name__]
+        f"module 'kvplan' has no attribute {name!r}{where}",
+        name=name,
+        obj=importlib.import_module("kvplan"),
     )
 
 
@@ -151,6 +152,4 @@ def _where(name: str) -> str:
 
 
 def __dir__() -> list[str]:
-    """Return what a user may want, and not what this module imports for itself."""
-    of_modules = [name for name in globals() if name.startswith("__")]
-    return sorted({*of_modules, *__all__, *ROOMS})
+    return sorted([*__all__, *ROOMS])

@@ -25,7 +25,6 @@ from typing import Any, Final, NamedTuple
 import attrs
 import numpy as np
 
-from kvplan import _notebook
 from kvplan._arrays import Ints
 from kvplan._checks import at_most, check_fields, integer, members, name, wrong_type
 from kvplan._text import count, fold, meant, shown
@@ -136,8 +135,6 @@ class Worker:
     views: tuple[View, ...] = attrs.field(converter=_views)
     model: str = attrs.field(default="", converter=model_text)
     extensions: str = attrs.field(default="{}", converter=_extensions, eq=False)
-
-    _repr_svg_ = _notebook.svg
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "a worker", name, "engine_id")

@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 
 import attrs
 
-from kvplan import _notebook
 from kvplan._checks import wrong_type
 from kvplan._text import FEW, brief_repr, count, fold
 from kvplan.describe.axes import Axis, global_sizes
@@ -77,7 +76,6 @@ class Comparison:
     not_moved: tuple[str, ...] = ()
 
     __repr__ = brief_repr
-    _repr_html_ = _notebook.html
 
     @property
     def ok(self) -> bool:

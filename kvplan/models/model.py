@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from kvplan import _notebook
 from kvplan._checks import check_fields, instance, integer, is_one_of, members, name
 from kvplan._text import brief_repr, meant, plain, shown
 from kvplan.describe.views import TOKEN, Group
@@ -79,7 +78,6 @@ class Model:
     model_type: str | None = attrs.field(default=None, repr=False)
 
     __repr__ = brief_repr
-    _repr_html_ = _notebook.html
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "a model", name, "name", "dtype")

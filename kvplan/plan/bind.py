@@ -13,13 +13,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from threading import get_ident
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from kvplan._arrays import Ints, read_only
-from kvplan._checks import ID_END, at_most, interval, wrong_type
+from kvplan._checks import ID_END, at_most, interval
 from kvplan._text import few, shown
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens, check_listed
 from kvplan.describe.views import Group
@@ -41,8 +40,8 @@ class Workspace:
     """Reusable memory for ids, for loops that bind many requests.
 
     Fresh memory costs more than computing the ids, because the system maps every page anew. Specs
-    that were bound with a workspace are valid until the next ``bind`` with it. So it belongs to the
-    first thread that binds with it, and raises ``TYPE`` in any other: each has its own.
+    that were bound with a workspace are valid until the next ``bind`` with it, so threads must not
+    share one.
 
     >>> from kvplan import Blocks, Model, Workspace, plan_reads
     >>> model = Model.shipped("qwen2.5-1.5b")
@@ -59,15 +58,9 @@ class Workspace:
     def __init__(self) -> None:
         self._ids = np.empty(0, np.int32)
         self._num_used = 0
-        self._owner: dict[str, int] = {}
 
     def clear(self) -> None:
         """Free all memory for the next request, and grow it to the most that one has needed."""
-        # Of two threads that come at once, setdefault lets one be the first.
-        thread = get_ident()
-        if self._owner.setdefault("thread", thread) != thread:
-            expected = "one that this thread was the first to bind with"
-            raise wrong_type("workspace", expected, self).with_hint("each thread needs its own")
         if self._num_used > self._ids.size:
             self._ids = np.empty(self._num_used, np.int32)
         self._num_used = 0

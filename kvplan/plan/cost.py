@@ -16,7 +16,6 @@ from typing import Final, NamedTuple
 import attrs
 import numpy as np
 
-from kvplan import _notebook
 from kvplan._arrays import Ints
 from kvplan._checks import instance, integer
 from kvplan._text import brief_repr, count
@@ -98,8 +97,6 @@ class Cost:
     operation: str
     tokens: int
     pairs: tuple[PairCost, ...]
-
-    _repr_html_ = _notebook.html
 
     @property
     def lengths(self) -> Mapping[int, int]:

@@ -13,7 +13,6 @@ from typing import Literal
 
 import attrs
 
-from kvplan import _notebook
 from kvplan._checks import members
 from kvplan._text import brief_repr
 from kvplan.budget import BUDGET_BYTES, limited
@@ -63,8 +62,6 @@ class MeshPlan:
     """The plans of all workers of one engine with all workers of another. Threads may share it."""
 
     plans: tuple[TransferPlan, ...]
-
-    _repr_html_ = _notebook.html
 
     @property
     def completions(self) -> Mapping[Key, Completions]:

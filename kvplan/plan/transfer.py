@@ -16,7 +16,6 @@ from typing import Final, NamedTuple
 import attrs
 import numpy as np
 
-from kvplan import _notebook
 from kvplan._arrays import read_only
 from kvplan._checks import instance, members, wrong_type
 from kvplan.budget import limited
@@ -68,8 +67,6 @@ class TransferPlan:
     siblings: tuple[Worker, ...]
     not_transferred: tuple[str, ...]
     pairs: tuple[Pair, ...]
-
-    _repr_svg_ = _notebook.svg
 
     @cached_property
     def direction(self) -> Direction:

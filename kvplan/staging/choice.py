@@ -17,7 +17,6 @@ from typing import Final
 
 import attrs
 
-from kvplan import _notebook
 from kvplan._checks import (
     check_fields,
     having,
@@ -233,8 +232,6 @@ class Choice:
     rates: Rates
     options: tuple[Option, ...]
     refused: Mapping[str, KVPlanError]
-
-    _repr_html_ = _notebook.html
 
     @property
     def best(self) -> Option:

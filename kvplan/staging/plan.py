@@ -26,7 +26,6 @@ from functools import cached_property
 import attrs
 import numpy as np
 
-from kvplan import _notebook
 from kvplan._arrays import Ints
 from kvplan._checks import ID_END, having, instance, integer
 from kvplan._text import count
@@ -108,8 +107,6 @@ class StagedPlan:
     peers: tuple[StagedPeer, ...]
     num_positions: int
     staging: str
-
-    _repr_html_ = _notebook.html
 
     @property
     def operation(self) -> str:

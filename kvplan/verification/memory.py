@@ -15,14 +15,12 @@ Rules of a copy, all checked before any cell changes:
 from __future__ import annotations
 
 import mmap
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvplan._arrays import Ints
 from kvplan._checks import having, instance, integer, is_one_of, members, wrong_type
 from kvplan._text import shown
 from kvplan.describe.views import ADDRESS_END, Region, View
@@ -30,6 +28,7 @@ from kvplan.describe.worker import Key, Worker, key_of, label_of
 from kvplan.errors import KVPlanError
 
 if TYPE_CHECKING:
+    from kvplan._arrays import Ints
     from kvplan.plan.specs import ReadSpec
 
 Cells = npt.NDArray[np.unsignedinteger[Any]]
@@ -448,7 +447,7 @@ def _mapped(size: int, dtype: np.dtype[np.unsignedinteger[Any]], worker: Worker)
     On Linux they take memory only where they are touched, one small page at a time.
     """
     try:
-        if sys.platform != "linux":
+        if not hasattr(mmap, "MAP_POPULATE"):  # not Linux
             return np.zeros(size, dtype)
         reserve_nothing = getattr(mmap, "MAP_NORESERVE", 0x4000)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | reserve_nothing

@@ -8,7 +8,6 @@ from typing import Final
 
 import attrs
 
-from kvplan import _notebook
 from kvplan._checks import members
 from kvplan._text import MAX_REPR, brief_repr, count
 from kvplan.describe.worker import Key
@@ -109,8 +108,6 @@ class Report:
     checked: tuple[str, ...]
     failures: tuple[tuple[str, str], ...] = attrs.field(default=())
     tails: tuple[Tail, ...] = attrs.field(default=(), repr=False)
-
-    _repr_html_ = _notebook.html
 
     @classmethod
     def of(cls, reports: Iterable[Report]) -> Report:

@@ -397,20 +397,6 @@ def test_threads_may_share_plan_and_tables_and_have_a_workspace_each():
     assert found == [[ids(alone.bind(**request(thread * 25 + i))) for i in range(25)] for thread in range(8)]
 
 
-def test_a_workspace_serves_one_thread() -> None:
-    """A second thread is refused: it would overwrite the ids of the first one's request. Their owner goes on."""
-    (mine,), (other,) = engine("d"), engine("p")
-    plan, workspace = plan_reads(mine, [other]), Workspace()
-    tables: dict[str, Any] = {"local": {"attn": Blocks([1])}, "remote": {"attn": Blocks([2])}}
-    with ThreadPoolExecutor(1) as thread:
-        (spec,) = thread.submit(lambda: plan.bind(**tables, workspace=workspace)).result()
-        ids = spec.local_ids.tolist()
-        with pytest.raises(KVPlanError, match=r"^TYPE: .* the first to bind with.*each thread needs its own"):
-            plan.bind(**tables, workspace=workspace)
-        assert spec.local_ids.tolist() == ids
-        assert thread.submit(lambda: plan.bind(**tables, workspace=workspace)).result()
-
-
 @pytest.mark.parametrize(
     ("local", "remote"),
     [
