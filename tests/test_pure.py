@@ -77,7 +77,7 @@ IMPURE = {
     "connector": {"sockets", "threads", "files", "clocks", "randomness", "logging"},
     "store": {"threads", "files", "clocks", "randomness", "mapped memory", "interpreter"},
     "cli": {"clocks", "files", "environment", "interpreter", "processes"},
-    "testing": {"clocks", "randomness", "interpreter", "threads", "logging", "environment"},
+    "testing": {"clocks", "randomness", "interpreter", "threads", "logging", "environment", "mapped memory"},
     "__main__": {"interpreter"},
 }
 """The rooms that serve, print and drive, with all that their modules use."""

@@ -1,8 +1,9 @@
 """Tests for connectors and executors.
 
-An assertion, fakes, Hypothesis strategies, and the executor contract:
+Assertions, fakes, Hypothesis strategies, and the executor contract:
 
 - :func:`assert_copies` checks the descriptors that a connector makes, by any test runner.
+- :func:`assert_memory` checks that an engine's memory is as its workers describe it.
 - :class:`FakeNetwork` has executors over fake memory, and :class:`FakeCopier` copies there.
 - :mod:`kvplan.testing.strategies` has random requests for your engines, and random engines. It
   needs the ``testing`` extra.
@@ -19,10 +20,11 @@ from kvplan.describe import Blocks, Worker
 from kvplan.describe.blocks import Tokens
 from kvplan.describe.worker import Key
 from kvplan.plan import plan_mesh
+from kvplan.testing.memory import Values, assert_memory
 from kvplan.testing.network import FakeCopier, FakeExecutor, FakeNetwork
 from kvplan.verification import Report, verify
 
-__all__ = ["FakeCopier", "FakeExecutor", "FakeNetwork", "assert_copies"]
+__all__ = ["FakeCopier", "FakeExecutor", "FakeNetwork", "Values", "assert_copies", "assert_memory"]
 
 
 def assert_copies(

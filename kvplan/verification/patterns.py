@@ -246,27 +246,38 @@ def _move(axis: str, part: PatternPart) -> str:
 
 
 def _moves_of_tensors(tensors: Mapping[str, str]) -> list[str]:
-    """Return which tensors hold which in words, those whose numbers differ by as much as one.
+    """Return which tensors hold which in words, those of one relation between numbers as one.
 
     >>> _moves_of_tensors({"layers.0.attn": "layers.1.attn", "layers.4.attn": "layers.5.attn"})
     ['layers.n.attn holds layers.n+1.attn']
+    >>> _moves_of_tensors({"layers.0": "layers.3", "layers.1": "layers.2", "layers.2": "layers.1"})
+    ['layers.n holds layers.3-n']
     >>> _moves_of_tensors({"layers.3.k": "layers.3.v"}), _moves_of_tensors({"draft": "draft"})
     (['layers.3.k holds layers.3.v'], [])
     """
-    by_relation: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    by_words: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    texts = []
     for name, held in tensors.items():
         if name != held:
             before, number, after = split(name)
             held_before, held_number, held_after = split(held)
-            numbers = ("", "")
-            if number is not None and held_number is not None:
-                step = held_number - number
-                numbers = ("n", f"n{step:+d}" if step else "n")
-            sides = f"{before}{numbers[0]}{after}", f"{held_before}{numbers[1]}{held_after}"
-            by_relation.setdefault(sides, []).append((name, held))
-    texts = []
-    for sides, pairs in by_relation.items():
-        texts.append(" holds ".join(pairs[0] if len(pairs) == 1 else sides))
+            if number is None or held_number is None:
+                texts.append(f"{name} holds {held}")
+            else:
+                words = before, after, held_before, held_after
+                by_words.setdefault(words, []).append((number, held_number))
+    for (before, after, held_before, held_after), pairs in by_words.items():
+        sums = {number + held_number for number, held_number in pairs}
+        by_relation: dict[str, list[tuple[int, int]]] = {}
+        for pair in pairs:
+            step = pair[1] - pair[0]
+            relation = f"n{step:+d}" if step else "n"
+            if len(pairs) > 2 and len(sums) == 1:
+                relation = f"{sum(pair)}-n"
+            by_relation.setdefault(relation, []).append(pair)
+        for relation, pairs_alike in by_relation.items():
+            n, held_n = pairs_alike[0] if len(pairs_alike) == 1 else ("n", relation)
+            texts.append(f"{before}{n}{after} holds {held_before}{held_n}{held_after}")
     return [few(texts, ", ", MAX_STRETCHES)] if texts else []
 
 
