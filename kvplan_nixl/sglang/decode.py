@@ -32,10 +32,10 @@ from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
 
 SHORT_PROMPT: Final = (
-    "vLLM leaves the last token of a prompt to its reader, if the model has windows or states: "
-    "there SGLang, which does not compute that token, needs SGLang for prefill"
+    "vLLM leaves the last token of a prompt to decode, if the model has windows or states, and "
+    "SGLang does not compute it: set whole_prompt in the kv_transfer_params of vLLM's request"
 )
-"""Why no prompt of a pair of engines can be read."""
+"""What to do about a prompt without its last position."""
 
 
 class DecodeRank(Rank):

@@ -110,7 +110,7 @@ class Manager(BaseKVManager):
         windows = self._windows(queue, worker)
         # SGLang keeps the positions to which the next one attends beside itself.
         kept = {group: window - 1 for group, window in windows.items() if window is not None}
-        worker = keeping(worker, kept)
+        worker = keeping(worker, kept, whole_prompts=True)
         settings = self._settings
         access = settings.access()
         if settings.port:

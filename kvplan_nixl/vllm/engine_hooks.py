@@ -1,10 +1,13 @@
-"""What vLLM does not tell its connectors: changed weights, resets of its caches, and adapters.
+"""What vLLM does not tell its connectors: changed weights, resets, adapters, and released memory.
 
 vLLM's weights change by calls of the engine core to its workers (``collective_rpc``), and it hears
 of their version (``set_weight_version``). Its connectors hear of neither, and of a reset only if
 the caller asks for it. Adapters are loaded by workers, at first use or when they were evicted, and
-a request may end in the same step. So functions of vLLM are wrapped here, once in each process:
-they do what they did, and tell the connectors of their own engine. Where a release lacks one of
+a request may end in the same step. With ``enable_cumem_allocator`` the engine core can also release
+the physical memory of the KV cache, which peers read by addresses that NIXL has registered.
+
+So functions of vLLM are wrapped here, once in each process. They do what they did, and tell the
+connectors of their own engine; those that release memory fail instead. Where a release lacks one of
 them, the option of vLLM that needs it is refused.
 """
 
@@ -45,6 +48,9 @@ HARMLESS_CALLS: Final = MappingProxyType(
 )
 """Calls to workers that change no weights, and why. Any other call may change them."""
 
+RELEASING_CALLS: Final = ("discard", "sleep")
+"""Calls to workers that release memory."""
+
 
 def watch_engine(config: VllmConfig) -> None:
     """Wrap what the engine core and the scheduler of this process do. Raises ``SETTING``."""
@@ -65,6 +71,15 @@ def watch_engine(config: VllmConfig) -> None:
             _wrap(scheduler, "update_from_output", _with_reports),
         )
     )
+    is_memory_watched = all(
+        (
+            _wrap(EngineCore, "sleep", _with_sleep),
+            _wrap(EngineCore, "release_kv_cache_memory", _with_release),
+        )
+    )
+    if getattr(config.model_config, "enable_cumem_allocator", False) and not is_memory_watched:
+        needed = "an engine core with release_kv_cache_memory"
+        raise _unwatched("enable_cumem_allocator", "False", "True", needed)
     if config.weight_transfer_config is not None and not are_weights_watched:
         given = f"{config.weight_transfer_config}"
         raise _unwatched(
@@ -125,6 +140,8 @@ def _connectors(connector: Any) -> Iterator[Any]:
 
 def _with_calls(method: Any) -> Callable[..., Any]:
     def collective_rpc(core: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(call, str) and call in RELEASING_CALLS:
+            _check_kept(core, call)
         try:
             return method(core, call, *args, **kwargs)
         finally:
@@ -134,6 +151,36 @@ def _with_calls(method: Any) -> Callable[..., Any]:
                     state.weights_changed()
 
     return collective_rpc
+
+
+def _with_sleep(method: Any) -> Callable[..., Any]:
+    def sleep(core: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        # level 0 pauses the scheduler alone
+        if level:
+            _check_kept(core, "sleep")
+        return method(core, level, *args, **kwargs)
+
+    return sleep
+
+
+def _with_release(method: Any) -> Callable[..., Any]:
+    def release_kv_cache_memory(core: Any) -> Any:
+        _check_kept(core, "release_kv_cache_memory")
+        return method(core)
+
+    return release_kv_cache_memory
+
+
+def _check_kept(core: Any, call: str) -> None:
+    """Refuse to release memory that a connector has registered. Raises ``SETTING``."""
+    if any(_states(getattr(core, "scheduler", None))):
+        raise KVPlanError(
+            "SETTING",
+            "release the memory of the KV cache",
+            expected="memory that stays while a connector of kvplan has registered it",
+            got=f"a call of {call}",
+            hint="start the engine again instead",
+        )
 
 
 def _with_versions(method: Any) -> Callable[..., Any]:

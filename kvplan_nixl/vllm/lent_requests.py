@@ -20,7 +20,7 @@ from kvplan.describe.blocks import POSITION_END
 from kvplan_nixl.vllm.engine_state import OUTDATED, EngineState
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import KvplanStats
-from kvplan_nixl.vllm.requests import is_computed, params_of
+from kvplan_nixl.vllm.requests import is_computed, is_computed_whole, params_of
 from kvplan_nixl.vllm.rooms import ROOM, room_of
 from kvplan_nixl.vllm.settings import ConnectorSettings
 from kvplan_nixl.vllm.tables import BlockTables
@@ -67,8 +67,8 @@ class LentRequests:
     """The requests of an engine that others may read, while they are computed and afterwards.
 
     If blocks would be freed that the last token attends to, or a state would have passed it, an
-    engine that computes for decode stops one token short of the prompt. If drafts use the next
-    token too, it must generate this one.
+    engine that computes for decode stops one token short of the prompt, unless decode asks for the
+    whole. If drafts use the next token too, it must generate this one.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class LentRequests:
         if self._is_lendable(request):
             self._lendable[request.request_id] = request
             self._open_room(request)
-        if self._stops_short and is_computed(request) and request.num_prompt_tokens > 1:
+        is_short = is_computed(request) and not is_computed_whole(request)
+        if self._stops_short and is_short and request.num_prompt_tokens > 1:
             self._stop_short(request)
 
     def serve_offers(self, envelopes: Sequence[bytes]) -> None:

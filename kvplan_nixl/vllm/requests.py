@@ -18,6 +18,14 @@ def is_computed(request: Request) -> bool:
     return bool(params_of(request).get("do_remote_decode"))
 
 
+def is_computed_whole(request: Request) -> bool:
+    """Return whether decode begins with the token that this engine generates, as SGLang does.
+
+    vLLM's decode computes the last token of a prompt again, and generates that token itself.
+    """
+    return bool(params_of(request).get("whole_prompt"))
+
+
 def has_handoff(request: Request) -> bool:
     """Return whether the parameters of a request have a handoff."""
     return bool(params_of(request).get("remote_block_ids"))

@@ -86,6 +86,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
     },
+    # the same, and vLLM has it too
+    "laguna": {
+        "model_type": "laguna",
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["dense"] * 4,
+    },
     # the layer pattern of published ones; layers that attend to all have fewer and larger KV heads
     "gemma-4, 12 layers": {
         "model_type": "gemma4_text",

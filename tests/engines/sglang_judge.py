@@ -136,6 +136,12 @@ PAIRS = {
     "SGLang 16 -> vLLM 32": Pair("llama", Side("sglang", 16), Side("vllm", 32)),
     "SGLang 1 -> vLLM 64, Qwen3": Pair("qwen3", Side("sglang", 1), Side("vllm", 64)),
     "SGLang 16 -> vLLM 32, Gemma-3": Pair("gemma-3", Side("sglang", 16), Side("vllm", 32)),
+    "vLLM 32 -> SGLang 16, windows apart": Pair("laguna", Side("vllm", 32), Side("sglang", 16)),
+    "SGLang 16 -> vLLM 32, windows apart": Pair("laguna", Side("sglang", 16), Side("vllm", 32), "unlike"),
+    "vLLM 32 -> SGLang 16, Gemma-3": Pair(
+        "gemma-3", Side("vllm", 32, more={"disable_hybrid_kv_cache_manager": True}), Side("sglang", 16)
+    ),
+    "vLLM 32 -> SGLang 16, Gemma-3, windows freed": Pair("gemma-3", Side("vllm", 32), Side("sglang", 16), "unlike"),
     "SGLang 16 -> 64, windows apart": Pair("mellum", Side("sglang", 16), Side("sglang", 64)),
     "SGLang 16 -> 64, TP 1->2, windows apart": Pair("mellum", Side("sglang", 16), Side("sglang", 64, tp=2)),
     "SGLang 64 -> 16, prefix, windows apart": Pair("mellum", Side("sglang", 64), Side("sglang", 16), "prefix"),
@@ -355,7 +361,7 @@ class Engines:
         self.decode.ready()  # before prefill's leases begin
         rooms = [next(self._rooms) for _ in tokens]
         if self.pair.prefill.engine == "vllm":
-            answers = prefill.generate([*tokens], 1, [ASK] * len(tokens))
+            answers = prefill.generate([*tokens], 1, [{**ASK, "whole_prompt": True}] * len(tokens))
             return {
                 room: {"handoff": answer.transfer, "token": answer.tokens[0]}
                 for room, answer in zip(rooms, answers, strict=True)

@@ -397,6 +397,8 @@ WATCHED = {
         "reset_prefix_cache",
         "add_lora",
         "remove_lora",
+        "sleep",
+        "release_kv_cache_memory",
     ),
     "vllm.v1.core.sched.scheduler.Scheduler": ("update_from_output",),
     "vllm.lora.worker_manager.WorkerLoRAManager": ("_load_adapter",),
@@ -434,6 +436,8 @@ ARGUMENTS = {
     "reset_prefix_cache": {"self", "reset_running_requests", "reset_connector"},
     "add_lora": {"self", "lora_request"},
     "remove_lora": {"self", "lora_id"},
+    "sleep": {"self", "level", "mode"},
+    "release_kv_cache_memory": {"self"},
     "update_from_output": {"self", "scheduler_output", "model_runner_output"},
     "_load_adapter": {"self", "lora_request"},
 }
@@ -456,3 +460,13 @@ def test_an_option_whose_changes_nobody_tells_is_refused(
     watch_both(config_of(folder))
     with pytest.raises(KVPlanError, match=f"^SETTING: cannot set {label}: expected .*, got .* .this release of vLLM"):
         watch_both(config_of(folder, **options))
+
+
+def test_a_release_that_may_release_memory_unseen_is_refused(folder: Path, methods: dict[str, Any]) -> None:
+    """No platform here has this allocator, so the option is set once the configuration is made."""
+    config = config_of(folder)
+    config.model_config.enable_cumem_allocator = True
+    watch_engine(config)
+    delattr(methods["release_kv_cache_memory"], "release_kv_cache_memory")
+    with pytest.raises(KVPlanError, match="^SETTING: cannot set enable_cumem_allocator: expected False, got True"):
+        watch_engine(config)

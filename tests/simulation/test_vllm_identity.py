@@ -372,6 +372,12 @@ class Core:
     def remove_lora(self, lora_id: int) -> bool:
         return True
 
+    def sleep(self, level: int = 1, mode: str = "abort") -> str:
+        return f"asleep {level} {mode}"
+
+    def release_kv_cache_memory(self) -> str:
+        return "released"
+
 
 WRAPPED = {
     "collective_rpc": HOOKS._with_calls,
@@ -379,6 +385,8 @@ WRAPPED = {
     "reset_prefix_cache": HOOKS._with_resets,
     "add_lora": HOOKS._with_added_adapters,
     "remove_lora": HOOKS._with_removed_adapters,
+    "sleep": HOOKS._with_sleep,
+    "release_kv_cache_memory": HOOKS._with_release,
 }
 
 
@@ -420,6 +428,21 @@ def test_a_call_before_there_is_a_scheduler_tells_nobody(core_class: type[Core])
     core = core_class(SimpleNamespace())
     del core.scheduler
     assert core.collective_rpc("update_weights") == "result"
+
+
+def test_memory_that_peers_read_is_not_released(core_class: type[Core]) -> None:
+    """Of an engine with a connector, by any way; a pause releases none, and other engines may."""
+    core, other = core_class(*connectors(state_of())), core_class(*connectors(None))
+    assert core.sleep(0, mode="keep") == "asleep 0 keep"
+    for release in (core.sleep, lambda: core.sleep(level=2), core.release_kv_cache_memory):
+        with pytest.raises(KVPlanError, match="^SETTING: cannot release the memory of the KV cache: expected "):
+            release()
+    assert (other.sleep(1), other.release_kv_cache_memory()) == ("asleep 1 abort", "released")
+    for call in ("sleep", "discard"):
+        with pytest.raises(KVPlanError, match="^SETTING"):
+            core.collective_rpc(call)
+        assert other.collective_rpc(call) == "result"
+    assert core.calls == []
 
 
 def test_a_reset_that_failed_is_none(core_class: type[Core]) -> None:

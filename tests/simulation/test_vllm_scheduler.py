@@ -342,6 +342,20 @@ def test_a_prompt_stops_short_where_decode_would_lack_something(
     assert request.sampling_params.allowed_token_ids is None
 
 
+@pytest.mark.parametrize("kinds", KINDS, ids="+".join)
+def test_a_whole_prompt_is_computed_where_decode_does_not_compute_its_last_token(
+    engines: Engines, kinds: tuple[str, ...]
+) -> None:
+    """It begins with prefill's token, as SGLang does: states are those after the prompt."""
+    prefill = engines.start(*kinds)
+    request = request_of(SAID[:PROMPT], {**ASKED, "whole_prompt": True}, [7])
+    prefill.add(request)
+    assert request.prompt_token_ids == SAID[:PROMPT]
+    assert request.max_tokens == ANSWER
+    params = prefill.hand_over(request, ids_of(kinds, PROMPT))
+    assert params["remote_num_tokens"] == PROMPT
+
+
 def test_a_prompt_of_one_token_does_not_stop_short(engines: Engines) -> None:
     """Nothing would be left of it; of two tokens one is."""
     prefill = engines.start("window")
