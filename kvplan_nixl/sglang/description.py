@@ -8,6 +8,7 @@ one, and the parts of a state. The first is in the model that SGLang has built, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
 
@@ -82,12 +83,24 @@ def written_layers(model: Any) -> set[int] | None:
     An attention layer has the number of the cache that it uses: that of another layer, if it shares
     its cache (``RadixAttention`` of sglang/srt/layers/radix_attention.py).
     """
-    layers = {
-        module.layer_id
-        for module in model.modules()
-        if hasattr(module, "layer_id") and hasattr(module, "tp_k_head_num")
-    }
-    return layers or None
+    return {layer.layer_id for layer in _attention_layers(model)} or None
+
+
+def attended_window(model: Any) -> int | None:
+    """Return the positions before a token to which layers with a window attend, None without any.
+
+    SGLang's scheduler has one window for the pool, which may be larger: where a model does not say
+    (``get_attention_sliding_window_size``), it is that of ``config.json``, which counts the token.
+    """
+    sizes = [getattr(layer, "sliding_window_size", -1) for layer in _attention_layers(model)]
+    return max((size for size in sizes if size > 0), default=None)
+
+
+def _attention_layers(model: Any) -> Iterator[Any]:
+    """Yield a model's layers of attention, ``RadixAttention``."""
+    for module in model.modules():
+        if hasattr(module, "layer_id") and hasattr(module, "tp_k_head_num"):
+            yield module
 
 
 def state_of(config: Any, model: Any, pool: Any, info: RankInfo) -> Layer:

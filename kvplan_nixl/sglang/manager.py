@@ -19,7 +19,7 @@ from kvplan_nixl.mapped import make_executor
 from kvplan_nixl.rearrange import with_staging
 from kvplan_nixl.sglang.bootstrap import BootstrapServer
 from kvplan_nixl.sglang.decode import DecodeRank
-from kvplan_nixl.sglang.description import require, worker_of
+from kvplan_nixl.sglang.description import attended_window, require, worker_of
 from kvplan_nixl.sglang.identity import facts_of
 from kvplan_nixl.sglang.prefill import PrefillRank
 from kvplan_nixl.sglang.rank import PAGED_WITH_TOKENS, RankMemory, gather, logger
@@ -168,12 +168,18 @@ class Manager(BaseKVManager):
         return [kind for kind in kinds if kind not in PAGED_WITH_TOKENS]
 
     def _windows(self, queue: Any, worker: Worker) -> dict[str, int | None]:
-        """Return the window of each token group, None of full attention."""
+        """Return the window of each token group, None of full attention.
+
+        Prefill keeps what its scheduler says, decode needs what its layers attend to.
+        """
+        num_kept = queue.scheduler.sliding_window_size
+        if not self._is_prefill:
+            num_kept = attended_window(queue.scheduler.tp_worker.model_runner.model) or num_kept
         token_group, *state_groups = (group.name for group in worker.groups)
         windows: dict[str, int | None] = {token_group: None}
         for group, kind in zip(state_groups, self._table_kinds(), strict=True):
             if kind == "swa":
-                windows[group] = queue.scheduler.sliding_window_size + 1
+                windows[group] = num_kept + 1
         if len(windows) > 1 and self.kv_args.page_size == 1:
             # SGLang's tree keeps one position of a window that no backend transfers.
             require("disaggregation_decode_enable_radix_cache", False, self._caches_prefixes)

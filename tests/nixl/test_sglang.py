@@ -10,7 +10,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from types import SimpleNamespace
@@ -150,6 +150,7 @@ class Side:
         layers: range = range(2),
         draft_heads: int = 0,
         sparse: bool = False,
+        modules: Sequence[Any] = (),
     ) -> None:
         shape = (2, 160, 2, 8) if layout == "nhd" else (2, 160 // page, 2, page, 8)
         self.k, self.v = torch.zeros(2, *shape)
@@ -201,7 +202,7 @@ class Side:
             metadata_buffers=self.metadata,
             transfer_queue=SimpleNamespace(),
             scheduler=SimpleNamespace(
-                tp_worker=SimpleNamespace(model_runner=runner(model_config(CONFIG))),
+                tp_worker=SimpleNamespace(model_runner=runner(model_config(CONFIG), modules)),
                 draft_worker=SimpleNamespace(weight_update_runners=lambda: [("draft", runner(DRAFT_CONFIG))]),
                 sliding_window_size=window,
                 spec_algorithm=SimpleNamespace(name="NONE"),
@@ -585,6 +586,15 @@ def test_windows_that_decode_alone_keeps_are_read(
     receiver.clear()
 
 
+def test_a_reader_needs_what_its_layers_attend_to(plugin: SimpleNamespace) -> None:
+    """SGLang's scheduler keeps one position more for a model that does not say its window, as Laguna."""
+    layers = [SimpleNamespace(layer_id=n, tp_k_head_num=2, sliding_window_size=size) for n, size in ((0, 6), (1, -1))]
+    for mode, window in (("prefill", 7), ("decode", 6)):
+        side = Side(plugin, mode, 16, 7, modules=layers)
+        worker = side.manager.rank.memory.executor.worker
+        assert json.loads(worker.extensions)["kvplan.windows"] == {"swa": window}
+
+
 def test_a_prompt_without_its_last_token_is_refused_with_the_reason(
     plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
 ) -> None:
@@ -592,7 +602,7 @@ def test_a_prompt_without_its_last_token_is_refused_with_the_reason(
     sent(plugin, prefill, server)
     receiver = received(plugin, decode, server, TOKENS + 1)
     until(receiver, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match=r"^TOKENS: .* expected 38 positions, got 37 .* needs SGLang"):
+    with pytest.raises(KVPlanError, match=r"^TOKENS: .* expected 38 positions, got 37 .* set whole_prompt"):
         receiver.failure_exception()
     receiver.clear()
 
