@@ -435,11 +435,11 @@ def test_memory_that_peers_read_is_not_released(core_class: type[Core]) -> None:
     core, other = core_class(*connectors(state_of())), core_class(*connectors(None))
     assert core.sleep(0, mode="keep") == "asleep 0 keep"
     for release in (core.sleep, lambda: core.sleep(level=2), core.release_kv_cache_memory):
-        with pytest.raises(KVPlanError, match="^SETTING: cannot release the memory of the KV cache: expected "):
+        with pytest.raises(KVPlanError, match=r"^SETTING: cannot release the memory of the KV cache: expected "):
             release()
     assert (other.sleep(1), other.release_kv_cache_memory()) == ("asleep 1 abort", "released")
     for call in ("sleep", "discard"):
-        with pytest.raises(KVPlanError, match="^SETTING"):
+        with pytest.raises(KVPlanError, match=r"^SETTING"):
             core.collective_rpc(call)
         assert other.collective_rpc(call) == "result"
     assert core.calls == []
