@@ -51,7 +51,7 @@ def test_a_wrong_description_of_what_cpu_attention_writes(dtype: str, kernel: in
     request: Any = {"blocks": {"attn": Blocks(TABLE)}, "tokens": (0, TOKENS)}
     assert_memory([layers.worker()], write, **request)
     views = [attrs.evolve(view, name=f"layers.{int(view.name[7]) ^ 1}.attn") for view in layers.worker().views[::-1]]
-    with pytest.raises(AssertionError, match="everywhere: layers.0.attn holds layers.1.attn"):
+    with pytest.raises(AssertionError, match=r"everywhere: layers\.0\.attn holds layers\.1\.attn"):
         assert_memory([attrs.evolve(layers.worker(), views=views)], write, **request)
 
 
