@@ -9,7 +9,6 @@ number of runs and of pairs is limited.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
@@ -19,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan._arrays import Ints, heads
-from kvplan.budget import spend
 from kvplan.describe.views import View
 from kvplan.errors import KVPlanError
 
@@ -28,14 +26,8 @@ Unsigned = npt.NDArray[np.uint64]
 MAX_STRIDED_RUNS: Final = 1 << 18
 """The most strided runs that the views of shared regions may have in all."""
 
-RUN_BYTES: Final = 200
-"""What a strided run takes of a budget."""
-
 MAX_PAIRS: Final = 1 << 13
 """The most pairs of strided runs that are decided one by one."""
-
-PAIR_BYTES: Final = 1 << 16
-"""What a pair takes of a budget: 50 µs, or 300 µs where Euclid's algorithm takes longest."""
 
 NOT_APART: Final[Mapping[str, int]] = MappingProxyType({})
 
@@ -182,7 +174,6 @@ def overlaps(
             if num_pairs > MAX_PAIRS:
                 unit = "pairs of runs to compare"
                 raise _too_many(views[second_view], unit, MAX_PAIRS, num_pairs)
-            spend(1, "pairs of runs", PAIR_BYTES, f"place view {views[second_view].name!r}")
             if first_view == second_view:
                 continue
             overlap = _first_overlap(runs.run(first, views), runs.run(second, views))
@@ -191,6 +182,30 @@ def overlaps(
                     _shared(views[first_view], overlap.first_block, overlap.byte, apart),
                     _shared(views[second_view], overlap.second_block, overlap.byte, apart),
                 )
+
+
+def groups_sharing(views: Sequence[View], apart: Mapping[str, int]) -> set[tuple[str, str]]:
+    """Return the pairs of groups with views that share bytes of block 0, names in order.
+
+    The views are of one pool but for their groups. Raises ``RANGE`` for too many strided runs.
+    """
+    _check_number_of_runs([views])
+    runs = _PoolRuns.of(views, apart)
+    names = sorted({view.group for view in views})
+    group_of_view = np.array([names.index(view.group) for view in views])
+    has_begun = np.zeros(len(names), bool)
+    furthest = np.zeros(len(names), np.uint64)
+    shares = np.zeros((len(names), len(names)), bool)
+    # By ascending start, a run shares its first byte with each group that reaches as far.
+    lasts = runs.starts + (runs.lengths - np.uint64(1))
+    for group, start, last in zip(
+        group_of_view[runs.view_indices], runs.starts, lasts, strict=True
+    ):
+        shares[group] |= has_begun & (furthest >= start)
+        has_begun[group] = True
+        furthest[group] = max(furthest[group], last)
+    pairs = np.argwhere(np.triu(shares | shares.T, 1)).tolist()
+    return {(names[first], names[second]) for first, second in pairs}
 
 
 def _check_number_of_runs(pools: Sequence[Sequence[View]]) -> None:
@@ -202,8 +217,6 @@ def _check_number_of_runs(pools: Sequence[Sequence[View]]) -> None:
             if num_runs > MAX_STRIDED_RUNS:
                 unit = "runs in the blocks of views that share regions"
                 raise _too_many(view, unit, MAX_STRIDED_RUNS, num_runs)
-    if num_runs:
-        spend(num_runs, "runs of bytes", RUN_BYTES, f"place view {pools[0][0].name!r}")
 
 
 def _shared(view: View, block: int, byte: int, apart: Mapping[str, int]) -> Shared:
@@ -292,56 +305,35 @@ def _first_overlap(first: _StridedRun, second: _StridedRun) -> _Overlap | None:
     first_block = low
     second_block = 0
     if second.step:
-        # the first of them whose reach is in a block, not between two blocks
-        progression = (high - low, first.step, reach + low * first.step, second.step, span)
-        if not _hits(*progression):
+        # the first of them whose reach is in a block of the second run, not between two blocks
+        distance = -(reach + low * first.step) % second.step
+        skipped: int | None = 0
+        if distance + span <= second.step:
+            skipped = _first_multiple(first.step, second.step, distance, distance + span - 1)
+        if skipped is None or skipped >= high - low:
             return None
-        first_block += _first_hit(*progression)
+        first_block += skipped
         reach += first_block * first.step
         second_block = max(0, -((span - 1 - reach) // second.step))
     byte = max(first.start + first_block * first.step, second.start + second_block * second.step)
     return _Overlap(first_block, second_block, byte)
 
 
-def _first_hit(count: int, step: int, start: int, modulus: int, limit: int) -> int:
-    """Return the first ``i`` that :func:`_hits` counts. There must be one.
+def _first_multiple(step: int, modulus: int, low: int, high: int) -> int | None:
+    """Return the least ``i`` for which ``low <= i * step % modulus <= high``, if there is one.
 
-    >>> _first_hit(5, 3, 2, 7, 2)  # remainders 2 5 1 4 0
-    2
+    >>> _first_multiple(3, 7, 4, 5)  # remainders 0 3 6 2 5
+    4
     """
-    return bisect.bisect_left(
-        range(1, count), 1, key=lambda i: _hits(i, step, start, modulus, limit)
-    )
-
-
-def _hits(count: int, step: int, start: int, modulus: int, limit: int) -> int:
-    """Return the number of ``i < count`` for which ``(start + i * step) % modulus < limit``.
-
-    >>> _hits(5, 3, 2, 7, 2)  # remainders 2 5 1 4 0
-    2
-    """
-    if limit >= modulus:
-        return count
-    # a rest below the limit is where one floor is larger than the other
-    above = modulus + start
-    return _floors(count, modulus, step, above) - _floors(count, modulus, step, above - limit)
-
-
-def _floors(count: int, modulus: int, step: int, start: int) -> int:
-    """Return the sum of ``(start + i * step) // modulus`` over ``i < count``.
-
-    All arguments are non-negative. The sum counts lattice points under a line. A line that rises by
-    less than 1 in each step is seen from its other axis instead, which makes the modulus smaller:
-    it takes as many steps as Euclid's algorithm.
-    """
-    total = 0
-    while True:
-        # whole multiples of the modulus are counted at once, and the rest goes on
-        total += count * (count - 1) // 2 * (step // modulus) + count * (start // modulus)
-        step %= modulus
-        start %= modulus
-        top = step * count + start
-        if top < modulus:
-            return total
-        count, start = divmod(top, modulus)
-        modulus, step = step, modulus
+    step %= modulus
+    if low == 0:
+        return 0
+    if step == 0:
+        return None
+    number = -(-low // step)
+    if number * step <= high:
+        return number
+    # Between two multiples of the step, only multiples that wrap j times can lie: the least such j
+    # is the same question modulo the step, as in Euclid's algorithm.
+    wraps = _first_multiple(modulus, step, -high % step, -low % step)
+    return None if wraps is None else -(-(low + wraps * modulus) // step)

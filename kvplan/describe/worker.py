@@ -28,8 +28,7 @@ import numpy as np
 from kvplan._arrays import Ints
 from kvplan._checks import at_most, check_fields, integer, members, name, wrong_type
 from kvplan._text import count, fold, meant, shown
-from kvplan.budget import spend
-from kvplan.describe._overlap import describe_overlap, overlaps
+from kvplan.describe._overlap import describe_overlap, groups_sharing, overlaps
 from kvplan.describe.axes import MAX_SEGMENTS, most_segments
 from kvplan.describe.model import model_text
 from kvplan.describe.views import TOKEN, Geometry, Group, Region, View
@@ -69,10 +68,6 @@ _AXIS_FIELDS: Final = operator.attrgetter("name", "start", "stop", "size", "stri
 _AXES: Final = operator.attrgetter("axes")
 _PAGE_FIELDS: Final = operator.attrgetter("dtype", "group", "num_blocks", "block_stride_bytes")
 _DEVICE_AND_ADDRESS: Final = operator.attrgetter("memory", "device_id", "address")
-
-
-COMPARED_VIEW_BYTES: Final = 4096
-"""What a view takes of a budget when its block is compared with those of another group."""
 
 Key = tuple[str, int]
 """The engine id and the rank, which identify a worker."""
@@ -262,28 +257,15 @@ class Worker:
         not compared.
         """
         joined = self._joined_regions()
-        # views by what they may share, and by group; views of one group share no byte, rule
-        # describe.V4
-        pools: dict[tuple[str, int], dict[str, list[View]]] = {}
+        pools: dict[tuple[str, int], list[View]] = {}
         for view in self.views:
-            views_of = pools.setdefault((joined[view.region].first, view.block_stride_bytes), {})
-            views_of.setdefault(view.group, []).append(view)
-        # each group is compared with each other one
-        for views_of in pools.values():
-            num_compared = (len(views_of) - 1) * sum(map(len, views_of.values()))
-            action = f"compare the groups of {self.label}"
-            spend(num_compared, "views", COMPARED_VIEW_BYTES, action)
-        overlaid: dict[tuple[str, str], None] = {}
-        for views_of in pools.values():
-            for pair in itertools.combinations(sorted(views_of), 2):
-                if pair in overlaid:
-                    continue
-                views = itertools.chain.from_iterable(views_of[group] for group in pair)
-                # with equal strides, blocks of all ids share what block 0 does
-                blocks = [attrs.evolve(view, num_blocks=1) for view in views]
-                if any(overlaps(blocks, apart=_distances(joined))):
-                    overlaid[pair] = None
-        return tuple(overlaid)
+            pools.setdefault((joined[view.region].first, view.block_stride_bytes), []).append(view)
+        overlaid: set[tuple[str, str]] = set()
+        for views in pools.values():
+            # with equal strides, blocks of all ids share what block 0 does
+            if len({view.group for view in views}) > 1:
+                overlaid |= groups_sharing(views, _distances(joined))
+        return tuple(sorted(overlaid))
 
     @cached_property
     def tensors(self) -> Mapping[str, tuple[int, ...]]:

@@ -189,12 +189,13 @@ def test_views_of_one_name_are_told_apart() -> None:
     )
 
 
-@given(*(st.integers(0, 40) for _ in range(3)), st.integers(1, 40), st.integers(1, 50))
-def test_remainders_are_counted_as_they_are(count: int, step: int, start: int, modulus: int, near: int) -> None:
-    """The number of small remainders of an arithmetic progression is what counting one by one gives."""
-    assert overlap._hits(count, step, start, modulus, near) == sum(
-        (start + i * step) % modulus < near for i in range(count)
-    )
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(0, 39), st.integers(0, 39))
+def test_the_first_multiple_is_that_of_a_search(step: int, modulus: int, low: int, high: int) -> None:
+    """Remainders repeat after at most as many multiples as the modulus."""
+    high = min(high, modulus - 1)
+    hits = (i for i in range(modulus) if low <= i * step % modulus <= high)
+    if low <= high:
+        assert overlap._first_multiple(step, modulus, low, high) == next(hits, None)
 
 
 @pytest.mark.parametrize("offset, shared", [(5, False), (6, True), (7, False), (9, False)])
