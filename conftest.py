@@ -37,8 +37,10 @@ MISSING = [name for name in ("nixl", "obstore", "sglang", "torch", "transformers
 collect_ignore_glob = ["kvplan_nixl/vllm/[!p]*"] if "vllm" in MISSING else []  # all but the proxy
 collect_ignore_glob += ["kvplan_nixl/sglang/[!_bs]*", "kvplan_nixl/sglang/store*"] if "sglang" in MISSING else []
 collect_ignore_glob += ["tests/nixl/*", "kvplan_nixl/demo.py"] if {"nixl", "torch"} & {*MISSING} else []
-collect_ignore_glob += ["kvplan_nixl/*"] if "nixl" in MISSING else []
-collect_ignore_glob += ["kvplan/store/objects.py"] if "obstore" in MISSING else []
+collect_ignore_glob += (
+    ["kvplan_nixl/[!s]*", "kvplan_nixl/s[!e]*", "kvplan_nixl/settings.py"] if "nixl" in MISSING else []
+)
+collect_ignore_glob += ["kvplan_nixl/serving/store/objects.py"] if "obstore" in MISSING else []
 collect_ignore_glob += ["tests/models/*walk.py"] if {"torch", "transformers"} & {*MISSING} else []
 
 

@@ -24,7 +24,9 @@ import attrs
 import numpy as np
 
 from kvplan import Blocks, Model, Region, Worker, plan_reads, plan_writes
-from kvplan.store import (
+from kvplan.protocol.page_reads import place
+from kvplan.protocol.pages import pack
+from kvplan_nixl.serving.store import (
     Backend,
     Chain,
     FileBackend,
@@ -35,8 +37,6 @@ from kvplan.store import (
     open_backend,
     parts_of,
 )
-from kvplan.store.pages import pack
-from kvplan.store.readers import place
 
 PAGE: Final = 64
 ROUNDS: Final = 5

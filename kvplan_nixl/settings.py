@@ -21,11 +21,11 @@ from kvplan.connector.peer_engines import HANDSHAKE_S
 from kvplan.connector.shared_key import key_in_file
 from kvplan.errors import KVPlanError
 from kvplan.staging import Rates
-from kvplan.store import PAGE_TOKENS, Limits
-from kvplan.store.client import BUFFER_BYTES
-from kvplan.store.stalls import STALL_S
 from kvplan_nixl.agent import checked_backends
 from kvplan_nixl.executor import UCX, Backends
+from kvplan_nixl.serving.store import PAGE_TOKENS, Limits
+from kvplan_nixl.serving.store.client import BUFFER_BYTES
+from kvplan_nixl.serving.store.stalls import STALL_S
 
 SEARCH_S: Final = 2.0
 

@@ -14,10 +14,10 @@ from typing import Final
 import attrs
 
 from kvplan import Blocks, Group, ReadSpec, TransferPlan, Worker
-from kvplan.store import Backend, StoreClient, find
 from kvplan.testing import engines
 from kvplan.testing.engines import EngineDesign
 from kvplan.testing.strategies import Case
+from kvplan_nixl.serving.store import Backend, StoreClient, find
 from property_tests.oracle import Meaning, Place, contents
 
 NUM_PASSES: Final = 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from kvplan.store import MemoryBackend
 from kvplan.testing.strategies import Case, cases
+from kvplan_nixl.serving.store import MemoryBackend
 from property_tests import fewer
 from property_tests.stored import (
     DESTINATION_STATE,

@@ -39,16 +39,16 @@ MAY_IMPORT = {
     "staging": {*CORE, "plan", "executor"},
     "connector": {*CORE, "plan", "executor", "staging"},
     "testing": {*LIBRARY, "staging", "connector"},
-    "store": {*CORE, "plan", "handshake"},
+    "protocol": {*CORE, "plan", "handshake"},
     "display": {*LIBRARY, "staging"},
-    "cli": {*LIBRARY, "display", "store"},
+    "cli": {*LIBRARY, "protocol", "display"},
     "__init__": {*LIBRARY, "display"},
     "__main__": {"cli"},
 }
 LATE = {"cli"}
 """Commands are imported by a function, which says so where their extra is missing."""
 
-OTHER_PACKAGES = {"cli": {"click", "rich"}, "testing": {"hypothesis"}, "store": {"obstore"}}
+OTHER_PACKAGES = {"cli": {"click", "rich", "kvplan_nixl"}, "testing": {"hypothesis"}}
 
 
 def test_import_loads_only_numpy_and_attrs() -> None:
@@ -76,6 +76,13 @@ def test_a_connector_loads_no_oracle() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     rooms = {*run.stdout.split()} & {room(module) for module in MODULES}
     assert rooms == {*CORE, "plan", "executor", "staging", "connector"}
+
+
+def test_a_store_on_files_loads_no_engine_and_no_nixl() -> None:
+    """Whoever uses a store in a folder needs numpy and attrs alone."""
+    code = "import sys, kvplan_nixl.serving.store; print(*{name.partition('.')[0] for name in sys.modules})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {*run.stdout.split()} & {"nixl", "torch", "obstore", "click", "vllm", "sglang"}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +129,10 @@ def test_the_version_is_that_of_the_package() -> None:
 
 def test_the_door_has_the_rooms_with_names() -> None:
     """``kvplan.bridges.from_vllm`` needs no further import: the door has each room that has an ``__all__``."""
-    assert {*kvplan.ROOMS} == {*LIBRARY, "staging", "store", "connector", "testing", "display"} - {*LEAVES, "executor"}
+    assert {*kvplan.ROOMS} == {*LIBRARY, "staging", "protocol", "connector", "testing", "display"} - {
+        *LEAVES,
+        "executor",
+    }
     code = "import kvplan; print(*(getattr(kvplan, room).__all__[0] for room in kvplan.ROOMS))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert len(run.stdout.split()) == len(kvplan.ROOMS)

@@ -25,9 +25,9 @@ from kvplan.connector.claims import ClaimMessage, answer_claims
 from kvplan.connector.leases import Leases
 from kvplan.connector.shared_key import SharedKey
 from kvplan.describe.blocks import Range
-from kvplan.store.chain import Chain
-from kvplan.store.pages import pack
-from kvplan.store.parts import parts_of
+from kvplan.protocol.page_keys import Chain
+from kvplan.protocol.page_parts import parts_of
+from kvplan.protocol.pages import pack
 from kvplan.testing.simulation import MODELS, LeaseConnector, Scenario, Simulation
 from property_tests import labelled
 from property_tests.exhaustive import all_worlds

@@ -49,6 +49,7 @@ def rooms() -> Iterator[ModuleType]:
     for module in pkgutil.iter_modules(kvplan.__path__):
         if not module.name.startswith("_") and module.name not in OTHER_ROOMS:
             yield importlib.import_module(f"kvplan.{module.name}")
+    yield importlib.import_module("kvplan_nixl.serving.store")
     if importlib.util.find_spec("nixl") is not None:
         yield importlib.import_module("kvplan_nixl")
 
@@ -127,4 +128,4 @@ def test_wrong_values_end_in_typed_errors(name: str, tmp_path: Any, monkeypatch:
 def test_functions_methods_and_other_rooms_are_found() -> None:
     """Nothing is left out for want of a list."""
     assert {"kvplan.plan_reads", "kvplan.executor.not_planned_for", "kvplan.plan.PairCost.of"} <= {*CALLS}
-    assert {"kvplan.staging.Rates.load", "kvplan.store.evict", "kvplan.PeerError"} <= {*CALLS}
+    assert {"kvplan.staging.Rates.load", "kvplan_nixl.serving.store.evict", "kvplan.PeerError"} <= {*CALLS}

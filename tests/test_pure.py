@@ -75,7 +75,6 @@ QUIET = """
 
 IMPURE = {
     "connector": {"sockets", "threads", "files", "clocks", "randomness", "logging"},
-    "store": {"threads", "files", "clocks", "randomness", "mapped memory", "interpreter"},
     "cli": {"clocks", "files", "environment", "interpreter", "processes"},
     "testing": {"clocks", "randomness", "interpreter", "threads", "logging", "environment", "mapped memory"},
     "__main__": {"interpreter"},

@@ -20,7 +20,9 @@ from kvplan.cli.options import json_option
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import plan_reads
-from kvplan.store import (
+from kvplan.protocol.page_parts import DIVIDED, NAME_DIGITS
+from kvplan.protocol.page_reads import of_group, place
+from kvplan_nixl.serving.store import (
     Backend,
     FileEntry,
     Limits,
@@ -29,12 +31,9 @@ from kvplan.store import (
     evict,
     open_backend,
 )
-from kvplan.store.backends import is_pin
-from kvplan.store.client import check_file
-from kvplan.store.pages import read_header
-from kvplan.store.parallel import in_batches
-from kvplan.store.parts import DIVIDED, NAME_DIGITS
-from kvplan.store.readers import of_group, place
+from kvplan_nixl.serving.store.backends import is_pin
+from kvplan_nixl.serving.store.page_files import check_file, read_header
+from kvplan_nixl.serving.store.parallel import in_batches
 
 GIB: Final = 1 << 30
 DAY_S: Final = 86400
@@ -493,7 +492,7 @@ def _scaled(number: float | None, unit: int) -> int | None:
     "store", commands=[ls_command, verify_files_command, explain_pages_command, gc_command]
 )
 def store_command() -> None:
-    """List, check and clean a store of caches (kvplan.store).
+    """List, check and clean a store of caches.
 
     \b
     kvplan store ls STORE

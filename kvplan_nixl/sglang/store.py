@@ -23,7 +23,8 @@ from sglang.srt.runtime_context import (
 from kvplan import Blocks, KVPlanError
 from kvplan.bridges import RankInfo, from_sglang, sglang_model
 from kvplan.bridges.assembly import FP8_DTYPES
-from kvplan.store import (
+from kvplan_nixl.identity import short_model
+from kvplan_nixl.serving.store import (
     BackgroundEviction,
     Chain,
     StallGuard,
@@ -31,8 +32,7 @@ from kvplan.store import (
     StoreReader,
     open_backend,
 )
-from kvplan_nixl.eviction import evict_beside
-from kvplan_nixl.identity import short_model
+from kvplan_nixl.serving.store.eviction import evict_beside
 from kvplan_nixl.settings import StoreSettings, store_refusal
 from kvplan_nixl.sglang.description import MODEL, dtype_name, kv_heads_of, require
 from kvplan_nixl.sglang.identity import facts_of

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from kvplan import Blocks
 from kvplan.describe.blocks import Range
-from kvplan.store import Fact
+from kvplan_nixl.serving.store import Fact
 from kvplan_nixl.sglang.changes import ADAPTERS, WEIGHTS, request_facts
 
 

@@ -21,9 +21,9 @@ from vllm.v1.request import Request, RequestStatus
 from kvplan import Blocks, decode
 from kvplan.connector.system import SYSTEM
 from kvplan.describe.blocks import Range
-from kvplan.store import Attended, Chain, open_backend
-from kvplan_nixl.eviction import evict_beside
 from kvplan_nixl.identity import Identity
+from kvplan_nixl.serving.store import Attended, Chain, open_backend
+from kvplan_nixl.serving.store.eviction import evict_beside
 from kvplan_nixl.settings import StoreSettings
 from kvplan_nixl.vllm.description import first_attended, frees_blocks
 from kvplan_nixl.vllm.engine_state import OUTDATED, AdapterChanges, EngineState

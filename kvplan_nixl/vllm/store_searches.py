@@ -11,8 +11,8 @@ import attrs
 from vllm.logger import init_logger
 
 from kvplan import KVPlanError, Worker
-from kvplan.store import Attended, Backend, Chain, StoreReader, find
-from kvplan.store.stalls import PAUSE_S
+from kvplan_nixl.serving.store import Attended, Backend, Chain, StoreReader, find
+from kvplan_nixl.serving.store.stalls import PAUSE_S
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -19,10 +19,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvplan import Blocks, KVPlanError, encode
 from kvplan.describe.blocks import Range
 from kvplan.describe.model import model_text
-from kvplan.store import MemoryMover, Mover, StallGuard, StoreClient, open_backend
 from kvplan_nixl.executor import NixlExecutor
 from kvplan_nixl.identity import short_model
 from kvplan_nixl.mover import NixlMover
+from kvplan_nixl.serving.store import MemoryMover, Mover, StallGuard, StoreClient, open_backend
 from kvplan_nixl.vllm.description import worker_of
 from kvplan_nixl.vllm.engine_hooks import WorkerAdapters
 from kvplan_nixl.vllm.store_scheduler import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvplan import Blocks, encode
-from kvplan.store import FileBackend, StoreClient
+from kvplan_nixl.serving.store import FileBackend, StoreClient
 from tests.conftest import Cli
 from tests.store.engines import PAGE, PROMPT, QWEN, EngineWithStore
 

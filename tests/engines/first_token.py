@@ -15,7 +15,7 @@ import time
 from importlib.metadata import version
 from tempfile import TemporaryDirectory
 
-from kvplan.store import FileBackend
+from kvplan_nixl.serving.store import FileBackend
 from tests.engines.__main__ import FOLDER
 from tests.engines.models import VOCABULARY, build
 from tests.engines.process import Engine

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from kvplan.store import Backend, FileEntry, open_backend, read_file
-from kvplan.store.pages import pack
+from kvplan.protocol.pages import pack
+from kvplan_nixl.serving.store import Backend, FileEntry, open_backend, read_file
 from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER
 from tests.engines.models import THETA, VOCABULARY, YARN, build
 from tests.engines.process import TIMEOUT_S, Engine, free_port

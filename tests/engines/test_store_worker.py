@@ -11,7 +11,7 @@ import attrs
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvplan.store import Limits, StoreClient, evict
+from kvplan_nixl.serving.store import Limits, StoreClient, evict
 from kvplan_nixl.vllm.store_scheduler import KvplanStoreMetadata, StoreJob
 from kvplan_nixl.vllm.store_settings import VllmStoreSettings
 from kvplan_nixl.vllm.store_worker import StoreWorker

@@ -30,7 +30,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, KVPlanError, Model, Worker, encode
-from kvplan.store import FileBackend, Limits, MemoryBackend, StoreClient
+from kvplan_nixl.serving.store import FileBackend, Limits, MemoryBackend, StoreClient
 from kvplan_nixl.vllm import KvplanStore
 from kvplan_nixl.vllm.store_scheduler import KvplanStoreWorkerMetadata
 from tests.store.engines import QWEN, EngineWithStore

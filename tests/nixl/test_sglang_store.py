@@ -20,7 +20,7 @@ import torch
 
 import kvplan_nixl.sglang
 from kvplan import KVPlanError
-from kvplan.store import FileBackend, Limits
+from kvplan_nixl.serving.store import FileBackend, Limits
 from tests.nixl.sglang_names import arguments, made, model_config, record_fields
 from tests.store.test_stalls import HangingBackend
 
@@ -409,7 +409,7 @@ def test_damaged_pages_are_computed(plugin: SimpleNamespace, tmp_path: Path) -> 
 def hanging(monkeypatch: pytest.MonkeyPatch) -> HangingBackend:
     """The store of all engines, which may hang."""
     backend = HangingBackend()
-    monkeypatch.setattr("kvplan.store.open_backend", lambda _: backend)
+    monkeypatch.setattr("kvplan_nixl.serving.store.open_backend", lambda _: backend)
     return backend
 
 

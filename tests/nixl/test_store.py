@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.real_memory import placed, synchronized
 from kvplan import Blocks, KVPlanError, Status, Worker
-from kvplan.store import Backend, MemoryBackend, StoreClient
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.mover import NixlMover
+from kvplan_nixl.serving.store import Backend, MemoryBackend, StoreClient
 from tests.store.engines import PAGE, PROMPT, QWEN, EngineWithStore
 
 BLOCKS = {"attn": Blocks([3, 9, 5, 1, 7, 30])}

@@ -30,8 +30,8 @@ from kvplan import (
 )
 from kvplan.handshake import compare
 from kvplan.staging import stage
-from kvplan.store import parts_of
 from kvplan.verification import FakeMemory
+from kvplan_nixl.serving.store import parts_of
 
 DIM = 8
 

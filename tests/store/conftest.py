@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvplan.store import Backend, FileBackend, MemoryBackend, open_backend
+from kvplan_nixl.serving.store import Backend, FileBackend, MemoryBackend, open_backend
 from tests.store.s3 import IS_INSTALLED, S3Server, s3_server
 
 NUMBERS = itertools.count()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvplan import Blocks, KVPlanError, Model, Worker
-from kvplan.store import Backend, StoreClient, find
+from kvplan_nixl.serving.store import Backend, StoreClient, find
 
 PAGE = 16
 NUM_BLOCKS = 40

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from kvplan import KVPlanError
-from kvplan.store import FileBackend, Limits, MemoryBackend, evict, open_backend, read_file
+from kvplan_nixl.serving.store import FileBackend, Limits, MemoryBackend, evict, open_backend, read_file
 from tests.conftest import Cli
 from tests.store.engines import BLOCKS, PAGE, PROMPT, QWEN, EngineWithStore, saved
 
@@ -429,7 +429,7 @@ def test_a_full_disk_says_how_many_pages_it_has(tmp_path: Path, monkeypatch: pyt
                 raise OSError(errno.ENOSPC, "No space left on device")
         return write(descriptor, data)
 
-    monkeypatch.setattr("kvplan.store.client.DIGESTS_AT_ONCE", 1)
+    monkeypatch.setattr("kvplan_nixl.serving.store.client.DIGESTS_AT_ONCE", 1)
     monkeypatch.setattr("os.write", full)
     num_saved = engine.save(PROMPT, BLOCKS, 96)
     assert engine.caches[0].client.faults == {"BACKEND": 1}
@@ -508,7 +508,7 @@ def test_two_writers_write_a_page_once(tmp_path: Path, monkeypatch: pytest.Monke
         is_over.wait(20)
         fsync(descriptor)
 
-    monkeypatch.setattr("kvplan.store.client.DIGESTS_AT_ONCE", 24)
+    monkeypatch.setattr("kvplan_nixl.serving.store.client.DIGESTS_AT_ONCE", 24)
     monkeypatch.setattr("os.fsync", slow)
     saves: list[int] = []
     first = threading.Thread(target=lambda: saves.append(engines[0].save(PROMPT, BLOCKS, 96)))

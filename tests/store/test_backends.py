@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvplan import Blocks, KVPlanError
-from kvplan.store import Backend, Limits, Unfinished, evict
+from kvplan_nixl.serving.store import Backend, Limits, Unfinished, evict
 from tests.store.engines import PROMPT, QWEN, EngineWithStore
 
 BLOCKS = {"attn": Blocks([3, 9, 5, 1, 7, 30])}

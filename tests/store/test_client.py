@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 from kvplan import Blocks, KVPlanError, Model
-from kvplan.store import Chain, FileBackend, MemoryBackend, StoreClient, StoreReader, parts_of
+from kvplan_nixl.serving.store import Chain, FileBackend, MemoryBackend, StoreClient, StoreReader, parts_of
 from tests.store.engines import PAGE, PROMPT, QWEN, EngineWithStore
 
 BLOCKS = {"attn": Blocks([3, 9, 5, 1, 7, 30, 2])}

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from kvplan import Blocks, KVPlanError
-from kvplan.store import Backend, BackgroundEviction, Evicted, FileBackend, Limits, MemoryBackend, open_backend
+from kvplan_nixl.serving.store import (
+    Backend,
+    BackgroundEviction,
+    Evicted,
+    FileBackend,
+    Limits,
+    MemoryBackend,
+    open_backend,
+)
 from tests.store.engines import QWEN, EngineWithStore
 
 BLOCKS = {"attn": Blocks([3, 9, 5, 1, 7, 30])}

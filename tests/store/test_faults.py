@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvplan import KVPlanError
-from kvplan.store import FileBackend, Limits, MemoryBackend, evict, read_file
+from kvplan_nixl.serving.store import FileBackend, Limits, MemoryBackend, evict, read_file
 from tests.store.engines import (
     BLOCKS,
     PROMPT,
@@ -89,7 +89,7 @@ def test_a_page_that_is_evicted_meanwhile_is_an_error_and_no_byte(tmp_path: Path
 def test_a_full_store_loses_pages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that finds no room is counted, what fits is a hit, and nothing is raised."""
     # the first files fit, and no thread overtakes another
-    monkeypatch.setattr("kvplan.store.client.DIGESTS_AT_ONCE", 1)
+    monkeypatch.setattr("kvplan_nixl.serving.store.client.DIGESTS_AT_ONCE", 1)
     backend = MemoryBackend(max_bytes=100_000)
     writer = saved(backend)
     assert writer.caches[0].client.faults == {"BACKEND": 1}
@@ -118,7 +118,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_write_leaves_nothing(tmp_path: P
     program = (
         "import resource, signal, sys\n"
         "from pathlib import Path\n"
-        "from kvplan.store import FileBackend\n"
+        "from kvplan_nixl.serving.store import FileBackend\n"
         "from kvplan import KVPlanError\n"
         "backend = FileBackend(sys.argv[1])\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kvplan import KVPlanError
 from kvplan.cli import main
-from kvplan.store import Evicted, FileBackend, Limits, evict
+from kvplan_nixl.serving.store import Evicted, FileBackend, Limits, evict
 from tests.store.engines import BLOCKS, PAGE, PROMPT, QWEN, EngineWithStore, saved
 from tests.store.test_attacks import IDS, IS_ROOT, KINDS, STRANGER, VERIFIED, files_of, in_time, leave
 
@@ -122,10 +122,11 @@ def work(kind: str, folder: Path, seed: int) -> None:
             evict(backend, Limits(max_bytes=rng.randrange(100_000, 400_000)), time.time(), unfinished_s=0.0)
 
 
-def wait_for_a_page(backend: FileBackend) -> None:
-    """Wait until workers have begun, which takes long on a busy machine: a page is there, or was when others ended."""
+def wait_for_a_prefix(backend: FileBackend) -> None:
+    """Wait until workers have saved a page, which takes long on a busy machine."""
+    reader = EngineWithStore.of(QWEN, backend)
     deadline = time.monotonic() + 30
-    while not any(True for _ in backend.entries()) and time.monotonic() < deadline:
+    while time.monotonic() < deadline and not any(reader.find(range(n, n + 100)) for n in range(0, 4000, 1000)):
         time.sleep(0.01)
 
 
@@ -146,7 +147,7 @@ def kill_workers(folder: Path, rounds: int, seed: int) -> None:
                 finally:
                     os._exit(1)
             children.append(child)
-        wait_for_a_page(backend)
+        wait_for_a_prefix(backend)
         time.sleep(rng.uniform(0.02, 0.25))
         for child in children:
             os.kill(child, signal.SIGKILL)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvplan import KVPlanError
-from kvplan.store import open_backend
+from kvplan_nixl.serving.store import open_backend
 from tests.conftest import Cli
 from tests.store.engines import (
     BLOCKS,
@@ -28,7 +28,7 @@ pytest.importorskip("moto")
 
 from obstore.store import MemoryStore  # noqa: E402
 
-from kvplan.store.objects import MARK_STEP_S, ObjectBackend  # noqa: E402
+from kvplan_nixl.serving.store.objects import MARK_STEP_S, ObjectBackend  # noqa: E402
 
 PAGE = f"{'0' * 16}/{'0' * 64}"
 NAME = f"{PAGE}/{'a' * 32}"
@@ -170,6 +170,6 @@ def test_a_url_is_one_of_s3(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KVPlanError, match="BACKEND: cannot open s3:// of a store: expected the URL of a bucket"):
         open_backend("s3://")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("kvplan.store.locations.find_spec", lambda name: None)
+    monkeypatch.setattr("kvplan_nixl.serving.store.locations.find_spec", lambda name: None)
     with pytest.raises(KVPlanError, match=r"BACKEND: cannot open s3://kv: .* got none \(pip install 'kvplan\[s3\]'\)"):
         open_backend("s3://kv")

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplan import Model
-from kvplan.store import Attended, Backend, Chain, MemoryBackend, StoreReader, find, parts_of
-from kvplan.store.pages import pack
+from kvplan.protocol.pages import pack
+from kvplan_nixl.serving.store import Attended, Backend, Chain, MemoryBackend, StoreReader, find, parts_of
 
 SIZE = 4
 NUM_PAGES = 7

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvplan import KVPlanError
-from kvplan.store import MemoryBackend, StallGuard, StoreClient
-from kvplan.store.backends import FileBytes
+from kvplan_nixl.serving.store import MemoryBackend, StallGuard, StoreClient
+from kvplan_nixl.serving.store.backends import FileBytes
 from tests.store.engines import BLOCKS, PAGE, PROMPT, QWEN, EngineWithStore, saved
 
 STALL_S = 0.2
@@ -100,7 +100,7 @@ def backend() -> HangingBackend:
 
 def test_a_long_prefix_may_take_long_to_use(backend: HangingBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some pages at a time are noted as used, or pinned, so the call goes on; the last ones are evicted first."""
-    monkeypatch.setattr("kvplan.store.client.PAGES_AT_ONCE", 2)
+    monkeypatch.setattr("kvplan_nixl.serving.store.client.PAGES_AT_ONCE", 2)
     saved(backend)
     user = Guarded(backend)
     backend.delay_s = STALL_S / 4

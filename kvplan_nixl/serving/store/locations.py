@@ -6,11 +6,11 @@ import importlib
 from importlib.util import find_spec
 from typing import Any, Final
 
+from kvplan import KVPlanError
 from kvplan._checks import name
 from kvplan._text import shown
-from kvplan.errors import KVPlanError
-from kvplan.store.backends import Backend
-from kvplan.store.files import FileBackend
+from kvplan_nixl.serving.store.backends import Backend
+from kvplan_nixl.serving.store.files import FileBackend
 
 SCHEMES: Final = ("s3",)
 """The schemes of URLs of object stores."""
@@ -51,6 +51,6 @@ def open_backend(location: str) -> Backend:
             hint="pip install 'kvplan[s3]'",
         )
     # loaded where it is needed alone
-    objects: Any = importlib.import_module("kvplan.store.objects")
+    objects: Any = importlib.import_module("kvplan_nixl.serving.store.objects")
     backend: Backend = objects.ObjectBackend.of_url(location)
     return backend

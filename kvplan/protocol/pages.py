@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from typing import Any, Final
 
 import attrs
@@ -26,9 +25,8 @@ from kvplan._checks import integer
 from kvplan._text import brief_repr, shown
 from kvplan.errors import KVPlanError
 from kvplan.handshake.messages import MAX_BYTES
-from kvplan.store.backends import OpenFile, read_fully
-from kvplan.store.chain import VERSION, space_of
-from kvplan.store.parts import StoredPart, name_of
+from kvplan.protocol.page_keys import VERSION, space_of
+from kvplan.protocol.page_parts import StoredPart, name_of
 
 MAGIC: Final = b"KVPLPAGE"
 PREFIX_BYTES: Final = 48
@@ -39,15 +37,6 @@ MAX_HEADER_BYTES: Final = 2 * MAX_BYTES
 """A description is at most a message long, and a bit longer as text within the header."""
 
 HEADER_KEYS: Final = frozenset({"key", "stop", "num_bytes", "sha256", "offer"})
-
-PIECE_BYTES: Final = 256 << 10
-"""The bytes that are read, and digested, at a time."""
-
-ReadBytes = Callable[[int, int], bytes]
-"""Returns the bytes ``[start, stop)`` of a file, fewer at its end."""
-
-MemoryOf = Callable[["PageHeader"], memoryview | None]
-"""Returns the memory for the data of a file, of ``num_bytes``."""
 
 
 @attrs.frozen
@@ -90,20 +79,10 @@ def pack(key: str, stop: int, part: StoredPart, data: memoryview) -> list[bytes 
     return [text.ljust(_data_offset(len(header)), b"\0"), data]
 
 
-def read_header(name: str, read: ReadBytes) -> PageHeader:
-    """Read the header of the file ``name``. Raises ``PAGE`` for anything but what was written.
-
-    ``VERSION`` is raised for a file of another version.
-    """
-    prefix = read(0, PREFIX_BYTES)
-    header_bytes = _header_bytes(name, prefix)
-    return _header(name, prefix, read(PREFIX_BYTES, PREFIX_BYTES + header_bytes))
-
-
-def _header_bytes(name: str, prefix: bytes) -> int:
+def header_size(name: str, prefix: bytes) -> int:
     """Return the length of the header that follows the first bytes of a file."""
     if len(prefix) < PREFIX_BYTES or not prefix.startswith(MAGIC):
-        raise _damaged(name, "a file that begins with KVPLPAGE", shown(prefix[:8].decode("latin1")))
+        raise damaged(name, "a file that begins with KVPLPAGE", shown(prefix[:8].decode("latin1")))
     version = int.from_bytes(prefix[8:12], "little")
     if version != VERSION:
         action = f"read page {name}"
@@ -111,23 +90,23 @@ def _header_bytes(name: str, prefix: bytes) -> int:
     # no more is read than a header may have, whatever the number says
     header_bytes = int.from_bytes(prefix[12:16], "little")
     if header_bytes > MAX_HEADER_BYTES:
-        raise _damaged(name, f"a header of at most {MAX_HEADER_BYTES} bytes", f"{header_bytes}")
+        raise damaged(name, f"a header of at most {MAX_HEADER_BYTES} bytes", f"{header_bytes}")
     return header_bytes
 
 
-def _header(name: str, prefix: bytes, header: bytes) -> PageHeader:
+def parse_header(name: str, prefix: bytes, header: bytes) -> PageHeader:
     if hashlib.sha256(header).digest() != prefix[16:]:
-        raise _damaged(name, "a header with its digest", "other bytes")
+        raise damaged(name, "a header with its digest", "other bytes")
     # who has written the header is unknown, although its digest is right
     try:
         fields = json.loads(header)
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict) or not fields.keys() >= HEADER_KEYS:
-        raise _damaged(name, f"the keys {', '.join(sorted(HEADER_KEYS))}", shown(fields))
+        raise damaged(name, f"the keys {', '.join(sorted(HEADER_KEYS))}", shown(fields))
     offer = f"{fields['offer']}"
     if not offer.isascii():
-        raise _damaged(name, "a description in ASCII", "other characters")
+        raise damaged(name, "a description in ASCII", "other characters")
     return PageHeader(
         key=f"{fields['key']}",
         stop=integer(fields["stop"], "stop of a page"),
@@ -138,76 +117,35 @@ def _header(name: str, prefix: bytes, header: bytes) -> PageHeader:
     )
 
 
-def read_page(name: str, file: OpenFile, memory_of: MemoryOf) -> PageHeader:
-    """Read a file from its beginning to its end, and check all of its digests and sizes.
-
-    Its data goes to the memory that ``memory_of`` returns for its header, or nowhere if that is
-    ``None``, and is digested as it comes. The file's size and the numbers of the header are checked
-    before the bytes for which they ask are read. Raises as :func:`read_header` does.
-    """
-    prefix = _next(name, file, PREFIX_BYTES)
-    header_bytes = _header_bytes(name, prefix)
-    header = _header(name, prefix, _next(name, file, header_bytes))
-    _, key, part = name.split("/")
-    check_name(name, header, key, part)
-    if file.num_bytes != header.data_offset + header.num_bytes:
-        raise _damaged(
-            name, f"a file of {header.data_offset + header.num_bytes} bytes", f"{file.num_bytes}"
-        )
-    if any(_next(name, file, header.data_offset - PREFIX_BYTES - header_bytes)):
-        raise _damaged(name, "zeros between header and data", "other bytes")
-    memory = memory_of(header)
-    scratch = memoryview(b"" if memory is not None else bytearray(PIECE_BYTES))
-    digest = hashlib.sha256()
-    for start in range(0, header.num_bytes, PIECE_BYTES):
-        stop = min(start + PIECE_BYTES, header.num_bytes)
-        piece = scratch[: stop - start] if memory is None else memory[start:stop]
-        if read_fully(file, piece) < stop - start:
-            raise _damaged(name, f"{header.num_bytes} bytes of data", "fewer")
-        # a piece is still in the processor's cache
-        digest.update(piece)
-    if digest.hexdigest() != header.sha256:
-        raise _damaged(name, "data with its digest", "other bytes")
-    return header
-
-
 def check_size(name: str, header: PageHeader, part: StoredPart) -> None:
     """Check that a file has as much data as its part. Raises ``PAGE``."""
     if header.num_bytes != part.num_bytes:
-        raise _damaged(name, f"{part.num_bytes} bytes of data", f"{header.num_bytes}")
+        raise damaged(name, f"{part.num_bytes} bytes of data", f"{header.num_bytes}")
 
 
 def check_space(name: str, model: str, tokens_per_page: int) -> None:
     """Check that a file is in the folder of its model and page size. Raises ``PAGE``."""
     space = space_of(model, tokens_per_page)
     if not name.startswith(f"{space}/"):
-        raise _damaged(name, f"a page of space {space}", name.partition("/")[0])
+        raise damaged(name, f"a page of space {space}", name.partition("/")[0])
 
 
 def check_stop(name: str, header: PageHeader, stop: int) -> None:
     """Check that a file is of the page that ends at a position. Raises ``PAGE``."""
     if header.stop != stop:
-        raise _damaged(name, f"a page that ends at {stop}", f"{header.stop}")
-
-
-def _next(name: str, file: OpenFile, num_bytes: int) -> bytes:
-    """Return the next bytes of a file. Raises ``PAGE`` if there are fewer."""
-    memory = bytearray(num_bytes)
-    if read_fully(file, memoryview(memory)) < num_bytes:
-        raise _damaged(name, "a whole file", f"one of {file.num_bytes} bytes")
-    return bytes(memory)
+        raise damaged(name, f"a page that ends at {stop}", f"{header.stop}")
 
 
 def check_name(name: str, header: PageHeader, key: str, part: str) -> None:
     """Check that a file is the part of the page that its name says. Raises ``PAGE``."""
     if (header.key, header.part_name) != (key, part):
         got = f"part {header.part_name} of {header.key}"
-        raise _damaged(name, f"part {part} of {key}", got)
+        raise damaged(name, f"part {part} of {key}", got)
 
 
 def _data_offset(header_bytes: int) -> int:
     return -(-(PREFIX_BYTES + header_bytes) // ALIGNMENT) * ALIGNMENT
 
 
-def _damaged(name: str, expected: str, got: str, **details: Any) -> KVPlanError:
+def damaged(name: str, expected: str, got: str, **details: Any) -> KVPlanError:
     return KVPlanError("PAGE", f"read page {name}", expected=expected, got=got, **details)

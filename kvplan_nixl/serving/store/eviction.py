@@ -24,16 +24,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from logging import Logger
 from typing import Final
 
 import attrs
 
+from kvplan import KVPlanError
 from kvplan._checks import having, instance, seconds
 from kvplan._text import brief_repr
-from kvplan.errors import KVPlanError
-from kvplan.store.backends import Backend, FileEntry, is_pin, note
-from kvplan.store.files import UNFINISHED_S
-from kvplan.store.parallel import in_parallel
+from kvplan_nixl.serving.store.backends import Backend, FileEntry, is_pin, note
+from kvplan_nixl.serving.store.files import UNFINISHED_S
+from kvplan_nixl.serving.store.parallel import in_parallel
 
 AHEAD_S: Final = 3600.0
 """Clocks of hosts may differ by so much, rule store.V6."""
@@ -198,7 +199,7 @@ class BackgroundEviction:
     It looks at all files about every ``look_s``, less often if a look takes long. Any number of
     engines may do so for one store.
 
-    >>> from kvplan.store import MemoryBackend
+    >>> from kvplan_nixl.serving.store import MemoryBackend
     >>> eviction = BackgroundEviction(MemoryBackend(), Limits(max_bytes=1 << 40), print)
     >>> eviction.close()
     """
@@ -269,3 +270,23 @@ def _oldest_first(pages: Iterable[_PageFiles], limits: Limits) -> Iterator[_Page
 
 def _exceeds(number: int, limit: int | None) -> bool:
     return limit is not None and number > limit
+
+
+def evict_beside(backend: Backend, limits: Limits, logger: Logger) -> BackgroundEviction | None:
+    """Keep a store within limits beside an engine, which logs what was evicted.
+
+    Return ``None`` if there are no limits.
+    """
+    if limits.are_none:
+        return None
+
+    def report(evicted: Evicted | KVPlanError) -> None:
+        if isinstance(evicted, KVPlanError):
+            logger.warning("the store is not kept within its limits: %s", evicted)
+        elif evicted.num_pages:
+            logger.info("the store is kept within its limits: %s", evicted)
+        if isinstance(evicted, Evicted) and evicted.faults:
+            faults, first = len(evicted.faults), evicted.faults[0]
+            logger.warning("%d entries of the store stay, such as: %s", faults, first)
+
+    return BackgroundEviction(backend, limits, report)

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Final
 
 from kvplan._checks import instance, name, seconds
-from kvplan.store.backends import (
+from kvplan_nixl.serving.store.backends import (
     FILE_NAME,
     FileBytes,
     FileEntry,

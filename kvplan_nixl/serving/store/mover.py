@@ -9,9 +9,9 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from kvplan import KVPlanError
 from kvplan._arrays import Ints, distinct
 from kvplan._checks import instance, members
-from kvplan.errors import KVPlanError
 from kvplan.plan import ReadSpec, TransferPlan
 
 LONG_BYTES: Final = 4096

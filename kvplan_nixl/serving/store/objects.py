@@ -26,7 +26,7 @@ from obstore.store import ObjectStore, from_url
 
 from kvplan._checks import integer, seconds
 from kvplan._checks import name as checked_text
-from kvplan.store.backends import (
+from kvplan_nixl.serving.store.backends import (
     FILE_NAME,
     FileBytes,
     FileEntry,
@@ -40,8 +40,8 @@ from kvplan.store.backends import (
     failed,
     is_pin,
 )
-from kvplan.store.parallel import Returned, in_parallel
-from kvplan.store.stalls import PAUSE_S
+from kvplan_nixl.serving.store.parallel import Returned, in_parallel
+from kvplan_nixl.serving.store.stalls import PAUSE_S
 
 if TYPE_CHECKING:
     from obstore import GetResult

@@ -24,44 +24,24 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan._checks import having, instance, integer, interval
-from kvplan._checks import name as checked_name
-from kvplan.describe.blocks import POSITION_END, Blocks, Range
-from kvplan.describe.views import Group
-from kvplan.describe.worker import Worker
-from kvplan.errors import KVPlanError
-from kvplan.plan import TransferPlan, plan_writes
-from kvplan.store.backends import PIN, Backend, is_pin
-from kvplan.store.chain import PAGE_TOKENS, Chain
-from kvplan.store.mover import MemoryMover, Mover
-from kvplan.store.pages import (
-    MemoryOf,
-    PageHeader,
-    check_size,
-    check_space,
-    check_stop,
-    pack,
-    read_page,
-)
-from kvplan.store.parallel import in_parallel
-from kvplan.store.parts import NAME_DIGITS, STATES, TOKENS, StoredPart, parts_of
-from kvplan.store.readers import (
-    NO_WINDOWS,
-    Attended,
-    Listings,
-    PagePlan,
-    StoreReader,
-    of_group,
-    place,
-)
+from kvplan import Blocks, Group, KVPlanError, TransferPlan, Worker
+from kvplan._checks import instance, integer, interval
+from kvplan.describe.blocks import POSITION_END, Range
+from kvplan.protocol.page_keys import PAGE_TOKENS, Chain
+from kvplan.protocol.page_parts import NAME_DIGITS, STATES, TOKENS, StoredPart
+from kvplan.protocol.page_reads import NO_WINDOWS, PagePlan
+from kvplan.protocol.pages import PageHeader, check_size, check_stop, pack
+from kvplan.protocol.prefix_search import Attended
+from kvplan_nixl.serving.store.backends import PIN, Backend, is_pin
+from kvplan_nixl.serving.store.mover import MemoryMover, Mover
+from kvplan_nixl.serving.store.page_files import read_whole
+from kvplan_nixl.serving.store.parallel import in_parallel
+from kvplan_nixl.serving.store.readers import Listings, StoreReader
 
 BUFFER_BYTES: Final = 64 << 20
 
 DIGESTS_AT_ONCE: Final = 4
 """Digests take as long as files, so several are computed at once even of a backend at hand."""
-
-MAX_DATA_BYTES: Final = 1 << 30
-"""The most data of a file that is read into memory of its own."""
 
 MAX_PINS: Final = 64
 """The most owners that have pinned a page."""
@@ -125,17 +105,8 @@ class StoreClient(StoreReader):
         # a move excludes that the client is abandoned meanwhile
         self._lock = threading.Lock()
         self._is_abandoned = False
-        self._writes = {group.name: self._plan_writes(group) for group in self.groups}
+        self._writes = {group.name: self._plan_saves(group) for group in self.groups}
         self.faults: Counter[str] = Counter()
-
-    def _plan_writes(self, group: Group) -> PagePlan:
-        own = of_group(self.worker, group)
-        parts = parts_of(own, self.tokens_per_page)
-        engine_id = f"store {group.name} pages"
-        workers, offsets, num_pages = place(
-            parts, engine_id, self._buffer.ctypes.data, self._buffer.size
-        )
-        return PagePlan(plan_writes(own, workers), parts, offsets, num_pages)
 
     def save(
         self, chain: Chain, tables: Mapping[str, Blocks], positions: Mapping[str, Range]
@@ -317,7 +288,7 @@ class StoreClient(StoreReader):
             return file.memory
 
         try:
-            _read(self.backend, file.name, memory_of)
+            read_whole(self.backend, file.name, memory_of)
         except KVPlanError as error:
             # the page is a miss from now on, also for others
             if error.code != "BACKEND":
@@ -383,57 +354,6 @@ def pin_name(owner: str) -> str:
         return PIN
     digest = hashlib.sha256(owner.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{PIN}.{digest[:NAME_DIGITS]}"
-
-
-def read_file(
-    backend: Backend, name: str, part: StoredPart | None = None
-) -> tuple[PageHeader, memoryview]:
-    """Read a whole file and check all its digests; ``part`` is the one of its name, if known.
-
-    Raises ``PAGE``, ``VERSION`` or ``BACKEND``, or what an unreadable description raises; ``PAGE``
-    too for a file with more data than :data:`MAX_DATA_BYTES`.
-    """
-    having("open", backend, "backend of a store", "a Backend")
-    data = memoryview(b"")
-
-    def memory_of(header: PageHeader) -> memoryview:
-        nonlocal data
-        check_size(name, header, part or header.part)
-        at_most = min(header.num_bytes, MAX_DATA_BYTES)
-        if at_most < header.num_bytes:
-            expected = f"at most {MAX_DATA_BYTES} bytes of data"
-            got = f"{header.num_bytes}"
-            raise KVPlanError("PAGE", f"read page {name}", expected=expected, got=got)
-        data = memoryview(bytearray(header.num_bytes))
-        return data
-
-    header = _read(backend, checked_name(name, "name of a page"), memory_of)
-    return header, data
-
-
-def check_file(backend: Backend, name: str) -> PageHeader:
-    """Check a whole file, of which little is in memory. Raises as :func:`read_file` does."""
-    having("open", backend, "backend of a store", "a Backend")
-
-    def no_memory(header: PageHeader) -> None:
-        part = header.part
-        check_size(name, header, part)
-        size = part.tokens_per_page
-        if size is not None and (header.stop % size or not header.stop):
-            check_stop(name, header, max(header.stop // size, 1) * size)
-        if size is not None:
-            check_space(name, part.worker.model, size)
-
-    return _read(backend, checked_name(name, "name of a page"), no_memory)
-
-
-def _read(backend: Backend, name: str, memory_of: MemoryOf) -> PageHeader:
-    file = backend.open(name)
-    if file is None:
-        action = f"read page {name}"
-        raise KVPlanError("PAGE", action, expected="a file", got="none, or an evicted one")
-    with contextlib.closing(file):
-        return read_page(name, file, memory_of)
 
 
 def _rows(pages: Iterable[int], most: int) -> list[range]:

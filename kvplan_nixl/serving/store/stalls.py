@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from kvplan import KVPlanError
 from kvplan._checks import having, seconds
-from kvplan.errors import KVPlanError
-from kvplan.store.parallel import Returned
+from kvplan_nixl.serving.store.parallel import Returned
 
 STALL_S: Final = 10.0
 PAUSE_S: Final = 5.0
@@ -27,7 +27,7 @@ MAX_HANGING: Final = 4
 
 
 class Client(Protocol):
-    """What may hang: a :class:`~kvplan.store.StoreClient`, or a reader."""
+    """What may hang: a :class:`~kvplan_nixl.serving.store.StoreClient`, or a reader."""
 
     num_steps: int
 
@@ -45,7 +45,7 @@ class StallGuard(Generic[ClientKind]):
     it makes no step for ``stall_s``; then others fail without one for ``pause_s``.
 
     >>> from kvplan import Model
-    >>> from kvplan.store import MemoryBackend, StoreReader
+    >>> from kvplan_nixl.serving.store import MemoryBackend, StoreReader
     >>> (worker,) = Model.shipped("qwen3-0.6b").engine("d", num_blocks=9)
     >>> guard = StallGuard(lambda: StoreReader(MemoryBackend(), worker))
     >>> guard.call(lambda reader: reader.find(reader.chain(range(1000))))

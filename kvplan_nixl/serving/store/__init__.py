@@ -9,17 +9,22 @@ from the description. The page "The format of a store" specifies keys and files.
     StoreClient.load    Backend.get --digests checked--> pages in memory --plan_reads--> cache
 """
 
-from kvplan.store.backends import Backend, FileEntry, MemoryBackend, OpenFile, Unfinished
-from kvplan.store.chain import PAGE_TOKENS, Chain, Fact
-from kvplan.store.client import StoreClient, read_file
-from kvplan.store.eviction import BackgroundEviction, Evicted, Limits, evict
-from kvplan.store.files import FileBackend
-from kvplan.store.locations import open_backend
-from kvplan.store.mover import MemoryMover, Mover
-from kvplan.store.pages import PageHeader
-from kvplan.store.parts import StoredPart, parts_of
-from kvplan.store.readers import Attended, StoreReader, find
-from kvplan.store.stalls import StallGuard
+from kvplan.protocol import PAGE_TOKENS, Attended, Chain, Fact, PageHeader, StoredPart, parts_of
+from kvplan_nixl.serving.store.backends import (
+    Backend,
+    FileEntry,
+    MemoryBackend,
+    OpenFile,
+    Unfinished,
+)
+from kvplan_nixl.serving.store.client import StoreClient
+from kvplan_nixl.serving.store.eviction import BackgroundEviction, Evicted, Limits, evict
+from kvplan_nixl.serving.store.files import FileBackend
+from kvplan_nixl.serving.store.locations import open_backend
+from kvplan_nixl.serving.store.mover import MemoryMover, Mover
+from kvplan_nixl.serving.store.page_files import read_file
+from kvplan_nixl.serving.store.readers import StoreReader, find
+from kvplan_nixl.serving.store.stalls import StallGuard
 
 __all__ = [
     "PAGE_TOKENS",

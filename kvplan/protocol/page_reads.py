@@ -1,0 +1,193 @@
+"""What a worker reads of the pages of a store: which pages a prefix needs, and the plan for each.
+
+- store.R1: A worker needs of a page the tensors of those of its groups that need the page's
+  positions. A page serves it if the parts that the page has hold all of them, whoever wrote them.
+- store.R2: A part whose model, dtypes or sizes differ from the worker's is no part for it.
+- store.R3: A prefix can be read up to a position if every page from the first one that a group
+  attends to serves it, and, for states, if the states after exactly that position are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+import attrs
+
+from kvplan._checks import having, instance, integer, interval
+from kvplan._text import few, shown
+from kvplan.describe.blocks import POSITION_END, Range
+from kvplan.describe.views import ADDRESS_END, Group, Region
+from kvplan.describe.worker import Worker
+from kvplan.errors import KVPlanError
+from kvplan.plan import TransferPlan, plan_reads, plan_writes
+from kvplan.protocol.page_keys import PAGE_TOKENS, Chain
+from kvplan.protocol.page_parts import StoredPart, parts_of
+from kvplan.protocol.prefix_search import Attended
+
+NO_WINDOWS: Final[Mapping[str, Attended]] = MappingProxyType({})
+
+FIRST_ADDRESS: Final = 1 << 12
+
+
+@attrs.frozen(eq=False)
+class PagePlan:
+    """The reads of one group from pages that have the same parts, and the parts that they need.
+
+    The pages are ``num_pages`` blocks of each part, one part after another, ``offsets`` bytes after
+    the start of a buffer.
+    """
+
+    plan: TransferPlan
+    parts: tuple[StoredPart, ...]
+    offsets: tuple[int, ...]
+    num_pages: int
+
+
+def place(
+    parts: Sequence[StoredPart], engine_id: str, address: int, num_bytes: int
+) -> tuple[list[Worker], tuple[int, ...], int]:
+    """Place as many pages as a buffer takes: their workers, offsets, and the number of pages.
+
+    Raises ``MEMORY`` for a buffer of less than a page.
+    """
+    page_bytes = sum(part.num_bytes for part in parts)
+    num_pages = num_bytes // page_bytes
+    if not num_pages:
+        raise KVPlanError(
+            "MEMORY",
+            "place pages of a store",
+            expected=f"a buffer of at least {page_bytes} bytes, those of a page",
+            got=f"{num_bytes}",
+        )
+    # all pages of the first part, then all of the second, and so on
+    workers = []
+    offsets = []
+    offset = 0
+    for rank, part in enumerate(parts):
+        region = Region("pages", address + offset, part.num_bytes * num_pages)
+        workers.append(part.placed((engine_id, rank), region, num_pages))
+        offsets.append(offset)
+        offset += part.num_bytes * num_pages
+    return workers, tuple(offsets), num_pages
+
+
+def of_group(worker: Worker, group: Group) -> Worker:
+    """Return a worker with the views of one of its groups alone."""
+    views = [view for view in worker.views if view.group == group.name]
+    return attrs.evolve(worker, groups=[group], views=views)
+
+
+class PageReads:
+    """Plans the reads of one worker from pages of a store.
+
+    ``attended`` has a function for each group that does not attend to all positions before a
+    token. Pages are read into a buffer of ``buffer_bytes`` at ``address``; who only searches needs
+    none.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        tokens_per_page: int = PAGE_TOKENS,
+        attended: Mapping[str, Attended] = NO_WINDOWS,
+        address: int = FIRST_ADDRESS,
+        buffer_bytes: int = 1 << 40,
+    ) -> None:
+        self.worker: Worker = instance(Worker, worker, "worker of a store")
+        self.tokens_per_page: int = integer(tokens_per_page, "tokens_per_page", low=1)
+        self._attended = dict(self._of_groups(attended, "attended"))
+        for function in self._attended.values():
+            having("__call__", function, "attended of a group", "a function")
+        self._address = integer(address, "address of a buffer", high=ADDRESS_END)
+        self._buffer_bytes = integer(buffer_bytes, "buffer_bytes")
+        # a pipeline stage may have a group without a layer in it
+        held = {view.group for view in worker.views}
+        self.groups: tuple[Group, ...] = tuple(
+            group for group in worker.groups if group.name in held
+        )
+        self._num_plans = 0
+
+    def chain(self, tokens: Sequence[int], facts: Iterable[tuple[int, str]] = ()) -> Chain:
+        """Return the keys of the pages of a prompt of this worker's model."""
+        return Chain.of(self.worker.model, tokens, facts, tokens_per_page=self.tokens_per_page)
+
+    def attended_of(self, group: Group) -> Attended | None:
+        """Return the function of a group that does not attend to all positions."""
+        return self._attended.get(instance(Group, group, "group").name)
+
+    def needs(self, start: int, stop: int) -> dict[str, Range]:
+        """Return the positions of each group that a prefix of ``stop`` tokens needs.
+
+        ``start`` of them are there already. States are those after ``stop``.
+        """
+        start, stop = interval((start, stop), "a prefix", POSITION_END)
+        ranges = {}
+        for group in self.groups:
+            first = self._attended[group.name](stop) if group.name in self._attended else 0
+            is_state = group.tokens_per_block is None
+            ranges[group.name] = (stop if is_state else min(max(start, first), stop), stop)
+        return ranges
+
+    def pages(self, group: Group, positions: Range) -> range:
+        """Return the pages that a group needs of a range; of states, the page that ends there."""
+        start, stop = interval(positions, "positions", POSITION_END)
+        size = self.tokens_per_page
+        if instance(Group, group, "group").tokens_per_block is None:
+            # there is none before the first position
+            return range(max(stop // size - 1, 0), stop // size)
+        return range(start // size, -(-stop // size)) if start < stop else range(0)
+
+    def _of_groups(self, values: Any, subject: str) -> Mapping[str, Any]:
+        """Return values by group. Raises ``TYPE``, and ``NAME`` for a name that no group has."""
+        names = [group.name for group in self.worker.groups]
+        checked: Mapping[str, Any] = instance(Mapping, values, subject)
+        for label in checked:
+            if label not in names:
+                expected = f"a group of {few(names, ', ')}"
+                got = shown(label)
+                raise KVPlanError("NAME", f"read {subject}", expected=expected, got=got)
+        return checked
+
+    def _can_read(self, part: StoredPart) -> bool:
+        """Return whether this worker may read a part, rule store.R2."""
+        fits = part.tokens_per_page in (None, self.tokens_per_page)
+        return fits and not part.misfit(self.worker)
+
+    def _plan(self, group: Group, parts: Sequence[StoredPart]) -> PagePlan | None:
+        """Plan the reads of a group from parts, ``None`` if they lack something, rule store.R1."""
+        # a group reads tokens or states; the page may have parts of both
+        own = of_group(self.worker, group)
+        is_state = group.tokens_per_block is None
+        candidates = [part for part in parts if (part.tokens_per_page is None) is is_state]
+        try:
+            first = self._placed(own, candidates)
+            # what the planner takes nothing from need not be read
+            chosen = [
+                part
+                for part, pair in zip(candidates, first.plan.pairs, strict=True)
+                if pair.group_pairs
+            ]
+            return first if chosen == candidates else self._placed(own, chosen)
+        except KVPlanError:
+            # they lack something, or whoever described them has described too much
+            return None
+
+    def _placed(self, own: Worker, parts: Sequence[StoredPart]) -> PagePlan:
+        if not parts:
+            # plan_reads says what is missing
+            return PagePlan(plan_reads(own, ()), (), (), 0)
+        self._num_plans += 1
+        engine_id = f"store {own.groups[0].name} {self._num_plans}"
+        workers, offsets, num_pages = place(parts, engine_id, self._address, self._buffer_bytes)
+        return PagePlan(plan_reads(own, workers), tuple(parts), offsets, num_pages)
+
+    def _plan_saves(self, group: Group) -> PagePlan:
+        """Plan the writes of a group to its own parts of pages. Raises as :func:`parts_of` does."""
+        own = of_group(self.worker, group)
+        parts = parts_of(own, self.tokens_per_page)
+        engine_id = f"store {group.name} pages"
+        workers, offsets, num_pages = place(parts, engine_id, self._address, self._buffer_bytes)
+        return PagePlan(plan_writes(own, workers), parts, offsets, num_pages)

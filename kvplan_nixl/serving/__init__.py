@@ -1,0 +1,1 @@
+"""Serving: everything of kvplan that has an effect. It loads neither NIXL nor torch."""

@@ -1,0 +1,139 @@
+"""Reads of the files of pages: their sizes before their bytes, and their digests before any use."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from typing import Final
+
+from kvplan import KVPlanError
+from kvplan._checks import having
+from kvplan._checks import name as checked_name
+from kvplan.protocol.page_parts import StoredPart
+from kvplan.protocol.pages import (
+    PREFIX_BYTES,
+    PageHeader,
+    check_name,
+    check_size,
+    check_space,
+    check_stop,
+    damaged,
+    header_size,
+    parse_header,
+)
+from kvplan_nixl.serving.store.backends import Backend, OpenFile, read_fully
+
+PIECE_BYTES: Final = 256 << 10
+"""The bytes that are read, and digested, at a time."""
+
+MAX_DATA_BYTES: Final = 1 << 30
+"""The most data of a file that is read into memory of its own."""
+
+ReadBytes = Callable[[int, int], bytes]
+"""Returns the bytes ``[start, stop)`` of a file, fewer at its end."""
+
+MemoryOf = Callable[[PageHeader], memoryview | None]
+"""Returns the memory for the data of a file, of ``num_bytes``."""
+
+
+def read_header(name: str, read: ReadBytes) -> PageHeader:
+    """Read the header of the file ``name``. Raises ``PAGE`` for anything but what was written.
+
+    ``VERSION`` is raised for a file of another version.
+    """
+    prefix = read(0, PREFIX_BYTES)
+    header_bytes = header_size(name, prefix)
+    return parse_header(name, prefix, read(PREFIX_BYTES, PREFIX_BYTES + header_bytes))
+
+
+def read_page(name: str, file: OpenFile, memory_of: MemoryOf) -> PageHeader:
+    """Read a file from its beginning to its end, and check all of its digests and sizes.
+
+    Its data goes to the memory that ``memory_of`` returns for its header, or nowhere if that is
+    ``None``, and is digested as it comes. The file's size and the numbers of the header are checked
+    before the bytes for which they ask are read. Raises as :func:`read_header` does.
+    """
+    prefix = _next(name, file, PREFIX_BYTES)
+    header_bytes = header_size(name, prefix)
+    header = parse_header(name, prefix, _next(name, file, header_bytes))
+    _, key, part = name.split("/")
+    check_name(name, header, key, part)
+    if file.num_bytes != header.data_offset + header.num_bytes:
+        raise damaged(
+            name, f"a file of {header.data_offset + header.num_bytes} bytes", f"{file.num_bytes}"
+        )
+    if any(_next(name, file, header.data_offset - PREFIX_BYTES - header_bytes)):
+        raise damaged(name, "zeros between header and data", "other bytes")
+    memory = memory_of(header)
+    scratch = memoryview(b"" if memory is not None else bytearray(PIECE_BYTES))
+    digest = hashlib.sha256()
+    for start in range(0, header.num_bytes, PIECE_BYTES):
+        stop = min(start + PIECE_BYTES, header.num_bytes)
+        piece = scratch[: stop - start] if memory is None else memory[start:stop]
+        if read_fully(file, piece) < stop - start:
+            raise damaged(name, f"{header.num_bytes} bytes of data", "fewer")
+        # a piece is still in the processor's cache
+        digest.update(piece)
+    if digest.hexdigest() != header.sha256:
+        raise damaged(name, "data with its digest", "other bytes")
+    return header
+
+
+def _next(name: str, file: OpenFile, num_bytes: int) -> bytes:
+    """Return the next bytes of a file. Raises ``PAGE`` if there are fewer."""
+    memory = bytearray(num_bytes)
+    if read_fully(file, memoryview(memory)) < num_bytes:
+        raise damaged(name, "a whole file", f"one of {file.num_bytes} bytes")
+    return bytes(memory)
+
+
+def read_file(
+    backend: Backend, name: str, part: StoredPart | None = None
+) -> tuple[PageHeader, memoryview]:
+    """Read a whole file and check all its digests; ``part`` is the one of its name, if known.
+
+    Raises ``PAGE``, ``VERSION`` or ``BACKEND``, or what an unreadable description raises; ``PAGE``
+    too for a file with more data than :data:`MAX_DATA_BYTES`.
+    """
+    having("open", backend, "backend of a store", "a Backend")
+    data = memoryview(b"")
+
+    def memory_of(header: PageHeader) -> memoryview:
+        nonlocal data
+        check_size(name, header, part or header.part)
+        at_most = min(header.num_bytes, MAX_DATA_BYTES)
+        if at_most < header.num_bytes:
+            expected = f"at most {MAX_DATA_BYTES} bytes of data"
+            got = f"{header.num_bytes}"
+            raise KVPlanError("PAGE", f"read page {name}", expected=expected, got=got)
+        data = memoryview(bytearray(header.num_bytes))
+        return data
+
+    header = read_whole(backend, checked_name(name, "name of a page"), memory_of)
+    return header, data
+
+
+def check_file(backend: Backend, name: str) -> PageHeader:
+    """Check a whole file, of which little is in memory. Raises as :func:`read_file` does."""
+    having("open", backend, "backend of a store", "a Backend")
+
+    def no_memory(header: PageHeader) -> None:
+        part = header.part
+        check_size(name, header, part)
+        size = part.tokens_per_page
+        if size is not None and (header.stop % size or not header.stop):
+            check_stop(name, header, max(header.stop // size, 1) * size)
+        if size is not None:
+            check_space(name, part.worker.model, size)
+
+    return read_whole(backend, checked_name(name, "name of a page"), no_memory)
+
+
+def read_whole(backend: Backend, name: str, memory_of: MemoryOf) -> PageHeader:
+    file = backend.open(name)
+    if file is None:
+        action = f"read page {name}"
+        raise KVPlanError("PAGE", action, expected="a file", got="none, or an evicted one")
+    with contextlib.closing(file):
+        return read_page(name, file, memory_of)
