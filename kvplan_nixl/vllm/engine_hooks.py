@@ -20,11 +20,22 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
 
 from kvplan.errors import KVPlanError
-from kvplan_nixl.vllm.engine_state import AdapterChanges, EngineState, LoadedAdapter, changes_of
+from kvplan_nixl.vllm.engine_state import (
+    OUTDATED,
+    AdapterChanges,
+    EngineState,
+    LoadedAdapter,
+    changes_of,
+)
 from kvplan_nixl.weights import adapter_of
+
+logger = init_logger(f"vllm.{__name__}")
 
 HARMLESS_CALLS: Final = MappingProxyType(
     {
@@ -234,13 +245,41 @@ def _with_reports(method: Any) -> Callable[..., Any]:
         metadata = getattr(reports, "kv_connector_worker_meta", None)
         connectors = [*_connectors(getattr(scheduler, "connector", None))]
         parts = getattr(metadata, "metadata", None) or (metadata,) * len(connectors)
+        outdated = list[Any]()
         for part in parts:
             if changes := changes_of(part):
                 for state in _states(scheduler):
                     state.adapters_changed(changes)
-        return method(scheduler, scheduled, output)
+                outdated = _outdated(scheduler)
+        if outdated:
+            names = {request.request_id for request in outdated}
+            scheduler.finish_requests(names, RequestStatus.FINISHED_ERROR)
+        outputs = method(scheduler, scheduled, output)
+        for request in outdated:
+            answers = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            answers.outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                )
+            )
+        return outputs
 
     return update_from_output
+
+
+def _outdated(scheduler: Any) -> list[Any]:
+    """Return the requests whose adapter was overwritten between their load and its own."""
+    states = [*_states(scheduler)]
+    outdated = []
+    for request in scheduler.running:
+        if any(state.is_loaded_wrongly(request) for state in states):
+            logger.error("request %r fails: %s", request.request_id, OUTDATED)
+            outdated.append(request)
+    return outdated
 
 
 def _with_loads(method: Any) -> Callable[..., Any]:

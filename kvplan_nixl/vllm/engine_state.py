@@ -80,6 +80,8 @@ class EngineState:
         self._old_names: set[str] = set()
         # by request; None of one whose cache may be older than what is loaded now
         self._origins: dict[str, _Origin | None] = {}
+        # requests whose cache comes from another engine, or from a store
+        self._loaded: set[str] = set()
 
     # What vLLM does
 
@@ -161,9 +163,23 @@ class EngineState:
         now = _Origin(self.identity.version, self.adapter_of(request))
         return self._origins.get(request.request_id, now) == now
 
+    def load(self, request: str) -> None:
+        """Note that a request's cache comes from another engine, or from a store."""
+        self._loaded.add(request)
+
+    def is_loaded_wrongly(self, request: Request) -> bool:
+        """Return whether a request was loaded under another adapter than its workers have now.
+
+        Its first step has computed a token by the new adapter, from the cache of the old one. Later
+        ones are vLLM's own: it may replace an adapter under requests that run.
+        """
+        is_first_step = request.request_id in self._loaded and not request.num_output_tokens
+        return is_first_step and not self.is_current(request)
+
     def end(self, request: str) -> None:
         """Forget a request."""
         self._origins.pop(request, None)
+        self._loaded.discard(request)
 
     def adapter_of(self, request: Request) -> str:
         """Return the content of a request's adapter: as it is loaded, or as it would be now."""

@@ -238,6 +238,9 @@ class ReadRequests:
             return
         try:
             self._check_claim(request.request_id, reading)
+            if request.lora_request is not None and reading.handoff is not None:
+                # its folder may have been overwritten since it was claimed
+                reading.handoff.count_shared(partial(self._state.prompt_of, request))
             reading.destination = self._destination(reading, blocks, stop)
             if reading.room is None:
                 self._step.reads.append(self._read_whole(request.request_id, reading))

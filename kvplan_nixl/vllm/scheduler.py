@@ -93,6 +93,8 @@ class Scheduler:
 
     def begin_read(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """Read ``num_tokens`` positions of a request into its blocks. A request is read once."""
+        if num_tokens:
+            self._state.load(request.request_id)
         self._read.begin(request, blocks, num_tokens)
 
     def end_reads(self, requests: set[str], failed: Collection[str] = ()) -> None:

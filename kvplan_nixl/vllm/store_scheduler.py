@@ -195,6 +195,7 @@ class StoreScheduler:
         if chain is None:
             return
         self._begun.add(request.request_id)
+        self._state.load(request.request_id)
         stop = num_cached + num_tokens
         positions = {}
         for group in self._tables.indices:

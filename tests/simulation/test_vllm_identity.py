@@ -341,6 +341,65 @@ def test_ranks_that_load_unequal_files_match_no_other_engine() -> None:
     assert "new" in content
 
 
+def test_an_adapter_that_is_overwritten_after_a_claim_refuses_the_read(engines: Engines, folder: Path) -> None:
+    """Before decode has loaded it: it would load other values than prefill had."""
+    prefill, decode = engines.start("full"), engines.start("full", name="decode")
+    adapter = {"lora_request": lora(path=str(folder))}
+    request = request_of(SAID[:PROMPT], computed(prefill, **adapter), **adapter)
+    for is_replaced in (False, True):
+        decode.add(request)
+        if is_replaced:
+            replace(folder)
+        num_tokens = decode.count_tokens_to_read(request, 0)
+        blocks = SimpleNamespace(blocks=[[]], get_block_ids=lambda: ids_of(("full",), num_tokens))
+        decode.begin_read(request, blocks, num_tokens)
+        refused = decode.take_step().refused
+        assert [error.code for error in refused.values()] == ["PROMPT"] * is_replaced
+        decode.end_reads({"r"})
+
+
+class Running:
+    """A scheduler of vLLM with requests that a step has computed, as far as it is wrapped."""
+
+    def __init__(self, state: Any, *requests: Any) -> None:
+        self.connector, self.running = SimpleNamespace(state=state), [*requests]
+
+    def finish_requests(self, names: set[str], status: str) -> list[Any]:
+        assert status is STORE.RequestStatus.FINISHED_ERROR
+        finished = [request for request in self.running if request.request_id in names]
+        self.running = [request for request in self.running if request not in finished]
+        return finished
+
+    def update_from_output(self, scheduled: Any, output: Any) -> dict[int, Any]:
+        answers = [SimpleNamespace(request_id=request.request_id, new_token_ids=[7]) for request in self.running]
+        return {0: SimpleNamespace(outputs=answers)} if answers else {}
+
+
+HOOKS._wrap(Running, "update_from_output", HOOKS._with_reports)
+
+
+@pytest.mark.parametrize("content", ["old", "new"])
+def test_a_request_whose_adapter_was_loaded_too_late_fails(folder: Path, content: str) -> None:
+    """Its cache is of the adapter that was in the folder; no token of the one that was loaded reaches a client."""
+    state = state_of()
+    old = state.adapter_of(request_of(SAID, lora_request=lora(path=str(folder))))
+    fields = {"client_index": 0, "num_output_tokens": 0, "lora_request": lora(path=str(folder)), "trace_headers": None}
+    fields |= {"take_events": lambda: None, "get_finished_reason": lambda: "error"}
+    requests = [request_of(SAID, request_id=name, **fields) for name in ("read", "computed", "answered")]
+    requests[2].num_output_tokens = 1
+    for request in requests:
+        state.begin(request, 0)
+        if request.request_id != "computed":
+            state.load(request.request_id)
+    changes = loaded(old if content == "old" else "another")
+    output = SimpleNamespace(
+        kv_connector_output=SimpleNamespace(kv_connector_worker_meta=SimpleNamespace(adapters=[changes]))
+    )
+    outputs = Running(state, *requests).update_from_output(None, output)[0].outputs
+    tokens = {answer.request_id: answer.new_token_ids for answer in outputs}
+    assert tokens == {"read": [7] if content == "old" else [], "computed": [7], "answered": [7]}
+
+
 # How vLLM tells of it
 
 
@@ -480,7 +539,7 @@ def test_what_workers_have_loaded_is_known_before_requests_end() -> None:
     seen = []
 
     class Scheduler:
-        connector = SimpleNamespace(state=state)
+        connector, running = SimpleNamespace(state=state), ()
 
         def update_from_output(self, scheduled: Any, output: Any) -> str:
             seen.append(state.adapter_of(request_of(SAID, lora_request=lora())))

@@ -35,6 +35,7 @@ class RequestStatus(enum.Enum):
     FINISHED_STOPPED = 1
     FINISHED_LENGTH_CAPPED = 2
     FINISHED_ABORTED = 3
+    FINISHED_ERROR = 4
 
 
 @attrs.frozen
@@ -69,6 +70,7 @@ VALUES = {
     "RequestStatus": RequestStatus,
     "KVConnectorTransferResults": TransferResults,
     "KVConnectorStats": Stats,
+    "EngineCoreOutput": SimpleNamespace,
     "init_logger": logging.getLogger,
 }
 
