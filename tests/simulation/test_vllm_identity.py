@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -351,7 +352,7 @@ def test_an_adapter_that_is_overwritten_after_a_claim_refuses_the_read(engines: 
         if is_replaced:
             replace(folder)
         num_tokens = decode.count_tokens_to_read(request, 0)
-        blocks = SimpleNamespace(blocks=[[]], get_block_ids=lambda: ids_of(("full",), num_tokens))
+        blocks = SimpleNamespace(blocks=[[]], get_block_ids=partial(ids_of, ("full",), num_tokens))
         decode.begin_read(request, blocks, num_tokens)
         refused = decode.take_step().refused
         assert [error.code for error in refused.values()] == ["PROMPT"] * is_replaced
