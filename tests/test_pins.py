@@ -28,12 +28,12 @@ from kvplan.describe.blocks import Range
 from kvplan.protocol.page_keys import Chain
 from kvplan.protocol.page_parts import parts_of
 from kvplan.protocol.pages import pack
+from kvplan.testing.conformance import Case
 from kvplan.testing.simulation import MODELS, LeaseConnector, Scenario, Simulation
 from property_tests import labelled
 from property_tests.exhaustive import all_worlds
 from tests.pages import ROOT
 from tests.second_opinion import sglang_send, vllm_nixl, vllm_offloading
-from tests.second_opinion.peers import Pair
 from tests.simulation.sglang_connector import sglang_fleets
 from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
 
@@ -111,7 +111,7 @@ def of_grids(every: int) -> dict[str, str]:
     return {name: str(digest) for name, digest in digests.items()}
 
 
-def of_pairs(pairs: Iterable[Pair]) -> str:
+def of_pairs(pairs: Iterable[Case]) -> str:
     """The digest of all pairs of one peer of :mod:`tests.second_opinion`."""
     digest = Digest()
     for pair in pairs:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.engines import Ints
+from kvplan._arrays import Ints
 
 Copies = tuple[Ints, Ints, Ints]
 """Addresses read, addresses written and lengths in bytes."""

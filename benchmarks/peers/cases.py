@@ -11,8 +11,9 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from benchmarks.peers.engines import Cache, Engine, Ints, Rank, Side
 from kvplan import Blocks, Model, TransferPlan, Worker, contacts, plan_reads
+from kvplan._arrays import Ints
+from kvplan.testing.conformance import Cache, Engine, Rank, Side
 
 MODEL: Final = Model.shipped("llama-3.1-70b")
 LAYERS: Final = 80

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from benchmarks.peers import stand_ins
 from benchmarks.peers.environment import SOURCES
+from kvplan.testing import conformance
 
 CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector"
 VLLM: Final = (
@@ -50,7 +51,7 @@ ABSENT: Final = ("aiohttp", "prometheus_client", "requests", "triton")
 """Packages that SGLang's modules import and its planners never call."""
 
 
-class RefusedError(Exception):
+class RefusedError(conformance.RefusedError):
     """A peer refuses a pair: the first line of its reason, or the function of a check that gives none."""
 
     def __init__(self, reason: object) -> None:

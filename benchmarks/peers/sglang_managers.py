@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from benchmarks.peers.agents import Agent
-from benchmarks.peers.engines import Engine, Side
 from benchmarks.peers.loading import DISAGGREGATION, RefusedError, module
+from kvplan.testing.conformance import Engine, Side
 
 PACKAGE: Final = DISAGGREGATION
 

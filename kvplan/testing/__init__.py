@@ -7,6 +7,8 @@ Assertions, fakes, Hypothesis strategies, and the executor contract:
 - :class:`FakeNetwork` has executors over fake memory, and :class:`FakeCopier` copies there.
 - :mod:`kvplan.testing.strategies` has random requests for your engines, and random engines. It
   needs the ``testing`` extra.
+- :mod:`kvplan.testing.conformance` has the tests of a connector, by the field's bug reports. It
+  needs the extra too.
 - :mod:`kvplan.testing.executors` has the tests that every :class:`kvplan.Executor` passes.
 """
 

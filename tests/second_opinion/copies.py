@@ -9,8 +9,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from benchmarks.peers.engines import Engine, Ints
 from kvplan import Worker, plan_mesh, verify
+from kvplan._arrays import Ints
+from kvplan.testing.conformance import Engine
 from kvplan.verification import Report
 from property_tests.oracle import Meaning, Place, contents
 

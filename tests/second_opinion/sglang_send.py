@@ -15,11 +15,11 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.peers.agents import Wire
-from benchmarks.peers.engines import Engine, sides
 from benchmarks.peers.loading import RefusedError, module
 from benchmarks.peers.sglang_managers import PACKAGE, Now, give, manager_of, prepare, senders_of
+from kvplan.testing.conformance import Case, Engine, sides
 from tests.second_opinion.copies import Copies
-from tests.second_opinion.peers import Pair, Peer
+from tests.second_opinion.peers import Peer
 
 HEADS: Final = "KLBNHD"
 """K and V of each layer in arrays of their own, slots outside heads: the order of SGLang's caches."""
@@ -27,29 +27,29 @@ HEADS: Final = "KLBNHD"
 LATENTS: Final = "LBND"
 
 
-def pairs() -> Iterator[Pair]:
+def pairs() -> Iterator[Case]:
     """Engines of one model of all TP sizes, pages of 1, 2 and 4, a few of unequal pages; latents, and their DCP."""
     for heads, tokens in itertools.product((1, 2, 3, 4, 5, 6, 8, 10, 12, 16), (1, 2, 4)):
         every = list(sides(order=[HEADS], heads=[heads], tp=[1, 2, 3, 4, 5, 6, 8, 10, 12, 16], tokens=[tokens]))
-        yield from (Pair(*two, 6 * tokens) for two in itertools.product(every, every))
+        yield from (Case(*two, 6 * tokens) for two in itertools.product(every, every))
     for tokens in (1, 2, 4):
         every = list(sides(order=[LATENTS], tp=[1, 2, 3, 4, 6, 8], tokens=[tokens]))
-        yield from (Pair(*two, 6 * tokens) for two in itertools.product(every, every))
+        yield from (Case(*two, 6 * tokens) for two in itertools.product(every, every))
     for heads, (here, there) in itertools.product((2, 8), ((1, 4), (4, 1), (2, 4))):
         unequal = [list(sides(order=[HEADS], heads=[heads], tp=[1, 2, 4], tokens=[size])) for size in (here, there)]
-        yield from (Pair(*two, 8) for two in itertools.product(unequal[0], unequal[1]))
+        yield from (Case(*two, 8) for two in itertools.product(unequal[0], unequal[1]))
 
 
-def dcp_pairs() -> Iterator[Pair]:
+def dcp_pairs() -> Iterator[Case]:
     """Latents whose positions decode ranks share one by one, for Mooncake's `send_kvcache_dcp`."""
     for tokens, tp, dcp in itertools.product((1, 2, 4), (1, 2, 4, 8), (2, 4, 8)):
         for source in sides(order=[LATENTS], tp=[1, 2, 4], tokens=[tokens]):
             for destination in sides(order=[LATENTS], tp=[tp], tokens=[tokens], dcp=[dcp]):
                 if dcp <= tp:
-                    yield Pair(source, destination, 3 * tokens * dcp)
+                    yield Case(source, destination, 3 * tokens * dcp)
 
 
-def plan_mooncake(pair: Pair, source: Engine, destination: Engine) -> Copies:
+def plan_mooncake(pair: Case, source: Engine, destination: Engine) -> Copies:
     """What all prefill ranks write through Mooncake."""
     cls = module(f"{PACKAGE}.mooncake.conn").MooncakeKVManager
     wire = Wire()
@@ -79,7 +79,7 @@ def plan_mooncake(pair: Pair, source: Engine, destination: Engine) -> Copies:
     return Copies.of(wire.kept)
 
 
-def plan_nixl(pair: Pair, source: Engine, destination: Engine) -> Copies:
+def plan_nixl(pair: Case, source: Engine, destination: Engine) -> Copies:
     """What all prefill ranks write through NIXL."""
     conn = module(f"{PACKAGE}.nixl.conn")
     copies: list[Any] = []
@@ -99,7 +99,7 @@ def plan_nixl(pair: Pair, source: Engine, destination: Engine) -> Copies:
     return Copies.of(copies)
 
 
-def _transfers(cls: Any, pair: Pair, source: Engine, destination: Engine) -> Iterator[tuple[Any, int]]:
+def _transfers(cls: Any, pair: Case, source: Engine, destination: Engine) -> Iterator[tuple[Any, int]]:
     """A manager of each prefill rank that sends to a decode rank, and the decode rank."""
     for rank in destination.side.ranks:
         for sender in senders_of(cls, source.side, destination, rank):
@@ -108,7 +108,7 @@ def _transfers(cls: Any, pair: Pair, source: Engine, destination: Engine) -> Ite
             yield manager_of(cls, source, sender), rank
 
 
-def _all_pairs() -> Iterator[Pair]:
+def _all_pairs() -> Iterator[Case]:
     yield from pairs()
     yield from dcp_pairs()
 

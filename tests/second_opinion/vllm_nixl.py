@@ -14,31 +14,31 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.peers.engines import Engine, Side, sides
 from benchmarks.peers.loading import RefusedError, module
 from benchmarks.peers.vllm_workers import PACKAGE, connect, request_of, worker_of
+from kvplan.testing.conformance import Case, Engine, Side, sides
 from tests.second_opinion.copies import Copies
-from tests.second_opinion.peers import Pair, Peer
+from tests.second_opinion.peers import Peer
 
 ORDERS: Final = ("LBHNKD", "LBNHKD", "LHBNKD", "BLHNKD", "BLNHKD", "BHLNKD")
 """The six orders of KVCacheLayout; K and V are side by side in the content."""
 
 
-def pairs() -> Iterator[Pair]:
+def pairs() -> Iterator[Case]:
     """Engines of one model: TP sizes and orders; block sizes, with and without a prefix; latents and DCP."""
     for heads in (1, 2, 4, 8, 12):
         every = list(sides(order=ORDERS, heads=[heads], tp=[1, 2, 3, 4, 6, 8, 16]))
         for source, destination in itertools.product(every, every):
             if source.order == destination.order or source.tp == destination.tp == 2:
-                yield Pair(source, destination, 24)
+                yield Case(source, destination, 24)
     for order, heads, start in itertools.product(ORDERS[:2], (1, 2, 4, 8), (0, 24)):
         every = list(sides(order=[order], heads=[heads], tp=[1, 2, 4, 8], tokens=[2, 3, 4, 8]))
-        yield from (Pair(*two, 48, start) for two in itertools.product(every, every) if two[0].tokens != two[1].tokens)
+        yield from (Case(*two, 48, start) for two in itertools.product(every, every) if two[0].tokens != two[1].tokens)
     for tokens, more, start in itertools.product((2, 4), (1, 2), (0, 1)):
         first, second = (_latents(size, tokens) for size in (tokens, tokens * more))
         for source, destination in itertools.product(first, second):
             span = np.lcm(source.tokens * source.dcp, destination.tokens * destination.dcp)
-            yield Pair(source, destination, int(span) * 2, int(span) * start)
+            yield Case(source, destination, int(span) * 2, int(span) * start)
 
 
 def _latents(tokens: int, other: int) -> list[Side]:
@@ -48,14 +48,14 @@ def _latents(tokens: int, other: int) -> list[Side]:
     return whole + [Side("LBND", 1, tp, tokens, tp, interleave=run) for tp in (2, 3, 4) for run in runs]
 
 
-def plan(pair: Pair, source: Engine, destination: Engine) -> Copies:
+def plan(pair: Case, source: Engine, destination: Engine) -> Copies:
     """What all destination workers read."""
     sources = {rank: worker_of(source, rank) for rank in source.side.ranks}
     workers = (worker_of(destination, rank) for rank in destination.side.ranks)
     return Copies.join(_read(worker, pair, source, destination, sources) for worker in workers)
 
 
-def _read(worker: Any, pair: Pair, source: Engine, destination: Engine, sources: dict[int, Any]) -> Copies:
+def _read(worker: Any, pair: Case, source: Engine, destination: Engine, sources: dict[int, Any]) -> Copies:
     """What one worker reads, after the handshakes that it asks for."""
     source_ids, destination_ids = (engine.table.ids.tolist() for engine in (source, destination))
     try:

@@ -15,18 +15,19 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.peers.engines import DIM, Engine, Ints, Side, make, sides
 from benchmarks.peers.loading import RefusedError, module
 from kvplan import Blocks
+from kvplan._arrays import Ints
+from kvplan.testing.conformance import DIM, Case, Engine, Side, make, sides
 from tests.second_opinion.copies import Copies
-from tests.second_opinion.peers import Pair, Peer
+from tests.second_opinion.peers import Peer
 
 MODULE: Final = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping"
 ORDERS: Final = ("LBHNKD", "LBNHKD", "LBKHND", "LBKNHD", "LBND")
 """Heads or slots outside, K and V side by side or in halves of the page; and latents."""
 
 
-def pairs() -> Iterator[Pair]:
+def pairs() -> Iterator[Case]:
     """Engines of one order and model, context-parallel ones too; one in eight of all whose blocks span 8 positions."""
     sizes: dict[str, Any] = {"tp": (1, 2, 3, 4, 8), "dcp": (1, 2, 4), "pcp": (1, 2), "interleave": (1, 2, 4)}
     count = 0
@@ -42,10 +43,10 @@ def pairs() -> Iterator[Pair]:
             if count % 8 == 1:
                 # as many positions to each worker: runs go round once in interleave * contexts positions
                 rounds = [side.interleave * side.contexts for side in (source, destination)]
-                yield Pair(source, destination, math.lcm(8, *rounds) * (2 if max(rounds) > 8 else 3))
+                yield Case(source, destination, math.lcm(8, *rounds) * (2 if max(rounds) > 8 else 3))
 
 
-def plan(pair: Pair, source: Engine, destination: Engine) -> Copies:
+def plan(pair: Case, source: Engine, destination: Engine) -> Copies:
     """Which byte of a source is stored where in the shared page, and which byte there is loaded to where."""
     stored, loaded = (_mappings(engine.side) for engine in (source, destination))
     if stored[0][0].canonical_page_size_bytes != loaded[0][0].canonical_page_size_bytes:
