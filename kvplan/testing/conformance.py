@@ -37,6 +37,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
+from importlib.util import find_spec
 from typing import Any, Final
 from unittest import SkipTest
 
@@ -49,6 +50,12 @@ from kvplan.describe.worker import Key
 from kvplan.plan import plan_mesh
 from kvplan.testing.simulation import Connector, Scenario, Simulation, Site, shrink
 from kvplan.verification import Report, verify
+
+if find_spec("hypothesis") is None:
+    raise ImportError("kvplan.testing.conformance needs hypothesis: pip install hypothesis")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 __all__ = [
     "Case",
@@ -419,8 +426,6 @@ class ConnectorContract:
 
     def test_random_cases(self) -> None:
         """Other sizes, blocks and prefixes, which Hypothesis draws."""
-        from hypothesis import given, settings  # kvplan.testing works without it
-        from hypothesis import strategies as st
 
         @st.composite
         def drawn(draw: st.DrawFn) -> Case:
