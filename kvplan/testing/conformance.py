@@ -38,6 +38,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, Final
 from unittest import SkipTest
 
@@ -68,7 +69,7 @@ __all__ = [
     "cases",
 ]
 
-NAMES: Final = {"B": "block", "K": "kv", "H": "head", "N": "token", "D": "dim"}
+NAMES: Final = MappingProxyType({"B": "block", "K": "kv", "H": "head", "N": "token", "D": "dim"})
 LAYERS: Final = 2
 DIM: Final = 4
 
