@@ -16,7 +16,7 @@ GOLDEN = ROOT / "tests" / "golden" / "bad-values.txt"
 NO_CALLS = ("Attended", "Executor", "Copier", "Fact", "Request", "Status")
 """Protocols, types of functions, mappings and pairs, and an enumeration."""
 
-GENERATED = ("store", "display.trace", "connector.system")
+GENERATED = ("store", "connector.system")
 """What :mod:`tests.test_public_values` calls by its signatures, without a list."""
 
 

@@ -15,14 +15,13 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplan import Budget, KVPlanError, Model, PeerError, Region, View, Workspace, show
+from kvplan import Budget, KVPlanError, Model, PeerError, Region, View, Workspace
 from kvplan.bridges import ObservedModel
 from kvplan.connector import Access, Handoff, Leases, System
-from kvplan.display import Picture, Trace
 from kvplan.handshake import Problem
 from kvplan.plan import Table
 from kvplan.staging import Rates
-from kvplan.testing import FakeCopier, FakeNetwork
+from kvplan.testing import FakeCopier
 from kvplan.verification import FakeMemory
 from kvplan_nixl.serving.store import (
     FileBackend,
@@ -35,7 +34,7 @@ from kvplan_nixl.serving.store import (
     parts_of,
 )
 from tests import bad_values
-from tests.bad_values import OURS, PLAN, REQUEST, SOURCE, STAGING, THEIRS
+from tests.bad_values import OURS, PLAN, REQUEST, SOURCE
 from tests.test_public_values import WRONG, classes
 
 Example = tuple[Any, dict[str, Any]]
@@ -106,14 +105,6 @@ def part() -> Example:
     }
 
 
-def traced() -> Example:
-    """A trace of an executor and a copier."""
-    network = FakeNetwork([STAGING, THEIRS])
-    copier = FakeCopier(network.memory, STAGING.key)
-    right = {"worker": STAGING, "executor": network.executor(STAGING), "copier": copier, "path": "trace.json"}
-    return Trace(iter(range(10**6)).__next__), {**right, "track": "reads", "label": "request"}
-
-
 def examples() -> dict[type, Callable[[], Example]]:
     """A function for each class, since methods change what they are called on."""
     access = {"server": "10.0.0.1:1", "challenge": "0" * 32, "address": "127.0.0.1"}
@@ -135,8 +126,6 @@ def examples() -> dict[type, Callable[[], Example]]:
             {"key": None, "group": "attn", "attended": 3},
         ),
         System: lambda: (System(), {**system, "duration_s": 0.0, "num_bytes": 4}),
-        Picture: lambda: (show(OURS), {"path": "a.svg"}),
-        Trace: traced,
         Rates: lambda: (rates, {"path": "rates.json"}),
         FileBackend: lambda: files(FileBackend(Path.cwd() / "store")),
         MemoryBackend: lambda: files(MemoryBackend()),

@@ -84,9 +84,7 @@ IMPURE = {
 EXCEPTIONS = {
     "executor": {"interpreter"},  # the protocols lend their fakes
     "staging": {"interpreter"},
-    "display.pictures": {"files"},  # a picture is saved to the path that a caller names
-    "display.trace": {"files"},  # and so is a trace
-    "staging.choice": {"files"},  # and so are rates, which are loaded from one too
+    "staging.choice": {"files"},  # rates are saved to the path that a caller names, and loaded from one
 }
 """What single modules of pure rooms use."""
 

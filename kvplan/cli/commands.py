@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import attrs
@@ -209,7 +210,7 @@ def _plan_json(plan: TransferPlan) -> dict[str, Any]:
     "--svg",
     "path",
     metavar="FILE",
-    help="Write the drawing to FILE, as .svg or .txt, and print no drawing.",
+    help="Write the drawing to FILE as SVG, and print no drawing.",
 )
 @json_option
 def show_command(engines: Engines, rank: str, path: str | None, as_json: bool) -> int:
@@ -227,7 +228,7 @@ def show_command(engines: Engines, rank: str, path: str | None, as_json: bool) -
     # a file is written first: if that fails, nothing is printed
     if path is not None:
         picture = show(plan, about=str(engines))
-        picture.save(path)
+        _write(path, picture.svg)
     if as_json:
         panels_json = list(map(_panel_json, panels(plan)))
         echo_json(engines.to_json() | {"worker": local.label, "panels": panels_json})
@@ -237,6 +238,15 @@ def show_command(engines: Engines, rank: str, path: str | None, as_json: bool) -
         print_lines([*engines.assumed_lines(), str(engines), *engines.cache_lines()])
         _draw(plan)
     return 0
+
+
+def _write(path: str, svg: str) -> None:
+    try:
+        Path(path).write_text(svg, encoding="utf-8")
+    except OSError as error:
+        got = f"{path!r}: {error.strerror}"
+        expected = "a file that can be written"
+        raise KVPlanError("NAME", "write a drawing", expected=expected, got=got) from None
 
 
 def _draw(plan: TransferPlan) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import attrs
 
-from kvplan._checks import integer, name, wrong_type
+from kvplan._checks import integer, name
 from kvplan._text import WIDTH, count, fold, size
 from kvplan.budget import limited
 from kvplan.describe.blocks import Blocks, Request, Tokens
@@ -27,43 +25,12 @@ from kvplan.plan.transfer import TransferPlan
 class Picture:
     """A drawing as plain ``text`` and as ``svg``, equal for equal values.
 
-    ``str(picture)`` is the text. A notebook displays the SVG. :meth:`save` writes either to a file.
+    ``str(picture)`` is the text. A notebook displays the SVG.
     """
 
     title: str
     text: str
     svg: str
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture to a file: the SVG to a name in ``.svg``, the text to one in ``.txt``.
-
-        Raises ``NAME`` for any other name, and where the file cannot be written.
-
-        >>> from kvplan import Model, show
-        >>> show(Model.shipped("llama-3.1-8b").engine("decode")[0]).save("a.png")
-        Traceback (most recent call last):
-        ...
-        kvplan.errors.KVPlanError: NAME: cannot save a picture: expected a path that ends in .svg
-        or .txt, got 'a.png'
-        """
-        try:
-            ending = Path(path).suffix.lower()
-        except TypeError:
-            raise wrong_type("path of a picture", "a path", path) from None
-        # The ending chooses what is written.
-        contents = {".svg": self.svg, ".txt": f"{self.text}\n"}
-        got = repr(os.fspath(path))
-        if ending not in contents:
-            expected = "a path that ends in .svg or .txt"
-            raise KVPlanError("NAME", "save a picture", expected=expected, got=got)
-        try:
-            Path(path).write_text(contents[ending], encoding="utf-8")
-        except (OSError, ValueError) as error:
-            expected = "a path that can be written to"
-            got += f": {getattr(error, 'strerror', None) or str(error)}"
-        else:
-            return
-        raise KVPlanError("NAME", "save a picture", expected=expected, got=got)
 
     def _repr_svg_(self) -> str:
         return self.svg

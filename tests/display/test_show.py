@@ -128,34 +128,6 @@ def test_an_about_is_one_line() -> None:
         show(engine("p")[0], about="a\x00b")
 
 
-def test_a_picture_is_saved_by_the_ending_of_its_name(tmp_path: Path) -> None:
-    """The SVG or the text is written, in UTF-8, to a path in either form."""
-    picture = show(engine("prefill")[0])
-    for name, content in (("a.svg", picture.svg), ("b.TXT", f"{picture.text}\n")):
-        picture.save(tmp_path / name)
-        assert (tmp_path / name).read_text(encoding="utf-8") == content
-    picture.save(str(tmp_path / "c.svg"))
-    assert (tmp_path / "c.svg").exists()
-
-
-@pytest.mark.parametrize(
-    "path, message",
-    [
-        ("a.png", "NAME: cannot save a picture: expected a path that ends in .svg or .txt, got 'a.png'"),
-        (Path("svg"), "NAME: cannot save a picture: expected a path that ends in .svg or .txt, got 'svg'"),
-        ("no/a.svg", "NAME: cannot save a picture: expected a path that can be written to, got 'no/a.svg': No such"),
-        ("a\0.svg", "NAME: cannot save a picture: expected a path that can be written to, got 'a\\x00.svg': embedded"),
-        (None, "TYPE: cannot read path of a picture: expected a path, got None"),
-    ],
-)
-def test_no_other_path_is_saved_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: object, message: str) -> None:
-    """A path that ends in something else, can't be written to or is no path is refused; nothing is written."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(KVPlanError, match=f"^{re.escape(message)}"):
-        show(engine("prefill")[0]).save(path)  # type: ignore[arg-type]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_pictures_of_the_documentation_are_what_its_code_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
