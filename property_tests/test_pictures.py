@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from xml.etree import ElementTree
 
 from hypothesis import given
-from hypothesis import strategies as st
 
 from kvplan import TransferPlan, show
-from kvplan.display.blockmap import BlockMap, Box, block_maps
+from kvplan.display.blocks import Layer, layers_of
 from kvplan.display.copies import by_remote_group, excerpt, panels
 from kvplan.testing.strategies import Case, cases
 from property_tests import fewer
@@ -29,30 +28,26 @@ def words(coordinates: str) -> set[tuple[str, frozenset[str]]]:
     return {(tensor, frozenset(intervals.split(", "))) for tensor, _, intervals in parts}
 
 
-def named(one: BlockMap, box: Box) -> list[int]:
-    """The bytes whose coordinates the path of a box names."""
-    path = {interval.axis: range(interval.start, interval.stop) for interval in box.path}
+def named(layer: Layer, cell: int) -> list[int]:
+    """The bytes whose coordinates a cell names."""
+    cells, view = layer.cells, layer.views[int(layer.cells.view[cell])]
+    held = dict(zip(cells.axes, map(range, cells.low[cell].tolist(), cells.high[cell].tolist()), strict=True))
     found: list[int] = []
-    for view in (one.views[i] for i in box.views):
-        for slot, offset, coordinates in elements(view):
-            if all(at in path.get(axis, (at,)) for axis, at in (("token", slot), *coordinates)):
-                found += range(offset - one.places[0][1], offset - one.places[0][1] + view.itemsize)
+    for slot, offset, coordinates in elements(view):
+        if all(at in held.get(axis, (at,)) for axis, at in (("token", slot), *coordinates)):
+            found += range(offset - layer.offset, offset - layer.offset + view.itemsize)
     return sorted(found)
 
 
-@given(cases(), st.tuples(st.integers(0), st.integers(0)))
-def test_a_box_has_the_bytes_that_its_path_names(case: Case, cut: tuple[int, int]) -> None:
-    """All of them and no others. The boxes of a part of a piece follow each other."""
-    for one in itertools.chain(*map(block_maps, (*case.destinations, *case.sources))):
-        offsets = sorted({offset - one.places[0][1] for view in one.views for _, offset, _ in elements(view)})
-        for first, last in one.pieces.tolist():
-            edges = [*(offset for offset in offsets if first <= offset < last), last]
-            start, stop = sorted(edges[at % len(edges)] for at in cut)
-            for box in one.boxes(start, stop):
-                assert box.start == start
-                assert named(one, box) == [*range(start, box.stop)]
-                start = box.stop
-            assert start == stop
+@given(cases())
+def test_a_cell_has_the_bytes_that_its_coordinates_name(case: Case) -> None:
+    """All of them and no others; cells have all bytes of all views, and pieces are cells that follow each other."""
+    for layer in itertools.chain(*map(layers_of, (*case.destinations, *case.sources))):
+        cells = layer.cells
+        for cell, (start, stop) in enumerate(zip(cells.start.tolist(), cells.stop.tolist(), strict=True)):
+            assert named(layer, cell) == [*range(start, stop)]
+        num_bytes = sum(view.itemsize * len([*elements(view)]) for view in layer.views)
+        assert int((cells.stop - cells.start).sum()) == num_bytes == sum(stop - start for start, stop in cells.pieces)
 
 
 @given(cases())
@@ -68,16 +63,15 @@ def test_panels_are_true_and_complete(case: Case) -> None:
         real = panels(plan, {key: request[key] for key in ("local", "remote", "tokens")})
         for copy in (copy for panel in (*found, *real) for copy in panel.copies):
             assert words(copy.local.coordinates) == words(copy.remote.coordinates)
-            assert copy.num_bytes == copy.remote.box.stop - copy.remote.box.start <= copy.run_bytes
+            assert copy.num_bytes == copy.remote.stop - copy.remote.start <= copy.run_bytes
         assert sum(copy.num_bytes * panel.num_layers for panel in found for copy in panel.copies) == in_examples(plan)
 
 
 def in_examples(plan: TransferPlan) -> int:
     """The bytes that the examples of all groups move."""
-    maps = [block_maps(worker) for worker in (plan.local, *plan.remotes)]
-    examples = [excerpt(plan, group, maps, None) for group in plan.local.groups]
+    examples = [excerpt(plan, group, None) for group in plan.local.groups]
     given = [drawn[0] for drawn in examples if drawn]
-    return sum(spec.num_bytes for one in by_remote_group(plan) for request in given for spec in one.bind(**request))
+    return sum(spec.num_bytes for _, one in by_remote_group(plan) for request in given for spec in one.bind(**request))
 
 
 @given(cases())

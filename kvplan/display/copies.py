@@ -1,31 +1,30 @@
-"""The bytes that a plan copies, from where to where, in tensors, heads, tokens and blocks.
+"""The bytes that a plan copies, from where to where, in tensors, heads, positions and blocks.
 
-A request is bound to the plan, and the resulting descriptors are cut where a block or a
-:class:`Box` of either side ends. The coordinates of each end come from its own address and its own
-worker's views, so they are a check of the plan: both ends of a copy have to agree. Without block
-tables the request is an example: the first blocks of each group, local ids ascending and remote ids
-descending, so that no two blocks are neighbours on both sides.
+A request is bound to the plan, and the resulting descriptors are cut where a block or a cell of
+either side ends. The coordinates of each end come from its own address and its own worker's views,
+so they are a check of the plan: both ends of a copy have to agree. Without block tables the request
+is an example: the first blocks of each group, local ids ascending and remote ids descending, so
+that no two blocks are neighbours on both sides.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
-from kvplan._arrays import Ints, integers_in
 from kvplan._text import count, size, sizes
 from kvplan.budget import spend
 from kvplan.describe.axes import segments
 from kvplan.describe.blocks import Blocks, Range
-from kvplan.describe.views import TOKEN, Group, View
+from kvplan.describe.views import TOKEN, Group
 from kvplan.describe.worker import Worker
-from kvplan.display.blockmap import BlockMap, Box, Interval, Path, block_maps, folded
+from kvplan.display.blocks import TENSOR, Interval, Layer, boxes, folded, layers_of
 from kvplan.plan.align import before, in_slots, in_tokens, period, position_of, reach, slots
 from kvplan.plan.bind import range_of
 from kvplan.plan.transfer import TransferPlan
@@ -39,89 +38,73 @@ MAX_EXAMPLE_BLOCKS: Final = 4
 COPY_BYTES: Final = 20_000
 """What a copy that is drawn takes of a budget."""
 
-VIEW_BYTES: Final = 4000
-"""What a view takes of a budget for each group that is drawn."""
-
 MAX_POSITIONS: Final = 1024
 
 
 @attrs.frozen
 class CopyEnd:
-    """One end of a copy: a box of block ``ordinal`` of the request, whose id is ``block``."""
+    """One end of a copy: bytes ``[start, stop)`` of block ``ordinal``, whose id is ``block``.
+
+    ``intervals`` are those of all axes of the tensor, with positions in place of tokens.
+    """
 
     worker: Worker = attrs.field(repr=False)
-    map: BlockMap = attrs.field(repr=False)
+    layer: Layer = attrs.field(repr=False)
     ordinal: int
     block: int
-    box: Box
+    start: int
+    stop: int
+    view: int
+    intervals: Mapping[str, Interval]
 
     @property
     def region(self) -> str:
-        """Return the name of the region."""
-        return self.worker.regions[self.map.places[0][0]].name
+        """The name of the region."""
+        return self.worker.regions[self.layer.region].name
 
     @property
     def region_offset(self) -> int:
-        """Return the offset in the region, in bytes."""
-        _, first_byte = self.map.places[0]
-        return first_byte + self.block * self.map.block_stride_bytes + self.box.start
+        """The offset in the region, in bytes."""
+        return self.layer.offset + self.block * self.layer.block_stride_bytes + self.start
 
     @property
-    def path(self) -> Path:
-        """Return the path of the box, with positions in place of tokens."""
-        path = []
-        # Tokens in digits: the finest digit counts from where the coarser ones are.
-        finest_tokens = [interval for interval in self.box.path if interval.axis == TOKEN][-1:]
-        for interval in self.box.path:
-            if interval.axis != TOKEN:
-                path.append(interval)
-            elif interval in finest_tokens:
-                path.append(self._positions(interval))
-        return tuple(path)
-
-    @property
-    def positions(self) -> Interval:
-        """Return all positions in the block, of a token group."""
-        return self._positions(Interval(TOKEN, 0, slots(self.map.group)))
+    def tensor(self) -> str:
+        """The name of the tensor."""
+        return self.layer.names[self.view]
 
     @property
     def coordinates(self) -> str:
-        """Return the tensors that the bytes belong to, each with its interval on every axis."""
-        tensors = []
-        for view_index in self.box.views:
-            intervals = self._intervals(self.map.views[view_index])
-            tensors.append(f"{self.map.tensors[view_index]}: {intervals}")
-        return "; ".join(tensors)
-
-    def _intervals(self, view: View) -> str:
-        """Return the interval on every axis of a view."""
-        path = {interval.axis: interval for interval in self.path}
+        """The tensor that the bytes belong to, with an interval on every axis."""
+        view = self.layer.views[self.view]
         texts = []
-        for axis_name, axis_size in view.sizes.items():
-            if axis_name == TOKEN:
-                held = path.get(POSITION) or self.positions
-                positions = f"{held}" if held.has_gaps else f"[{held.start}, {held.stop})"
-                texts.append(f"position {positions}")
+        for axis, axis_size in view.sizes.items():
+            if axis == TOKEN:
+                held = self.intervals.get(POSITION) or positions_in(self.layer.group, self.ordinal)
+                texts.append(f"position {held if held.has_gaps else _half_open(held)}")
                 continue
-            whole = segments([axis for axis in view.axes if axis.name == axis_name])
-            held = path.get(axis_name) or Interval(axis_name, whole.start[0], whole.stop[-1])
-            texts.append(f"{axis_name} [{held.start}, {held.stop}) of {axis_size}")
-        return ", ".join(texts)
-
-    def _positions(self, tokens: Interval) -> Interval:
-        """Return the positions of an interval of slots, with gaps where other contexts are."""
-        group = self.map.group
-        first_slot = self.ordinal * slots(group)
-        low = position_of(group, first_slot + tokens.start)
-        high = position_of(group, first_slot + tokens.stop - 1)
-        has_gaps = high - low > tokens.stop - 1 - tokens.start
-        return Interval(POSITION, low, high + 1, has_gaps=has_gaps)
+            whole = segments([digit for digit in view.axes if digit.name == axis])
+            held = self.intervals.get(axis) or Interval(axis, whole.start[0], whole.stop[-1])
+            texts.append(f"{axis} {_half_open(held)} of {axis_size}")
+        return f"{self.tensor}: {', '.join(texts)}"
 
     def __str__(self) -> str:
-        is_token_group = self.map.group.tokens_per_block is not None
+        is_token_group = self.layer.group.tokens_per_block is not None
         ordinal = f" block {self.ordinal}" if is_token_group else ""
-        block = f"block id {self.block}"
-        return f"{self.worker.label}{ordinal}, {block}, region {self.region} + {self.region_offset}"
+        place = f"region {self.region} + {self.region_offset}"
+        return f"{self.worker.label}{ordinal}, block id {self.block}, {place}"
+
+
+def _half_open(held: Interval) -> str:
+    return f"[{held.start}, {held.stop})"
+
+
+def positions_in(group: Group, ordinal: int, low: int = 0, high: int | None = None) -> Interval:
+    """Return the positions in slots ``[low, high)`` of a block, with gaps for other contexts."""
+    first, stop = (
+        ordinal * slots(group) + slot for slot in (low, slots(group) if high is None else high)
+    )
+    start, last = position_of(group, first), position_of(group, stop - 1)
+    return Interval(POSITION, start, last + 1, has_gaps=last - start > stop - 1 - first)
 
 
 @attrs.frozen
@@ -138,8 +121,8 @@ class BoxCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes of this copy."""
-        return self.local.box.stop - self.local.box.start
+        """The number of bytes of this copy."""
+        return self.local.stop - self.local.start
 
 
 @attrs.frozen
@@ -161,34 +144,27 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """Return the names of the tensors, equal layers folded."""
+        """The names of the tensors, equal layers folded."""
         return folded(self.tensors)
 
     @property
     def facts(self) -> str:
-        """Return in words how much is copied."""
+        """How much is copied, in words."""
         layers = f" of one of {self.num_layers} equal layers" if self.num_layers > 1 else ""
         lengths = [copy.num_bytes for copy in self.copies]
         copies = f"{count(len(lengths), 'copy')} of {sizes(min(lengths), max(lengths))}"
         return f"{self._positions()}{layers}: {size(sum(lengths))} in {copies}"
 
     def _positions(self) -> str:
-        """Return in words the positions that are drawn, and those asked for if they are more."""
         if self.tokens is None:
             return "one state"
         drawn = f"positions [{self.tokens[0]}, {self.tokens[1]})"
         if self.tokens == self.asked:
             return drawn
-        group = self.copies[0].local.map.group
-        num_drawn = _num_blocks(group, self.tokens)
+        group = self.copies[0].local.layer.group
+        num_drawn, num_asked = (_num_blocks(group, tokens) for tokens in (self.tokens, self.asked))
         blocks = "block" if num_drawn == 1 else count(num_drawn, "block")
-        asked = f"[{self.asked[0]}, {self.asked[1]})"
-        return f"{drawn} of {asked}, first {blocks} of {_num_blocks(group, self.asked)},"
-
-    def with_layer(self, tensors: Iterable[str]) -> Panel:
-        """Return the panel with one more equal layer, of these tensors."""
-        together = tuple(dict.fromkeys([*self.tensors, *tensors]))
-        return attrs.evolve(self, tensors=together, num_layers=self.num_layers + 1)
+        return f"{drawn} of [{self.asked[0]}, {self.asked[1]}), first {blocks} of {num_asked},"
 
     def details(self, copy: BoxCopy) -> str:
         """Return one copy in four lines: its bytes, both ends, and the length of the descriptor."""
@@ -202,36 +178,41 @@ class Panel:
 def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tuple[Panel, ...]:
     """Return what a plan copies for a request: a panel for each kind of layer.
 
-    The request has the arguments of ``bind``.
-    Layers are of one kind if their blocks have equal bytes, and equal copies. Raises what
-    :meth:`TransferPlan.bind` does, and ``RANGE`` for a block of too many pieces.
+    The request has the arguments of ``bind``. Layers are of one kind if their blocks have equal
+    bytes, and equal copies. Raises what :meth:`TransferPlan.bind` does, and ``RANGE`` for a block
+    of too many cells.
     """
-    local_maps = block_maps(plan.local)
-    remote_maps = [block_maps(worker) for worker in plan.remotes]
     if request is not None:
         # Names what is wrong with the whole request, before it is reduced to one group.
         plan.bind(**request)
-    remotes = [_single(maps) for maps in remote_maps]
-    # each group is bound by itself, and looks at all views
-    num_views = sum(len(worker.views) for worker in (plan.local, *plan.remotes))
-    number = len(plan.local.groups) * num_views
-    spend(number, "views", VIEW_BYTES, f"draw {plan.local.label}")
+    remotes = [layers_of(worker) for worker in plan.remotes]
+    layers = layers_of(plan.local)
     drawn: dict[Any, Panel] = {}
     for group in plan.local.groups:
-        part = excerpt(plan, group, [local_maps, *remote_maps], request)
+        part = excerpt(plan, group, request)
         if part is None:
             continue
         bind_request, asked = part
         # A state has no positions to draw.
         is_token_group = group.tokens_per_block is not None
         tokens = bind_request["tokens"][group.name] if is_token_group else None
-        local = _single([block_map for block_map in local_maps if block_map.group == group])
-        for maps, rows in _rows_by_layer(plan, bind_request, local, remotes):
-            shapes = tuple(_shape(block_map) for block_map in maps)
-            kind = shapes, tokens, asked, rows[:, COMPARED].tobytes()
-            names = itertools.chain(*(block_map.tensors for block_map in maps))
+        held = [layer for layer in layers if layer.group == group]
+        for rows in _rows_by_layer(plan, bind_request, held, remotes):
+            places = tuple(
+                (row.local[1], row.local[3], row.remote_index, row.length) for row in rows
+            )
+            ends = tuple((row.remote[1], row.remote[3]) for row in rows)
+            held_by = {id(row.local[0]): row.local[0] for row in rows}.values()
+            cells = tuple((layer.cells.content, layer.rest_bytes) for layer in held_by)
+            kind = cells, tokens, asked, places, ends
+            names = [name for row in rows for name in row.local[0].names]
             if kind in drawn:
-                drawn[kind] = drawn[kind].with_layer(names)
+                panel = drawn[kind]
+                drawn[kind] = attrs.evolve(
+                    panel,
+                    tensors=tuple(dict.fromkeys([*panel.tensors, *names])),
+                    num_layers=panel.num_layers + 1,
+                )
                 continue
             drawn[kind] = Panel(
                 tensors=tuple(dict.fromkeys(names)),
@@ -240,40 +221,13 @@ def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tupl
                 asked=asked,
                 operation=plan.operation,
                 is_example=request is None,
-                copies=tuple(_copies(plan, rows, local, remotes)),
+                copies=tuple(_copies(plan, rows)),
             )
     return tuple(drawn.values())
 
 
-def _shape(block_map: BlockMap) -> tuple[Any, ...]:
-    """Return what is equal in block maps of equal bytes."""
-    sizes_and_stride = block_map.size_bytes, block_map.rest_bytes, block_map.block_stride_bytes
-    return block_map.axes, *sizes_and_stride
-
-
-def _rows_by_layer(
-    plan: TransferPlan,
-    request: Mapping[str, Any],
-    local: _Maps,
-    remotes: Sequence[_Maps],
-) -> Iterator[tuple[list[BlockMap], Ints]]:
-    """Yield the block maps of each local layer that a request copies, and its rows."""
-    layers = dict.fromkeys(block_map.layer for block_map, _ in local)
-    number_of_layer = {layer: i for i, layer in enumerate(layers)}
-    rows = _moved(plan, request, local, remotes, number_of_layer)
-    # Rows ascend by layer: layer i has the rows [bounds[i], bounds[i + 1]).
-    bounds = np.searchsorted(rows[:, LAYER], np.arange(len(layers) + 1)).tolist()
-    for layer, (first, stop) in zip(layers, itertools.pairwise(bounds), strict=True):
-        if first < stop:
-            maps = [block_map for block_map, _ in local if block_map.layer == layer]
-            yield maps, rows[first:stop]
-
-
 def excerpt(
-    plan: TransferPlan,
-    group: Group,
-    maps: Sequence[Sequence[BlockMap]],
-    request: Mapping[str, Any] | None,
+    plan: TransferPlan, group: Group, request: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], Range] | None:
     """Return the part of a request that is drawn: the first blocks of one local group.
 
@@ -281,11 +235,11 @@ def excerpt(
     copy nothing, so that each address is in one group. The range is what the whole request copies
     of the group; ``None`` if that is nothing.
     """
-    remote_groups = _remote_groups(plan, group, maps[1:])
+    remote_groups = _remote_groups(plan, group)
     # The local blocks after which both sides repeat.
     turn = math.ceil(period(group, *remote_groups) / slots(group) / group.context.size)
     if request is None:
-        request = _example(plan, group, remote_groups, maps, turn)
+        request = _example(plan, group, remote_groups, turn)
         asked = in_slots(group, request["tokens"])
         start, stop = asked
     else:
@@ -309,17 +263,13 @@ def excerpt(
     return {**request, "tokens": tokens}, in_tokens(group, asked)
 
 
-def _remote_groups(
-    plan: TransferPlan,
-    group: Group,
-    maps: Sequence[Sequence[BlockMap]],
-) -> list[Group]:
-    """Return the group of every remote block map that has a tensor of the local group."""
+def _remote_groups(plan: TransferPlan, group: Group) -> list[Group]:
+    """Return the group of every remote worker that has a tensor of the local group."""
     tensors = {view.name for view in plan.local.views if view.group == group.name}
     groups = []
-    for worker_maps in maps:
-        holding = [maps for maps in worker_maps if tensors.intersection(maps.tensors)]
-        groups += [block_map.group for block_map in holding]
+    for worker in plan.remotes:
+        names = {view.group for view in worker.views if view.name in tensors}
+        groups += [remote_group for remote_group in worker.groups if remote_group.name in names]
     return groups
 
 
@@ -356,27 +306,23 @@ def _num_blocks(group: Group, tokens: Range) -> int:
 
 
 def _example(
-    plan: TransferPlan,
-    group: Group,
-    remote_groups: Sequence[Group],
-    maps: Sequence[Sequence[BlockMap]],
-    turn: int,
+    plan: TransferPlan, group: Group, remote_groups: Sequence[Group], turn: int
 ) -> dict[str, Any]:
     """Return a request of ``turn`` blocks, or of the first two, as far as the pools go."""
     stop = 1
     if group.tokens_per_block is not None:
-        pool = _pool(maps[:1], group)
+        pool = _pool([plan.local], group)
         # Where the last block of each side's smallest pool ends.
         ends = [reach(group, 0, pool)[1]]
-        ends += [reach(far_group, 0, _pool(maps[1:], far_group))[1] for far_group in remote_groups]
+        ends += [
+            reach(far_group, 0, _pool(plan.remotes, far_group))[1] for far_group in remote_groups
+        ]
         num_blocks = min(turn if turn <= MAX_EXAMPLE_BLOCKS else 2, pool)
         stop = min(num_blocks * slots(group) * group.context.size, MAX_POSITIONS, *ends)
     # Local ids ascend and remote ids descend: no two blocks are neighbours on both sides.
     local = {local_group.name: Blocks([]) for local_group in plan.local.groups}
     local[group.name] = Blocks(range(-(-before(group, stop) // slots(group))))
-    remote: dict[str, Blocks] = {}
-    for worker in plan.remotes:
-        remote |= {remote_group.name: Blocks([]) for remote_group in worker.groups}
+    remote = {far_group.name: Blocks([]) for worker in plan.remotes for far_group in worker.groups}
     for remote_group in remote_groups:
         # Several workers may have a group of that name: the table serves the longest of them.
         num_blocks = -(-before(remote_group, stop) // slots(remote_group))
@@ -385,245 +331,168 @@ def _example(
     return {"local": local, "remote": remote, "tokens": in_tokens(group, (0, stop))}
 
 
-def _pool(sides: Sequence[Sequence[BlockMap]], group: Group) -> int:
+def _pool(workers: Sequence[Worker], group: Group) -> int:
     """Return the fewest blocks that a pool of the group has."""
-    maps = itertools.chain(*sides)
-    return min((member.num_blocks for member in maps if member.group.name == group.name), default=1)
+    geometries = itertools.chain.from_iterable(worker.geometries for worker in workers)
+    sizes_of = (each.num_blocks for each in geometries if each.group.name == group.name)
+    return min(sizes_of, default=1)
 
 
-LAYER, MAP, ORDINAL, REMOTE, OFFSET, ID = range(6)
-FAR_MAP, FAR_ORDINAL, FAR_OFFSET, FAR_ID, LENGTH, RUN = range(6, 12)
-"""Columns of :func:`_moved`. Of each end: the block map, ordinal and id of the block, offset in it.
-
-``FAR`` is the remote end. ``REMOTE`` is the index of the worker.
-"""
-
-COMPARED: Final = (ORDINAL, REMOTE, OFFSET, FAR_ORDINAL, FAR_OFFSET, LENGTH)
-"""Columns that are equal in layers of one kind."""
-
-_Maps = Sequence[tuple[BlockMap, Ints]]
-"""The block maps of single layers, each with its contiguous pieces."""
+_Place = tuple[Layer, int, int, int]
+"""A layer, the ordinal and the id of a block, and an offset in the layer's bytes there."""
 
 
-def _single(maps: Sequence[BlockMap]) -> _Maps:
-    """Return the maps of single layers; equal layers have equal pieces."""
-    single = []
-    for block_map in maps:
-        single += [(layer, block_map.pieces) for layer in block_map.layers()]
-    return single
+class _Row(NamedTuple):
+    """Bytes of one descriptor that are contiguous in a block on both sides."""
+
+    local: _Place
+    remote: _Place
+    remote_index: int
+    length: int
+    run_bytes: int
 
 
-def _moved(
-    plan: TransferPlan,
-    request: Mapping[str, Any],
-    local_maps: _Maps,
-    remote_maps: Sequence[_Maps],
-    number_of_layer: Mapping[Any, int],
-) -> Ints:
-    """Return the bytes that descriptors move, cut where a piece ends on either side.
-
-    They are in order of the local side, (n, 12), with a column for each name above.
-    """
-    tables = request["local"]
-    local_pieces = _BlockPieces.of(plan.local, local_maps, tables, number_of_layer, by_layer=False)
-    moved = [np.empty((0, 12), np.int64)]
-    for group_plan in by_remote_group(plan):
-        for index, spec in enumerate(group_plan.bind(**request)):
-            local, remote = spec.descriptors()
-            if not len(local):
-                continue
-            remote_pieces = _BlockPieces.of(
-                plan.remotes[index],
-                remote_maps[index],
-                request["remote"],
-                number_of_layer,
-                by_layer=True,
-            )
-            moved.append(_moved_of_worker(local_pieces, remote_pieces, local, remote, index))
-    # By layer, map, block, worker and offset: in the order of the local memory.
-    rows = np.concatenate(moved)
-    return rows[np.lexsort(rows[:, [OFFSET, REMOTE, ORDINAL, MAP, LAYER]].T)]
-
-
-def _moved_of_worker(
-    local_pieces: _BlockPieces,
-    remote_pieces: _BlockPieces,
-    local: npt.NDArray[np.uint64],
-    remote: npt.NDArray[np.uint64],
-    index: int,
-) -> Ints:
-    """Return the rows of descriptors between the local worker and the remote one of this index."""
-    run_bytes = local[:, 1].astype(np.int64)
-    # First by the pieces of the local side, which tell the layer.
-    all_layers = 0 * run_bytes
-    cut = local_pieces.cut(all_layers, local[:, 0], run_bytes, local[:, 2])
-    descriptor, skip, length, local_rows = cut
-    # Then each part by the pieces of the remote side; `part` is the index of a part of the first
-    # cut.
-    address = remote[descriptor, 0] + skip.astype(np.uint64)
-    device = remote[descriptor, 2]
-    part, skip, length, remote_rows = remote_pieces.cut(local_rows[:, 0], address, length, device)
-    # Columns of both ends; the layer is that of the local side.
-    layer, number, ordinal, block, offset = local_rows[part].T
-    _, remote_number, remote_ordinal, remote_block, remote_offset = remote_rows.T
-    columns = [
-        layer,
-        number,
-        ordinal,
-        0 * layer + index,
-        offset + skip,
-        block,
-        remote_number,
-        remote_ordinal,
-        remote_offset,
-        remote_block,
-        length,
-        run_bytes[descriptor][part],
-    ]
-    return np.stack(columns, axis=1)
-
-
-def by_remote_group(plan: TransferPlan) -> Iterator[TransferPlan]:
-    """Yield the plan with each group of the remote workers alone.
+def by_remote_group(plan: TransferPlan) -> Iterator[tuple[str, TransferPlan]]:
+    """Yield the plan with each group of the remote workers alone, and the group's name.
 
     Groups may share a pool, and an example's blocks.
     """
     remote = plan.direction.remote
-    names: dict[str, None] = {}
-    for pair in plan.pairs:
-        names |= {group_pair.groups[remote].name: None for group_pair in pair.group_pairs}
-    for name in names:
+    groups = [ids.groups[remote].name for pair in plan.pairs for ids in pair.group_pairs]
+    for name in dict.fromkeys(groups):
         pairs = []
         for pair in plan.pairs:
             kept = [ids for ids in pair.group_pairs if ids.groups[remote].name == name]
             pairs.append(attrs.evolve(pair, group_pairs=tuple(kept)))
-        yield attrs.evolve(plan, pairs=tuple(pairs))
+        yield name, attrs.evolve(plan, pairs=tuple(pairs))
 
 
-@attrs.frozen(eq=False)
-class _BlockPieces:
-    """The contiguous pieces of a request's blocks on one worker, by ``key`` and first address.
-
-    ``key`` is made of layer and device, or of the device alone. ``rows`` (n, 5) has the number of
-    the layer and of the map, the ordinal and id of the block, and the offset in it.
-    """
-
-    key: Ints
-    start: npt.NDArray[np.uint64]
-    rows: Ints
-    devices: npt.NDArray[np.uint64]
-    by_layer: bool
-
-    @classmethod
-    def of(
-        cls,
-        worker: Worker,
-        maps: _Maps,
-        tables: Mapping[str, Blocks],
-        number_of_layer: Mapping[Any, int],
-        by_layer: bool,
-    ) -> _BlockPieces:
-        """Return the pieces of the blocks in ``tables``, of the layers that have a number."""
-        devices = np.array(sorted({region.device_id for region in worker.regions}), np.uint64)
-        keys = [np.empty(0, np.int64)]
-        starts = [np.empty(0, np.uint64)]
-        rows = [np.empty((0, 5), np.int64)]
-        for number, (block_map, pieces) in enumerate(maps):
-            table = tables.get(block_map.group.name)
-            layer = number_of_layer.get(block_map.layer)
-            if table is None or layer is None:
-                continue
-            region_index, first_byte = block_map.places[0]
-            region = worker.regions[region_index]
-            ids, first = np.unique(table.ids, return_index=True)  # a source may have a block twice
-            # One row for each piece of each block.
-            block = np.repeat(ids.astype(np.int64), len(pieces))
-            ordinal = np.repeat(table.ordinals[first], len(pieces))
-            offset = np.tile(pieces[:, 0], ids.size)
-            columns = [0 * block + layer, 0 * block + number, ordinal, block, offset]
-            rows.append(np.stack(columns, axis=1))
-            region_offset = first_byte + block * block_map.block_stride_bytes + offset
-            starts.append(np.uint64(region.address) + region_offset.astype(np.uint64))
-            device = np.searchsorted(devices, np.uint64(region.device_id))
-            keys.append(0 * block + layer * by_layer * devices.size + device)
-        key = np.concatenate(keys)
-        start = np.concatenate(starts)
-        # Pieces in the order in which _find looks for them.
-        order = np.lexsort((start, key))
-        return cls(key[order], start[order], np.concatenate(rows)[order], devices, by_layer)
-
-    def cut(
-        self,
-        layer: Ints,
-        address: npt.NDArray[np.uint64],
-        length: Ints,
-        device: npt.NDArray[np.uint64],
-    ) -> tuple[Ints, Ints, Ints, Ints]:
-        """Cut ranges of bytes where a piece ends.
-
-        Return of each part: the index of its range, the bytes before it in that range, its length,
-        and the row of its piece with the offset of its first byte.
-        """
-        # A range lies in the pieces [first[i], last[i]] of its key.
-        key = layer * self.by_layer * self.devices.size + np.searchsorted(self.devices, device)
-        first = self._find(key, address)
-        last = self._find(key, address + (length - 1).astype(np.uint64))
-        num_parts = last - first + 1
-        range_of_part = np.repeat(np.arange(num_parts.size), num_parts)
-        piece = integers_in(np.stack([first, last + 1], axis=1))
-        # A part begins with its piece or with its range, and ends where the next part begins.
-        begin = np.maximum(address[range_of_part], self.start[piece])
-        skip = (begin - address[range_of_part]).astype(np.int64)
-        is_last = np.append(range_of_part[1:] != range_of_part[:-1], True)
-        stop = np.where(is_last, length[range_of_part], np.append(skip[1:], 0))
-        rows = self.rows[piece]
-        rows[:, -1] += (begin - self.start[piece]).astype(np.int64)
-        return range_of_part, skip, stop - skip, rows
-
-    def _find(self, key: Ints, address: npt.NDArray[np.uint64]) -> Ints:
-        """Return the piece of each address: the last of its key that starts there or before."""
-        # Ranks in place of addresses: key and rank fit one number.
-        starts = np.unique(self.start)
-        rank_of_piece = np.searchsorted(starts, self.start, "right")
-        rank = np.searchsorted(starts, address, "right")
-        scale = starts.size + 1
-        return np.searchsorted(self.key * scale + rank_of_piece, key * scale + rank, "right") - 1
-
-
-def _copies(
+def _rows_by_layer(
     plan: TransferPlan,
-    rows: Ints,
-    local_maps: _Maps,
-    remote_maps: Sequence[_Maps],
-) -> Iterator[BoxCopy]:
-    """Yield the copies of one layer, cut into boxes of both sides."""
+    request: Mapping[str, Any],
+    local_layers: Sequence[Layer],
+    remotes: Sequence[Sequence[Layer]],
+) -> Iterator[list[_Row]]:
+    """Yield what descriptors move of each local layer, in order of the local side."""
+    local = _Index(plan.local, local_layers, request["local"])
+    found: dict[Any, list[_Row]] = {layer.key: [] for layer in local_layers}
+    for name, group_plan in by_remote_group(plan):
+        for number, spec in enumerate(group_plan.bind(**request)):
+            if not spec.num_bytes:
+                continue
+            by_key: dict[Any, list[Layer]] = {}
+            for layer in remotes[number]:
+                if layer.group.name == name:
+                    by_key.setdefault(layer.key, []).append(layer)
+            indices: dict[Any, _Index] = {}
+            for (address, length, device), (far_address, _, far_device) in zip(
+                *(side.tolist() for side in spec.descriptors()), strict=True
+            ):
+                for skip, part, place in local.cut(device, address, length):
+                    key = place[0].key
+                    if key not in indices:
+                        indices[key] = _Index(plan.remotes[number], by_key[key], request["remote"])
+                    for more, num_bytes, far in indices[key].cut(
+                        far_device, far_address + skip, part
+                    ):
+                        layer, ordinal, block, offset = place
+                        here = layer, ordinal, block, offset + more
+                        found[key].append(_Row(here, far, number, num_bytes, length))
+    order = {id(layer): number for number, layer in enumerate(local_layers)}
+    for rows in found.values():
+        if rows:
+            yield sorted(
+                rows,
+                key=lambda row: (
+                    order[id(row.local[0])],
+                    row.local[1],
+                    row.remote_index,
+                    row.local[3],
+                ),
+            )
+
+
+class _Index:
+    """The contiguous bytes of a request's blocks on one worker, by device and address."""
+
+    def __init__(
+        self, worker: Worker, layers: Sequence[Layer], tables: Mapping[str, Blocks]
+    ) -> None:
+        pieces: list[tuple[tuple[int, int], int, _Place]] = []
+        for layer in layers:
+            region = worker.regions[layer.region]
+            table = tables.get(layer.group.name, Blocks([]))
+            ids, first = np.unique(table.ids, return_index=True)  # a source may have a block twice
+            spans = [*layer.cells.pieces]
+            spend(
+                len(spans) * ids.size, "pieces of blocks", COPY_BYTES // 20, f"draw {worker.label}"
+            )
+            for block, ordinal in zip(ids.tolist(), table.ordinals[first].tolist(), strict=True):
+                base = region.address + layer.offset + block * layer.block_stride_bytes
+                for start, stop in spans:
+                    place = layer, ordinal, block, start
+                    pieces.append(((region.device_id, base + start), base + stop, place))
+        self._pieces = sorted(pieces, key=lambda piece: piece[0])
+        self._starts = [start for start, _, _ in self._pieces]
+
+    def cut(self, device: int, address: int, length: int) -> Iterator[tuple[int, int, _Place]]:
+        """Yield the parts of a range of bytes: bytes before each, its length, its place."""
+        at = bisect.bisect_right(self._starts, (device, address)) - 1
+        skip = 0
+        while skip < length:
+            (_, start), stop, (layer, ordinal, block, offset) = self._pieces[at]
+            begin = address + skip
+            part = min(stop - begin, length - skip)
+            yield skip, part, (layer, ordinal, block, offset + begin - start)
+            skip += part
+            at += 1
+
+
+def _copies(plan: TransferPlan, rows: Sequence[_Row]) -> Iterator[BoxCopy]:
+    """Yield the copies of one layer, as large as boxes of both sides can be."""
     spend(len(rows), "copies", COPY_BYTES, f"draw {plan.local.label}")
-    for row in rows.tolist():
-        index = row[REMOTE]
-        local_map, _ = local_maps[row[MAP]]
-        remote_map, _ = remote_maps[index][row[FAR_MAP]]
-        sides = [(local_map, row[OFFSET]), (remote_map, row[FAR_OFFSET])]
-        for local_box, remote_box in _paired(sides, row[LENGTH]):
-            local = CopyEnd(plan.local, local_map, row[ORDINAL], row[ID], local_box)
-            remote_worker = plan.remotes[index]
-            block = row[FAR_ORDINAL], row[FAR_ID]
-            remote = CopyEnd(remote_worker, remote_map, *block, remote_box)
-            yield BoxCopy(local, remote, index, row[RUN])
+    for row in rows:
+        ends = [(place[0].cells, place[3]) for place in (row.local, row.remote)]
+        # Both sides cut where a cell of either begins.
+        edges = {0, row.length}
+        for cells, offset in ends:
+            low, high = np.searchsorted(cells.start, [offset, offset + row.length])
+            edges |= {int(start) - offset for start in cells.start[low:high]}
+        start = np.array(sorted(edges))
+        found = [cells.at(start[:-1] + offset, start[1:] + offset) for cells, offset in ends]
+        views = found[0][0]
+        tensors = found[0][1][:, ends[0][0].axes.index(TENSOR)]
+        bounds = [0, *(np.flatnonzero(np.diff(tensors)) + 1).tolist(), len(views)]
+        for first, stop in itertools.pairwise(bounds):
+            sides = [(low[first:stop], high[first:stop]) for _, low, high in found]
+            itemsize = int(ends[0][0].itemsize[views[first]])
+            for box in boxes(sides, np.diff(start)[first:stop], itemsize):
+                part = slice(first + box.start, first + box.stop)
+                span = int(start[part.start]), int(start[part.stop])
+                local, remote = (
+                    _end(worker, place, span, each, part)
+                    for worker, place, each in zip(
+                        (plan.local, plan.remotes[row.remote_index]),
+                        (row.local, row.remote),
+                        found,
+                        strict=True,
+                    )
+                )
+                yield BoxCopy(local, remote, row.remote_index, row.run_bytes)
 
 
-def _paired(sides: Sequence[tuple[BlockMap, int]], length: int) -> Iterator[tuple[Box, Box]]:
-    """Return bytes from an offset in each of two maps, cut until every part is one box on both."""
-    # A box of one side may end inside a box of the other: cut there, and look again.
-    cuts = {0, length}
-    cuts_before = set[int]()
-    while cuts != cuts_before:
-        cuts_before = set(cuts)
-        boxes_of_sides = []
-        for block_map, offset in sides:
-            boxes: list[Box] = []
-            for low, high in itertools.pairwise(sorted(cuts_before)):
-                boxes += block_map.boxes(offset + low, offset + high)
-            boxes_of_sides.append(boxes)
-            for box in boxes:
-                cuts |= {box.start - offset, box.stop - offset}
-    return zip(*boxes_of_sides, strict=True)
+def _end(worker: Worker, place: _Place, span: Range, found: Sequence[Any], part: slice) -> CopyEnd:
+    layer, ordinal, block, offset = place
+    cell, low, high = (column[part] for column in found)
+    intervals = {}
+    for axis, start, stop in zip(
+        layer.cells.axes, low.min(axis=0).tolist(), high.max(axis=0).tolist(), strict=True
+    ):
+        if axis == TOKEN and layer.group.tokens_per_block is not None:
+            intervals[POSITION] = positions_in(layer.group, ordinal, start, stop)
+        elif axis != TENSOR:
+            intervals[axis] = Interval(axis, start, stop)
+    view = int(layer.cells.view[cell[0]])
+    return CopyEnd(
+        worker, layer, ordinal, block, span[0] + offset, span[1] + offset, view, intervals
+    )

@@ -1,8 +1,8 @@
-"""Diagrams of a block or a plan: columns of bytes by address, under headers with coordinates.
+"""Diagrams of blocks: columns of bytes by address, under headers with coordinates.
 
-Text and SVG are drawn from the same diagrams. A block map makes one; a panel makes two, for the
-source and for the destination, that show the same copies. What repeats is folded: a diagram has the
-first parts of an axis and the last, or the copies at which something changes.
+Text and SVG are drawn from the same diagrams. Those of a plan come in pairs, for the source and for
+the destination, that show the same copies. What repeats is left out: of each axis a diagram has the
+first coordinates and the last, and those at which something changes.
 """
 
 from __future__ import annotations
@@ -12,45 +12,45 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import attrs
+import numpy as np
 
 from kvplan._text import count
-from kvplan.describe.blocks import Range
-from kvplan.display.blockmap import TENSOR, BlockMap, Interval, Path, StridedAxis, extend, named
-from kvplan.display.copies import BoxCopy, CopyEnd, Panel
-
-WORKER: Final = "worker"
-BLOCK: Final = "block"
-REGION: Final = "region"
+from kvplan.display.blocks import TENSOR, Interval, Layer, boxes, name_in_layer
+from kvplan.display.copies import POSITION, CopyEnd, Panel
 
 NOTE: Final = "byte: offset in one block"
 """The meaning of the numbers of bytes. They count from the first byte drawn of a block."""
 
 MAX_COLUMNS: Final = 20
-"""A drawing shows about so many copies of a panel, or columns of a block map, at most."""
+"""A drawing shows about so many copies of a plan, or boxes of a block, at most."""
 
 MIN_COLUMNS: Final = 12
-"""A drawing too wide for a line shows fewer copies, down to this number; then it goes on below."""
+"""A drawing too wide for a line shows fewer, down to this number; then it goes on below."""
 
 MAX_VALUES: Final = 8
-"""Of an axis on which copies have more intervals than this, some are folded."""
+"""Of an axis on which copies have more intervals than this, some are left out."""
 
-OPENINGS: Final = ((4, True), (3, True), (4, False), (3, False), (2, False), (1, False))
-"""Ways to open a block map, the furthest first: the parts of an axis, and whether all open."""
+OPENED: Final = (TENSOR, "token", "head", "kv")
+"""Axes along which a drawing of a block has boxes apart. Others are drawn whole."""
+
+Labels = tuple[str, ...]
+"""The texts above a column, the slowest axis first: all, or those of what it is within."""
+
 
 Fill = Literal["bytes", "rest", "fold"]
-"""Bytes that are shown; bytes that are not copied or hold something else; columns left out."""
+"""Bytes that are shown; bytes that are not copied or of others; bytes that are left out."""
 
 
 @attrs.frozen
 class Column:
-    """Bytes ``[start, stop)`` of a block and the path to them. ``copy`` is the index of a panel's
-    copy.
+    """Bytes ``[start, stop)`` of a block.
 
-    ``colour`` is the name of the colour in the legend, and ``hover`` the text that the mouse shows.
+    ``copy`` is the number of the copy, ``colour`` the name of the colour in the legend, and
+    ``hover`` the text that the mouse shows.
     """
 
     fill: Fill
-    path: Path
+    labels: Labels
     start: int
     stop: int
     hover: str = ""
@@ -59,394 +59,267 @@ class Column:
 
 
 @attrs.frozen
-class Header:
-    """The interval above columns ``first`` to ``last``, in ``rows`` rows from ``row`` on."""
-
-    row: int
-    rows: int
-    first: int
-    last: int
-    fill: Fill
-    interval: Interval | None
-
-
-@attrs.frozen
 class Diagram:
-    """Columns with their headers. ``axes`` names each row, empty where a row has several axes."""
+    """Columns by ascending address, and the names of the rows of their labels."""
 
-    columns: tuple[Column, ...]
-    headers: tuple[Header, ...]
     axes: tuple[str, ...]
+    columns: tuple[Column, ...]
 
-    @classmethod
-    def of(cls, columns: Iterable[Column]) -> Diagram:
-        """Return the diagram of some columns; neighbours that are folded become one."""
-        # Folds that touch show one thing: that columns are left out.
-        joined: list[Column] = []
-        for column in columns:
-            if column.fill == "fold" and joined and joined[-1].fill == "fold":
-                before = joined[-1]
-                path = common(before.path, column.path)
-                joined[-1] = attrs.evolve(before, path=path, stop=column.stop)
-            else:
-                joined.append(column)
-        headers = tuple(_headers(joined))
-        axes = []
-        for row in range(max(map(_depth, joined), default=0)):
-            intervals = [header.interval for header in headers if header.row == row]
-            # A row has an axis name only if all its headers are of one axis.
-            names = {interval.axis for interval in intervals if interval}
-            axes.append(names.pop() if len(names) == 1 else "")
-        return cls(tuple(joined), headers, tuple(axes))
+    def headers(self, row: int) -> Iterator[tuple[int, int, Fill, str]]:
+        """Yield the first and the last column, kind and text of each header in a row.
 
-    def text(self, header: Header, with_more: bool = False) -> str:
-        """Return the text of a header.
-
-        It has the axis where the row has several, and ``more`` of its interval if asked for.
+        Neighbours whose labels agree up to the row have one. A column that is ``rest`` or ``fold``
+        has a header of that kind in the first row that it has no label in, and then empty ones.
         """
-        interval = header.interval
-        if interval is None:
-            return ""
-        has_name = self.axes[header.row] or interval.name
-        text = str(interval) if has_name else f"{interval.axis} {interval}"
-        return f"{text}: {interval.more}" if with_more and interval.more else text
+        first = 0
+        while first < len(self.columns):
+            labels = self.columns[first].labels
+            last = first
+            if len(labels) > row:
+                while last + 1 < len(self.columns) and (
+                    self.columns[last + 1].labels[: row + 1] == labels[: row + 1]
+                ):
+                    last += 1
+                yield first, last, "bytes", labels[row]
+            else:
+                yield first, last, self.columns[first].fill if len(labels) == row else "bytes", ""
+            first = last + 1
 
 
 @attrs.frozen
 class Drawing:
-    """A block map or a panel: one diagram, or the source's and the destination's.
-
-    ``choices`` has the fullest first.
-    """
+    """A title, a line of facts, and the diagrams one below the other; the fullest choice first."""
 
     title: str
     facts: str
-    choices: Iterable[tuple[Diagram, ...]]
+    choices: Sequence[tuple[Diagram, ...]]
 
 
-def common(a: Path, b: Path) -> Path:
-    """Return the intervals with which both paths begin."""
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
-    return tuple(interval for interval, _ in pairs)
+def common(one: Labels, other: Labels) -> Labels:
+    """Return the labels with which both begin."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return tuple(label for label, _ in pairs)
 
 
-def _depth(column: Column) -> int:
-    """Return how many rows a column needs. A fold has a row of its own below its path."""
-    return len(column.path) + (column.fill == "fold")
+@attrs.frozen
+class _Box:
+    """Bytes of a block that could be shown, with an interval on each axis that they have."""
+
+    start: int
+    stop: int
+    intervals: Mapping[str, Interval | str]
+    number: int
+    hover: str
+    colour: str
 
 
-def _headers(columns: Sequence[Column]) -> Iterator[Header]:
-    """Yield the headers, row by row: one for neighbours whose paths agree up to the row."""
-    depth = max(map(_depth, columns), default=0)
-    for row in range(depth):
-        first = 0
-        while first < len(columns):
-            column = columns[first]
-            last = first
-            if len(column.path) > row:
-                last = _last_alike(columns, first, row + 1)
-                below = columns[first : last + 1]
-                # A header with no deeper row below it reaches down to the bytes.
-                rows = 1 if max(map(_depth, below)) > row + 1 else depth - row
-                fill: Fill = "rest" if {column.fill for column in below} == {"rest"} else "bytes"
-                yield Header(row, rows, first, last, fill, column.path[row])
-            # Folds, and columns without any path, have an empty header under their path.
-            elif len(column.path) == row and (column.fill == "fold" or not column.path):
-                yield Header(row, depth - row, first, first, column.fill, None)
-            first = last + 1
+_Strip = tuple[Labels, int, Sequence[_Box]]
+"""The labels of a block, the bytes that it has, and its boxes by ascending address."""
 
 
-def _last_alike(columns: Sequence[Column], first: int, depth: int) -> int:
-    """Return the last column after ``first`` up to which paths begin with the same intervals."""
-    path = columns[first].path[:depth]
-    last = first
-    while last + 1 < len(columns) and columns[last + 1].path[:depth] == path:
-        last += 1
-    return last
+def block_drawing(title: str, facts: str, layers: Sequence[Layer]) -> Drawing:
+    """Return the drawing of one block of a layer. Equal ones are drawn once."""
+    layer = layers[0]
+    found = [*_boxes(layer)]
+    axes = _rows(layer, [box.intervals for box in found]) or layer.cells.axes[-1:]
+    strip = (), layer.size_bytes + layer.rest_bytes, found
+    values = [
+        {(box.intervals[TENSOR], axis): held for axis, held in box.intervals.items()}
+        for box in found
+    ]
+    choices = [
+        (_diagram((), axes, [strip], shown),) for shown in _choices(values, [()] * len(found))
+    ]
+    return Drawing(title, facts, choices)
 
 
-def map_diagrams(block_map: BlockMap) -> Iterator[tuple[Diagram]]:
-    """Yield a block map, opened less and less far. The fastest axis is never opened."""
-    end = block_map.size_bytes + block_map.rest_bytes
-    for max_parts, opens_all in OPENINGS:
-        columns = _opened(block_map.all_layers, (), 0, end, max_parts, opens_all)
-        yield (Diagram.of(_with_colour(column, block_map) for column in columns),)
+def _boxes(layer: Layer) -> Iterator[_Box]:
+    """Yield the boxes of a block: cells side by side that differ along the fastest axes alone."""
+    cells = layer.cells
+    opened = [number for number, axis in enumerate(cells.axes) if axis in OPENED]
+    is_apart = (cells.low[1:, opened] != cells.low[:-1, opened]).any(axis=1)
+    is_apart |= cells.start[1:] != cells.stop[:-1]
+    bounds = [0, *(np.flatnonzero(is_apart) + 1).tolist(), cells.start.size]
+    number = itertools.count()
+    for first, stop in itertools.pairwise(bounds):
+        sides = [(cells.low[first:stop], cells.high[first:stop])]
+        lengths = (cells.stop - cells.start)[first:stop]
+        for box in boxes(sides, lengths, int(cells.itemsize[first])):
+            part = slice(first + box.start, first + box.stop)
+            lows, highs = (
+                cells.low[part].min(axis=0).tolist(),
+                cells.high[part].max(axis=0).tolist(),
+            )
+            sizes = layer.views[int(cells.view[first])].sizes
+            intervals: dict[str, Interval | str] = {}
+            for axis, low, high in zip(cells.axes, lows, highs, strict=True):
+                if axis == TENSOR:
+                    intervals[axis] = cells.names[low]
+                elif sizes.get(axis, 1) > 1:
+                    intervals[axis] = Interval(axis, low, high)
+            begin, end = int(cells.start[part.start]), int(cells.stop[part.stop - 1])
+            where = ", ".join(f"{axis} {held}" for axis, held in intervals.items())
+            hover = f"{where}\n{count(end - begin, 'byte')} at byte {begin} of the block"
+            colour = " ".join(str(intervals[axis]) for axis in (TENSOR, "kv") if axis in intervals)
+            yield _Box(begin, end, intervals, next(number), hover, colour)
 
 
-def _with_colour(column: Column, block_map: BlockMap) -> Column:
-    """Return a column with its hover text, and a colour for each tensor, K and V apart."""
-    hover = _in_block(column.start, column.stop)
-    if column.fill != "bytes":
-        return attrs.evolve(column, hover=hover)
-    tensor = block_map.axes[0].tensor
-    for interval in column.path:
-        if interval.axis == TENSOR:
-            tensor = interval.name
-    keys_or_values = [str(interval) for interval in column.path if interval.axis == "kv"]
-    where = ", ".join(f"{interval.axis} {interval}" for interval in column.path)
-    colour = " ".join([tensor, *keys_or_values])
-    return attrs.evolve(column, hover=f"{where}\n{hover}", colour=colour)
+def _rows(layer: Layer, intervals: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the axes that say something: not all boxes have all of them."""
+    sizes = dict(zip(layer.cells.axes, layer.cells.sizes, strict=True))
+    rows = []
+    for axis, size in sizes.items():
+        name = axis if axis in intervals[0] or axis != "token" else POSITION
+        held = {each[name] for each in intervals if name in each}
+        whole = {Interval(name, 0, size)} if name != POSITION else set()
+        if (axis == TENSOR and size > 1) or (axis != TENSOR and held - whole):
+            rows.append(name)
+    return tuple(rows)
 
 
-def _in_block(start: int, stop: int) -> str:
-    return f"{count(stop - start, 'byte')} at byte {start} of the block"
-
-
-def _opened(
-    axes: Sequence[StridedAxis],
-    path: Path,
-    base: int,
-    end: int,
-    max_parts: int,
-    opens_all: bool,
-) -> Iterator[Column]:
-    """Yield the columns of bytes ``[base, end)``.
-
-    They show ``max_parts`` parts of each axis. All of these are opened, or the first alone.
-    """
-    reached = base
-    for axis, axis_path in named(axes, path):
-        start = base + axis.offset
-        stop = base + axis.stop
-        # Bytes between two axes are padding, or of other groups.
-        if reached < start:
-            yield Column("rest", path, reached, start)
-        reached = stop
-        last = len(axis.coordinates) - 1
-        if not axis.inside:
-            yield Column("bytes", axis_path or (axis.interval(0, last),), start, stop)
-        elif max_parts == 1 and last > 0:
-            yield Column("bytes", extend(axis_path, axis.interval(0, last)), start, stop)
-        else:
-            yield from _opened_parts(axis, axis_path, start, max_parts, opens_all)
-    if reached < end:
-        yield Column("rest", path, reached, end)
-
-
-def _opened_parts(
-    axis: StridedAxis,
-    path: Path,
-    start: int,
-    max_parts: int,
-    opens_all: bool,
-) -> Iterator[Column]:
-    """Yield the columns of an axis that begins at byte ``start``: its first parts and the last."""
-    num_parts = len(axis.coordinates)
-    # A fold is worth its column only if it hides two parts or more.
-    shown = [*range(num_parts)]
-    if num_parts > max_parts + 1:
-        shown = [*range(max_parts - 1), num_parts - 1]
-    for before, part in itertools.pairwise([-1, *shown]):
-        part_start = start + part * axis.step
-        part_stop = part_start + axis.size
-        part_path = extend(path, axis.interval(part, part))
-        if part > before + 1:
-            yield Column("fold", path, start + (before + 1) * axis.step, part_start)
-        # An inner axis of single elements tells nothing that the part does not tell.
-        can_open = any(inner.inside or len(axis.inside) > 1 for inner in axis.inside)
-        if can_open and (opens_all or part == 0):
-            yield from _opened(axis.inside, part_path, part_start, part_stop, max_parts, opens_all)
-        else:
-            yield Column("bytes", part_path, part_start, part_stop)
-        if part + 1 < num_parts and axis.size < axis.step:
-            yield Column("rest", path, part_stop, part_start + axis.step)
-
-
-def panel_diagrams(panel: Panel) -> Iterator[tuple[Diagram, ...]]:
-    """Yield the source's side and the destination's, with fewer and fewer copies on both."""
-    values, ranked = _values(panel.copies)
-    source = [copy.remote for copy in panel.copies]
-    destination = [copy.local for copy in panel.copies]
+def panel_drawing(panel: Panel) -> Drawing:
+    """Return the drawing of the source's side and of the destination's."""
+    ends = [[copy.remote for copy in panel.copies], [copy.local for copy in panel.copies]]
     if panel.operation != "READ":
-        source, destination = destination, source
-    tokens = None if panel.is_example else panel.tokens
-    sides = [_blocks(source, tokens), _blocks(destination, tokens)]
-    # The caller takes the first drawing that fits the line.
-    for max_copies in range(MAX_COLUMNS, MIN_COLUMNS - 1, -1):
-        shown = _chosen(values, ranked, max_copies)
-        yield tuple(_panel_diagram(panel, blocks, shown) for blocks in sides)
+        ends.reverse()
+    sides = [_side(panel, side) for side in ends]
+    values = []
+    for copy in panel.copies:
+        held: dict[Any, Any] = {
+            (copy.local.tensor, axis): interval for axis, interval in copy.local.intervals.items()
+        }
+        values.append(held | {(copy.local.tensor, "block"): copy.local.ordinal})
+    places = [
+        (copy.remote_index, copy.remote.layer.region, copy.remote.ordinal, copy.local.ordinal)
+        for copy in panel.copies
+    ]
+    choices = [
+        tuple(_diagram(outer, axes, strips, shown) for outer, axes, strips in sides)
+        for shown in _choices(values, places)
+    ]
+    return Drawing(panel.title, panel.facts, choices)
 
 
-def _panel_diagram(
-    panel: Panel,
-    blocks: Sequence[tuple[Path, _Block]],
-    shown: frozenset[int],
+def _side(panel: Panel, ends: Sequence[CopyEnd]) -> tuple[Labels, Labels, list[_Strip]]:
+    """Return the rows of blocks and of axes, and the blocks, by worker, region and ordinal."""
+    by_block: dict[Any, list[tuple[int, CopyEnd]]] = {}
+    for number, end in enumerate(ends):
+        key = end.worker.key, end.layer.region, end.layer.offset, end.ordinal
+        by_block.setdefault(key, []).append((number, end))
+    has_regions = len({key[:3] for key in by_block}) > len({key[0] for key in by_block})
+    has_blocks = ends[0].layer.group.tokens_per_block is not None
+    outer = ("worker", *["region"] * has_regions, *["block"] * has_blocks)
+    strips: list[_Strip] = []
+    rows: dict[str, None] = {}
+    for key in sorted(by_block):
+        block = sorted(by_block[key], key=lambda member: member[1].start)
+        _, end = block[0]
+        ordinal = f"{end.ordinal}" if panel.is_example else f"{end.ordinal} (id {end.block})"
+        labels = (
+            end.worker.label,
+            *[end.region] * has_regions,
+            *[ordinal] * has_blocks,
+        )
+        found = []
+        for number, end in block:
+            copy = panel.copies[number]
+            sizes = end.layer.views[end.view].sizes
+            intervals: dict[str, Interval | str] = {
+                axis: interval
+                for axis, interval in end.intervals.items()
+                if axis == POSITION or sizes.get(axis, 1) > 1
+            }
+            intervals[TENSOR] = name_in_layer(end.layer.views[end.view])
+            colour = copy.remote.worker.label
+            found.append(_Box(end.start, end.stop, intervals, number, panel.details(copy), colour))
+        rows |= dict.fromkeys(_rows(end.layer, [box.intervals for box in found]))
+        strips.append((labels, end.layer.size_bytes, found))
+    # where all copies of each block have the same positions, the block says it
+    if all(len({box.intervals.get(POSITION) for box in found}) == 1 for _, _, found in strips):
+        rows.pop(POSITION, None)
+    return outer, tuple(rows), strips
+
+
+def _diagram(
+    outer: Labels, axes: Labels, strips: Iterable[_Strip], shown: frozenset[int]
 ) -> Diagram:
-    """Return the diagram of one side of a panel."""
+    """Return the boxes that are shown, and what is between them."""
     columns: list[Column] = []
-    for path, block in blocks:
-        columns += _block_columns(panel, path, block, shown)
-    return Diagram.of(columns)
+
+    def between(fill: Fill, labels: Labels, start: int, stop: int) -> None:
+        if fill == "fold" and columns and columns[-1].fill == "fold":
+            labels = common(columns.pop().labels, labels)
+        hover = f"{count(stop - start, 'byte')} at byte {start} of the block"
+        columns.append(Column(fill, labels, start, stop, hover))
+
+    for block, size, found in strips:
+        before: Labels = block
+        reached = 0
+        is_left_out = False
+        for box in found:
+            if box.number not in shown:
+                is_left_out = True
+                continue
+            labels = (*block, *(f"{box.intervals.get(axis, '')}" for axis in axes))
+            within = common(before, labels) if reached else block
+            if is_left_out:
+                between("fold", within, reached, box.start)
+            elif reached < box.start:
+                between("rest", within, reached, box.start)
+            columns.append(
+                Column("bytes", labels, box.start, box.stop, box.hover, box.colour, box.number)
+            )
+            before, reached, is_left_out = labels, box.stop, False
+        if is_left_out:
+            between("fold", block, reached, size)
+        elif reached < size:
+            between("rest", block, reached, size)
+    return Diagram((*outer, *axes), tuple(columns))
 
 
-_Values = Sequence[Mapping[Any, tuple[int, int]]]
-"""The interval of each copy on each axis, by the names of tensor and axis."""
+def _choices(
+    values: Sequence[Mapping[Any, Any]], places: Sequence[Any]
+) -> Iterator[frozenset[int]]:
+    """Yield the numbers of the boxes to show, fewer and fewer.
 
-_Ranked = Mapping[Any, Sequence[tuple[int, int]]]
-"""The intervals that copies have on each axis, those first that are shown first."""
-
-
-def _values(copies: Sequence[BoxCopy]) -> tuple[_Values, _Ranked]:
-    """Return the interval of each copy on each axis, and the order in which each axis is shown.
-
-    First come the first, the last and the second; then both sides of the first and of the last
-    change of block or remote worker; then the rest.
+    Each axis keeps fewer and fewer of its ``values``, until those that have them are few. The
+    first, the last and the second come first, then both sides of the first and of the last change
+    of what ``places`` a value connects.
     """
-    values: list[dict[Any, tuple[int, int]]] = []
-    places: dict[Any, dict[tuple[int, int], set[Any]]] = {}
-    for copy in copies:
-        path = copy.local.path
-        tensors = tuple(interval.name for interval in path if interval.axis == TENSOR)
-        value_of_axis: dict[Any, tuple[int, int]] = {}
-        for interval in path:
-            if interval.axis != TENSOR:
-                value_of_axis[tensors, interval.axis] = interval.start, interval.stop
-        value_of_axis[tensors, BLOCK] = copy.local.ordinal, copy.local.ordinal + 1
-        values.append(value_of_axis)
-        # The blocks and the worker that copies of these intervals connect: _rank looks for changes.
-        remote_place = copy.remote_index, copy.remote.map.places, copy.remote.ordinal
-        for axis, value in value_of_axis.items():
-            places_of_value = places.setdefault(axis, {}).setdefault(value, set())
-            places_of_value.add((*remote_place, copy.local.ordinal))
-    ranked = {axis: _rank(places_by_value) for axis, places_by_value in places.items()}
-    return values, ranked
+    connected: dict[Any, dict[Any, set[Any]]] = {}
+    for held, place in zip(values, places, strict=True):
+        for axis, value in held.items():
+            connected.setdefault(axis, {}).setdefault(value, set()).add(place)
+    ranked = {axis: _ranked(places_of) for axis, places_of in connected.items()}
+    for most in range(MAX_COLUMNS, MIN_COLUMNS - 1, -1):
+        yield _chosen(values, ranked, most)
 
 
-def _rank(places_by_value: Mapping[tuple[int, int], set[Any]]) -> list[tuple[int, int]]:
-    """Return the intervals of an axis, those first that are shown first."""
-    order = sorted(places_by_value)
-    # Where the connected blocks or workers change from one interval to the next.
-    changes = []
-    for i, (before, after) in enumerate(itertools.pairwise(order)):
-        if places_by_value[before] != places_by_value[after]:
-            changes.append(i + 1)
+def _ranked(places_of: Mapping[Any, set[Any]]) -> list[Any]:
+    """Return the values of an axis, those first that are shown first."""
+    order = sorted(places_of, key=lambda v: (v.start, v.stop) if isinstance(v, Interval) else (v,))
+    changes = [
+        number + 1
+        for number, (one, other) in enumerate(itertools.pairwise(order))
+        if places_of[one] != places_of[other]
+    ]
     first = [0, len(order) - 1, min(1, len(order) - 1)]
-    for i in (*changes[:1], *changes[-1:]):
-        first += [i, i - 1]
-    return [order[i] for i in dict.fromkeys([*first, *range(len(order))])]
+    for number in (*changes[:1], *changes[-1:]):
+        first += [number, number - 1]
+    return [order[number] for number in dict.fromkeys([*first, *range(len(order))])]
 
 
-def _chosen(values: _Values, ranked: _Ranked, max_copies: int) -> frozenset[int]:
-    """Return the indices of about ``max_copies`` copies.
-
-    Each axis keeps fewer and fewer intervals, until the copies that have them are few.
-    """
-    shown = list(range(len(values)))
-    max_values = len(values) if len(shown) <= max_copies else MAX_VALUES
+def _chosen(
+    values: Sequence[Mapping[Any, Any]], ranked: Mapping[Any, Sequence[Any]], most: int
+) -> frozenset[int]:
+    shown = [*range(len(values))]
+    max_values = len(values) if len(shown) <= most else MAX_VALUES
     num_kept = {axis: min(len(order), max_values) for axis, order in ranked.items()}
     while True:
         kept = {axis: frozenset(order[: num_kept[axis]]) for axis, order in ranked.items()}
         shown = [i for i in shown if all(value in kept[axis] for axis, value in values[i].items())]
-        # Of the axes with three intervals left, or else two, shorten the one with the most in all.
+        # Of the axes with three values left, or else two, shorten the one with the most in all.
         longest = max(num_kept, key=lambda axis: (min(num_kept[axis], 3), len(ranked[axis])))
-        if len(shown) <= max_copies or num_kept[longest] == 1:
+        if len(shown) <= most or num_kept[longest] == 1:
             return frozenset(shown)
         num_kept[longest] -= 1
-
-
-_Block = Sequence[tuple[int, CopyEnd]]
-"""The ends of copies in one block, by ascending bytes, each with the index of its copy."""
-
-
-def _blocks(ends: Sequence[CopyEnd], tokens: Range | None) -> list[tuple[Path, _Block]]:
-    """Return the blocks on one side, by worker, region and ordinal, each with the path to it.
-
-    Blocks of a request have their ids, and the positions of its ``tokens`` that they hold.
-    """
-    # Blocks of one worker may lie in several regions: a block is known by all three.
-    ends_by_block: dict[Any, list[tuple[int, CopyEnd]]] = {}
-    for i, end in enumerate(ends):
-        key = end.worker.key, end.map.places, end.ordinal
-        ends_by_block.setdefault(key, []).append((i, end))
-    workers = {worker for worker, _, _ in ends_by_block}
-    has_regions = len({(worker, places) for worker, places, _ in ends_by_block}) > len(workers)
-    blocks: list[tuple[Path, _Block]] = []
-    for key in sorted(ends_by_block):
-        block = sorted(ends_by_block[key], key=_first_byte)
-        _, end = block[0]
-        path = [Interval(WORKER, 0, 1, end.worker.label)]
-        if has_regions:
-            path.append(Interval(REGION, 0, 1, end.region))
-        if end.map.group.tokens_per_block is not None:
-            path.append(_block_interval(end, tokens))
-        blocks.append((tuple(path), block))
-    return blocks
-
-
-def _first_byte(indexed_end: tuple[int, CopyEnd]) -> int:
-    _, end = indexed_end
-    return end.box.start
-
-
-def _block_interval(end: CopyEnd, tokens: Range | None) -> Interval:
-    """Return the interval of a block: its ordinal, its id in a request, and the positions in it."""
-    positions = end.positions
-    name = ""
-    if tokens is not None:
-        name = f"{end.ordinal} (id {end.block})"
-    if tokens and not positions.name:
-        start = max(positions.start, tokens[0])
-        stop = min(positions.stop, tokens[1])
-        positions = attrs.evolve(positions, start=start, stop=stop)
-    return Interval(BLOCK, end.ordinal, end.ordinal + 1, name, f"positions {positions}")
-
-
-def _block_columns(
-    panel: Panel,
-    path: Path,
-    block: _Block,
-    shown: frozenset[int],
-) -> Iterator[Column]:
-    """Yield the columns of one block: the copies that are ``shown``, and the bytes between them."""
-    _, last_end = block[-1]
-    block_map = last_end.map
-    if not any(i in shown for i, _ in block):
-        yield Column("fold", path[:1], 0, block_map.size_bytes)
-        return
-    reached = 0
-    last_path = path
-    is_folded = False
-    for i, end in block:
-        if i not in shown:
-            is_folded = True
-            continue
-        copy = panel.copies[i]
-        copy_path = (*path, *end.path)
-        shared_path = common(last_path, copy_path)
-        yield from _between(end, reached, end.box.start, path, shared_path, is_folded)
-        yield Column(
-            fill="bytes",
-            path=copy_path,
-            start=end.box.start,
-            stop=end.box.stop,
-            hover=panel.details(copy),
-            colour=copy.remote.worker.label,
-            copy=i,
-        )
-        reached = end.box.stop
-        last_path = copy_path
-        is_folded = False
-    block_end = block_map.size_bytes + block_map.rest_bytes
-    yield from _between(last_end, reached, block_end, path, path, is_folded)
-
-
-def _between(
-    end: CopyEnd,
-    start: int,
-    stop: int,
-    block_path: Path,
-    path: Path,
-    is_folded: bool,
-) -> Iterator[Column]:
-    """Yield the column between two copies of a block: a fold, or bytes that are not copied.
-
-    These have their own path if they are one box.
-    """
-    if is_folded:
-        yield Column("fold", path, start, stop)
-    elif start < stop:
-        # One box has coordinates to show; several would need a column each.
-        boxes = tuple(end.map.boxes(start, stop))
-        if [(box.start, box.stop) for box in boxes] == [(start, stop)]:
-            path = (*block_path, *attrs.evolve(end, box=boxes[0]).path)
-        yield Column("rest", path, start, stop, _in_block(start, stop))

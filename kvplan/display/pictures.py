@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 
@@ -11,9 +12,9 @@ from kvplan._text import WIDTH, count, fold, size
 from kvplan.budget import limited
 from kvplan.describe.blocks import Blocks, Request, Tokens
 from kvplan.describe.worker import Worker
-from kvplan.display.blockmap import BlockMap, block_maps
-from kvplan.display.copies import Panel, panels
-from kvplan.display.diagram import Drawing, map_diagrams, panel_diagrams
+from kvplan.display.blocks import Layer, facts, folded, layers_of
+from kvplan.display.copies import panels
+from kvplan.display.diagram import Drawing, block_drawing, panel_drawing
 from kvplan.display.svg import draw_svg
 from kvplan.display.text import draw_text
 from kvplan.errors import KVPlanError
@@ -67,12 +68,11 @@ def show(
     >>> decode = model.engine("decode", tp=4, layout="BLNHC")
     >>> print(show(decode[1]))
     layers.0-79.attn
-    one of 80 equal layers, 16384 bytes in each of 4096 blocks of group attn, stride 1310720
-    layer │ 0                                    │ 1    │ 2    │ ···│ 79     │
-    token │ 0            │ 1   │ 2   │ ···│ 15   │      │      │    │        │
-    head  │ 2       │ 3  │     │     │    │      │      │      │    │        │
-    kv    │ K  │ V  │    │     │     │    │      │      │      │    │        │
-    byte  │ 0  │ 256│ 512│ 1024│ 2048│    │ 15360│ 16384│ 32768│    │ 1294336│
+    one of 80 equal layers 16384 bytes apart, 16384 bytes in each of 4096 blocks of group attn, stride 1310720
+    token │ 0                 │ 1                     │ 2                     │ ···│ 15                        │
+    head  │ 2       │ 3       │ 2         │ 3         │ 2         │ 3         │    │ 2           │ 3           │
+    kv    │ K  │ V  │ K  │ V  │ K   │ V   │ K   │ V   │ K   │ V   │ K   │ V   │    │ K    │ V    │ K    │ V    │
+    byte  │ 0  │ 256│ 512│ 768│ 1024│ 1280│ 1536│ 1792│ 2048│ 2304│ 2560│ 2816│    │ 15360│ 15616│ 15872│ 16128│
     <BLANKLINE>
     byte: offset in one block
     >>> print(show(plan_reads(decode[1], prefill)))
@@ -113,7 +113,15 @@ def _shown(
 ) -> Picture:
     """Return the picture of a value. Raises ``TYPE`` for one that has none."""
     if isinstance(value, Worker):
-        return _picture(f"One block of {value.label}", block_maps(value), about, width)
+        equal: dict[Any, list[Layer]] = {}
+        for layer in layers_of(value):
+            equal.setdefault(id(layer.cells), []).append(layer)
+        drawings = []
+        for layers in equal.values():
+            names = folded(name for layer in layers for name in layer.names)
+            drawings.append(block_drawing(names, facts(layers), layers))
+        title = f"One block of {value.label}"
+        return _picture(title, drawings, "padding, or other groups' bytes", about, width)
     if isinstance(value, TransferPlan):
         request: Request | None = None
         if any(argument is not None for argument in (local, remote, tokens)):
@@ -121,7 +129,12 @@ def _shown(
             remote = {} if remote is None else remote
             request = {"local": local, "remote": remote, "tokens": tokens}
         drawn = panels(value, request)
-        return _picture(_title(value, drawn, request), drawn, about, width)
+        drawings = [panel_drawing(panel) for panel in drawn]
+        # Colours in the order of the plan's remote workers, so that panels agree.
+        reached = {copy.remote_index for panel in drawn for copy in panel.copies}
+        workers = [value.remotes[number].label for number in sorted(reached)]
+        title = _title(value, workers, request)
+        return _picture(title, drawings, "not moved", about, width, workers)
     hints = {
         MeshPlan: "a mesh has a plan for each worker: show(mesh.plans[0])",
         tuple: "an engine is a tuple of workers: show(engine[0])",
@@ -135,13 +148,10 @@ def _shown(
     )
 
 
-def _title(plan: TransferPlan, drawn: Sequence[Panel], request: Request | None) -> str:
+def _title(plan: TransferPlan, workers: Sequence[str], request: Request | None) -> str:
     """Return who copies from or to whom, and how much a request copies."""
-    labels: dict[str, None] = {}
-    for panel in drawn:
-        labels |= {copy.remote.worker.label: None for copy in panel.copies}
     verb = "reads from" if plan.operation == "READ" else "writes to"
-    title = f"{plan.local.label} {verb} {fold(labels) or 'nobody'}"
+    title = f"{plan.local.label} {verb} {fold(workers) or 'nobody'}"
     if request is None:
         return title
     specs = plan.bind(**request)
@@ -152,23 +162,11 @@ def _title(plan: TransferPlan, drawn: Sequence[Panel], request: Request | None) 
 
 def _picture(
     title: str,
-    drawn: Sequence[BlockMap] | Sequence[Panel],
+    drawings: Sequence[Drawing],
+    rest: str,
     about: str,
     width: int,
+    names: Sequence[str] = (),
 ) -> Picture:
-    """Return the picture of block maps or of panels."""
-    # Colours in the order of the plan's remote workers, so that panels agree.
-    remotes: dict[int, str] = {}
-    for part in drawn:
-        if isinstance(part, Panel):
-            remotes |= {copy.remote_index: copy.remote.worker.label for copy in part.copies}
-    rest = "not moved" if remotes else "padding, or other groups' bytes"
-    labels = [label for _, label in sorted(remotes.items())]
-    svg = draw_svg(title, about, _drawings(drawn), labels, rest)
-    return Picture(title, draw_text(_drawings(drawn), rest, width), svg)
-
-
-def _drawings(drawn: Sequence[BlockMap] | Sequence[Panel]) -> Iterator[Drawing]:
-    for part in drawn:
-        choices = panel_diagrams(part) if isinstance(part, Panel) else map_diagrams(part)
-        yield Drawing(part.title, part.facts, choices)
+    svg = draw_svg(title, about, drawings, names, rest)
+    return Picture(title, draw_text(drawings, rest, width), svg)

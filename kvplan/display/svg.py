@@ -16,17 +16,7 @@ from typing import Any, Final
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from kvplan.display.diagram import (
-    BLOCK,
-    MAX_COLUMNS,
-    NOTE,
-    WORKER,
-    Column,
-    Diagram,
-    Drawing,
-    Header,
-    common,
-)
+from kvplan.display.diagram import NOTE, Column, Diagram, Drawing, common
 
 SVG_WIDTH: Final = 1160
 LEFT: Final = 84
@@ -95,7 +85,6 @@ FIXED_STYLE: Final = """\
 .kvplan .byte { font-size: 11px; fill: #10131a; text-anchor: middle }
 .kvplan .cell text { text-anchor: middle }
 .kvplan .end { text-anchor: end }
-.kvplan .cell .still { opacity: .55 }
 .kvplan .rest { fill: url(#kvplan-rest) }
 .kvplan path:hover { opacity: .9 }
 """
@@ -128,11 +117,8 @@ def draw_svg(
 
     The legend has the ``names`` that have colours, and the hatched ``rest``.
     """
-    parts = [(drawing, _fitting(drawing.choices)) for drawing in drawings]
-    columns: list[Column] = []
-    for _, diagrams in parts:
-        for diagram in diagrams:
-            columns += diagram.columns
+    parts = [(drawing, drawing.choices[0]) for drawing in drawings]
+    columns = [each for _, diagrams in parts for diagram in diagrams for each in diagram.columns]
     coloured = dict.fromkeys([*names, *(column.colour for column in columns if column.colour)])
     colours = {name: f"c{i % len(WORKER_COLOURS)}" for i, name in enumerate(coloured)}
     root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "class": "kvplan", "role": "img"})
@@ -186,14 +172,6 @@ def _add_hatching(root: Element) -> None:
     pattern = _add(defs, "pattern", id="kvplan-rest", **tile, patternUnits="userSpaceOnUse")
     _add(pattern, "rect", **tile, class_="ground")
     _add(pattern, "line", x1=0, y1=5, x2=5, y2=0, class_="hatch")
-
-
-def _fitting(choices: Iterable[tuple[Diagram, ...]]) -> tuple[Diagram, ...]:
-    """Return the first choice of both sides of a plan; of a block, the first of few columns."""
-    for diagrams in choices:
-        if len(diagrams) > 1 or len(diagrams[0].columns) <= MAX_COLUMNS:
-            break
-    return diagrams
 
 
 def _draw_legend(root: Element, top: float, colours: Mapping[str, str]) -> float:
@@ -290,7 +268,7 @@ def _spans(diagram: Diagram) -> _ColumnSpans:
 
 
 def _gap(a: Column, b: Column, depth: int) -> float:
-    return 1.0 + 2.0 * max(depth - 1 - len(common(a.path, b.path)), 0)
+    return 1.0 + 2.0 * max(depth - 1 - len(common(a.labels, b.labels)), 0)
 
 
 def _draw_headers(
@@ -302,42 +280,26 @@ def _draw_headers(
     *,
     is_down: bool,
 ) -> None:
-    """Draw the headers, with the slowest axis at the bottom if ``is_down``.
-
-    Workers that have a colour are drawn in it.
-    """
+    """Draw the headers, with the slowest axis at the bottom if ``is_down``; workers in colour."""
     depth = len(diagram.axes)
+    group = Element("g", {"class": "cell"})
     for row, axis in enumerate(diagram.axes):
         row_y = y + (depth - 1 - row if is_down else row) * ROW
         _add(root, "text", axis, x=LEFT - 10, y=row_y + 14, class_="axis")
-    group = _add(root, "g", class_="cell")
-    for header in diagram.headers:
-        left, _ = spans[header.first]
-        _, right = spans[header.last]
-        header_y = y + (depth - header.row - header.rows if is_down else header.row) * ROW
-        middle = {"x": (left + right) / 2, "y": header_y + header.rows * ROW / 2 + 4}
-        if header.fill == "fold":
-            _add(group, "text", "⋯", **middle, class_="faint")
-            continue
-        height = header.rows * ROW - 1
-        box = {"x": left, "y": header_y, "width": right - left, "height": height}
-        _add(group, "rect", **box, class_="still" if header.fill == "rest" else "")
-        interval = header.interval
-        if interval and interval.axis == WORKER and interval.name in colours:
-            _add(group, "rect", **box, class_=f"tint {colours[interval.name]}")
-        text = _fitting_text(diagram, header, right - left)
-        if text:
-            _add(group, "text", text, **middle)
-
-
-def _fitting_text(diagram: Diagram, header: Header, width: float) -> str:
-    """Return the longest text of a header that fits, or none."""
-    interval = header.interval
-    number = str(interval.start) if interval and interval.axis == BLOCK else ""
-    # From the longest text to the shortest.
-    full_text = diagram.text(header, with_more=True)
-    texts = [full_text, diagram.text(header), str(interval or ""), number]
-    return next((text for text in texts if text and _fits(text, width, LETTER)), "")
+        for first, last, fill, text in diagram.headers(row):
+            left, right = spans[first][0], spans[last][1]
+            middle = {"x": (left + right) / 2, "y": row_y + ROW / 2 + 4}
+            if fill == "fold":
+                _add(group, "text", "⋯", **middle, class_="faint")
+            if not text:
+                continue
+            box = {"x": left, "y": row_y, "width": right - left, "height": ROW - 1}
+            _add(group, "rect", **box)
+            if row == 0 and text in colours:
+                _add(group, "rect", **box, class_=f"tint {colours[text]}")
+            if _fits(text, right - left, LETTER):
+                _add(group, "text", text, **middle)
+    root.append(group)
 
 
 def _draw_bytes(

@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from kvplan import Blocks, Group, KVPlanError, Model, TransferPlan, Worker, plan_reads, plan_writes
-from kvplan.display.copies import BoxCopy, Panel, panels
+from kvplan.display.copies import BoxCopy, Panel, panels, positions_in
 from tests.small import engine
 
 LLAMA = Model.shipped("llama-3.1-8b")
@@ -17,7 +17,7 @@ GRANITE = Model.shipped("granite-4.0-h-tiny")
 
 def lines(copy: BoxCopy) -> tuple[str, str, str]:
     """A copy's bytes, its remote end and its local end, in short."""
-    ends = [" ".join([f"{end.worker.label}:{end.ordinal}", *map(str, end.path)]) for end in (copy.remote, copy.local)]
+    ends = [f"{end.worker.label}:{end.ordinal} {end.intervals['position']}" for end in (copy.remote, copy.local)]
     return f"{copy.num_bytes} of {copy.run_bytes}", ends[0], ends[1]
 
 
@@ -50,7 +50,7 @@ def test_an_example_has_every_byte_once() -> None:
     panel = only(plan_reads(LLAMA.engine("d", tp=2)[1], LLAMA.engine("p", tp=4, layout="LBNHC", tokens_per_block=64)))
     assert panel.tokens == (0, 64)
     assert sum(copy.num_bytes for copy in panel.copies) == 64 * 4 * 512
-    starts = {(copy.local.block, copy.local.box.start) for copy in panel.copies}
+    starts = {(copy.local.block, copy.local.start) for copy in panel.copies}
     assert len(starts) == len(panel.copies) == 256
 
 
@@ -63,7 +63,10 @@ def test_positions_are_those_of_the_request() -> None:
         ("prefill/0:0 0", "decode/0:0 0"),
         ("prefill/0:0 2", "decode/0:0 2"),
     ]
-    blocks = {copy.remote.worker.rank: str(copy.remote.positions) for copy in panel.copies}
+    blocks = {
+        copy.remote.worker.rank: str(positions_in(copy.remote.layer.group, copy.remote.ordinal))
+        for copy in panel.copies
+    }
     assert blocks == {0: "0..6", 1: "1..7"}
 
 
@@ -110,7 +113,7 @@ def test_a_request_is_shown_with_its_own_blocks() -> None:
     (panel,) = panels(plan, tables)
     assert panel.tokens == (3, 8)
     assert {(copy.local.block, copy.remote.block) for copy in panel.copies} == {(7, 4), (7, 9)}
-    assert str(panel.copies[0].local.path[-1]) == "3"
+    assert str(panel.copies[0].local.intervals["position"]) == "3"
 
 
 def test_a_bad_request_is_refused_as_by_bind() -> None:
@@ -162,7 +165,7 @@ def test_equal_addresses_of_two_devices_are_not_confused() -> None:
     sources, (local,) = LLAMA.engine("p", kv="split", num_blocks=9), LLAMA.engine("d", num_blocks=9)
     regions = [attrs.evolve(region, address=1 << 40, device_id=i) for i, region in enumerate(sources[0].regions)]
     panel = only(plan_reads(local, [attrs.evolve(sources[0], regions=regions)]))
-    assert {(str(copy.remote.path[0]), copy.remote.region) for copy in panel.copies} == {
+    assert {(str(copy.remote.intervals["kv"]), copy.remote.region) for copy in panel.copies} == {
         ("K", "layers.0.attn.k"),
         ("V", "layers.0.attn.v"),
     }
@@ -176,7 +179,7 @@ def test_groups_that_share_memory_are_not_confused() -> None:
     panel = only(plan_reads(engine("decode")[0], [source]))
     assert panel.num_layers == 2
     assert {end.coordinates[:9] for copy in panel.copies for end in (copy.local, copy.remote)} == {"layers.0:"}
-    assert {copy.remote.map.group.name for copy in panel.copies} == {"attn"}
+    assert {copy.remote.layer.group.name for copy in panel.copies} == {"attn"}
 
 
 def test_no_more_of_a_request_is_shown_than_a_few_blocks() -> None:

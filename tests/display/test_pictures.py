@@ -15,10 +15,9 @@ import pytest
 
 from kvplan import Axis, Group, Model, ReadSpec, Region, TransferPlan, View, Worker, plan_reads, plan_writes
 from kvplan.display import Picture, show
-from kvplan.display import diagram as module
-from kvplan.display.blockmap import Interval, block_maps
+from kvplan.display.blocks import layers_of
 from kvplan.display.copies import CopyEnd, Panel, excerpt, panels
-from kvplan.display.diagram import Column, Diagram, map_diagrams, panel_diagrams
+from kvplan.display.diagram import Column, Diagram, block_drawing, panel_drawing
 from kvplan.display.svg import DIGIT, LETTER, PANEL_LETTER
 from kvplan.plan import Table
 from kvplan.plan.series import Ids
@@ -121,7 +120,7 @@ def test_descriptors_of_the_plan_are_copies_of_the_picture(name: str) -> None:
     copies = [copy for panel in panels(plan) for copy in panel.copies]
     checked = 0
     for group in plan.local.groups:
-        found_part = excerpt(plan, group, [block_maps(worker) for worker in (plan.local, *plan.remotes)], None)
+        found_part = excerpt(plan, group, None)
         assert found_part
         request, _ = found_part
         for spec in plan.bind(**request):
@@ -267,14 +266,14 @@ def test_long_titles_have_several_lines() -> None:
 
 
 def test_a_page_of_many_tensors_shows_them_all() -> None:
-    """Where a block has more tensors than there is room for columns, each is one column."""
+    """Where a block has more tensors than there is room for columns, each has one column."""
     region = Region("ssm", 4096, 1 << 20)
     axes = (Axis("head", 0, 2, 2, 16), Axis("dim", 0, 2, 2, 8))
     views = [View(f"layers.0.part{i}", "g", region, "float64", axes, 4, 8192, 32 * i) for i in range(30)]
     root = ElementTree.fromstring(show(Worker("e", 0, [region], [Group("g")], views)).svg)
-    _, *leaves, rest = [title.text for title in root.iter(f"{SVG}title")]
-    assert leaves == [f"tensor part{i}, head 0-1\n32 bytes at byte {32 * i} of the block" for i in range(30)]
-    assert rest == "7232 bytes at byte 960 of the block"
+    found = [title.text or "" for title in root.iter(f"{SVG}title")]
+    leaves = [text for text in found if text.startswith("tensor")]
+    assert leaves == [f"tensor part{i}, head 0, dim 0-1\n16 bytes at byte {32 * i} of the block" for i in range(30)]
 
 
 def test_hostile_names_are_text() -> None:
@@ -365,74 +364,44 @@ def panel() -> Panel:
 
 def test_both_diagrams_show_the_same_copies() -> None:
     """The copies of one side are those of the other, fewer and fewer, and no more than asked for."""
-    for most, diagrams in zip(range(20, 11, -1), panel_diagrams(panel()), strict=True):
+    for most, diagrams in zip(range(20, 11, -1), panel_drawing(panel()).choices, strict=True):
         shown = [sorted(c.copy for c in diagram.columns if c.copy is not None) for diagram in diagrams]
         assert shown[0] == shown[1]
         assert most // 2 < len(shown[0]) <= most
 
 
-def test_every_axis_keeps_an_interval() -> None:
-    """However few are asked for, one copy of each tensor is shown."""
-    values, ranked = module._values(panel().copies)
-    assert len(module._chosen(values, ranked, 1)) == 1
+def column(*labels: str, fill: str = "bytes") -> Column:
+    return Column(fill, labels, 0, 1)  # type: ignore[arg-type]
 
 
-def column(*names: str, fill: str = "bytes") -> Column:
-    return Column(fill, tuple(Interval("axis", 0, 1, name) for name in names), 0, 1)  # type: ignore[arg-type]
-
-
-def spans(diagram: Diagram) -> list[tuple[int, int, int, int, str]]:
-    return [(one.row, one.rows, one.first, one.last, diagram.text(one)) for one in diagram.headers]
+def headers(*columns: Column) -> list[list[tuple[int, int, str, str]]]:
+    """The headers of each of two rows."""
+    return [[*Diagram(("a", "b"), columns).headers(row)] for row in (0, 1)]
 
 
 def test_headers_span_what_is_inside_them() -> None:
-    """A header spans all columns that share its interval and those before it."""
-    diagram = Diagram.of([column("a", "x"), column("a", "y"), column("b", "y")])
-    assert spans(diagram) == [
-        (0, 1, 0, 1, "a"),
-        (0, 1, 2, 2, "b"),
-        (1, 1, 0, 0, "x"),
-        (1, 1, 1, 1, "y"),
-        (1, 1, 2, 2, "y"),
-    ]
-
-
-def test_a_short_path_reaches_down() -> None:
-    """A column with a shorter path than others has its last header in all rows that are left."""
-    diagram = Diagram.of([column("a", "x"), column("b")])
-    assert (0, 2, 1, 1, "b") in spans(diagram)
+    """A header spans all columns that share its label and those before it."""
+    above, below = headers(column("a", "x"), column("a", "y"), column("b", "y"))
+    assert [each[:2] for each in above] == [(0, 1), (2, 2)]
+    assert [each[3] for each in below] == ["x", "y", "y"]
 
 
 def test_a_fold_is_below_what_its_neighbours_share() -> None:
-    """What is folded inside one part is below it, beside the parts that are shown."""
-    diagram = Diagram.of([column("a", "x"), column("a", fill="fold"), column("a", "z")])
-    assert spans(diagram)[0] == (0, 1, 0, 2, "a")
-    assert (1, 1, 1, 1, "") in spans(diagram)
-
-
-def test_folds_side_by_side_are_one() -> None:
-    """Two neighbours that are folded are one, where what they share ends."""
-    made = Diagram.of([column("a", "x"), column("a", fill="fold"), column("b", fill="fold"), column("b", "z")])
-    assert [(one.fill, len(one.path)) for one in made.columns] == [("bytes", 2), ("fold", 0), ("bytes", 2)]
-
-
-def test_a_row_of_one_axis_is_named() -> None:
-    """A row is named after its axis; where it has several, each header names its own."""
-    one, two = Interval("head", 4, 5), Interval("token", 0, 1)
-    diagram = Diagram.of([Column("bytes", (one, two), 0, 1), Column("bytes", (one, one), 1, 2)])
-    assert diagram.axes == ("head", "")
-    assert [diagram.text(header) for header in diagram.headers] == ["4", "token 0", "head 4"]
+    """What is left out inside one part is below it, beside the parts that are shown."""
+    above, below = headers(column("a", "x"), column("a", fill="fold"), column("a", "z"))
+    assert above == [(0, 2, "bytes", "a")]
+    assert below[1] == (1, 1, "fold", "")
 
 
 def test_the_columns_of_a_block_are_all_its_bytes() -> None:
-    """Opened in any way, the columns of a block follow each other from its first byte to its last."""
+    """With however many columns, those of a block follow each other from its first byte to its last."""
     for worker in (
         LLAMA.engine("e", tp=4, layout="LHBNC", num_blocks=9)[1],
         Model.shipped("granite-4.0-h-tiny").engine("e")[0],
     ):
-        for one in block_maps(worker):
-            for (diagram,) in map_diagrams(one):
+        for layer in layers_of(worker):
+            for (diagram,) in block_drawing("", "", [layer]).choices:
                 columns = diagram.columns
                 assert columns[0].start == 0
-                assert columns[-1].stop == one.size_bytes + one.rest_bytes
+                assert columns[-1].stop == layer.size_bytes + layer.rest_bytes
                 assert all(before.stop == after.start for before, after in itertools.pairwise(columns))
