@@ -82,6 +82,10 @@ class PoolPart(NamedTuple):
 
 def pool_parts(pool: Any) -> Iterator[PoolPart]:
     """Yield the pools inside one, each with a block table of its own. Raises ``LAYOUT``."""
+    if hasattr(pool, "compression_ratios"):
+        expected = "rows whose positions the pages of a request say"
+        got = "rows of compressors in rings, by position % size (DeepSeek-V4)"
+        raise contradiction("LAYOUT", READ_POOL, expected, got)
     if hasattr(pool, "swa_kv_pool"):
         ring = getattr(pool, "swa_req_ring_size", None)
         if ring is not None:

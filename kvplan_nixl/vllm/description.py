@@ -71,7 +71,8 @@ def check_kinds(cache: KVCacheConfig) -> None:
         if getattr(group, "host_resident", False):
             expected = "blocks on the device"
             got = "a group whose blocks are on the host (HiSparse)"
-            raise KVPlanError("LAYOUT", action, expected=expected, got=got)
+            hint = "kvplan does not know which ids of that pool are blocks of a request"
+            raise KVPlanError("LAYOUT", action, expected=expected, got=got, hint=hint)
 
 
 def first_attended(group: Any, position: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -439,6 +440,12 @@ def refused_states(zeros: Any, *shape: int, dtype: Any = np.int16) -> Any:
             "LAYOUT: cannot read a pool of SGLang: expected pages of tokens, got a ring of 128 for each request",
         ),
         (
+            lambda z: SimpleNamespace(swa_kv_pool=None, compression_ratios=[0, 4, 128]),
+            GQA,
+            "LAYOUT: cannot read a pool of SGLang: expected rows whose positions the pages of a request say, "
+            "got rows of compressors in rings, by position % size (DeepSeek-V4)",
+        ),
+        (
             lambda z: refused_states(z, 27, 3),
             MAMBA2,
             "SIZE: cannot read the state of 'layers.0.conv.x': expected shape (28, 3), got (27, 3)",
@@ -474,7 +481,7 @@ def refused_states(zeros: Any, *shape: int, dtype: Any = np.int16) -> Any:
             "AXES: cannot read a tensor as view 'layers.0.attn': expected one name for each of its 3 dimensions",
         ),
     ],
-    ids=["layout", "scales", "layers", "ring", "shape", "kind", "states", "dtype", "bytes", "keys", "rows"],
+    ids=["layout", "scales", "layers", "ring", "rings", "shape", "kind", "states", "dtype", "bytes", "keys", "rows"],
 )
 def test_contradictions(zeros: Any, make: Any, model: Model, text: str) -> None:
     """Pools that contradict the model, or of an unknown kind, are refused with both values."""
