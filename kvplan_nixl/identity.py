@@ -1,9 +1,9 @@
 """Identity: the facts that decide what is in a cache, as an engine runs its model.
 
-Two engines may share a cache if every number in it comes out the same on both. Tokens decide it,
-which each request has with it; a LoRA adapter and images too. All else is decided by the engine
-when it starts, and later by what changes its weights. The identity is a mapping of these facts,
-names to JSON values:
+Two engines may share a cache if every number in it comes out the same on both. Part of what decides
+it comes with each request: tokens, a LoRA adapter, images. The rest is decided when the engine
+starts, and later by updates of its weights. The identity is a mapping of these facts, names to JSON
+values:
 
 ==========================  ======================================================================
 ``weights``                 a fingerprint of the tensors, and of Python code beside them
@@ -19,18 +19,17 @@ The configuration is read as *the file states it*. What a library makes of the f
 renamed, numbers padded) depends on its version, and engines of two versions run the same model. An
 override counts as if it were in the file: an engine with ``rope_theta`` in its ``config.json`` and
 one that was started with the same value as an override are the same model. Engines read overrides
-in their own ways, so a bridge has to check that its engine reads the file with the overrides in it
-as it reads the file and the overrides; where it does not, the override is a fact of its own.
+in their own ways, so a bridge compares two configurations: the file read with the overrides beside
+it, and a file that has them in it. Where they differ, the effect of the override is a fact.
 
 What may differ harmlessly has no fact: parallel sizes, blocks, memory, scheduling, kernels, limits
-of length, and names. :data:`HARMLESS_KEYS` are those of a ``config.json``, and each bridge has such
-a list of its engine's options, with a reason for each. What is in neither list is a fact.
+of length, and names. :data:`HARMLESS_KEYS` are those of a ``config.json``, and each bridge lists
+the harmless options of its engine, with a reason for each. What is not listed is a fact.
 
 A worker has the facts as its model (:class:`kvplan.Worker`), so a handshake names those that
 differ, with both values. A handoff has the version of the weights, since that may change after the
-handshake. The keys of a store have the digest of all facts in their place: there a difference is a
-miss. An operator who knows that a fact is harmless names it in the setting ``ignored_facts``, on
-both engines.
+handshake. A store's keys have the digest of all facts, so a difference is a miss there. An operator
+who knows that a fact is harmless names it in the setting ``ignored_facts``, on both engines.
 """
 
 from __future__ import annotations
@@ -39,12 +38,15 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, Final
 
 from kvplan.connector.fingerprint import read_config
+from kvplan.errors import KVPlanError
 
 Facts = dict[str, Any]
 """Names of facts, and JSON values."""
@@ -125,8 +127,9 @@ HARMLESS_PROCESSOR_KEYS: Final[Mapping[str, str]] = MappingProxyType(
 def stated_config(folder: Path | str, file: str = "") -> dict[str, Any] | None:
     """Return a model's configuration as its folder states it, None where the folder has none.
 
-    It is that of a ``file``, or else ``config.json``, or Mistral's ``params.json``. How weights are
-    quantized may be in a file of its own. Raises ``CONFIG`` for a file that cannot be read.
+    It is read from ``file``, by default from ``config.json`` or Mistral's ``params.json``. Some
+    folders describe the quantization in another file, which is added. Raises ``CONFIG`` for a file
+    that cannot be read.
     """
     config = None
     for name in (file,) if file else (HF_CONFIG, MISTRAL_CONFIG):
@@ -155,12 +158,52 @@ def processor_facts(folder: Path | str) -> Facts:
     return facts
 
 
+def file_facts(fact: str, option: str, path: str | None) -> Facts:
+    """Return a digest of the file that an engine's option names, as a fact: none without a path.
+
+    Raises ``CONFIG`` for a file that cannot be read.
+    """
+    if not path:
+        return {}
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        action = f"read {option} {path!r}"
+        raise KVPlanError("CONFIG", action, expected="a file", got=f"{error}") from None
+    return {fact: hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()}
+
+
+@contextmanager
+def folder_with(folder: Path, name: str, config: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield a folder with another configuration in the file ``name``, and links to all else."""
+    with TemporaryDirectory() as other:
+        for path in folder.iterdir():
+            if path.name != name:
+                os.symlink(path.resolve(), Path(other, path.name))
+        Path(other, name).write_text(json.dumps(config))
+        yield Path(other)
+
+
+def is_long_rope(text_config: Any, max_length: int) -> bool | None:
+    """Return whether an engine's longest request has LongRoPE's factors for long ones.
+
+    None: the model has no LongRoPE.
+    """
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    original: int = rope.get("original_max_position_embeddings") or getattr(
+        text_config, "original_max_position_embeddings", 0
+    )
+    return max_length > original
+
+
 def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with overrides in it, as if they stood in the file.
+    """Return a configuration with overrides in it, as if the file had them.
 
     Overrides of a nested configuration change the keys that they have; other mappings are replaced.
-    New parameters of rotary embeddings take the place of all old ones, which a file may have under
-    other names.
+    New parameters of rotary embeddings replace all old ones, which a file may have under older
+    names.
 
     >>> merged({"rope_theta": 1, "text_config": {"a": 1, "b": 2}}, {"text_config": {"a": 3}})
     {'rope_theta': 1, 'text_config': {'a': 3, 'b': 2}}
@@ -216,10 +259,10 @@ def changes(changed: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, A
 
 
 def difference(changed: Mapping[str, Any], plain: Mapping[str, Any]) -> Facts:
-    """Return the keys of a configuration that differ from those of another one, by path.
+    """Return the keys of a configuration that differ from those of a plain one, by path.
 
-    It says what an override does that is no text, or that the engine reads in another way than the
-    same key of a file. A key that it removes is null.
+    They are the effect of an override that is Python code, or that the engine reads in another way
+    than the same key of a file. A key that it removes is null.
 
     >>> difference({"a": 1, "b": {"c": 2, "d": 3}}, {"a": 1, "b": {"c": 2, "d": 4}})
     {'overrides.b.d': 3}
@@ -275,13 +318,12 @@ FIRST_WEIGHTS: Final = "default"
 
 
 class Identity:
-    """The identity of an engine that runs: the facts that it started with, and what came later.
+    """The identity of a running engine: the facts that it started with, and its weights' version.
 
     Weights may change while an engine runs, as in reinforcement learning. Each change begins a
-    *version*. Whoever changes the weights of several engines alike can give the version a name, and
-    engines that started with equal facts share caches again under it. A change without a name has a
-    version that no other engine has. The version is a fact, ``weights_version``, and is empty for
-    the weights that the engine started with.
+    *version*. A trainer that updates several engines alike can name the version, and engines that
+    started with equal facts share caches again under that name. Until it is named, no other engine
+    has the version. It is a fact, ``weights_version``, empty for the weights of the start.
 
     >>> identity = Identity({"weights": "5f1a"}, lambda num_bytes: "c0ffee")
     >>> identity.change()
@@ -309,10 +351,7 @@ class Identity:
         self.version = f"unnamed {self._token_hex(DIGEST_BYTES)}"
 
     def forget(self) -> None:
-        """Begin a version without a name, although nobody has changed the weights.
-
-        What was saved under the version before is not found any more.
-        """
+        """Begin a version without a name under the same weights: stored pages are not found."""
         self.version = f"unnamed {self._token_hex(DIGEST_BYTES)}"
 
     def name_version(self, version: str) -> None:
@@ -324,7 +363,6 @@ class Identity:
 
 
 def _without_harmless(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration, and those nested in it, without keys that change no cache."""
     kept = _without(config, HARMLESS_KEYS)
     for key, value in kept.items():
         if isinstance(value, Mapping) and _is_nested(key):
@@ -342,7 +380,6 @@ def _in_one_form(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_nested(key: str) -> bool:
-    """Return whether a key has the configuration of a part of a model."""
     return key.endswith("_config") and key not in KEPT_WHOLE
 
 
@@ -386,7 +423,6 @@ def _with_rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat(path: str, value: Any) -> Facts:
-    """Return the facts of a value, by path: of a mapping, those of its values."""
     return dict(_walk(path, value))
 
 

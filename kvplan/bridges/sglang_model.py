@@ -1,7 +1,7 @@
 """What an SGLang rank caches, read off its pools: no model type is needed.
 
-A pool (sglang/srt/mem_cache, 0.5.23) declares the numbers of its layers and what a slot of them
-holds *on this rank*. A plan needs the whole tensor as well, of which the rank holds a part:
+A pool (sglang/srt/mem_cache, 0.5.23) declares the numbers of its layers and what a slot of each
+holds *on this rank*. A plan also needs the whole tensor:
 
 =================================  ===============================================================
 a pool declares                    the tensor
@@ -11,9 +11,9 @@ a pool declares                    the tensor
 several heads in ``head_num``      that many on each of ``tp`` ranks
 one head in ``head_num``           1 to ``tp`` heads, each on several ranks: ``kv_heads`` says how
                                    many, since the pool does not
-``mamba_layer_ids``                a state, whose parts :func:`state_layer` reads off SGLang's
-                                   shape of the state on a single rank, or else whatever a rank
-                                   has of it, for ranks of equally many (:func:`rank_state`)
+``mamba_layer_ids``                a state: its parts by SGLang's shape of it on a single rank
+                                   (:func:`state_layer`), or the rank's part as it is, which moves
+                                   between engines with equally many ranks (:func:`rank_state`)
 =================================  ===============================================================
 
 Tensors are named by the numbers of their layers in the model, ``layers.3.attn``, and those of a
@@ -271,10 +271,10 @@ def state_layer(shape: Any, conv_dtype: Any, ssm_dtype: Any, rule: str = "") -> 
 
 
 def rank_state(pool: Any, info: RankInfo) -> Layer:
-    """Return a state whose parts nobody knows: ranks of equally many hold equal parts of it.
+    """Return a state that ranks divide in an unknown way.
 
-    ``pool`` is a ``MambaPool``. Each of its buffers is a tensor of this rank, which moves between
-    ranks of the same number, and to no others.
+    ``pool`` is a ``MambaPool``. Each of its buffers is a tensor named after this rank, so it moves
+    between equal ranks of equally large engines.
     """
     part = "" if info.tp == 1 else f"tp{info.tp}.{info.tp_rank}."
     return tuple(

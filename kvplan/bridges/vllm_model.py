@@ -1,10 +1,10 @@
 """What a vLLM rank caches, read off the engine's own specs and layers: no model type is needed.
 
 A spec (vllm/v1/kv_cache_interface.py, 0.32 and 0.33) declares what a block of its layers holds *on
-this rank*: heads, sizes, a dtype, shapes of states. A plan needs the whole tensor as well, of which
-the rank holds a part: how many heads there are in all, and which of a convolution's channels are
-replicated. Most of it follows from the part and the number of ranks, since vLLM divides evenly and
-replicates only what has fewer heads than there are ranks:
+this rank*: heads, sizes, a dtype, shapes of states. A plan also needs the whole tensor: how many
+heads there are in all, and which channels of a convolution are replicated. Most of it follows from
+the rank's part and the number of ranks, since vLLM divides evenly, and replicates only where there
+are fewer heads than ranks:
 
 ==================================  ==============================================================
 a spec declares                     the tensor
@@ -14,16 +14,16 @@ of MLA                              (:mod:`kvplan.bridges.vllm_rows`)
 several KV heads                    that many on each of ``tp`` ranks
 one KV head                         1 to ``tp`` heads, each on several ranks: ``kv_heads`` says how
                                     many, since the spec does not
-``tokens_per_state``                a row of each so many tokens, in a group of its own
-no slot of any token                a ring: one block of a request, with its last tokens in slots
+``tokens_per_state``                one row for so many tokens, in a group of its own
+no slots of tokens                  a ring: one block of a request, in which position ``p`` has slot
                                     ``p % size``. It moves whole, as a state does
 ``shapes`` of a Mamba kind          the tensors of :mod:`kvplan.models.tensors`, rank times ``tp``
 ``shapes`` of any other kind        one tensor for each state and rank: such states move between
                                     ranks of equally many, and to no others
 ==================================  ==============================================================
 
-What is declared decides, never the class of a spec or the type of a model. A spec that declares
-what has no description here is refused with that fact.
+Only what a spec declares counts, never its class or the type of the model. A spec that declares
+something else is refused, with what it declares.
 
 Tensors are named by the number in vLLM's name of a layer (``layers.3.attn``), as
 :class:`~kvplan.Model` names them. Where a name has no number, or several, or where one number has
@@ -104,20 +104,20 @@ def is_state(spec: Any) -> bool:
 
 
 def is_ring(spec: Any) -> bool:
-    """Return whether a spec is that of a ring: the one block of a request, which has no slots.
+    """Return whether a spec is a ring's: it maps no tokens to slots.
 
-    Specs of raw memory have none either, but these have no view.
+    Neither do specs of raw memory, but these have no view.
     """
     has_slots = getattr(spec, "uses_slot_mapping", True)
     return not has_slots and getattr(spec, "has_layer_views", True)
 
 
 def is_latent(spec: Any) -> bool:
-    """Return whether every rank holds all that a layer of a spec caches, of all heads.
+    """Return whether every rank holds the whole cache of a spec's layers.
 
-    A spec says so with the number of its parts, or is one of MLA, whose fields others lack: not
-    every latent states that number (vllm/models/deepseek_v41/attention.py), and what has no V is
-    not always one (vllm/models/inkling/nvidia/sconv_swa_attn.py).
+    A spec declares that by ``max_tp_shards``, or by a field that specs of MLA alone have, since
+    some latents lack the former (vllm/models/deepseek_v41/attention.py). To have no V is no sign:
+    ranks divide Inkling's convolutions (vllm/models/inkling/nvidia/sconv_swa_attn.py).
     """
     return getattr(spec, "max_tp_shards", None) == 1 or hasattr(spec, "cache_dtype_str")
 
@@ -158,14 +158,14 @@ def tokens_per_state(spec: Any) -> int:
 
 
 BLOCK: Final = 0
-"""In place of a number of tokens: those of a whole block, whatever its size."""
+"""In place of a number of tokens: a whole block, whatever its size."""
 
 
 def units_of(spec: Any) -> list[int]:
-    """Return of how many tokens the values of a spec may be.
+    """Return for how many tokens a value of a spec may be: one number, or two possible ones.
 
-    Rows of bytes whose order the spec does not state may turn out to be whole blocks: the layer
-    that has them says so, which a scheduler does not have.
+    Rows of bytes in an unknown order move as whole blocks. Whether the order is known may depend on
+    the layer, which a scheduler does not have.
     """
     units = [tokens_per_state(spec)]
     if not is_state(spec) and is_packed(spec) and packed_row(spec, None) is None:
@@ -176,7 +176,7 @@ def units_of(spec: Any) -> list[int]:
 
 
 def unit_of(spec: Any, tensors: Layer) -> int:
-    """Return of how many tokens a value of a layer is, that caches these tensors."""
+    """Return for how many tokens one value of a layer with these tensors is."""
     is_page = any(tensor.kind == PAGE for tensor in tensors)
     return BLOCK if is_page else tokens_per_state(spec)
 
@@ -306,7 +306,7 @@ def _ring(
 ) -> Layer:
     """Return what a ring holds: the last tokens of a request, some of which have no row yet.
 
-    Ranks divide it as they divide the rows that come of it, which are those of its layer.
+    Ranks divide it as they divide the rows of its layer, which are made of these tokens.
     """
     spec = layer.spec
     number = _number(layer.name)
@@ -333,9 +333,9 @@ def _ring(
 
 
 def _part_of(info: RankInfo) -> str:
-    """Return what names of tensors begin with whose division among ranks is not known.
+    """Return the beginning of names of tensors that ranks divide in an unknown way.
 
-    Equal ranks hold equal parts, so ranks of equally many find them by their names.
+    It names the rank, so such a tensor moves between equal ranks of equally large engines.
     """
     return "" if info.tp == 1 else f"tp{info.tp}.{info.tp_rank}."
 
@@ -393,7 +393,7 @@ def _states(layer: CachedLayer, module: Any, info: RankInfo, conv: str) -> Layer
 
 
 def _whole(tensors: Layer, ranks: int, info: RankInfo) -> Layer:
-    """Return tensors that every rank holds whole as such, others as they are."""
+    """Return tensors undivided, if every rank holds them whole."""
     if ranks == info.tp:
         return tensors
     return tuple(attrs.evolve(tensor, sharded=None, shards=1) for tensor in tensors)

@@ -1,23 +1,21 @@
 """Rows that a kernel of vLLM packs itself: the order of their bytes inside a block.
 
 A spec declares the size of a row (``state_content_bytes``, or ``head_size`` bytes of ``uint8``),
-and a connector gets a view of rows of that size. For a row that holds values and their scales, the
-view is a size and not always an address. Two orders are in use, here for a block of three rows of
-six bytes and two of scales:
+and a connector gets a view of rows of that size. A row of values and scales does not always lie
+where the view has it. Two orders are in use, here for a block of three rows, each of six bytes and
+two of scales:
 
 ==============================  =========================================================
 scales behind each row          ``vvvvvvss vvvvvvss vvvvvvss``
 scales behind all rows          ``vvvvvv vvvvvv vvvvvv ss ss ss``, then the block's padding
 ==============================  =========================================================
 
-As long as blocks are equal and whole it makes no difference. It does for the last block of a
-request, of which some rows are read, and between engines whose blocks differ. So a row of the
-second kind is two tensors, its values and its scales, as
-:func:`~kvplan.models.tensors.sparse_latent` has an indexer's keys.
+Whole blocks of equal size can be copied without knowing the order. The last block of a request, of
+which some rows are read, cannot, nor can blocks of unequal size. So a row of the second kind is two
+tensors, values and scales, as in :func:`~kvplan.models.tensors.sparse_latent`.
 
-Where the order is not known, a whole block is one value, in a group of its own: such blocks move
-between engines with equal blocks, and plans refuse others. So a cache whose kernel has no entry
-here is still served.
+Where the order is not known, a whole block is one value, in a group of its own. It moves between
+engines with equal blocks, and plans refuse others.
 
 Sources, of vLLM 0.32 and 0.33: ``fp8_ds_mla`` and ``nvfp4_ds_mla`` of DeepSeek-V3.2 in
 vllm/v1/attention/backends/mla/flashmla_sparse.py; those of DeepSeek-V4 and V4.1 in cache_utils.py

@@ -1,9 +1,9 @@
-"""Changes of a running SGLang: weights that are updated, and adapters that come and go.
+"""Changes in a running SGLang: updates of its weights, and adapters that are loaded and dropped.
 
-Both happen in the process of SGLang's scheduler, whose functions are hooked. :data:`WEIGHTS` and
-:data:`ADAPTERS` know what computes a request's cache now. Its handoff has the version of the
-weights and the content of its adapter, and so have the keys of a store. So what was stored before a
-change is not found any more, and a request that was handed over is refused.
+Both happen in the scheduler's process, whose functions are hooked. :data:`WEIGHTS` and
+:data:`ADAPTERS` have the version of the weights and the content of each adapter, which are in the
+handoff of a request and in the keys of a store. After a change, pages that were stored before are
+not found, and requests that were handed over before are refused.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 
 @attrs.define
 class Weights:
-    """The version of the weights that compute requests now.
+    """The version of the weights with which requests are computed now.
 
-    Weights may be loaded in several parts, between ``begin`` and ``end`` of an update, and requests
-    that are computed meanwhile have parts of two versions. An operator names a version in the
-    update. Until that is over, until it has a name, and until SGLang has emptied its own cache,
-    which has what the weights before have computed, this version is no other's: ``token`` is it.
-    The name of the version ``before`` is no name of another one.
+    An update may load weights in several parts, between ``begin`` and ``end``, and a request that
+    is computed meanwhile mixes two versions. The operator names the version in the update. It has a
+    private name, from ``token``, until the update has ended, the operator has named it, and SGLang
+    has flushed its cache, which the weights before have computed. The name that was valid
+    ``before`` does not count as a new one.
     """
 
     token: str = ""
@@ -61,7 +61,7 @@ class Weights:
         self.is_changing = True
 
     def end(self, *, loads_now: bool) -> None:
-        """Note that an update ends, which may be when it loads what others have written."""
+        """Note that an update ends, and that it loads weights only now if ``loads_now``."""
         self.is_changing = False
         if loads_now:
             self.change()
@@ -72,7 +72,7 @@ class Weights:
             self.is_named = True
 
     def flush(self) -> None:
-        """Note that SGLang has emptied its own cache."""
+        """Note that SGLang has flushed its prefix cache."""
         self.is_flushed = True
 
     @property
@@ -96,19 +96,19 @@ WEIGHTS: Final = Weights()
 class Adapters:
     """The content of LoRA adapters when they were loaded, by SGLang's ids.
 
-    An id stands for a name and a path, so a folder that was written anew has it too.
+    SGLang makes an id from name and path, so an overwritten folder keeps its id.
     """
 
     contents: dict[str, str] = attrs.field(factory=dict)
 
     def note(self, lora_id: str, content: str) -> None:
-        """Note the content of an adapter that is loaded. One of other content is no other's."""
+        """Note the content of an adapter that is loaded. A second content gets a private name."""
         if self.contents.setdefault(lora_id, content) != content:
-            # SGLang's own cache has what the adapter before has computed, under this id
+            # SGLang's prefix cache has pages of the adapter before under this id
             self.contents[lora_id] = uuid.uuid4().hex
 
     def content_of(self, lora_id: str) -> str:
-        """Return the content of an adapter, or what is no other's of one that was not seen."""
+        """Return the content of an adapter, or a private name if its loading was not seen."""
         return self.contents.setdefault(lora_id, uuid.uuid4().hex)
 
     def split(self, extra_key: str | None) -> tuple[str | None, str | None]:
@@ -127,7 +127,7 @@ ADAPTERS: Final = Adapters()
 
 
 def request_facts(salt: str | None, lora_id: str | None) -> list[str]:
-    """Return what decides a request's cache beside its tokens, the weights and the engine."""
+    """Return what decides a request's cache besides tokens, weights and the engine."""
     facts = []
     if salt is not None:
         facts.append(f"salt {salt}")
@@ -138,7 +138,7 @@ def request_facts(salt: str | None, lora_id: str | None) -> list[str]:
 
 @cache
 def hook_changes() -> None:
-    """Hook what changes the weights, names their version and empties SGLang's own cache."""
+    """Hook what changes the weights, names their version, or flushes SGLang's prefix cache."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     loads = ("from_disk", "from_tensor", "from_ipc")

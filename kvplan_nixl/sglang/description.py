@@ -1,9 +1,9 @@
-"""Descriptions of an SGLang engine by its own objects, and refusals of one that is not served.
+"""The description of an SGLang rank, from the engine's own objects.
 
-What a rank caches is read off its pools (:mod:`kvplan.bridges.sglang_model`). Three facts are not
-in them: which layers write a cache of their own, how many KV heads there are where each rank has
-one, and the parts of a state. The first is in the model that SGLang has built, the others in its
-``ModelConfig``, which is the configuration with all overrides.
+Most of it is read off the rank's pools (:mod:`kvplan.bridges.sglang_model`). They lack three facts:
+which layers write a cache of their own, how many KV heads there are in all where each rank has one,
+and the parts of a state. The first is taken from the model that SGLang has built, the others from
+``ModelConfig``, which has all overrides.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SINGLE_RANK: Final = MappingProxyType(
         **{f"{name}_group": SimpleNamespace(world_size=1) for name in GROUPS},
     }
 )
-"""What SGLang's parallel context says where a single rank has all heads."""
+"""SGLang's parallel context of an engine with a single rank."""
 
 
 def worker_of(
@@ -80,8 +80,8 @@ def kv_heads_of(config: Any, draft_config: Any, names: ModelNames) -> TotalHeads
 def written_layers(model: Any) -> set[int] | None:
     """Return the layers whose caches attention writes, None where the model does not say.
 
-    An attention layer has the number of the cache that it uses: that of another layer, if it shares
-    its cache (``RadixAttention`` of sglang/srt/layers/radix_attention.py).
+    A layer of attention has the number of the cache that it writes, which may be another layer's
+    (``RadixAttention`` of sglang/srt/layers/radix_attention.py).
     """
     return {layer.layer_id for layer in _attention_layers(model)} or None
 
@@ -106,8 +106,8 @@ def _attention_layers(model: Any) -> Iterator[Any]:
 def state_of(config: Any, model: Any, pool: Any, info: RankInfo) -> Layer:
     """Return the tensors of the states in a pool: none of a pool without any.
 
-    SGLang's own function says what a single rank would have, which is the whole state. What a rank
-    has does not tell one group of Mamba-2 that all ranks hold from one on each.
+    The whole state is what SGLang would give a single rank. The part of one rank is not enough:
+    with one group of Mamba-2 on each rank, the group may be the same on all.
     """
     if not hasattr(pool, "mamba_pool"):
         return ()
@@ -136,7 +136,7 @@ def dtype_name(dtype: Any) -> str | None:
 
 
 def require(field: str, expected: Any, got: Any) -> None:
-    """Refuse an engine that the plugin does not serve, by a field of SGLang's or of its worker."""
+    """Refuse an engine whose ``field`` has another value than the plugin serves."""
     if got != expected:
         raise KVPlanError(
             "LAYOUT",

@@ -1,24 +1,21 @@
-"""The identity of a model as an SGLang engine runs it, in facts that vLLM's connector has too.
+"""The identity of an SGLang engine: the facts of :mod:`kvplan_nixl.identity`, which vLLM's has too.
 
-:mod:`kvplan_nixl.identity` says what a fact is. Here are those of SGLang: the configuration of the
-model's folder with ``--json-model-override-args`` in it, the dtype of activations, and each option
-of ``ServerArgs`` that changes values. :data:`HARMLESS` has the options that change none, with their
-reasons. An option in no list counts, as ``sglang.NAME``, where an operator has given it a value
-other than its default: so one that a later release adds can make two engines refuse each other, but
-never share what differs.
+They are read from the model's folder with ``--json-model-override-args``, from the dtype of
+activations, and from each option of ``ServerArgs`` that can change a value in a cache.
+:data:`HARMLESS` lists the options that cannot, with the reason, and :data:`STATED` those whose
+effect another fact has. An option in neither list is the fact ``sglang.NAME``, unless it has its
+default. So an option of a later release can make two engines refuse each other, but never share
+caches that differ.
 
 What changes while the engine runs is in :mod:`kvplan_nixl.sglang.changes`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -30,14 +27,15 @@ from sglang.srt.runtime_context import (
     process_model_config,
 )
 
-from kvplan import KVPlanError
 from kvplan_nixl.identity import (
-    DIGEST_BYTES,
     HF_CONFIG,
     KEPT_WHOLE,
     Facts,
     config_facts,
     difference,
+    file_facts,
+    folder_with,
+    is_long_rope,
     merged,
     option_facts,
     processor_facts,
@@ -88,7 +86,7 @@ STATED: Final = MappingProxyType(
         "speculative_draft_sink_size": "draft.sink_size",
     }
 )
-"""Options of which something else than their value is a fact, and what that is."""
+"""Options whose effect another fact has, and which one."""
 
 HARMLESS: Final = MappingProxyType(
     {
@@ -296,17 +294,16 @@ HARMLESS: Final = MappingProxyType(
         "how blocks of a diffusion are scheduled": "dllm_fdfo",
     }
 )
-"""Options that change no value in a cache, by the reason why."""
+"""Options that change no value in a cache, by the reason."""
 
 NO_FACTS: Final = frozenset(chain.from_iterable(map(str.split, HARMLESS.values())))
-"""All of these options."""
 
 
 def facts_of(names: ModelNames, *, has_draft_cache: bool = False) -> Facts:
     """Return the facts that decide what is in the caches of this engine, as it starts.
 
-    A draft counts if its cache moves with that of the model. It reads files, which takes seconds,
-    and they may change later: call it once in each process.
+    A draft counts if its cache moves with that of the model. Files are read, which takes seconds,
+    and they may change later: call this once in each process.
     """
     arguments = get_server_args()
     config = process_model_config()
@@ -319,8 +316,8 @@ def facts_of(names: ModelNames, *, has_draft_cache: bool = False) -> Facts:
     if names.model:
         facts["model"] = names.model
     facts["dtype"] = f"{config.dtype}".removeprefix("torch.")
-    if arguments.quantization_param_path:
-        facts["kv_scales"] = _scales(arguments.quantization_param_path)
+    path = arguments.quantization_param_path
+    facts.update(file_facts("kv_scales", "quantization_param_path", path))
     for field in record_fields(type(arguments)):
         value = getattr(arguments, field.name)
         if field.name not in STATED and field.name not in NO_FACTS and value != field.default:
@@ -357,24 +354,19 @@ def _model_facts(config: Any, load_format: str, overrides: Any, weights: str = "
 
 
 def _config_facts(config: Any, folder: Path, stated: dict[str, Any], overrides: Any) -> Facts:
-    """Return the facts of a configuration with the overrides that SGLang has been told.
+    """Return the facts of a configuration with its overrides.
 
-    An override counts as if the file said so, if SGLang reads such a file to the same
-    configuration. Else facts say what the override does: it may set a key that SGLang does not
-    read, such as the name that a key had before it was read.
+    An override counts as part of the file if SGLang reads such a file to the same configuration.
+    It does not where it sets a key that SGLang does not read, such as one that reading renames.
+    Then the override's effect is the fact.
     """
     if not overrides:
         return config_facts(stated)
     new = with_overrides(stated, overrides)
     changed = _read(config, folder, overrides)
-    with TemporaryDirectory() as other:
-        for path in folder.iterdir():
-            if path.name != HF_CONFIG:
-                os.symlink(path.resolve(), Path(other, path.name))
-        Path(other, HF_CONFIG).write_text(json.dumps(new))
-        as_file = _read(config, Path(other), {})
-    if changed == as_file:
-        return config_facts(new)
+    with folder_with(folder, HF_CONFIG, new) as other:
+        if changed == _read(config, other, {}):
+            return config_facts(new)
     return {**config_facts(stated), **difference(changed, _read(config, folder, {}))}
 
 
@@ -423,16 +415,6 @@ def _without_type(config: Mapping[str, Any]) -> dict[str, Any]:
     return new
 
 
-def _scales(path: str) -> str:
-    """Return a digest of the scales of K and V in a file."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        action = f"read quantization_param_path {path!r}"
-        raise KVPlanError("CONFIG", action, expected="a file", got=f"{error}") from None
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
-
-
 def _length_facts(config: Any) -> Facts:
     """Return the facts that the longest request decides, of the models that ask for it.
 
@@ -441,12 +423,9 @@ def _length_facts(config: Any) -> Facts:
     """
     facts = Facts()
     text_config = config.hf_text_config
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        original = rope.get("original_max_position_embeddings") or getattr(
-            text_config, "original_max_position_embeddings", 0
-        )
-        facts["rope.is_long"] = "by batch" if config.context_len > original else False
+    is_long = is_long_rope(text_config, config.context_len)
+    if is_long is not None:
+        facts["rope.is_long"] = "by batch" if is_long else False
     if f"{getattr(text_config, 'model_type', '')}".startswith("llama4"):
         facts["attn_temperature_tuning"] = bool(text_config.attn_temperature_tuning)
     return facts

@@ -1,4 +1,4 @@
-"""What vLLM asks of each of kvplan's connectors, and all of them answer alike."""
+"""The part of vLLM's connector interface that kvplan's connectors have in common."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 logger = init_logger(f"vllm.{__name__}")
 
 ONE_PIECE: Final = "BLHNC"
-"""The layout in which a block of all layers is one piece of memory, each head of it too."""
+"""The layout in which a block of all layers is contiguous, and each head within it."""
 
 
 class LayoutRequest(NamedTuple):
@@ -28,11 +28,10 @@ class LayoutRequest(NamedTuple):
     def of(cls, config: VllmConfig) -> LayoutRequest:
         """Return what to ask for.
 
-        vLLM takes a connector's layout if all attention backends can read it; otherwise it warns
-        and takes the first that they share, which is how a model with other caches beside its
-        attention narrows it. MLA is left to vLLM: a latent has one head, so a block of one layer is
-        a long run in every layout, and kernels of sparse MLA assert strides of whole rows, which
-        blocks of all layers break.
+        vLLM takes a connector's layout if all attention backends of the model can read it;
+        otherwise it warns and takes the first that they have in common. MLA is left to vLLM: a
+        latent has one head, so a block of one layer is a long run in every layout, and kernels of
+        sparse MLA assert strides of whole rows, which blocks of all layers break.
         """
         model = config.model_config
         if model is None:
@@ -41,7 +40,7 @@ class LayoutRequest(NamedTuple):
             return cls(None, "latents (MLA) are long runs in every layout")
         if current_platform.is_cpu():
             return cls("LBHNC", "attention on CPUs reads it alone")
-        return cls(ONE_PIECE, "a block of all layers is one piece")
+        return cls(ONE_PIECE, "a block of all layers is contiguous")
 
     def note(self, layout: str, setting: str | None) -> str:
         """Return the log line about the layout that vLLM has taken."""
@@ -72,7 +71,7 @@ class BlockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return no: sleep mode would move memory that is described."""
+        """Return False: sleep mode would release memory that NIXL has registered."""
         return False
 
     # In the scheduler
@@ -90,12 +89,12 @@ class BlockConnector(KVConnectorBase_V1, SupportsHMA):
     # In a worker
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for nothing: bytes move between steps."""
+        """vLLM calls this before each layer. Bytes move between steps, so nothing is to do."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Save nothing: a request moves once it is computed."""
+        """vLLM calls this after each layer. A request moves once it is computed."""
 
     def wait_for_save(self) -> None:
-        """Wait for nothing: no layer is saved."""
+        """vLLM calls this after each step. No layer is saved."""

@@ -48,10 +48,9 @@ def is_state(group: Any) -> bool:
 POSITIONED: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """Specs of caches whose blocks hold a request's positions in order, and all derived from them.
 
-vLLM chooses by these classes which blocks a request keeps. Of those derived, a sink's blocks are of
-no request, since each layer fills its own from its weights, and R-SWA frees blocks of what was
-decoded, never of a prompt. Of other specs, that of cross attention has the positions of another
-sequence."""
+vLLM chooses by these classes which blocks a request keeps. Derived specs fit: blocks of a sink
+belong to no request, since each layer fills them from its weights, and R-SWA frees blocks of
+decoded tokens, never of a prompt. Cross attention does not: its positions are an encoder's."""
 
 
 def check_kinds(cache: KVCacheConfig) -> None:
@@ -103,17 +102,14 @@ def windows_of(cache: KVCacheConfig) -> dict[str, int]:
 
 
 def frees_blocks(group: Any) -> bool:
-    """Return whether vLLM frees blocks of a running request.
-
-    They are those that no later token attends to, and old states.
-    """
+    """Return whether vLLM frees blocks of a running request: old states, or a window's past."""
     return is_state(group) or first_attended(group, POSITION_END) > 0
 
 
 def tokens_per_table_block(group: Any, config: VllmConfig) -> int:
     """Return the positions that a block of a request's table has in all ranks together.
 
-    Under decode context parallelism a rank has as many of them as its own blocks have slots.
+    Under decode context parallelism each rank has an equal part of them.
     """
     spec = group.kv_cache_spec
     num_ranks = config.parallel_config.decode_context_parallel_size if spec.dcp_sharded else 1
@@ -121,10 +117,10 @@ def tokens_per_table_block(group: Any, config: VllmConfig) -> int:
 
 
 def groups_of(config: KVCacheConfig) -> dict[str, int]:
-    """Return the indices of the cache groups that are transferred, by name.
+    """Return the indices of the cache groups that are transferred, by kvplan's names of them.
 
-    A group has the same name in all workers. Where its layers have values for different numbers of
-    tokens, it has a name for each.
+    Names are the same in all workers. A group whose layers have values for several numbers of
+    tokens has a name for each number.
     """
     groups = {}
     for index in config.transfer_group_ids:
@@ -137,11 +133,11 @@ def groups_of(config: KVCacheConfig) -> dict[str, int]:
 def kv_heads_of(config: VllmConfig, settings: ModelSettings) -> KvHeads:
     """Return how many KV heads layers have on all ranks together.
 
-    A spec has the heads of its rank: where that is one, ranks may share it. The projection of K and
-    V beside a layer was made for all heads (``QKVParallelLinear`` of
-    vllm/model_executor/layers/linear.py). For a layer without one, vLLM's effective configuration
-    says it, which may differ by layer (vllm/config/model_arch.py), but is one number for all layers
-    of some models whose layers differ. The setting ``kv_heads`` counts before both.
+    A spec has the heads of its rank; where that is one, several ranks may have the same head. There
+    are three sources, in this order: the setting ``kv_heads``; the projection of K and V in the
+    module around the layer, which knows all heads (``QKVParallelLinear`` of
+    vllm/model_executor/layers/linear.py); vLLM's effective configuration
+    (vllm/config/model_arch.py), which for some models has one number although layers differ.
     """
     layers = config.compilation_config.static_forward_context
     speculative: Any = config.speculative_config
@@ -162,7 +158,7 @@ def kv_heads_of(config: VllmConfig, settings: ModelSettings) -> KvHeads:
 def _projected_heads(layers: Mapping[str, Any]) -> dict[str, int]:
     """Return the KV heads of layers by the projection in the module around each.
 
-    vLLM hands its model to no connector, so the modules are looked up in the process.
+    vLLM does not give connectors its model, so its modules are found among all objects.
     """
     names = {id(layer): name for name, layer in layers.items()}
     heads = {}
@@ -185,11 +181,11 @@ def _projected_heads(layers: Mapping[str, Any]) -> dict[str, int]:
 
 
 def rank_info(config: VllmConfig) -> RankInfo:
-    """Return the place of this process in its engine, of vLLM's ranks in their order.
+    """Return which rank of its engine this process is, and which positions it has.
 
     Ranks of prefill context parallelism hold equal caches, unless decode context parallelism
-    divides the positions among them: ``initialize_model_parallel`` in
-    vllm/distributed/parallel_state.py.
+    divides the positions among them (``initialize_model_parallel`` in
+    vllm/distributed/parallel_state.py).
     """
     transfer = config.kv_transfer_config
     assert transfer is not None
@@ -215,9 +211,9 @@ def worker_of(
     kv_caches: Mapping[str, torch.Tensor],
     settings: ModelSettings,
 ) -> Worker:
-    """Return the worker of this process. Its groups have the names of :func:`groups_of`.
+    """Return the worker of this process, with the groups of :func:`groups_of`.
 
-    Connectors put their engine's identity (:mod:`kvplan_nixl.vllm.identity`) in place of its model.
+    Connectors replace its model by the identity of their engine (:mod:`kvplan_nixl.vllm.identity`).
     """
     layers = config.compilation_config.static_forward_context
     info = rank_info(config)

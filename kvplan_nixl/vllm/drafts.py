@@ -1,9 +1,8 @@
-"""Speculative decoding: which drafts may run beside transfers, and the layers that they cache.
+"""Speculative decoding: which methods may run with transfers, and which have a cache.
 
-Tokens that a model has rejected are never handed over, whatever has drafted them. Some drafts have
-a cache of their own, with the positions of the model's. Its layers move with those of the model, so
-both engines must run the same draft, which the identity of an engine says
-(:mod:`kvplan_nixl.vllm.identity`).
+Rejected tokens are never handed over, whatever has drafted them. Some drafts have a cache of their
+own, for the same positions as the model's. It moves with the model's, so both engines must run the
+same draft; the engine's identity has its facts (:mod:`kvplan_nixl.vllm.identity`).
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ WITHOUT_CACHE: Final = (
     "mlp_speculator",
     "custom_class",
 )
-"""Methods whose drafts cache nothing, or nothing that vLLM has a block table for."""
+"""Methods whose drafts have no cache, or none in vLLM's block tables."""
 
 WITH_CACHE: Final = ("eagle", "eagle3", "mtp", "draft_model")
 """Methods whose drafts have layers with caches.
 
-What ``draft_model`` caches at a position depends on the tokens up to there, and what others cache
-on the next token too. Decode reads positions before a prompt's last token, so the next one is
+What a draft caches at a position depends on the tokens up to there, and on the next one too unless
+it is a ``draft_model``. Decode reads positions before a prompt's last token, so the next token is
 always of the prompt.
 """
 

@@ -1,9 +1,9 @@
 """What vLLM does not tell its connectors: changed weights, resets, adapters, and released memory.
 
-vLLM's weights change by calls of the engine core to its workers (``collective_rpc``), and it hears
-of their version (``set_weight_version``). Its connectors hear of neither, and of a reset only if
-the caller asks for it. Adapters are loaded by workers, at first use or when they were evicted, and
-a request may end in the same step. With ``enable_cumem_allocator`` the engine core can also release
+The engine core changes weights by calls to its workers (``collective_rpc``), and is told a version
+(``set_weight_version``). Connectors hear of neither, and of a reset only if the caller asks for it.
+Workers load an adapter when a request first needs it, or again after it was evicted, and the
+request may end in the same step. With ``enable_cumem_allocator`` the engine core can also release
 the physical memory of the KV cache, which peers read by addresses that NIXL has registered.
 
 So functions of vLLM are wrapped here, once in each process. They do what they did, and tell the
@@ -132,7 +132,6 @@ def _wrap(owner: type[Any], name: str, wrapper: Callable[[Any], Callable[..., An
 
 
 def _states(scheduler: Any) -> Iterator[EngineState]:
-    """Yield the state of each of kvplan's connectors of a scheduler."""
     for connector in _connectors(getattr(scheduler, "connector", None)):
         state = getattr(connector, "state", None)
         if isinstance(state, EngineState):
@@ -140,7 +139,7 @@ def _states(scheduler: Any) -> Iterator[EngineState]:
 
 
 def _connectors(connector: Any) -> Iterator[Any]:
-    """Yield a connector, or those in a MultiConnector."""
+    """Yield a connector, or those of a MultiConnector."""
     children = getattr(connector, "sub_connectors", None)
     if children is None:
         yield connector
@@ -156,7 +155,7 @@ def _with_calls(method: Any) -> Callable[..., Any]:
         try:
             return method(core, call, *args, **kwargs)
         finally:
-            # also of a call that has failed half-way
+            # a call that failed may have changed some of them
             if not (isinstance(call, str) and call in HARMLESS_CALLS):
                 for state in _states(getattr(core, "scheduler", None)):
                     state.weights_changed()
@@ -317,7 +316,7 @@ def _loaded(lora_request: LoRARequest, before: str, path: str = "") -> LoadedAda
 
 
 class WorkerAdapters:
-    """The adapters that a worker holds, and what has changed of them since it was last asked."""
+    """The adapters that a worker holds, and the changes since the last report."""
 
     def __init__(self) -> None:
         self._manager: Callable[[], Any] = lambda: None

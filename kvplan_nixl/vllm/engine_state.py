@@ -1,16 +1,15 @@
-"""What decides the values that a running engine computes, as its scheduler knows it.
+"""The weights and adapters with which a running engine computes, as its scheduler knows them.
 
-An engine begins with an identity (:mod:`kvplan_nixl.identity`). Later, its weights may change, and
-adapters are loaded, replaced and evicted. What a cache holds was decided when it was computed, so
-it is handed over, or stored, under what was loaded *then*: an adapter has the content that workers
-have loaded, not that of its folder now, and its name is no fact at all. A request is *current*
-while nothing has changed since its first position was computed. Only such a request is handed over
-or stored; others end as vLLM ends them, and stay within the engine.
+An engine starts with an identity (:mod:`kvplan_nixl.identity`). Later its weights may change, and
+adapters are loaded, replaced and evicted. A cache is handed over, or stored, under what was loaded
+when it was computed: an adapter is the content that workers have loaded, whatever its folder holds
+now, and whatever its name is. A request is *current* while nothing has changed since its first
+position was computed. Only such a request is handed over or stored; others end as usual.
 
-vLLM's own prefix cache knows an adapter by its name, and weights not at all. So a request that
-begins with blocks of the prefix cache is not current if weights, or the content of its adapter's
-name, have changed since that cache was last empty: the blocks may be older. To reset the prefix
-cache (``reset_prefix_cache``) makes all later requests current.
+vLLM's prefix cache knows an adapter by its name, and weights not at all. So a request that begins
+with blocks of the prefix cache is not current if weights, or the content of its adapter's name,
+have changed since that cache was last empty: the blocks may be older. A reset of the prefix cache
+(``reset_prefix_cache``) makes all later requests current.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class LoadedAdapter:
 
 @attrs.frozen
 class AdapterChanges:
-    """The adapters that workers have loaded, and the ids of those that they hold no more."""
+    """The adapters that workers have loaded, and the ids of those that they have dropped."""
 
     loaded: tuple[LoadedAdapter, ...] = ()
     dropped: frozenset[int] = frozenset()
@@ -86,7 +85,7 @@ class EngineState:
     # What vLLM does
 
     def weights_changed(self) -> None:
-        """Begin a version without a name: some weights are others now, or may be."""
+        """Begin a version without a name: weights have changed, or may have."""
         self.identity.change()
         self._explains_reset = True
         self._has_old_weights |= self._has_computed
@@ -106,11 +105,11 @@ class EngineState:
         self._old_names.clear()
 
     def store_reset(self) -> None:
-        """Begin a version without a name, unless a change that vLLM told of explains the reset.
+        """Begin a version without a name, unless the weights have changed since the last reset.
 
-        A reset says that nothing that was stored before is to be found again. In a store that other
-        engines use too, pages stay, so their keys must be others. Where weights were changed, or
-        their version named, since the last reset, keys are others already.
+        After a reset nothing that was stored before may be found. Other engines use the store too,
+        so pages stay and keys have to change. A change of the weights, or a name for their version,
+        has changed them already.
         """
         if not self._explains_reset:
             self.identity.forget()
@@ -182,7 +181,7 @@ class EngineState:
         self._loaded.discard(request)
 
     def adapter_of(self, request: Request) -> str:
-        """Return the content of a request's adapter: as it is loaded, or as it would be now."""
+        """Return the content of a request's adapter: as loaded, or what its folder has now."""
         adapter = request.lora_request
         if adapter is None:
             return ""
@@ -190,10 +189,11 @@ class EngineState:
         return adapter_of(adapter.lora_path) if loaded is None else loaded.content
 
     def facts_of(self, request: Request) -> list[Fact]:
-        """Return what decides a request's cache beside tokens and embeddings, from where on.
+        """Return what decides a request's cache besides tokens and embeddings, each by position.
 
-        They are those of vLLM's own prefix cache: ``generate_block_hash_extra_keys`` in
-        vllm/v1/core/kv_cache_utils.py. An adapter has a digest of its content in place of its name.
+        A fact decides the cache from its position on. They are the extra keys of vLLM's prefix
+        cache (``generate_block_hash_extra_keys`` in vllm/v1/core/kv_cache_utils.py), with a digest
+        of the adapter's content in place of its name.
         """
         facts = list[Fact]()
         if request.cache_salt is not None:

@@ -1,17 +1,13 @@
 """The identity of a vLLM engine: the facts of :mod:`kvplan_nixl.identity`, from its configuration.
 
-Each field of vLLM's configuration that can change a value in a cache is a fact, unless its value is
-the default. :data:`HARMLESS` lists the others, and says why: a field that it does not have, of a
-release to come, counts. :data:`STATED` lists those that other facts say better.
+Each field of vLLM's configuration that can change a value in a cache is a fact, unless it has its
+default. :data:`HARMLESS` lists the fields that cannot, with the reason, and :data:`STATED` those
+whose effect another fact has. A field in neither list, such as one of a later release, is a fact.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +26,9 @@ from kvplan_nixl.identity import (
     changes,
     config_facts,
     difference,
+    file_facts,
+    folder_with,
+    is_long_rope,
     merged,
     option_facts,
     processor_facts,
@@ -324,7 +323,9 @@ def identity_of(config: VllmConfig, settings: ModelSettings) -> Facts:
         if part is not None:
             facts.update(_field_facts(part))
     if model.multimodal_config is not None:
-        facts.update(_scale_facts(model.multimodal_config.mm_encoder_fp8_scale_path))
+        option = "mm_encoder_fp8_scale_path"
+        path = getattr(model.multimodal_config, option)
+        facts.update(file_facts("mm_encoder_fp8_scales", option, path))
     if config.lora_config is not None:
         facts.update(_field_facts(config.lora_config))
         if config.lora_config.lora_dtype not in ("auto", model.dtype):
@@ -335,9 +336,9 @@ def identity_of(config: VllmConfig, settings: ModelSettings) -> Facts:
 
 
 def check_models(identity: Identity, models: Iterable[str]) -> None:
-    """Refuse an engine whose workers started with other facts than its scheduler.
+    """Refuse an engine whose files have changed between the start of its scheduler and its workers.
 
-    Files that they all read have changed meanwhile. Raises ``MODEL``.
+    Raises ``MODEL``.
     """
     own = model_text(identity.started)
     for model in models:
@@ -383,11 +384,10 @@ def _model_facts(model: Any, load: Any, overrides: Any, weights: str = "") -> Fa
 
 
 def _config_facts(model: Any, overrides: Any) -> Facts:
-    """Return the facts of a configuration, with the overrides that vLLM has been told.
+    """Return the facts of a configuration with its overrides.
 
-    An override counts as if the file said so, if vLLM reads such a file to the same configuration.
-    It does not, for instance, where a key has got another name when the file was read. Then facts
-    say what the override does.
+    An override counts as part of the file if vLLM reads such a file to the same configuration. It
+    does not, for instance, where reading renames a key. Then the override's effect is the fact.
     """
     folder = folder_of(model.hf_config_path or model.model, model.revision)
     name = MISTRAL_CONFIG if _is_mistral(model, folder) else HF_CONFIG
@@ -405,8 +405,9 @@ def _config_facts(model: Any, overrides: Any) -> Facts:
         texts += [] if plain is None else [changes(read, plain)]
         for text in texts:
             new = merged(stated, text)
-            if _read_as_file(folder, name, new, model) == read:
-                return config_facts(new)
+            with folder_with(folder, name, new) as other:
+                if _read(other, model, {}) == read:
+                    return config_facts(new)
     effect = difference(read or model.hf_config.to_dict(), plain or stated)
     return {**config_facts(stated), **effect}
 
@@ -447,18 +448,6 @@ def _is_mistral(model: Any, folder: Path | None) -> bool:
     return has_file and bool(is_mistral_model_repo(model_name_or_path=str(folder), revision=None))
 
 
-def _read_as_file(
-    folder: Path, name: str, config: Mapping[str, Any], model: Any
-) -> dict[str, Any] | None:
-    """Return what vLLM reads of a folder with another configuration in place of its own."""
-    with tempfile.TemporaryDirectory() as other:
-        for path in folder.iterdir():
-            if path.name != name:
-                os.symlink(path.resolve(), Path(other, path.name))
-        Path(other, name).write_text(json.dumps(config))
-        return _read(Path(other), model, {})
-
-
 def _length_facts(model: Any) -> Facts:
     """Return the facts that the longest request decides, of the models that ask for it.
 
@@ -466,29 +455,14 @@ def _length_facts(model: Any) -> Facts:
     """
     facts = Facts()
     text_config = model.hf_text_config
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        original = rope.get("original_max_position_embeddings") or getattr(
-            text_config, "original_max_position_embeddings", 0
-        )
-        facts["rope.is_long"] = model.max_model_len > original
+    is_long = is_long_rope(text_config, model.max_model_len)
+    if is_long is not None:
+        facts["rope.is_long"] = is_long
     if str(getattr(text_config, "model_type", "")).startswith("llama4"):
         generation = {**model.try_get_generation_config(), **model.override_generation_config}
         is_default = model.max_model_len > 32768
         facts["attn_temperature_tuning"] = generation.get("attn_temperature_tuning", is_default)
     return facts
-
-
-def _scale_facts(path: str | None) -> Facts:
-    """Return the content of a file of scales, as a digest."""
-    if not path:
-        return {}
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        action = f"read mm_encoder_fp8_scale_path {path!r}"
-        raise KVPlanError("CONFIG", action, expected="a file", got=f"{error}") from None
-    return {"mm_encoder_fp8_scales": hashlib.blake2b(data, digest_size=16).hexdigest()}
 
 
 def _draft_facts(config: VllmConfig, settings: ModelSettings) -> Facts:

@@ -1,8 +1,8 @@
 """The settings of vLLM's connector, read once, from vLLM's configuration.
 
-vLLM has settings of its own for connectors, and its NixlConnector has more, which kvplan does not
-need or does not support. They are refused by name, unless they have the default value, which says
-what kvplan does anyway.
+Some of vLLM's settings for connectors, and of NixlConnector's, have no meaning in kvplan or are not
+supported. They are refused by name, unless they have the default value, which describes what kvplan
+does.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ UNSUPPORTED: Final = MappingProxyType(
 
 
 class ModelSettings(ModelNames, Protocol):
-    """The settings of all connectors that say which model an engine runs, empty where vLLM says."""
+    """The settings that say which model an engine runs. They are empty unless vLLM is overruled."""
 
     @property
     def draft(self) -> str:
@@ -84,11 +84,11 @@ class ModelSettings(ModelNames, Protocol):
 class ConnectorSettings(Settings):
     """The settings of vLLM's connector. With ``verify`` decode compares digests.
 
-    Decode with ``bidirectional_kv_xfer`` keeps what it has answered for the next turn, for
-    ``decoder_kv_blocks_ttl`` seconds. Prefill computes, and does not read, fewer than
-    ``kv_recompute_threshold`` positions of it. The three are named as in NixlConnector. ``draft``
-    takes the place of vLLM's name for the model that drafts tokens, unless it is empty. A request
-    with a transfer id waits ``prefill_timeout_s`` for each part that prefill computes.
+    With ``bidirectional_kv_xfer`` decode keeps each answer for the next turn, for
+    ``decoder_kv_blocks_ttl`` seconds, and prefill reads it; fewer than ``kv_recompute_threshold``
+    positions it computes. These three have NixlConnector's names. ``draft`` replaces vLLM's name of
+    the model that drafts tokens. A request with a transfer id waits ``prefill_timeout_s`` for each
+    part that prefill computes.
     """
 
     verify: bool = setting(switch, False)
@@ -121,7 +121,7 @@ def settings_of(config: VllmConfig) -> ConnectorSettings:
 
 
 def check_transfer(transfer: Any, honoured: Collection[str] = HONOURED) -> None:
-    """Refuse fields of vLLM's configuration that change nothing here, unless they are default."""
+    """Refuse fields of vLLM's configuration that mean nothing here, unless they are default."""
     for field in dataclasses.fields(transfer):
         if field.name not in honoured:
             default = _default(field)
@@ -130,7 +130,7 @@ def check_transfer(transfer: Any, honoured: Collection[str] = HONOURED) -> None:
 
 
 def uses_host_cache(transfer: Any) -> bool:
-    """Return whether bytes move through main memory, since NIXL does not reach the device."""
+    """Return whether bytes move through main memory: NIXL cannot reach this device."""
     fields = {field.name: field for field in dataclasses.fields(transfer)}
     default = _default(fields["kv_buffer_device"])
     return bool(transfer.kv_buffer_device == "cpu" != default)
@@ -182,13 +182,13 @@ UNSUPPORTED_BY_ENGINE: Final = MappingProxyType(
         "enable_sleep_mode": "an engine that wakes up has other memory than it had registered",
     }
 )
-"""Settings of models that must not be set, and why."""
+"""Options of vLLM's model that are refused, and why."""
 
 
 def check_engine(config: VllmConfig) -> None:
-    """Refuse an engine that vLLM would let start beside kvplan, and whose answers may be wrong.
+    """Refuse options with which answers may be wrong. Raises ``SETTING``.
 
-    vLLM refuses some of it beside NixlConnector, which it knows by its name. Raises ``SETTING``.
+    vLLM itself refuses some of them with NixlConnector, which it recognises by name.
     """
     for label, reason in UNSUPPORTED_BY_ENGINE.items():
         if getattr(config.model_config, label, False):

@@ -39,7 +39,7 @@ def test_what_is_asked_for(on_cpu: bool) -> None:
 @pytest.mark.parametrize(
     ("supported", "got", "text"),
     [
-        (["LBNHC", "LBHNC", "BLHNC"], "BLHNC", "as kvplan asked: a block of all layers is one piece"),
+        (["LBNHC", "LBHNC", "BLHNC"], "BLHNC", "as kvplan asked: a block of all layers is contiguous"),
         (["LBNHC", "LBHNC"], "LBNHC", "asked for BLHNC"),
     ],
 )
@@ -58,6 +58,6 @@ def test_what_vllm_takes(supported: list[str], got: str, text: str, monkeypatch:
 
 def test_other_reasons() -> None:
     """An operator's setting, and vLLM's own choice for latents."""
-    asked = LayoutRequest("BLHNC", "a block of all layers is one piece")
+    asked = LayoutRequest("BLHNC", "a block of all layers is contiguous")
     assert asked.note("LHBNC", "LHBNC") == "KV cache layout LHBNC, by VLLM_KV_CACHE_LAYOUT=LHBNC"
     assert "vLLM's choice" in LayoutRequest(None, "latents").note("LBNHC", None)
