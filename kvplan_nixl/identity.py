@@ -192,10 +192,8 @@ def is_long_rope(text_config: Any, max_length: int) -> bool | None:
     rope = getattr(text_config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return None
-    original: int = rope.get("original_max_position_embeddings") or getattr(
-        text_config, "original_max_position_embeddings", 0
-    )
-    return max_length > original
+    key = "original_max_position_embeddings"
+    return bool(max_length > (rope.get(key) or getattr(text_config, key, 0)))
 
 
 def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
