@@ -189,7 +189,7 @@ def is_long_rope(text_config: Any, max_length: int) -> bool | None:
 
     None: the model has no LongRoPE.
     """
-    rope = getattr(text_config, "rope_parameters", None) or {}
+    rope: Any = getattr(text_config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return None
     key = "original_max_position_embeddings"
