@@ -69,7 +69,7 @@ The last ones are for the package's own modules and data, and for anonymous memo
 
 QUIET = """
     __future__ array ast base64 bisect collections contextlib contextvars difflib enum functools hashlib heapq hmac html
-    ipaddress itertools json math operator re reprlib string textwrap types typing unittest weakref xml zlib
+    ipaddress itertools json math operator re reprlib shlex string textwrap types typing unittest weakref xml zlib
 """
 """The modules of the standard library that touch nothing outside."""
 

@@ -12,7 +12,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import attrs
@@ -29,11 +29,6 @@ from kvplan.models.layouts import STEP, Layout, LocalTensor, Page
 from kvplan.models.model import Model, NamedLayer
 from kvplan.models.parallel import MAX_RANKS, RankPart
 from kvplan.models.pools import place_pool
-
-FP8_DTYPES: Final = MappingProxyType(
-    {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-)
-"""The dtypes of caches that engines store as bytes, by their own words (``kv_cache_dtype``)."""
 
 CONTENT: Final = "content"
 """The dimension of a pattern that has all axes of a tensor that the pattern does not name."""

@@ -41,7 +41,6 @@ import attrs
 
 from kvplan._checks import instance
 from kvplan.bridges.assembly import (
-    FP8_DTYPES,
     ObservedModel,
     RankInfo,
     contradiction,
@@ -51,6 +50,7 @@ from kvplan.bridges.vllm_rows import PAGE, is_packed, packed_row, packed_tensors
 from kvplan.models.layouts import HEAD
 from kvplan.models.model import NamedLayer
 from kvplan.models.tensors import (
+    FP8_DTYPES,
     STATE,
     Layer,
     Tensor,

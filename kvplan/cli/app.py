@@ -15,7 +15,6 @@ from typing import Final
 import click
 
 from kvplan._version import __version__
-from kvplan.cli.advise import advise_command
 from kvplan.cli.commands import COMMANDS
 from kvplan.cli.console import echo_json, wrapped
 from kvplan.cli.demo import demo_command
@@ -101,7 +100,6 @@ def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
         demo_command,
         *COMMANDS,
         matrix_command,
-        advise_command,
         models_command,
         doctor_command,
         store_command,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -21,9 +21,14 @@ from kvplan.cli.console import (
     terminal_width,
     wrapped,
 )
-from kvplan.cli.engines import lines, reasons_by_side
-from kvplan.cli.model_files import read_decimal
-from kvplan.cli.options import EngineCommand, Engines, engine_options, json_option, token_range
+from kvplan.cli.options import (
+    EngineCommand,
+    Engines,
+    engine_options,
+    json_option,
+    support_lines,
+    token_range,
+)
 from kvplan.cli.trials import PlacedRequest, Trial, described, destination_drafts, sampled
 from kvplan.describe import Worker
 from kvplan.describe.worker import label_of
@@ -35,6 +40,7 @@ from kvplan.handshake import PeerError, Problem, compare, decode, encode, finger
 from kvplan.handshake.messages import MAX_BYTES
 from kvplan.models import Model
 from kvplan.models.config import MAX_LAYERS
+from kvplan.models.options import read_decimal
 from kvplan.plan import MeshPlan, TransferPlan, plan_mesh, plan_reads
 
 STYLES: Final = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
@@ -61,11 +67,12 @@ def verify_command(
 ) -> int:
     """Plan a transfer, run it in fake memory, check every byte.
 
-    If a side names vllm or sglang, the last lines say whether that engine runs it, by its rules of
-    sizes and layouts.
+    Layers with a window move its positions alone, as in a connector. If a side names an engine, the
+    last lines say whether that engine supports it, by its rules of sizes and layouts.
 
     \b
     kvplan verify qwen3-0.6b --src tp=4 --dst tp=2,block=64 --tokens 37:1000
+    kvplan verify --src 'vllm serve Qwen/Qwen3-8B -tp 4' --dst vllm,tp=2
 
     Exit status: 0 verified, 1 bytes differ, 2 refused.
     """
@@ -73,8 +80,7 @@ def verify_command(
     start, stop = tokens
     title = f"{engines}, positions [{start}, {stop})"
     moved = {}
-    # offers do not say what engine they are of, so no rules of engines are known
-    sides = reasons_by_side(engines)
+    unsupported = engines.unsupported()
     if layers is not None:
         if not isinstance(model, Model):
             action = "move some layers of offers"
@@ -89,18 +95,17 @@ def verify_command(
         trial = Trial.of(PlacedRequest.of(model, engines.src, engines.dst, tokens))
     if as_json:
         document = {"model": engines.name, "tokens": list(tokens), **moved, **trial.to_json()}
-        echo_json(document | {"not_run_because": sides})
+        echo_json(document | {"unsupported": unsupported})
     else:
-        _print_trial([*engines.assumed_lines(), title, *engines.cache_lines()], trial)
-        print_lines(lines(sides))
+        print_lines([*engines.heading(title), *_moved_lines(trial)])
+        report = trial.report
+        plain_console().print(Text(str(report), style="green" if report.ok else "bold red"))
+        print_lines(support_lines(unsupported))
     return 0 if trial.report.ok else 1
 
 
-def _print_trial(heading: Sequence[str], trial: Trial) -> None:
-    """Print the lines of a heading, a line for each destination worker, and the report."""
-    console = plain_console()
-    for line in heading:
-        console.print(line)
+def _moved_lines(trial: Trial) -> Iterator[str]:
+    """Yield a line for each destination worker, and for what does not move."""
     for worker in trial.request.destinations:
         # pairs of workers that share no bytes have no lengths
         pairs = [pair for pair in trial.pairs if pair.local == worker.key and pair.lengths]
@@ -109,13 +114,11 @@ def _print_trial(heading: Sequence[str], trial: Trial) -> None:
             num_bytes = size(sum(pair.num_bytes for pair in pairs))
             ranks = intervals(pair.remote[1] for pair in pairs)
             moved = f"{num_bytes} from src/{ranks}, {described(pairs)}"
-        console.print(f"  {worker.label} reads {moved}")
-    stop = max((stop for _, stop in trial.request.tokens.values()), default=0)
-    for group, (first, _) in trial.request.windows.items():
-        console.print(f"  group {group} moves positions [{first}, {stop}): its window")
+        yield f"  {worker.label} reads {moved}"
+    for group, (first, stop) in trial.request.windows.items():
+        yield f"  group {group} moves positions [{first}, {stop}): its window"
     if skipped := trial.request.not_transferred:
-        console.print(f"  not transferred: {fold(skipped)} (no source has it)")
-    console.print(Text(str(trial.report), style="green" if trial.report.ok else "bold red"))
+        yield f"  not transferred: {fold(skipped)} (no source has it)"
 
 
 @click.command("explain", cls=EngineCommand)
@@ -152,13 +155,13 @@ def explain_command(
         echo_json(engines.to_json() | {"offers": offers, **_mesh_json(mesh)})
         return 0
     width = terminal_width()
-    print_lines([*engines.assumed_lines(), *wrapped([str(engines)]), *engines.cache_lines()])
+    print_lines(engines.heading())
     sides = (
         ("source", engines.src, sources),
         ("destination", engines.dst, destinations),
     )
     for role, options, workers in sides:
-        title = f"{role}, {options.title(engines.model)}: {count(len(workers), 'worker')}"
+        title = f"{role}, {engines.title(options)}: {count(len(workers), 'worker')}"
         # one worker stands for its engine, unless every row is asked for
         explained = workers
         if detail != "rows":
@@ -235,7 +238,7 @@ def show_command(engines: Engines, rank: str, path: str | None, as_json: bool) -
     elif path is not None:
         click.echo(f"wrote {click.format_filename(path)}: {picture.title}")
     else:
-        print_lines([*engines.assumed_lines(), str(engines), *engines.cache_lines()])
+        print_lines(engines.heading())
         _draw(plan)
     return 0
 

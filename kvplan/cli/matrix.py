@@ -1,14 +1,15 @@
-"""The ``matrix`` command: which differences between two engines a model's cache can move across.
+"""The ``matrix`` command: what a model's cache can move across, and what would need fewer copies.
 
-Each line is one mismatch between a source and a destination. A trial decides it: the bytes that
-move are verified, or planning refuses the pair with a reason. Wrong bytes are a defect of the
-planner. Only a few of the model's layers move, some of each kind.
+Each line is a pair of engines. A trial decides it: the bytes that move are verified, or planning
+refuses the pair with a reason. Wrong bytes are a defect of the planner. Without ``--src`` and
+``--dst`` the pairs have one mismatch each, and a few of the model's layers move, some of each kind.
+With them, the pairs are those engines as they are and with one change that their engines support.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -16,14 +17,29 @@ import click
 
 from kvplan.cli.caches import cache_lines
 from kvplan.cli.console import echo_json, progress_bar
-from kvplan.cli.engines import reasons_of, running_engines
-from kvplan.cli.model_files import load, quantize_model
-from kvplan.cli.options import EngineOptions, assumed_lines, json_option, model_argument
-from kvplan.cli.trials import PlacedRequest, Trial, described, lengths_of, sampled
+from kvplan.cli.model_files import model_only, quantize_model
+from kvplan.cli.options import (
+    EngineCommand,
+    Engines,
+    assumed_lines,
+    engine_options,
+    json_option,
+)
+from kvplan.cli.trials import (
+    PlacedRequest,
+    Trial,
+    described,
+    destination_drafts,
+    lengths_of,
+    sampled,
+)
 from kvplan.describe.views import TOKEN
 from kvplan.errors import KVPlanError
 from kvplan.models import Model
-from kvplan.models.layouts import KV
+from kvplan.models.engines import reasons, reasons_of
+from kvplan.models.layouts import CONV_ORDERS, KV, KV_FORMS, ORDERS, STEP
+from kvplan.models.options import EngineOptions
+from kvplan.plan import plan_mesh
 
 MATRIX_TOKENS: Final = (5, 150)
 """The positions that move: they start and stop inside blocks."""
@@ -32,7 +48,9 @@ LAYERS_PER_KIND: Final = 2
 MIN_LAYERS: Final = 4
 """The layers that are left of a longer model, so that three pipeline stages are uneven."""
 
-STEP: Final = "step"
+BLOCK_SIZES: Final = (16, 32, 64, 128)
+"""The block sizes that are tried, beside that of the opposite engine."""
+
 GROUPS: Final = "groups"
 HYBRID: Final = "hybrid"
 """A mismatch can need an axis (``TOKEN``, ``KV``, ``STEP``) of a model's tensors, several groups,
@@ -105,7 +123,7 @@ MISMATCHES: Final = (
 class Result:
     """A mismatch with its verdict: ``verified`` or ``wrong`` in a trial, or ``refused``.
 
-    ``reason`` is one line. ``not_run_because`` has the reasons why an engine does not run ``src``
+    ``reason`` is one line. ``unsupported`` has the reasons why an engine does not support ``src``
     or ``dst``, if it has its own defaults for the keys that these leave out.
     """
 
@@ -113,33 +131,45 @@ class Result:
     verdict: str
     reason: str | None = None
     trial: Trial | None = None
-    not_run_because: Mapping[str, Mapping[str, list[str]]] = attrs.field(factory=dict)
+    unsupported: Mapping[str, Mapping[str, list[str]]] = attrs.field(factory=dict)
 
     @classmethod
-    def of(cls, model: Model, mismatch: Mismatch) -> Result:
-        """Move a request across the mismatch."""
-        sides: dict[str, dict[str, list[str]]] = {"src": {}, "dst": {}}
+    def of(
+        cls,
+        model: Model,
+        mismatch: Mismatch,
+        sides: Sequence[EngineOptions] = (),
+    ) -> Result:
+        """Move a request across the mismatch; ``sides`` are its engines if they are no defaults."""
+        unsupported: dict[str, dict[str, list[str]]] = {"src": {}, "dst": {}}
+        texts = {"src": mismatch.src, "dst": mismatch.dst}
         # a refusal is a verdict, too
         try:
-            src = EngineOptions.parse(mismatch.src, "the source")
-            dst = EngineOptions.parse(mismatch.dst, "the destination")
+            src, dst = sides or [EngineOptions.parse(text, key) for key, text in texts.items()]
             # quantized tensors have scales, whose place the sides differ in
             if mismatch.bits is not None:
                 model = quantize_model(model, mismatch.bits)
-            sides = {"src": reasons_of(model, mismatch.src), "dst": reasons_of(model, mismatch.dst)}
+            unsupported = {key: reasons_of(model, text) for key, text in texts.items()}
+            if sides:
+                unsupported = {"src": reasons(model, src), "dst": reasons(model, dst)}
             trial = Trial.of(PlacedRequest.of(model, src, dst, MATRIX_TOKENS))
         except KVPlanError as error:
-            return cls(mismatch, "refused", str(error), None, sides)
+            return cls(mismatch, "refused", str(error), None, unsupported)
         if trial.report.ok:
-            return cls(mismatch, "verified", None, trial, sides)
+            return cls(mismatch, "verified", None, trial, unsupported)
         # the table has one line for each result
         failure = ": ".join(trial.report.failures[0])
-        return cls(mismatch, "wrong", " ".join(failure.splitlines()), trial, sides)
+        return cls(mismatch, "wrong", " ".join(failure.splitlines()), trial, unsupported)
 
     def __str__(self) -> str:
         if self.reason is None and self.trial is not None:
             return f"{self.verdict}: {described(self.trial.pairs)}"
         return f"{self.verdict}, {self.reason}"
+
+    @property
+    def num_descriptors(self) -> int:
+        """The descriptors of a request that moved."""
+        return self.trial.report.num_descriptors if self.trial is not None else 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data.
@@ -150,13 +180,13 @@ class Result:
             **self.mismatch.to_json(),
             "verdict": self.verdict,
             "reason": self.reason,
-            "not_run_because": self.not_run_because,
+            "unsupported": self.unsupported,
         }
         if self.trial is not None:
             # the lengths between the shortest and the longest say nothing new
             lengths = lengths_of(self.trial.pairs)
             document["bytes"] = self.trial.report.num_bytes
-            document["descriptors"] = self.trial.report.num_descriptors
+            document["descriptors"] = self.num_descriptors
             document["lengths"] = lengths[:1] + lengths[-1:]
         return document
 
@@ -169,6 +199,10 @@ def shortened(model: Model) -> Model:
     return sampled(model, min(max(num_layers, MIN_LAYERS), len(model.layers)))
 
 
+def _axes(model: Model) -> set[str]:
+    return {axis for tensor in model.tensors for axis, _ in tensor.axes}
+
+
 def mismatches(model: Model) -> list[Mismatch]:
     """Return the mismatches that make sense for a model.
 
@@ -179,9 +213,7 @@ def mismatches(model: Model) -> list[Mismatch]:
     ['layout=LBNHC', 'layout=LBHNC', 'layout=BHLNC', 'conv=SD', 'pad=0']
     """
     # all that a mismatch can need, and None, which needs nothing
-    features: set[str | None] = {None}
-    for tensor in model.tensors:
-        features.update(axis for axis, _ in tensor.axes)
+    features: set[str | None] = {None, *_axes(model)}
     is_paged = {tensor.paged for tensor in model.tensors}
     if True in is_paged:
         features.add(TOKEN)
@@ -195,52 +227,142 @@ def mismatches(model: Model) -> list[Mismatch]:
     return [attrs.evolve(mismatch, src=mismatch.src.format(rest=rest)) for mismatch in possible]
 
 
+def changed_options(
+    model: Model, options: EngineOptions, opposite: EngineOptions, engine: str | None = None
+) -> dict[str, EngineOptions]:
+    """Return the options with each change that makes sense for a model, by the change.
+
+    A named ``engine`` must support it as well as it supports the options without the change.
+
+    >>> deepseek = Model.shipped("deepseek-v3")
+    >>> [*changed_options(deepseek, EngineOptions(), EngineOptions(block=48))][4:]
+    ['layout=BHLNC', 'block=32', 'block=64', 'block=128', 'block=48']
+    """
+    # only changes of axes that the tensors have make sense
+    axes = _axes(model)
+    values: dict[str, Sequence[Any]] = {"layout": ORDERS}
+    if KV in axes:
+        values["kv"] = KV_FORMS
+    if STEP in axes:
+        values["conv"] = CONV_ORDERS
+    if any(tensor.paged for tensor in model.tensors):
+        values["block"] = list(dict.fromkeys((*BLOCK_SIZES, opposite.block)))
+    now = reasons(model, options)
+    changed = {}
+    for key, alternatives in values.items():
+        for value in alternatives:
+            evolved = attrs.evolve(options, **{key: value})
+            same = value == getattr(options, key)
+            if same or (engine and {*reasons(model, evolved)[engine]} - {*now[engine]}):
+                continue
+            changed[f"{key}={'auto' if value is None else value}"] = evolved
+    return changed
+
+
+def changes(engines: Engines, model: Model) -> dict[str, tuple[EngineOptions, EngineOptions]]:
+    """Return the engines as they are, with each change of one, and with each change of both."""
+    src, dst = engines.src, engines.dst
+    named = engines.named
+    of_src = changed_options(model, src, dst, named.get("src"))
+    of_dst = changed_options(model, dst, src, named.get("dst"))
+    pairs = {"no change": (src, dst)}
+    pairs |= {f"src {change}": (options, dst) for change, options in of_src.items()}
+    pairs |= {f"dst {change}": (src, options) for change, options in of_dst.items()}
+    for change in of_src.keys() & of_dst.keys():
+        pairs[f"both {change}"] = (of_src[change], of_dst[change])
+    return pairs
+
+
+def _tried_changes(engines: Engines, model: Model) -> list[Result]:
+    """Return the pair as it is last, and before it what needs fewer descriptors."""
+    destinations, sources = engines.workers()[::-1]
+    # engines that cannot be paired are an error, and no line
+    plan_mesh(destinations, sources, not_transferred=destination_drafts(destinations, sources))
+    results = []
+    with progress_bar() as bar:
+        pairs = bar.track([*changes(engines, model).items()], description="matrix")
+        for change, sides in pairs:
+            src, dst = map(str, sides)
+            results.append(Result.of(model, Mismatch(change, src, dst), sides))
+    now, *others = results
+    tried = sorted(others, key=lambda each: (each.num_descriptors, each.mismatch.differs))
+    tried = [each for each in tried if each.verdict != "refused"]
+    # of changes with the same figures, that of one engine or the first says enough
+    fewer: dict[tuple[int, tuple[int, ...]], Result] = {}
+    for each in sorted(tried, key=lambda each: each.mismatch.differs.startswith("both")):
+        if each.verdict == "wrong" or each.num_descriptors < now.num_descriptors:
+            lengths = lengths_of(each.trial.pairs) if each.trial else []
+            fewer.setdefault((each.num_descriptors, (*lengths,)), each)
+    return [*sorted(fewer.values(), key=lambda each: each.num_descriptors), now]
+
+
 def markdown(results: Iterable[Result]) -> Iterator[str]:
     """Yield the lines of a Markdown table."""
-    yield "| differs in | source | destination | runs in | result |"
+    yield "| differs in | source | destination | supported by | result |"
     yield "|---|---|---|---|---|"
     for result in results:
-        sides = result.not_run_because.values()
-        # the engines that run both sides stand once
-        runs_in = " -> ".join(dict.fromkeys(map(running_engines, sides)))
+        sides = result.unsupported.values()
+        # the engines that support both sides stand once
+        supported = " -> ".join(dict.fromkeys(map(supporting, sides)))
         text = str(result).replace("|", "\\|")
-        yield f"| {' | '.join(result.mismatch.to_json().values())} | {runs_in} | {text} |"
+        yield f"| {' | '.join(result.mismatch.to_json().values())} | {supported} | {text} |"
 
 
-@click.command("matrix")
-@model_argument
+def supporting(by_engine: Mapping[str, list[str]]) -> str:
+    """Return the engines that support a side, from the reasons against it.
+
+    >>> supporting(reasons(Model.shipped("llama-3.1-8b"), EngineOptions(kv="split")))
+    'SGLang 0.5.23'
+    """
+    return ", ".join(engine for engine, found in by_engine.items() if not found) or "none"
+
+
+@click.command("matrix", cls=EngineCommand)
+@engine_options
 @json_option
-def matrix_command(model: str, like: str | None, as_json: bool) -> int:
+def matrix_command(engines: Engines, as_json: bool) -> int:
     """Try which differences between engines a cache moves across.
 
-    MODEL is a shipped name such as llama-3.1-8b, the path of a config.json or of its directory, or
-    sizes such as layers=40,kv_heads=10,head_dim=128. A few of its layers of each kind move between
-    engines that differ in one thing, and every byte is checked. The table is Markdown; it names the
-    engines that run each side, with their own words for the keys that a line leaves out.
+    A few layers of each kind move between engines that differ in one thing, and every byte is
+    checked. The table is Markdown; it names the engines that support each side, with their own
+    defaults for the keys that a line leaves out. With --src or --dst, it has those engines and the
+    changes that move the request in fewer descriptors, of all layers, with the fewest first.
 
     \b
     kvplan matrix granite-4.0-h-tiny
+    kvplan matrix llama-3.1-8b --src vllm,tp=4 --dst sglang,tp=2
 
     Exit status: 0 every line verified or refused with a reason, 1 bytes differ, 2 refused.
     """
-    whole = load(model, like=like)
-    short = shortened(whole)
-    with progress_bar() as bar:
-        possible = bar.track(mismatches(short), description="matrix")
-        results = [Result.of(short, mismatch) for mismatch in possible]
-    if as_json:
-        layers = {"moved": len(short.layers), "of": len(whole.layers)}
-        cells = [result.to_json() for result in results]
-        echo_json({"model": model, "layers": layers, "tokens": list(MATRIX_TOKENS), "cells": cells})
+    whole = model_only(engines.model, engines.name)
+    is_pair = any(side.keys or side.engine for side in engines.sides.values())
+    model = whole if is_pair else shortened(whole)
+    if is_pair:
+        results = _tried_changes(engines, whole)
     else:
-        layers_moved = f"{len(short.layers)} of {len(whole.layers)} layers"
-        for line in assumed_lines(model, whole, like):
-            click.echo(f"{line}\n")
-        click.echo(
-            f"{model}, {layers_moved}, positions [{MATRIX_TOKENS[0]}, {MATRIX_TOKENS[1]}):\n"
-        )
-        for line in cache_lines(whole):
-            click.echo(f"- {line.strip()}")
-        click.echo()
-        click.echo("\n".join(markdown(results)))
+        with progress_bar() as bar:
+            possible = bar.track(mismatches(model), description="matrix")
+            results = [Result.of(model, mismatch) for mismatch in possible]
+    moved = len(model.layers)
+    if as_json:
+        layers = {"moved": moved, "of": len(whole.layers)}
+        cells = [result.to_json() for result in results]
+        document = {"model": engines.name, "layers": layers, "tokens": list(MATRIX_TOKENS)}
+        echo_json(document | {"cells": cells})
+    else:
+        layers_moved = f"{moved} of {len(whole.layers)} layers"
+        start, stop = MATRIX_TOKENS
+        lines = [f"{engines.name}, {layers_moved}, positions [{start}, {stop}):", ""]
+        lines += [f"- {line.strip()}" for line in cache_lines(whole)]
+        read = [*assumed_lines(engines.name, whole, engines.like), *engines.read_lines()]
+        # blank lines and dashes make the heading Markdown, too
+        for line in (
+            *(text for text in read for text in (text, "")),
+            *lines,
+            "",
+            *markdown(results),
+        ):
+            click.echo(line)
+        if is_pair and len(results) == 1:
+            click.echo("\nNo change of layout, kv, conv or block needs fewer descriptors.")
     return 1 if any(result.verdict == "wrong" for result in results) else 0

@@ -1,8 +1,10 @@
-"""MODEL on the command line: a shipped name, a config.json, sizes, or offers of two engines."""
+"""MODEL on the command line: a name, a config.json, sizes, or offers of two engines."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -10,16 +12,12 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import integer
 from kvplan._text import meant
-from kvplan.cli.defaults import items_of
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.handshake import decode
 from kvplan.models import Model
-
-MAX_TOKENS: Final = 1 << 24
-"""The last position of a request, plus one, is at most this."""
+from kvplan.models.options import MAX_TOKENS, items_of, read_decimal
 
 ENGINE_IDS: Final = ("src", "dst")
 
@@ -30,6 +28,12 @@ BITS: Final[Mapping[int, tuple[Any, ...]]] = MappingProxyType(
 
 MODEL_FORMS: Final = "a config.json or its directory, or sizes: layers=40,kv_heads=10,head_dim=128"
 """The forms of MODEL on the command line, beside a shipped name."""
+
+SAME_CACHE: Final = r"(-(instruct|it|pt|base|chat|hf|thinking|reasoning|bf16|a\d+b|v\d\.\d|\d{4}))*"
+"""What a name on Hugging Face may add to that of a model with the same cache.
+
+Quantized files are others: they may state a dtype of the cache.
+"""
 
 
 def quantize_model(model: Model, bits: int) -> Model:
@@ -64,13 +68,13 @@ class EngineViews:
 
 
 def load(model: str, bits: str | None = None, like: str | None = None) -> Model:
-    """Return the model of a shipped name, of a config.json or its directory, or of sizes.
+    """Return the model of a name, of a config.json or its directory, or of sizes.
 
     ``bits`` quantizes it. A file of an unknown type is read as one of the type ``like``. Raises
     ``CONFIG``.
 
-    >>> print(load("layers=40,kv_heads=10,head_dim=128,window=4096"))
-    layers=40,kv_heads=10,head_dim=128,window=4096: 40 layers, bfloat16, groups attn
+    >>> print(load("meta-llama/Llama-3.1-8B-Instruct"))
+    llama-3.1-8b: 32 layers, bfloat16, groups attn
     """
     return model_only(load_engines(model, bits, like), model)
 
@@ -95,17 +99,22 @@ def load_engines(
     """
     if bits is not None:
         return quantize_model(load(model, None, like), int(bits))
-    # a shipped name counts before a file of that name
-    if model in Model.names():
-        _check_no_like(model, like)
-        return Model.shipped(model)
     path = Path(model)
+    # a shipped name counts before a file of that name
+    shipped = model if model in Model.names() else None
+    if shipped is None and not _exists(path):
+        shipped = shipped_name(model)
+    if shipped is not None:
+        _check_no_like(model, like)
+        return Model.shipped(shipped)
     # a file may have = in its name
-    if "=" in model and not path.exists():
+    if "=" in model and not _exists(path):
         _check_no_like(model, like)
         return _load_sizes(model)
-    if path.is_dir():
-        path = Path(model, "config.json")
+    if not _exists(path):
+        path = downloaded(model) or path
+    if _exists(path) and path.is_dir():
+        path = path / "config.json"
     try:
         config = json.loads(path.read_bytes())
         if isinstance(config, dict) and "offers" in config:
@@ -120,6 +129,43 @@ def load_engines(
         raise error.in_file(f"{path}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise _cannot_load(model, error) from None
+
+
+def shipped_name(model: str) -> str | None:
+    """Return the shipped model that a name on Hugging Face means, if its cache is the same.
+
+    >>> shipped_name("Qwen/Qwen3-32B"), shipped_name("google/gemma-3-27b-it")
+    ('qwen3-32b', 'gemma-3-27b')
+    >>> shipped_name("Qwen/Qwen3-32B-FP8"), shipped_name("./qwen3-32b")
+    (None, None)
+    """
+    owner, _, name = model.rpartition("/")
+    if "/" in owner or owner.startswith("."):
+        return None
+    name = re.sub("^(meta|nvidia)-", "", name.lower())
+    fitting = [
+        shipped for shipped in Model.names() if re.fullmatch(re.escape(shipped) + SAME_CACHE, name)
+    ]
+    return max(fitting, key=len, default=None)
+
+
+def downloaded(model: str) -> Path | None:
+    """Return the newest folder of a model in the cache of Hugging Face on this machine, if any."""
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
+        return None
+    files = hub.glob(f"models--{model.replace('/', '--')}/snapshots/*/config.json")
+    newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+    return None if newest is None else newest.parent
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        # a name can be too long for a file
+        return False
 
 
 def _check_no_like(model: str, like: str | None) -> None:
@@ -138,10 +184,15 @@ def _cannot_load(model: str, error: Exception) -> KVPlanError:
     hint = ""
     # a text that is no path of a file is probably a mistyped name
     if missing and not model.endswith(".json"):
-        if "/" not in model:
-            got = repr(model)
-        similar = meant(model.rpartition("/")[2], Model.names())
-        hint = f"{similar} 'kvplan models' lists all".strip()
+        owner, slash, name = model.rpartition("/")
+        got = got if slash else repr(model)
+        # a name of another family is no hint
+        family = re.match("[a-z]*", name.lower())
+        letters = family[0] if family else ""
+        similar = [shipped for shipped in Model.names() if letters and shipped.startswith(letters)]
+        hint = f"{meant(name, similar)} 'kvplan models' lists all".strip()
+        if re.fullmatch(r"[\w-]+", owner):
+            hint = f"hf download {model} --include '*config.json', then give that directory"
     expected = f"a shipped model, {MODEL_FORMS}"
     return KVPlanError("CONFIG", "load a model", expected=expected, got=got, hint=hint, model=model)
 
@@ -161,8 +212,8 @@ def _load_sizes(text: str) -> Model:
     values = items_of(text)
     if not {*required} <= {*values} <= {*required, *optional}:
         expected = f"each of {', '.join(required)}, and maybe {' and '.join(optional)}"
-        got = ", ".join(values)
         action = "read the sizes of a model"
+        got = ", ".join(values)
         raise KVPlanError("CONFIG", action, expected=expected, got=got, model=text)
     # of the two families that keep K and V of each head, one has a window
     config: dict[str, Any] = {"model_type": "mistral" if "window" in values else "llama"}
@@ -170,16 +221,3 @@ def _load_sizes(text: str) -> Model:
     for key, value in values.items():
         config[config_keys[key]] = read_decimal(value, f"{key} of the model", 1, MAX_TOKENS)
     return Model.from_config(config, text)
-
-
-def read_decimal(text: str, subject: str, low: int, high: int) -> int:
-    """Return the integer in ``[low, high)`` that ``text`` writes in ASCII digits.
-
-    Raises ``TYPE`` or ``RANGE``.
-    """
-    # int() would read underscores, signs, spaces and digits of any script
-    if not (text.isascii() and text.isdigit() and len(text) <= 20):
-        expected = "an integer in decimal digits"
-        got = repr(text)
-        raise KVPlanError("TYPE", f"read {subject}", expected=expected, got=got, value=text)
-    return integer(int(text), subject, low=low, high=high)

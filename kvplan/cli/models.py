@@ -5,16 +5,14 @@ from __future__ import annotations
 import click
 
 from kvplan.cli.caches import cache_lines, caches_of
-from kvplan.cli.completion import completed_models
 from kvplan.cli.console import echo_json, print_lines, wrapped
 from kvplan.cli.model_files import load
-from kvplan.cli.options import assumed_lines, json_option, like_option
+from kvplan.cli.options import assumed_lines, json_option, model_argument
 from kvplan.models import FAMILIES, Model
 
 
 @click.command("models")
-@click.argument("model", required=False, shell_complete=completed_models)
-@like_option
+@model_argument(required=False)
 @json_option
 def models_command(model: str | None, like: str | None, as_json: bool) -> int:
     """List shipped models and known types, or what MODEL caches.

@@ -1,77 +1,33 @@
-"""Options of an engine, and the arguments that commands share.
-
-An engine is written as ``tp=4,block=16,layout=LBNHC`` on the command line.
-"""
+"""Arguments that commands share: MODEL, and the two engines ``--src`` and ``--dst``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
-from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import click
+from click.shell_completion import CompletionItem
 
-from kvplan._checks import integer
-from kvplan._text import meant
-from kvplan.bridges.assembly import FP8_DTYPES
 from kvplan.cli.caches import cache_lines, caches_of
-from kvplan.cli.completion import completed_keys, completed_models, completed_types
 from kvplan.cli.console import wrapped
-from kvplan.cli.defaults import (
-    AUTO,
-    ENGINES,
-    ROW_WORDS,
-    engine_of,
-    stored_dtype,
-    with_defaults,
-)
+from kvplan.cli.inputs import Side
 from kvplan.cli.model_files import (
     BITS,
     ENGINE_IDS,
-    MAX_TOKENS,
     MODEL_FORMS,
     EngineViews,
     load_engines,
     model_only,
-    read_decimal,
 )
 from kvplan.describe import Worker
-from kvplan.describe.views import ITEMSIZE
 from kvplan.errors import KVPlanError
-from kvplan.models import Model
-from kvplan.models.layouts import CONV_ORDERS, KV_FORMS, LETTERS, ORDERS
-from kvplan.models.parallel import SCALES
+from kvplan.models import FAMILIES, Model
+from kvplan.models.engines import ENGINES, reasons
+from kvplan.models.options import MAX_TOKENS, EngineOptions, read_decimal
 
-MAX_WORKERS: Final = 4096
-"""An engine has fewer workers than this."""
-
-DEFAULT_NUM_BLOCKS: Final = 4096
-"""The blocks of a pool for which neither the options nor a request say how many."""
-
-MODEL_KEYS: Final = ("draft", "dtype", "ssm")
-"""Keys of an engine that change the model it runs."""
-
-ENGINES_KEYS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **dict.fromkeys(("tensor_parallel_size", "tp_size"), "tp"),
-        **dict.fromkeys(("pipeline_parallel_size", "pp_size"), "pp"),
-        **dict.fromkeys(("decode_context_parallel_size", "dcp_size"), "dcp"),
-        "prefill_context_parallel_size": "pcp",
-        **dict.fromkeys(("block_size", "page_size"), "block"),
-        "kv_cache_dtype": "dtype",
-        "mamba_ssm_cache_dtype": "ssm",
-        **dict.fromkeys(("num_gpu_blocks", "num_gpu_blocks_override"), "blocks"),
-    }
-)
-"""Our keys by the names of options of vLLM and SGLang."""
-
-LAYOUTS: Final = f"{', '.join(ORDERS)}; vLLM's NHD is LBNHC, its HND is LBHNC"
-KV_PLACES: Final = (
-    "content (K beside V for each token and head), axis (K, then V, in each block and layer), "
-    "split (separate regions)"
-)
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def token_range(text: str, subject: str) -> tuple[int, int]:
@@ -85,223 +41,12 @@ def token_range(text: str, subject: str) -> tuple[int, int]:
     return start, read_decimal(stop_text, subject, start, MAX_TOKENS + 1)
 
 
-def _read_block(text: str, subject: str) -> int | None:
-    return None if text == AUTO else read_decimal(text, subject, 1, MAX_TOKENS)
-
-
-def _read_stages(text: str, subject: str) -> tuple[int, ...]:
-    sizes = text.split("+", MAX_WORKERS)
-    return tuple(read_decimal(num_layers, subject, 1, MAX_WORKERS) for num_layers in sizes)
-
-
-def _read_flag(text: str, subject: str) -> bool:
-    return bool(read_decimal(text, subject, 0, 2))
-
-
-def _option(
-    default: Any,
-    about: str,
-    reader: Callable[..., Any] = read_decimal,
-    argument: str = "",
-    **limits: int,
-) -> Any:
-    """Return a field whose text ``reader`` converts.
-
-    ``about`` is its help, ``argument`` its name in :meth:`Model.engine`.
-    """
-    if default is not None:
-        about += f" (default: {int(default) if isinstance(default, bool) else default})"
-    # the help, the parser and the call of Model.engine read these
-    metadata = {"reader": partial(reader, **limits), "about": about, "argument": argument}
-    return attrs.field(default=default, metadata=metadata)
-
-
-_size_option = partial(_option, 1, low=1, high=MAX_WORKERS)
-_text_option = partial(_option, reader=lambda text, subject: text)
-
-
-@attrs.frozen
-class EngineOptions:
-    """One engine: parallel sizes, block size and memory layout, as in :meth:`Model.engine`.
-
-    ``block`` is in tokens; None (``auto``) is the size of a recurrent state. ``blocks`` None is
-    enough for the request.
-
-    >>> options = EngineOptions.parse("tp=4,layout=LBNHC,stages=10+22", "--src")
-    >>> options.tp, options.stages, options.block, str(options)
-    (4, (10, 22), 16, 'tp=4,layout=LBNHC,stages=10+22')
-    """
-
-    tp: int = _size_option("tensor-parallel size")
-    pp: int = _size_option("pipeline-parallel size")
-    dcp: int = _size_option("decode context-parallel size")
-    pcp: int = _size_option("prefill context-parallel size")
-    interleave: int = _option(
-        1, "consecutive positions on one context-parallel rank", low=1, high=MAX_TOKENS
-    )
-    block: int | None = _option(
-        16, f"tokens per block; {AUTO}: as a recurrent state", _read_block, "tokens_per_block"
-    )
-    layout: str = _text_option(
-        "LBHNC", f"memory order, slowest dimension first ({LETTERS}): {LAYOUTS}"
-    )
-    kv: str = _text_option("content", f"where K and V are: {KV_PLACES}")
-    pad: int = _option(0, "bytes of padding after each block", low=0, high=1 << 40)
-    blocks: int | None = _option(
-        None, "blocks in the pool", argument="num_blocks", low=1, high=1 << 31
-    )
-    conv: str = _text_option(
-        "DS", "convolution state: DS (channel, step) or SD (step, channel)", argument="conv_order"
-    )
-    stages: tuple[int, ...] | None = _option(
-        None, "layers per pipeline stage, such as 10+22", _read_stages, "layers_per_stage"
-    )
-    kernel: int | None = _option(
-        None, "tokens per kernel block", argument="kernel_tokens", low=1, high=MAX_TOKENS
-    )
-    shared: bool = _option(
-        False, "1: the KV cache groups of a hybrid model share one pool", _read_flag
-    )
-    scales: str = _text_option(
-        "inline", "where scales of quantized K and V are: inline, page, region"
-    )
-    spread: bool = _option(
-        False,
-        "1: prefill context-parallel ranks hold different positions",
-        _read_flag,
-        "pcp_spreads",
-    )
-    draft: str | None = _text_option(None, "shipped model that drafts tokens")
-    dtype: str | None = _text_option(
-        None, "dtype of K and V, or latents, such as float8_e4m3fn, or an engine's word: fp8"
-    )
-    ssm: str | None = _text_option(None, "dtype of SSM states")
-
-    @classmethod
-    def parse(cls, text: str, subject: str) -> EngineOptions:
-        """Return the options in comma-separated ``KEY=VALUE`` form; messages name the ``subject``.
-
-        Raises ``LAYOUT`` for an unknown key, ``NAME`` for a repeated one, ``TYPE`` or ``RANGE`` for
-        a bad number.
-        """
-        action = f"read {subject}"
-        readers = {field.name: field.metadata["reader"] for field in attrs.fields(cls)}
-        values: dict[str, Any] = {}
-        for item in filter(None, text.split(",")):
-            key, _, value = item.partition("=")
-            got = repr(key)
-            if key not in readers:
-                # a name that is close says more than all of them
-                hint = meant(_own_key(key), [*readers, *ENGINES])
-                expected = "a key of --help" if hint else f"keys of {', '.join(readers)}"
-                raise KVPlanError("LAYOUT", action, expected=expected, got=got, hint=hint, key=key)
-            if key in values:
-                expected = "each key once"
-                raise KVPlanError("NAME", action, expected=expected, got=f"{got} twice", key=key)
-            values[key] = readers[key](value, f"{key} of {subject}")
-        options = cls(**values)
-        # pp or the list of stages says how many there are
-        num_stages = max(options.pp, len(options.stages or ()))
-        integer(
-            options.tp * num_stages * options.pcp, f"tp * pp * pcp of {subject}", high=MAX_WORKERS
-        )
-        return options
-
-    def title(self, model: Model | EngineViews) -> str:
-        """Return the options, or that offers stand for them."""
-        return "as offered" if isinstance(model, EngineViews) else str(self)
-
-    def __str__(self) -> str:
-        items = []
-        for field in attrs.fields(EngineOptions):
-            value = getattr(self, field.name)
-            if value != field.default:
-                items.append(f"{field.name}={_written(value)}")
-        return ",".join(items) or "tp=1"
-
-    def engine(
-        self,
-        model: Model | EngineViews,
-        engine_id: str,
-        num_blocks: int | None = None,
-    ) -> tuple[Worker, ...]:
-        """Return the engine's workers, each with a pool of ``num_blocks``.
-
-        None: of ``blocks``, else of :data:`DEFAULT_NUM_BLOCKS`.
-        """
-        if isinstance(model, EngineViews):
-            if self != EngineOptions():
-                action = f"change engine {engine_id}"
-                expected = "no keys, since offers say all"
-                raise KVPlanError("LAYOUT", action, expected=expected, got=str(self))
-            return model.workers[engine_id]
-        model = self.served(model)
-        # all options but the draft are arguments of Model.engine, some by another name
-        arguments = {}
-        for field in attrs.fields(EngineOptions):
-            if field.name not in MODEL_KEYS:
-                arguments[field.metadata["argument"] or field.name] = getattr(self, field.name)
-        arguments["num_blocks"] = num_blocks or self.blocks or DEFAULT_NUM_BLOCKS
-        return model.engine(engine_id, **arguments)
-
-    def served(self, model: Model) -> Model:
-        """Return a model as the engine serves it: its dtypes, draft layers and groups."""
-        model = self.cached(model)
-        # a draft model adds layers before groups are made of all
-        if self.draft is not None:
-            model = model.with_draft(Model.shipped(self.draft))
-        return model.grouped() if self.shared else model
-
-    def cached(self, model: Model) -> Model:
-        """Return a model in the dtypes in which the engine caches it. Raises ``DTYPE``."""
-        return model.with_dtypes(stored_dtype(model, self.dtype), self.ssm)
-
-
-VALUES_OF_KEYS: Final[Mapping[str, Sequence[str]]] = MappingProxyType(
-    {
-        **{field.name: () for field in attrs.fields(EngineOptions)},
-        "layout": ORDERS,
-        "kv": KV_FORMS,
-        "block": (AUTO,),
-        "conv": CONV_ORDERS,
-        "scales": SCALES,
-        "draft": Model.names(),
-        "dtype": tuple(dict.fromkeys((*ITEMSIZE, *FP8_DTYPES, *ROW_WORDS))),
-        "ssm": tuple(ITEMSIZE),
-    }
-)
-"""The values of each key of an engine that can be listed, for the completion of a shell."""
-
-
-def _own_key(key: str) -> str:
-    """Return the key for a name that :meth:`Model.engine`, vLLM or SGLang have for it.
-
-    Any other text stays as it is.
-
-    >>> _own_key("tokens_per_block"), _own_key("tensor-parallel-size"), _own_key("tpp")
-    ('block', 'tp', 'tpp')
-    """
-    keys = {field.metadata["argument"]: field.name for field in attrs.fields(EngineOptions)}
-    # options without an argument name have the empty text, which stands for nothing
-    keys |= {"": "", **ENGINES_KEYS}
-    return keys.get(key.replace("-", "_"), key)
-
-
-def _written(value: Any) -> str:
-    """Return a value in the form that :meth:`EngineOptions.parse` reads."""
-    if value is None:
-        return AUTO
-    if isinstance(value, tuple):
-        return "+".join(map(str, value))
-    return str(int(value) if isinstance(value, bool) else value)
-
-
 @attrs.frozen
 class Engines:
     """Two engines as a command line names them: ``name`` is MODEL, ``model`` is what it means.
 
-    A file of an unknown type was read as one of the type ``like``. ``named`` has the real engine of
-    each side that names one.
+    A file of an unknown type was read as one of the type ``like``. ``sides`` are the engines as
+    they were given, ``src`` and ``dst`` what that means for the model.
     """
 
     name: str
@@ -309,40 +54,91 @@ class Engines:
     src: EngineOptions
     dst: EngineOptions
     like: str | None = None
-    named: Mapping[str, str] = attrs.field(factory=dict)
+    sides: Mapping[str, Side] = attrs.field(factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.src.title(self.model)} -> {self.dst.title(self.model)}"
+        return f"{self.name}, {self.title(self.src)} -> {self.title(self.dst)}"
+
+    def title(self, options: EngineOptions) -> str:
+        """Return the options of a side, or that offers stand for them."""
+        return "as offered" if isinstance(self.model, EngineViews) else str(options)
 
     def workers(self) -> tuple[tuple[Worker, ...], tuple[Worker, ...]]:
         """Return the workers of the source engine, and of the destination engine."""
-        return self.src.engine(self.model, "src"), self.dst.engine(self.model, "dst")
+        return (
+            workers_of(self.model, self.src, "src"),
+            workers_of(self.model, self.dst, "dst"),
+        )
 
-    def assumed_lines(self) -> list[str]:
-        """Return the first line of what is printed, if nobody checked what the model caches."""
+    @property
+    def named(self) -> dict[str, str]:
+        """The real engine of each side that names one."""
+        return {key: side.engine for key, side in self.sides.items() if side.engine is not None}
+
+    def heading(self, title: str | None = None) -> list[str]:
+        """Return the first lines of an output: what was assumed, the engines, and their caches."""
         if isinstance(self.model, EngineViews):
-            return []
-        return wrapped(assumed_lines(self.name, self.model, self.like))
+            return wrapped([title or str(self)])
+        source, destination = self.src.cached(self.model), self.dst.cached(self.model)
+        caches = cache_lines(source)
+        if source != destination:
+            caches = cache_lines(source, "src") + cache_lines(destination, "dst")
+        assumed = assumed_lines(self.name, self.model, self.like)
+        return [*wrapped([*assumed, *self.read_lines()]), title or str(self), *wrapped(caches)]
 
-    def cache_lines(self) -> list[str]:
-        """Return the lines of what both engines cache, or of each one if they differ.
-
-        Offers have none.
-        """
-        if isinstance(self.model, EngineViews):
-            return []
-        source = self.src.cached(self.model)
-        destination = self.dst.cached(self.model)
-        if source == destination:
-            lines = cache_lines(source)
-        else:
-            lines = cache_lines(source, "src") + cache_lines(destination, "dst")
-        return wrapped(lines)
+    def read_lines(self) -> list[str]:
+        """Return what was taken from a side that is no list of keys, in a line for each."""
+        return [side.line(key) for key, side in self.sides.items() if side.source is not None]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         document = {"model": self.name, "src": str(self.src), "dst": str(self.dst)}
         return document if self.like is None else {**document, "assumed_like": self.like}
+
+    def unsupported(self) -> dict[str, dict[str, list[str]]]:
+        """Return the reasons why the engines that are named do not support ``src`` and ``dst``.
+
+        A side without a name is asked of the engine of the other side. Offers have no reasons.
+        """
+        if isinstance(self.model, EngineViews):
+            return {}
+        sides = {}
+        for side, options in zip(ENGINE_IDS, (self.src, self.dst), strict=True):
+            by_engine = reasons(self.model, options)
+            named = [self.named[side]] if side in self.named else self.named.values()
+            sides[side] = {engine: by_engine[engine] for engine in named}
+        return sides
+
+
+def support_lines(sides: Mapping[str, Mapping[str, list[str]]]) -> Iterator[str]:
+    """Yield a line for each reason of a side, and one for each engine that supports its sides."""
+    for engine in ENGINES.values():
+        asked = {side: found[engine] for side, found in sides.items() if engine in found}
+        # a reason that holds for both sides has one line
+        sides_of_reason: dict[str, list[str]] = {}
+        for side, found in asked.items():
+            for reason in found:
+                sides_of_reason.setdefault(reason, []).append(side)
+        for reason, names in sides_of_reason.items():
+            yield f"{engine} does not support {' and '.join(names)}: {reason}"
+        if asked and not sides_of_reason:
+            yield f"{engine} supports {' and '.join(asked)}"
+
+
+def workers_of(
+    model: Model | EngineViews,
+    options: EngineOptions,
+    engine_id: str,
+    num_blocks: int | None = None,
+) -> tuple[Worker, ...]:
+    """Return an engine's workers; those of offers say all, so they take no options."""
+    if not isinstance(model, EngineViews):
+        return options.engine(model, engine_id, num_blocks)
+    if options != EngineOptions():
+        action = f"change engine {engine_id}"
+        expected = "no keys, since offers say all"
+        raise KVPlanError("LAYOUT", action, expected=expected, got=str(options))
+    return model.workers[engine_id]
 
 
 def assumed_lines(name: str, model: Model, like: str | None) -> list[str]:
@@ -350,40 +146,64 @@ def assumed_lines(name: str, model: Model, like: str | None) -> list[str]:
     if like is None:
         return []
     contents = "; ".join(map(str, caches_of(model)))
-    return [f"assumed and checked by nobody: {name} caches as a {like} does, {contents}"]
-
-
-Command = TypeVar("Command", bound=Callable[..., Any])
+    return [f"assumed, not checked: {name} caches as a {like} does, {contents}"]
 
 
 class EngineCommand(click.Command):
-    """A command that takes :func:`engine_options`.
-
-    Its help ends with the meaning of MODEL, and of the keys of an engine.
-    """
+    """A command with :func:`engine_options`: its help ends with MODEL and the keys of an engine."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the end of the help."""
         formatter.write_paragraph()
         formatter.write_text(
-            f"MODEL is a shipped name such as llama-3.1-8b, {MODEL_FORMS} (and window=4096, "
-            "heads=40). For verify, explain and show, MODEL can be a file of offers, as "
-            "'kvplan explain --json' prints them."
+            "MODEL is a shipped name such as llama-3.1-8b, its name on Hugging Face, "
+            f"{MODEL_FORMS} (and window=4096, heads=40). For verify, explain and show, MODEL can "
+            "be a file of offers, as 'kvplan explain --json' prints them."
         )
-        keys = [(field.name, field.metadata["about"]) for field in attrs.fields(EngineOptions)]
         formatter.write_paragraph()
         formatter.write_text(
-            "--src vllm,tp=4 takes vLLM's defaults for all keys that it leaves out, --src sglang "
-            "those of SGLang. Only the engine that a side names is asked whether it runs the side."
+            "ENGINE is KEY=VALUE,... or 'vllm serve ...', a command line of SGLang, a "
+            "--kv-transfer-config, or a file with one of these or with an engine's log. "
+            "vllm,tp=4 has the defaults of vLLM with kvplan's connector for all other keys, "
+            "sglang those of SGLang; the output says whether the named engine supports the side."
         )
+        keys = [(field.name, field.metadata["about"]) for field in attrs.fields(EngineOptions)]
         with formatter.section("Keys of --src and --dst"):
             formatter.write_dl(keys)
+
+
+def _completed_models(
+    ctx: click.Context, param: click.Parameter, text: str
+) -> list[CompletionItem]:
+    # a text that begins no name is the path of a config.json
+    names = [name for name in Model.names() if name.startswith(text)]
+    return [CompletionItem(name) for name in names] or [CompletionItem(text, type="file")]
+
+
+def _completed_keys(ctx: click.Context, param: click.Parameter, text: str) -> list[CompletionItem]:
+    """Return what may follow in ``vllm,tp=4,layout=LBNHC``: engines, keys, or values of a key."""
+    before, comma, last = text.rpartition(",")
+    before += comma
+    key, equals, value = last.partition("=")
+    fields = attrs.fields_dict(EngineOptions)
+    if equals:
+        values = fields[key].metadata["values"] if key in fields else ()
+        values = Model.names() if key == "draft" else values
+        words = [f"{key}={word}" for word in dict.fromkeys(values) if word.startswith(value)]
+    else:
+        given_keys = {item.partition("=")[0] for item in before.split(",")}
+        words = [f"{name}=" for name in fields if name not in given_keys]
+        # the name of an engine comes first
+        words += [] if before else [f"{name}," for name in ENGINES]
+    return [CompletionItem(before + word) for word in words if word.startswith(last)]
 
 
 like_option = click.option(
     "--like",
     metavar="TYPE",
-    shell_complete=completed_types,
+    shell_complete=lambda ctx, param, text: [
+        CompletionItem(name) for name in FAMILIES if name.startswith(text)
+    ],
     help="Read a config.json of an unknown model_type as one of TYPE.",
 )
 _bits = click.option(
@@ -397,62 +217,52 @@ _bits = click.option(
 _engine = partial(
     click.option,
     default="",
-    metavar="[vllm|sglang,]KEY=VALUE,...",
-    callback=lambda context, option, text: _Side.parse(text, option.opts[0]),
-    shell_complete=lambda context, option, text: completed_keys(VALUES_OF_KEYS, text),
+    metavar="ENGINE",
+    callback=lambda context, option, text: Side.parse(text, option.opts[0]),
+    shell_complete=_completed_keys,
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
-def model_argument(command: Command) -> Command:
-    """Add the argument MODEL and ``--like``."""
-    return click.argument("model", shell_complete=completed_models)(like_option(command))
-
-
-@attrs.frozen
-class _Side:
-    """The options of one engine, and the real engine whose defaults the text leaves out, if any."""
-
-    options: EngineOptions
-    keys: str
-    engine: str | None
-
-    @classmethod
-    def parse(cls, text: str, subject: str) -> _Side:
-        """Read ``KEY=VALUE,...``, maybe after the name of an engine. Raises what the keys do."""
-        engine, keys = engine_of(text)
-        return cls(EngineOptions.parse(keys, subject), keys, engine)
-
-    def of_model(self, model: Model | EngineViews) -> EngineOptions:
-        """Return the options for a model, with the defaults of the engine that is named."""
-        if self.engine is None:
-            return self.options
-        whole = model_only(model, f"{self.engine}, by its defaults, and")
-        return EngineOptions.parse(with_defaults(whole, self.engine, self.keys), self.engine)
+def model_argument(required: bool) -> Callable[[Command], Command]:
+    """Return what adds the argument MODEL and ``--like`` to a command."""
+    argument = click.argument("model", required=required, shell_complete=_completed_models)
+    return lambda command: argument(like_option(command))
 
 
 def engine_options(command: Callable[..., int]) -> Callable[..., int]:
     """Add MODEL, ``--like``, ``--src``, ``--dst`` and ``--bits``.
 
-    The command gets all of them as its first argument, :class:`Engines`.
+    The command gets all of them as its first argument, :class:`Engines`. MODEL may be left out if
+    a command line of an engine names it.
     """
 
     @wraps(command)
     def run(
-        model: str,
+        model: str | None,
         like: str | None,
-        src: _Side,
-        dst: _Side,
+        src: Side,
+        dst: Side,
         bits: str | None,
         **options: Any,
     ) -> int:
-        loaded = load_engines(model, bits, like)
-        sides = zip(ENGINE_IDS, (src, dst), strict=True)
-        named = {engine_id: side.engine for engine_id, side in sides if side.engine is not None}
-        engines = Engines(model, loaded, src.of_model(loaded), dst.of_model(loaded), like, named)
+        name = model or src.model or dst.model
+        if name is None:
+            expected = "MODEL, or an engine's command line that names it"
+            raise KVPlanError("NAME", "read the command line", expected=expected, got="no MODEL")
+        loaded = load_engines(name, bits, like)
+        sides = dict(zip(ENGINE_IDS, (src, dst), strict=True))
+        if isinstance(loaded, EngineViews):
+            for side in sides.values():
+                model_only(loaded, name) if side.engine else None
+            options_of = [EngineOptions.parse(side.keys, "a side") for side in sides.values()]
+        else:
+            options_of = [side.options(loaded) for side in sides.values()]
+        src_options, dst_options = options_of
+        engines = Engines(name, loaded, src_options, dst_options, like, sides)
         return command(engines, **options)
 
     run = _bits(run)
     run = _engine("--dst", help="The decode engine (destination).")(run)
     run = _engine("--src", help="The prefill engine (source).")(run)
-    return model_argument(run)
+    return model_argument(required=False)(run)

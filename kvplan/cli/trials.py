@@ -20,11 +20,12 @@ from kvplan._arrays import Ints
 from kvplan._checks import integer
 from kvplan._text import sizes
 from kvplan.cli.model_files import EngineViews
-from kvplan.cli.options import EngineOptions
+from kvplan.cli.options import workers_of
 from kvplan.describe import Blocks, Worker
 from kvplan.describe.worker import label_of
 from kvplan.errors import KVPlanError
 from kvplan.models import Model
+from kvplan.models.options import EngineOptions
 from kvplan.plan import MeshPlan, PairCost, plan_mesh
 from kvplan.plan.align import before
 from kvplan.verification import Report, verify
@@ -136,7 +137,7 @@ class _PlacedEngine:
         needed = -(-stop // (options.block or 16))
         while True:
             pool = options.blocks or needed + needed // 2 + 7
-            workers = options.engine(model, engine_id, pool)
+            workers = workers_of(model, options, engine_id, pool)
             num_blocks = blocks_needed(workers, stop)
             numbers = num_blocks.values()
             needed = sum(numbers) if is_shared else _largest(numbers)

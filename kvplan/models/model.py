@@ -451,10 +451,12 @@ expected a value for key 'hidden_size', got no such key
         sizes = Parallel(tp, pp, dcp, pcp, interleave, pcp_spreads)
         pool_layout = Layout(layout, kv, pad, kernel_tokens, conv_order)
         if tokens_per_block is None:
-            # Blocks of attention are as large as a state, and consist of kernel blocks.
-            kernel_tokens = kernel_tokens or 16
-            pool_layout = attrs.evolve(pool_layout, kernel_tokens=kernel_tokens)
-            tokens_per_block = kernel_tokens * self.kernel_blocks(sizes.tp, kernel_tokens, kv)
+            # Blocks of attention are as large as a state. They consist of kernel blocks, unless
+            # other layers lie between those of one layer: then kernels read whole blocks (vLLM).
+            kernel = kernel_tokens or 16
+            if layout.startswith("L"):
+                pool_layout = attrs.evolve(pool_layout, kernel_tokens=kernel)
+            tokens_per_block = kernel * self.kernel_blocks(sizes.tp, kernel, kv)
         blocks = self.blocks(sizes.tp, tokens_per_block)
         stages = stages_of(len(self.layers), sizes.pp, layers_per_stage)
         sizes.check(self.name, (tensor for tensor in self.tensors if tensor.paged))

@@ -26,6 +26,7 @@ given (``MambaStateDtypeCalculator``).
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Final
 
 import attrs
@@ -50,6 +51,11 @@ SSM: Final = "ssm"
 """The kind of the recurrent state itself, beside the state of its convolution."""
 
 MAX_COUNT: Final = 1 << 24
+
+FP8_DTYPES: Final = MappingProxyType(
+    {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+)
+"""The dtypes of caches that engines store as bytes, by their own words (``kv_cache_dtype``)."""
 
 
 @attrs.frozen

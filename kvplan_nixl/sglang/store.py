@@ -22,7 +22,7 @@ from sglang.srt.runtime_context import (
 
 from kvplan import Blocks, KVPlanError
 from kvplan.bridges import RankInfo, from_sglang, sglang_model
-from kvplan.bridges.assembly import FP8_DTYPES
+from kvplan.models.tensors import FP8_DTYPES
 from kvplan_nixl.identity import short_model
 from kvplan_nixl.serving.store import (
     BackgroundEviction,

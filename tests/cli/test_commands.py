@@ -24,8 +24,8 @@ from kvplan._text import WIDTH
 from kvplan.cli import demo, matrix, trials
 from kvplan.cli.app import kvplan
 from kvplan.cli.console import print_lines
-from kvplan.cli.options import EngineOptions
 from kvplan.models.layouts import KV_FORMS, LETTERS, ORDERS
+from kvplan.models.options import EngineOptions
 from kvplan.verification import Report
 from tests.conftest import Cli
 from tests.engines.pairs import PAIRS
@@ -36,9 +36,7 @@ VERIFY = ("verify", "qwen3-0.6b", "--tokens", "40")
 TWO_ENGINES = (*VERIFY, "--src", "tp=2,layout=LBNHC", "--dst", "tp=4,block=8")
 EXPLAIN = ("explain", "qwen3-0.6b", "--src", "tp=2,blocks=9", "--dst", "tp=4,blocks=10")
 SHOW = ("show", "qwen3-0.6b", "--src", "tp=2,layout=LBNHC", "--dst", "tp=4,block=8")
-ADVISE = ("advise", "qwen3-0.6b", "--tokens", "20")
 QUICK = {
-    "advise": ADVISE,
     "check-offer": ("check-offer", "offer.json"),
     "demo": ("demo",),
     "explain": EXPLAIN,
@@ -182,7 +180,7 @@ def test_every_help_has_an_example(name: str) -> None:
         kvplan.commands[name].make_context(name, arguments)
 
 
-@pytest.mark.parametrize("name", ["verify", "explain", "show", "advise"])
+@pytest.mark.parametrize("name", ["verify", "explain", "show", "matrix"])
 def test_the_help_explains_every_key_of_an_engine(cli: Cli, name: str) -> None:
     """Keys, memory orders and their letters, and places of K and V are in the help; the defaults shown are true."""
     text = " ".join(cli(name, "--help").out.partition("Keys of --src and --dst:")[2].split())
@@ -233,13 +231,13 @@ def test_demo_verifies_every_example(cli: Cli) -> None:
     """The demo says what verified means, has a line for each example, and exits with 0."""
     run = cli("demo")
     assert (run.status, run.err) == (0, "")
-    assert "Verified means" in run.out
+    assert "was written" in run.out
     assert run.out.endswith("\n")
     assert len(re.findall(r"yes *$", run.out, re.MULTILINE)) == len(demo.EXAMPLES)
     words = run.out[run.out.index("model ") :].split("\n", 1)[0].split("  ")
     assert [word.strip() for word in words if word] == [
         *("model", "prefill (source)", "decode (destination)"),
-        *("workers", "descriptors", "of bytes", "moved", "verified"),
+        *("descriptors", "of bytes", "moved", "verified"),
     ]
 
 
@@ -265,35 +263,11 @@ def test_demo_fails_if_bytes_differ(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("quick")
 def test_demo_names_a_pair_of_real_engines(cli: Cli) -> None:
-    """Where the engines' environment is, the last line is a pair of theirs that was not run, with its command."""
+    """Where the engines' environment is, the last line is the command of a pair that exists."""
     assert "vLLM" not in cli("demo").out
     Path(".venv-engines").mkdir()
-    run = cli("demo")
-    assert run.status == 0
-    (line,) = re.findall(r"^(\S+) in vLLM +block=(\d+) +block=(\d+) +not run *$", run.out, re.MULTILINE)
-    (pair,) = re.findall(
-        r'^\.venv-engines/bin/python -m tests\.engines --connector kvplan --pair "(.*)"$', run.out, re.M
-    )
-    engines = PAIRS[pair]
-    assert line == (engines.model, *(str(side["block_size"]) for side in (engines.prefill, engines.decode)))
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_the_demo_grows_on_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, columns: int) -> None:
-    """On a terminal the table is redrawn after each example, over the previous one, and fits the terminal."""
-    monkeypatch.chdir(tmp_path)  # where no environment of real engines is
-    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", str(columns))):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(demo, "EXAMPLES", demo.EXAMPLES[3:5])
-    run = cli("demo")
-    first, last = (run.out.count(model) for model, *_ in demo.EXAMPLES)
-    *_, end = run.out.split("\x1b[2K")  # what erases a line
-    assert run.status == 0
-    assert first > last > 0
-    assert [end.count(model) for model, *_ in demo.EXAMPLES] == [1, 1]
-    lines = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", end).splitlines()
-    assert max(map(len, lines)) <= columns
-    assert any("moved" in line for line in lines) is (columns == 120)
+    (pair,) = re.findall(r'tests\.engines --connector kvplan --pair "(.*)"$', cli("demo").out, re.MULTILINE)
+    assert pair in PAIRS
 
 
 # explain
@@ -445,7 +419,7 @@ def terminal_for_stderr(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("name", ["verify", "advise", "matrix", "demo"])
+@pytest.mark.parametrize("name", ["verify", "matrix", "demo"])
 def test_long_commands_have_a_progress_bar(cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """If stderr is a terminal, a bar is drawn there and erased at the end; stdout has the document alone."""
     terminal = terminal_for_stderr(monkeypatch)
@@ -454,18 +428,6 @@ def test_long_commands_have_a_progress_bar(cli: Cli, monkeypatch: pytest.MonkeyP
     assert json.loads(run.out)
     assert name in terminal.getvalue()
     assert terminal.getvalue().rpartition("\x1b[2K")[2].strip("\r\n") == ""
-
-
-@pytest.mark.usefixtures("quick")
-def test_the_demo_has_a_bar_or_a_growing_table(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If stdout is a terminal too, the demo's table grows there and there is no bar."""
-    terminal = terminal_for_stderr(monkeypatch)
-    cli("demo")
-    assert "demo" in terminal.getvalue()
-    terminal.truncate(0)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    cli("demo")
-    assert terminal.getvalue() == ""
 
 
 def in_terminal(*arguments: str, **environment: str) -> tuple[str, str, int]:
@@ -516,7 +478,6 @@ def test_offers_stand_for_a_model(cli: Cli, tmp_path: Path) -> None:
     assert cli("explain", str(path), "--detail", "line").status == cli("show", str(path)).status == 0
     for refused in (
         ["matrix", str(path)],
-        ["advise", str(path)],
         ["verify", str(path), "--bits", "8"],
         ["verify", str(path), "--src", "tp=2"],
         ["verify", str(path), "--layers", "2"],

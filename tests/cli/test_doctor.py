@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvplan.cli import main
-from kvplan.cli.defaults import SGLANG, VLLM
+from kvplan.models.engines import SGLANG, VLLM
 from kvplan_nixl import doctor
 from kvplan_nixl.doctor import Finding, State, Trial, findings
 from tests.pages import ROOT

@@ -1,4 +1,4 @@
-"""Which engines run a side: each rule of vLLM and SGLang, and where it is said."""
+"""Which engines support a side: each rule of vLLM and SGLang, and the file that has it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvplan import Model
-from kvplan.cli.defaults import ENGINES, default_keys
-from kvplan.cli.engines import RULES, lines, reasons, reasons_of, running_engines
+from kvplan.cli.matrix import supporting
 from kvplan.cli.model_files import load, quantize_model
-from kvplan.cli.options import EngineOptions
+from kvplan.cli.options import support_lines
+from kvplan.models.engines import ENGINES, RULES, default_keys, reasons, reasons_of
+from kvplan.models.options import EngineOptions
 from tests.conftest import Cli
 
 VLLM, SGLANG = ENGINES.values()
@@ -26,6 +27,17 @@ MINICPM = Model.from_config(
         "hidden_size": 2560,
         "kv_lora_rank": 256,
         "qk_rope_head_dim": 32,
+    }
+)
+MINIMAX = Model.from_config(
+    {
+        "model_type": "minimax_m3",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "hidden_size": 1024,
+        "head_dim": 128,
+        "sparse_attention_config": {"sparse_index_dim": 128, "sparse_attention_freq": [0, 1]},
     }
 )
 ONE_HEAD = load("layers=2,kv_heads=1,head_dim=64,heads=12")
@@ -48,6 +60,9 @@ CASES = [
     (VLLM, MLA, "kv=split", []),
     (VLLM, PHI, "block=24", ["block=24, no multiple of 16"]),
     (VLLM, SPARSE, "block=32", ["block=32, no multiple of 64, in a model with an indexer"]),
+    (VLLM, SPARSE, "block=64,layout=BLHNC", ["layout=BLHNC: kernels of sparse MLA assert strides of whole rows"]),
+    (VLLM, MINIMAX, "block=64,layout=BLHNC", ["layout=BLHNC, not LBHNC, in a model whose indexer chooses blocks"]),
+    (VLLM, MINIMAX, "block=64", []),
     (VLLM, PHI, "kv=split", ["kv=split, not content"]),
     (VLLM, PHI, "layout=BHLNC", []),
     (VLLM, GPT, "shared=1,layout=LHBNC", []),
@@ -111,13 +126,13 @@ def test_an_unknown_number_of_query_heads_is_no_reason() -> None:
 def test_lines_name_the_sides() -> None:
     """A reason that both sides have is one line, and an engine that runs both has one."""
     sides = {name: reasons(PHI, EngineOptions.parse("tp=2", "")) for name in ("src", "dst")}
-    assert [*lines(sides)] == [
-        "vLLM 0.33 runs src and dst",
-        "SGLang 0.5.23 does not run src and dst: kv=content, not split (sglang/srt/mem_cache/memory_pool.py)",
+    assert [*support_lines(sides)] == [
+        "vLLM 0.33 supports src and dst",
+        "SGLang 0.5.23 does not support src and dst: kv=content, not split (sglang/srt/mem_cache/memory_pool.py)",
     ]
-    assert running_engines(sides["src"]) == "vLLM 0.33"
-    assert running_engines(reasons(PHI, EngineOptions(kv="axis"))) == "none"
-    assert [*lines({})] == []
+    assert supporting(sides["src"]) == "vLLM 0.33"
+    assert supporting(reasons(PHI, EngineOptions(kv="axis"))) == "none"
+    assert [*support_lines({})] == []
 
 
 def test_verify_still_verifies_what_no_engine_runs(cli: Cli, tmp_path: Path) -> None:
@@ -126,21 +141,13 @@ def test_verify_still_verifies_what_no_engine_runs(cli: Cli, tmp_path: Path) -> 
     run = cli("verify", model, "--src", "vllm,tp=4", "--dst", "vllm,tp=6", "--tokens", "40")
     assert run.status == 0
     assert "\nverified: " in run.out
-    assert "vLLM 0.33 does not run src: 10 KV heads" in run.out
-    assert "vLLM 0.33 does not run dst: tp=6 does not divide 40 query heads" in run.out
+    assert "vLLM 0.33 does not support src: 10 KV heads" in run.out
+    assert "vLLM 0.33 does not support dst: tp=6 does not divide 40 query heads" in run.out
     document = json.loads(cli("verify", model, "--src", "vllm,tp=4", "--dst", "tp=2", "--tokens", "4", "--json").out)
-    assert [
-        {engine: len(found) for engine, found in side.items()} for side in document["not_run_because"].values()
-    ] == [
+    assert [{engine: len(found) for engine, found in side.items()} for side in document["unsupported"].values()] == [
         {VLLM: 1},
         {VLLM: 0},
     ]
-
-
-def test_advise_names_changes_that_no_engine_runs(cli: Cli) -> None:
-    """A change that helps but that no engine has is listed."""
-    run = cli("advise", "layers=2,kv_heads=2,head_dim=8", "--src", "kv=axis", "--tokens", "40")
-    assert run.out.endswith("no engine here runs dst kv=axis\n")
 
 
 def table() -> str:
@@ -149,7 +156,9 @@ def table() -> str:
     models |= {"MLA": MLA, "MLA with an indexer": SPARSE}
     rows = [f"| a model with | {' | '.join(ENGINES.values())} |", "|---|---|---|"]
     for kind, model in models.items():
-        texts = (",".join(f"{key}={value}" for key, value in own.items()) for own in default_keys(model).values())
+        texts = (
+            ",".join(f"{key}={value}" for key, value in default_keys(model, name).items()) for name in ENGINES.values()
+        )
         rows.append(f"| {kind} | {' | '.join(f'`{text}`' for text in texts)} |")
     return "\n".join(rows)
 
@@ -162,11 +171,13 @@ def test_the_page_has_the_words_of_engines() -> None:
 
 def test_a_side_that_names_an_engine_has_its_defaults(cli: Cli) -> None:
     """Keys that the side states win, and no other engine is asked."""
-    run = cli("verify", "granite-4.0-h-tiny", "--layers", "4", "--src", "vllm,tp=2", "--dst", "sglang,block=16")
+    run = cli(
+        "verify", "granite-4.0-h-tiny", "--layers", "4", "--src", "vllm,tp=2", "--dst", "sglang,block=16,ssm=bfloat16"
+    )
     title, *_, first, second = run.out.splitlines()
-    sides = "tp=2,block=auto,layout=LBNHC,shared=1 -> layout=LBNHC,kv=split"
+    sides = "tp=2,block=auto,layout=BLHNC,conv=SD,shared=1,ssm=bfloat16 -> layout=LBNHC,kv=split,ssm=bfloat16"
     assert title == f"granite-4.0-h-tiny, {sides}, positions [0, 1000), 4 of 40 layers"
-    assert (first, second) == ("vLLM 0.33 runs src", "SGLang 0.5.23 runs dst")
+    assert (first, second) == ("vLLM 0.33 supports src", "SGLang 0.5.23 supports dst")
 
 
 def test_a_side_names_one_engine_anywhere(cli: Cli) -> None:
@@ -181,8 +192,8 @@ def test_a_side_names_one_engine_anywhere(cli: Cli) -> None:
 def test_engines_that_nobody_names_say_nothing(cli: Cli) -> None:
     """A side without a name is judged by the engine of the other side; without any name there is no judge."""
     run = cli("verify", "phi-4", "--layers", "1", "--src", "vllm,tp=4")
-    named = [line for line in run.out.splitlines() if "run" in line]
-    assert [line.partition(" run")[0] for line in named] == ["vLLM 0.33 does not"]
+    named = [line for line in run.out.splitlines() if "support" in line]
+    assert [line.partition(" support")[0] for line in named] == ["vLLM 0.33 does not"]
     run = cli("verify", "phi-4", "--layers", "1", "--src", "tp=4")
     assert run.out.splitlines()[-1].startswith("verified: ")
 
@@ -201,5 +212,6 @@ def test_engines_run_their_own_words(name: str) -> None:
     """Each engine runs each shipped model on one rank, as it stores it by default."""
     model = Model.shipped(name)
     assert reasons_of(model, "tp=1") == {VLLM: [], SGLANG: []}
-    for text in default_keys(model).values():
+    for engine in ENGINES.values():
+        text = default_keys(model, engine)
         EngineOptions.parse(",".join(f"{key}={value}" for key, value in text.items()), "").engine(model, "e", 300)

@@ -9,7 +9,17 @@ import pytest
 
 from kvplan import Model
 from kvplan.cli import matrix, trials
-from kvplan.cli.matrix import MISMATCHES, Mismatch, Result, markdown, mismatches, shortened
+from kvplan.cli.matrix import (
+    MISMATCHES,
+    Mismatch,
+    Result,
+    changed_options,
+    markdown,
+    mismatches,
+    shortened,
+)
+from kvplan.models.engines import ENGINES, default_keys, reasons
+from kvplan.models.options import EngineOptions
 from kvplan.verification import Report
 from tests.conftest import Cli
 
@@ -132,7 +142,7 @@ def test_the_command_prints_one_json_document(cli: Cli, path: str) -> None:
     """With --json each result is an object: the two engines, the verdict, and the reason or what moved."""
     document = json.loads(cli("matrix", path, "--json").out)
     verified, refused = document.pop("cells")
-    assert {*verified.pop("not_run_because")} == {*refused.pop("not_run_because")} == {"src", "dst"}
+    assert {*verified.pop("unsupported")} == {*refused.pop("unsupported")} == {"src", "dst"}
     assert document == {"model": path, "layers": {"moved": 4, "of": 9}, "tokens": [5, 150]}
     moved = {"bytes": 145 * TOKEN_BYTES, "descriptors": 96, "lengths": [384, 2048]}
     pair = {"differs": "TP", "src": "tp=1", "dst": "tp=2"}
@@ -147,4 +157,55 @@ def test_the_command_fails_if_bytes_differ(cli: Cli, path: str, monkeypatch: pyt
     monkeypatch.setattr(trials, "verify", lambda *args, **kwargs: failed)
     run = cli("matrix", path)
     assert run.status == 1
+    assert "| wrong, VALUE: byte 3 is another |" in run.out
+
+
+def keys(model: Model, side: str = "", other: str = "", engine: str | None = None) -> list[str]:
+    """The changes of an engine."""
+    options, opposite = EngineOptions.parse(side, "src"), EngineOptions.parse(other, "dst")
+    return [*changed_options(model, options, opposite, engine)]
+
+
+def test_changes_are_those_that_make_sense_for_a_model() -> None:
+    """Latents have no kv form and attention has no convolution; no change is what the engine has already."""
+    hybrid = shortened(Model.shipped("granite-4.0-h-tiny"))
+    assert {change.partition("=")[0] for change in keys(TINY)} == {"layout", "kv", "block"}
+    assert {change.partition("=")[0] for change in keys(Model.shipped("deepseek-v3"))} == {"layout", "block"}
+    assert {change.partition("=")[0] for change in keys(Model.shipped("falcon-mamba-7b"))} == {"layout", "conv"}
+    assert not {"layout=LBHNC", "kv=content", "block=16", "conv=DS"} & {*keys(TINY), *keys(hybrid)}
+    assert "block=48" in keys(TINY, other="block=48")
+    assert "block=auto" in keys(hybrid, other="block=auto")
+
+
+@pytest.mark.parametrize("engine", ENGINES.values())
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v3.2", "granite-4.0-h-tiny", "gpt-oss-20b"])
+def test_a_named_engine_supports_what_is_tried(name: str, engine: str) -> None:
+    """No layout of blocks of all layers for sparse latents in vLLM, and two layouts for SGLang."""
+    model = Model.shipped(name)
+    side = ",".join(f"{key}={value}" for key, value in default_keys(model, engine).items())
+    tried = changed_options(model, EngineOptions.parse(side, "src"), EngineOptions(), engine)
+    assert [change for change, options in tried.items() if reasons(model, options)[engine]] == []
+    layouts = {options.layout[0] for options in tried.values()}
+    assert layouts == ({"L"} if engine == "SGLang 0.5.23" or name == "deepseek-v3.2" else {"L", "B"})
+
+
+def test_a_pair_is_compared_with_its_changes(cli: Cli, path: str) -> None:
+    """Fewest descriptors first, the engines as they are last, and every line is what verify counts."""
+    document = json.loads(cli("matrix", path, "--src", "vllm,tp=2,layout=LBNHC", "--dst", "vllm", "--json").out)
+    numbers = [cell["descriptors"] for cell in document["cells"]]
+    assert len(numbers) > 2
+    assert numbers == sorted(numbers)
+    assert [cell["differs"] for cell in document["cells"]].index("no change") == len(numbers) - 1
+    for cell in document["cells"]:
+        arguments = ("verify", path, "--src", cell["src"], "--dst", cell["dst"], "--tokens", "5:150", "--json")
+        assert json.loads(cli(*arguments).out)["descriptors"] == cell["descriptors"]
+        assert cell["unsupported"]["src"]["vLLM 0.33"] == cell["unsupported"]["dst"]["vLLM 0.33"] == []
+
+
+def test_wrong_bytes_of_a_change_are_shown(cli: Cli, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are never left out for their number of descriptors."""
+    failed = Report(1, 1, 1, checked=("VALUE",), failures=(("VALUE", "byte 3 is another"),))
+    monkeypatch.setattr(trials, "verify", lambda *args, **kwargs: failed)
+    run = cli("matrix", path, "--src", "vllm", "--dst", "vllm")
+    assert (run.status, run.err) == (1, "")
     assert "| wrong, VALUE: byte 3 is another |" in run.out

@@ -42,7 +42,7 @@ def test_models_says_what_one_caches(cli: Cli) -> None:
         ("verify phi-4 --src vllm,la", ["vllm,layout="]),
         ("verify phi-4 --dst tp=4,kv=", ["tp=4,kv=content", "tp=4,kv=axis", "tp=4,kv=split"]),
         ("verify phi-4 --dst kv=axis,k", ["kv=axis,kernel="]),
-        ("adv", ["advise"]),
+        ("mat", ["matrix"]),
     ],
 )
 def test_a_shell_completes(cli: Cli, monkeypatch: pytest.MonkeyPatch, line: str, expected: list[str]) -> None:

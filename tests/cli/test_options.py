@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Model
-from kvplan.cli.model_files import MAX_TOKENS, load, load_engines, quantize_model
-from kvplan.cli.options import EngineOptions, token_range
+from kvplan.cli.model_files import load, load_engines, quantize_model
+from kvplan.cli.options import token_range
+from kvplan.models.options import MAX_TOKENS, EngineOptions
 from tests.conftest import Cli
 
 ALL_KEYS = (
-    "tp=4,pp=2,dcp=3,pcp=5,interleave=6,block=7,layout=BLHNC,kv=axis,pad=8,blocks=9,conv=SD,stages=10+22,kernel=11,"
+    "tp=4,pp=2,dp=7,dcp=3,pcp=5,interleave=6,block=7,layout=BLHNC,kv=axis,pad=8,blocks=9,conv=SD,stages=10+22,kernel=11,"
     "shared=1,scales=page,spread=1,draft=qwen3-0.6b,dtype=float16,ssm=bfloat16"
 )
 
@@ -34,7 +35,7 @@ def error_code(read: Callable[[str, str], object], text: str) -> str | None:
 
 def test_every_key_is_read_and_written() -> None:
     """Each key sets its own field, there are no others, and the text of the options has all keys in their order."""
-    expected = (4, 2, 3, 5, 6, 7, "BLHNC", "axis", 8, 9, "SD", (10, 22), 11, True, "page", True, "qwen3-0.6b")
+    expected = (4, 2, 7, 3, 5, 6, 7, "BLHNC", "axis", 8, 9, "SD", (10, 22), 11, True, "page", True, "qwen3-0.6b")
     options = EngineOptions(*expected, dtype="float16", ssm="bfloat16")
     assert EngineOptions.parse(ALL_KEYS, "--src") == options
     assert [item.partition("=")[0] for item in ALL_KEYS.split(",")] == [f.name for f in attrs.fields(EngineOptions)]
@@ -43,7 +44,7 @@ def test_every_key_is_read_and_written() -> None:
 
 def test_every_default() -> None:
     """Without keys an engine is one worker with blocks of 16 tokens, as Model.engine makes it by default."""
-    defaults = (1, 1, 1, 1, 1, 16, "LBHNC", "content", 0, None, "DS", None, None, False, "inline", False, None)
+    defaults = (1, 1, 1, 1, 1, 1, 16, "LBHNC", "content", 0, None, "DS", None, None, False, "inline", False, None)
     assert EngineOptions.parse("", "--src") == EngineOptions(*defaults, dtype=None, ssm=None)
     assert str(EngineOptions()) == "tp=1"
     model = Model.shipped("granite-4.0-h-tiny")
@@ -107,7 +108,7 @@ def test_what_no_engine_has_is_refused(text: str, code: str | None) -> None:
     assert error_code(EngineOptions.parse, text) == code
 
 
-@pytest.mark.parametrize("text", ["tp=", "tp=1.5", "tp=1_0", "tp= 4", "tp=+4", "tp=٣"])
+@pytest.mark.parametrize("text", ["tp=", "tp=1.5", "tp=1_0", "tp=4 2", "tp=+4", "tp=٣"])
 def test_only_decimal_digits_are_a_number(text: str) -> None:
     """Texts that Python's int() would accept are refused."""
     with pytest.raises(KVPlanError, match="TYPE: cannot read tp of --src"):
@@ -193,6 +194,29 @@ def test_a_directory_has_a_configuration(tmp_path: Path) -> None:
     assert load(str(tmp_path)).layers == load("layers=2,kv_heads=3,head_dim=40").layers
 
 
+def test_names_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are shipped models if the cache is the same, else what was downloaded to this machine."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    for name, shipped in (
+        ("Qwen/Qwen3-32B", "qwen3-32b"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3-next-80b"),
+        ("Qwen/Qwen3-235B-A22B-Thinking-2507", "qwen3-235b-a22b"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
+        ("GPT-OSS-20B", "gpt-oss-20b"),
+    ):
+        assert load(name) == Model.shipped(shipped)
+    for name in ("Qwen/Qwen3-32B-FP8", "Qwen/Qwen3-14B", "a/b/qwen3-32b", "./qwen3-32b", "x" * 300):
+        with pytest.raises(KVPlanError, match="CONFIG: cannot load a model"):
+            load(name)
+    folder = tmp_path / "hub" / "models--Qwen--Qwen3-14B" / "snapshots" / "0123"
+    folder.mkdir(parents=True)
+    keys = {"model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": 3, "head_dim": 40}
+    (folder / "config.json").write_text(json.dumps(keys))
+    assert load("Qwen/Qwen3-14B").layers == load("layers=2,kv_heads=3,head_dim=40").layers
+
+
 def test_a_file_of_an_unknown_type_is_read_like_another(tmp_path: Path) -> None:
     """--like names the type; keys of another cache, a known type and a refused one are still refused."""
     keys = {"model_type": "mine", "num_hidden_layers": 2, "num_attention_heads": 3, "head_dim": 40}
@@ -238,14 +262,14 @@ def test_only_a_file_of_an_unknown_type_is_read_like_another(tmp_path: Path) -> 
             load_engines(model, like="llama")
 
 
-@pytest.mark.parametrize("command", ["verify", "explain", "show", "advise", "matrix", "models"])
+@pytest.mark.parametrize("command", ["verify", "explain", "show", "matrix", "models"])
 def test_the_first_line_says_what_nobody_checked(cli: Cli, tmp_path: Path, command: str) -> None:
     """Each command begins with layers, KV heads, head dim and dtype, if they are those of another type."""
     keys = {"model_type": "mine", "num_hidden_layers": 2, "num_attention_heads": 3, "head_dim": 40}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**keys, "hidden_size": 120, "torch_dtype": "float16"}))
     first, *_ = cli(command, str(path), "--like", "llama").out.replace("\n    ", " ").splitlines()
-    assert first.startswith(f"assumed and checked by nobody: {path} caches as a llama does")
+    assert first.startswith(f"assumed, not checked: {path} caches as a llama does")
     assert first.endswith("attn [kv 2, head 3, dim 40] float16 in 2 layers")
 
 

@@ -10,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvplan import Context, Group, KVPlanError, Model, Region, Worker, plan_mesh
-from kvplan.cli.options import EngineOptions
 from kvplan.cli.trials import (
     DESTINATION_SPREAD,
     SOURCE_SPREAD,
@@ -21,6 +20,7 @@ from kvplan.cli.trials import (
     sampled,
     scattered,
 )
+from kvplan.models.options import EngineOptions
 
 TINY = Model.from_config(
     {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvplan import Model
-from kvplan.cli.options import EngineOptions
 from kvplan.cli.trials import PlacedRequest, Trial
+from kvplan.models.options import EngineOptions
 
 TWELVE_HEADS = {
     "model_type": "llama",
