@@ -23,12 +23,16 @@ PYTHON: Final = HOME / "venv" / ("Scripts" if os.name == "nt" else "bin") / "pyt
 PEERS: Final = {"vllm": "0.33.0", "sglang": "0.5.23"}
 """The peers' packages, at the versions for which the explanations of differences hold."""
 
+MEGATRON: Final = "d98e8a64ddf34856e74b24714e3bedb2f5a39553"
+"""The commit of Megatron-LM: no release has its planner of KV caches yet."""
+
+VERSIONS: Final = {**PEERS, "megatron": MEGATRON[:7]}
+
 
 def is_there() -> bool:
     """Whether the environment exists, with the peers at these versions."""
-    return PYTHON.exists() and all(
-        (SOURCES / f"{name}-{version}.dist-info").exists() for name, version in PEERS.items()
-    )
+    unpacked = [f"{name}-{version}.dist-info" for name, version in PEERS.items()]
+    return PYTHON.exists() and all((SOURCES / name).exists() for name in [*unpacked, f"megatron-{MEGATRON}"])
 
 
 def build() -> None:
@@ -45,6 +49,22 @@ def build() -> None:
             _pip("download", "--no-deps", "--only-binary", ":all:", "--dest", folder, f"{name}=={version}")
             (wheel,) = Path(folder).glob("*.whl")
             _unpack(wheel)
+    _checkout()
+
+
+def _checkout() -> None:
+    """Get the folder of Megatron-LM's planner, without the rest of its repository."""
+    folder, mark = "megatron/core/inference/disaggregation", SOURCES / f"megatron-{MEGATRON}"
+    if mark.exists():
+        return
+    with tempfile.TemporaryDirectory(dir=HOME) as clone:
+        git = ["git", "-C", clone]
+        subprocess.run([*git, "init", "--quiet"], check=True)
+        url = "https://github.com/NVIDIA/Megatron-LM"
+        subprocess.run([*git, "fetch", "--quiet", "--depth=1", "--filter=blob:none", url, MEGATRON], check=True)
+        archive = subprocess.run([*git, "archive", MEGATRON, folder], check=True, capture_output=True).stdout
+        subprocess.run(["tar", "-x", "-C", SOURCES], input=archive, check=True)
+    mark.touch()
 
 
 def _pip(command: str, *arguments: str) -> None:

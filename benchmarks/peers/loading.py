@@ -19,6 +19,12 @@ from kvplan.testing import conformance
 CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector"
 VLLM: Final = (
     f"{CONNECTOR}.utils",
+    f"{CONNECTOR}.v1.mooncake.mooncake_connector",
+    f"{CONNECTOR}.v1.moriio.moriio_common",
+    f"{CONNECTOR}.v1.moriio.moriio_connector",
+    f"{CONNECTOR}.v1.moriio.moriio_engine",
+    f"{CONNECTOR}.v1.moriio.moriio_layout",
+    f"{CONNECTOR}.v1.moriio.moriio_tp_mapping",
     f"{CONNECTOR}.v1.nixl.base_worker",
     f"{CONNECTOR}.v1.nixl.metadata",
     f"{CONNECTOR}.v1.nixl.pull_worker",
@@ -47,8 +53,12 @@ SGLANG: Final = (
     f"{DISAGGREGATION}.nixl.conn",
     f"{DISAGGREGATION}.utils",
 )
+DISAGGREGATED: Final = "megatron.core.inference.disaggregation"
+MEGATRON: Final = (f"{DISAGGREGATED}.kv_reshard", f"{DISAGGREGATED}.utils")
 ABSENT: Final = ("aiohttp", "prometheus_client", "requests", "triton")
 """Packages that SGLang's modules import and its planners never call."""
+
+ABSENT_FROM_VLLM: Final = ("huggingface_hub", "mooncake", "mori", "msgpack")
 
 
 class RefusedError(conformance.RefusedError):
@@ -74,15 +84,18 @@ class Log(logging.Logger):
 
 def load() -> dict[str, Any]:
     """Load the peers' modules, by name. From here on calling a stand-in is an error."""
-    stand_ins.only("vllm", SOURCES, VLLM)
+    stand_ins.only("vllm", SOURCES, VLLM, ABSENT_FROM_VLLM)
+    stand_ins.only("megatron", SOURCES, MEGATRON)
     importlib.import_module("torch")  # before triton gets a stand-in
     stand_ins.only("sglang", SOURCES, SGLANG, ABSENT)
-    found: dict[str, Any] = {name: importlib.import_module(name) for name in (*VLLM, *SGLANG)}
+    found: dict[str, Any] = {name: importlib.import_module(name) for name in (*VLLM, *SGLANG, *MEGATRON)}
     for module in found.values():
         if hasattr(module, "logger"):
             module.logger = Log("peer", logging.CRITICAL)
     found["vllm.utils.torch_utils"].PIN_MEMORY = False
     _set_up_nixl(found[f"{CONNECTOR}.v1.nixl.base_worker"])
+    # in a module that imports the engine's layers
+    found[f"{CONNECTOR}.v1.mooncake.mooncake_connector"].extract_layer_index = lambda name: int(name.split(".")[2])
     memory = SimpleNamespace(enable_unified_memory=False)
     for name in ("mooncake.conn", "common.conn"):
         found[f"{DISAGGREGATION}.{name}"].get_memory = lambda: memory

@@ -40,15 +40,11 @@ def request_of(
     )
 
 
-def worker_of(engine: Engine, rank: int) -> Any:
-    """The connector's worker of a rank, with its caches registered."""
+def cache_config_of(engine: Engine, rank: int) -> tuple[Any, dict[str, Any], Any]:
+    """vLLM's configuration of a rank's caches, the caches as it registers them by layer, and their spec."""
     torch = module("torch")
-    base = module(f"{PACKAGE}.base_worker")
     interface = module("vllm.v1.kv_cache_interface")
     side = engine.side
-    base.NixlWrapper = Agent
-    base.get_tensor_model_parallel_rank = lambda: rank
-    base.get_tensor_model_parallel_world_size = lambda: side.tp
     caches = {f"model.layers.{layer}.attn": _tensor(torch, engine, rank, layer) for layer in range(engine.layers)}
     kind = interface.FullAttentionSpec if side.has_heads else interface.MLAAttentionSpec
     first, stop = side.held(rank)
@@ -56,6 +52,18 @@ def worker_of(engine: Engine, rank: int) -> Any:
     group = interface.KVCacheGroupSpec(layer_names=list(caches), kv_cache_spec=spec)
     blocks = next(iter(caches.values())).shape[0]
     config = interface.KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+    return config, caches, spec
+
+
+def worker_of(engine: Engine, rank: int) -> Any:
+    """The connector's worker of a rank, with its caches registered."""
+    base = module(f"{PACKAGE}.base_worker")
+    interface = module("vllm.v1.kv_cache_interface")
+    side = engine.side
+    base.NixlWrapper = Agent
+    base.get_tensor_model_parallel_rank = lambda: rank
+    base.get_tensor_model_parallel_world_size = lambda: side.tp
+    config, caches, _ = cache_config_of(engine, rank)
     worker = module(f"{PACKAGE}.pull_worker").NixlPullConnectorWorker(
         _config(side, interface), engine.ranks[rank].worker.engine_id, config
     )

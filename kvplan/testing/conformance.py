@@ -299,12 +299,15 @@ def cases(order: str, latents: str = "LBND") -> dict[str, Case]:
         "heads and tokens exchanged": turned,
         "latents": latent({"tp": 2}, {"tp": 4}),
         "latents and larger blocks": latent({"tp": 2, "tokens": 2}, {"tp": 4}),
-        "latents in a context": latent(
-            {"tp": 1}, {"tp": 2, "dcp": 2}, bug="vllm-project/vllm#38433"
+        "latents, tokens in turn": latent({}, {"tp": 2, "dcp": 2}),
+        "latents, blocks in turn": latent(
+            {}, {"tp": 2, "dcp": 2, "interleave": 4}, bug="vllm-project/vllm#38433"
         ),
-        "latents in contexts of both": latent({"tp": 2, "dcp": 2}, {"tp": 4, "dcp": 4}, stop=32),
-        "latents in a context, larger blocks": latent(
-            {"tokens": 2}, {"tp": 2, "tokens": 4, "dcp": 2, "interleave": 2}, stop=16
+        "latents, blocks in turn on both": latent(
+            {"tp": 2, "dcp": 2, "interleave": 4}, {"tp": 4, "dcp": 4, "interleave": 4}, stop=32
+        ),
+        "latents, larger blocks in turn": latent(
+            {"tokens": 2}, {"tp": 2, "dcp": 2, "interleave": 4}, stop=16
         ),
     }
 

@@ -130,11 +130,18 @@ platform; sockets, by direct calls; the compatibility check, which passes |
 | SGLang Mooncake, SGLang NIXL | `try_ensure_parallel_info`, `_prepare_payload_xfer`, `send_kvcache`, \
 `send_kvcache_slice`, `send_kvcache_dcp` | the agent or engine, by one that records its calls; the manager's \
 processes and sockets; the choice between pages and slices, made as in `transfer_worker` |
+| vLLM Mooncake | `register_kv_caches`, `handshake_target_ranks`, `_prepare_transfer_regions`, \
+`_validate_asymmetric_region_lengths`, `_build_transfer_params` | the transfer engine; sockets and threads; \
+the worker's construction |
+| vLLM MoRI-IO (write) | `_write_tp_mapping`, `_prepare_transfer_plan` and all that they call | sessions; \
+the worker's construction |
+| Megatron-LM | `plan_kv_reshard` | addresses, which are no part of its plans: those of both arrays |
 
 - If block sizes differ, vLLM rearranges blocks after a transfer: `get_transfer_results` does so here too, on addresses
   instead of values.
 - SGLang runs without its staging buffers. SGLang's MoRI manager does not run, because its descriptors are objects of
   the `mori` package.
+- The last three run on the cases of [the table of verdicts](verdicts.md) alone.
 - Modules that the planners import but never call are empty stand-ins; calling one is an error.
 - Requests are whole blocks, since most of these paths count in blocks. kvplan is exact to the position.
 

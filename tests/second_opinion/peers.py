@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Final
 
 import attrs
 
@@ -11,14 +12,23 @@ from kvplan.testing.conformance import Case, Engine
 from tests.second_opinion.copies import Copies
 
 
+class NotRunError(Exception):
+    """A case has something that is no part of a planner's plans."""
+
+
 @attrs.frozen
 class Peer:
-    """An outside planner: its name, its pairs, and how it copies one. ``plan`` raises ``RefusedError``."""
+    """An outside planner: its name, its pairs, and how it copies one. ``plan`` raises ``RefusedError``.
+
+    ``order`` is that of its engine's caches, ``package`` the one of its version.
+    """
 
     name: str
     function: str
     pairs: Callable[[], Iterator[Case]]
     plan: Callable[[Case, Engine, Engine], Copies]
+    order: str = "LBHNKD"
+    package: str = "vllm"
 
 
 def ours(pair: Case, source: Engine, destination: Engine) -> Copies:
@@ -31,3 +41,6 @@ def ours(pair: Case, source: Engine, destination: Engine) -> Copies:
             writes, reads = spec.descriptors()
             parts.append((reads[:, 0], writes[:, 0], writes[:, 1]))
     return Copies.of(parts)
+
+
+KVPLAN: Final = Peer("kvplan", "plan_reads", lambda: iter(()), ours, package="kvplan")

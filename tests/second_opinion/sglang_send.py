@@ -19,7 +19,7 @@ from benchmarks.peers.loading import RefusedError, module
 from benchmarks.peers.sglang_managers import PACKAGE, Now, give, manager_of, prepare, senders_of
 from kvplan.testing.conformance import Case, Engine, sides
 from tests.second_opinion.copies import Copies
-from tests.second_opinion.peers import Peer
+from tests.second_opinion.peers import NotRunError, Peer
 
 HEADS: Final = "KLBNHD"
 """K and V of each layer in arrays of their own, slots outside heads: the order of SGLang's caches."""
@@ -49,8 +49,19 @@ def dcp_pairs() -> Iterator[Case]:
                     yield Case(source, destination, 3 * tokens * dcp)
 
 
+def _check(case: Case) -> None:
+    """Raise NotRunError for what these functions are not given."""
+    if not {case.source.order, case.destination.order} <= {HEADS, LATENTS}:
+        raise NotRunError("its pools have one layout here")
+    if case.start:
+        raise NotRunError("its scheduler decides which pages a cached prefix leaves")
+    if case.source.contexts > 1 or (case.destination.contexts > 1 and case.destination.interleave > 1):
+        raise NotRunError("contexts of prefill, or of more than a token in turn")
+
+
 def plan_mooncake(pair: Case, source: Engine, destination: Engine) -> Copies:
     """What all prefill ranks write through Mooncake."""
+    _check(pair)
     cls = module(f"{PACKAGE}.mooncake.conn").MooncakeKVManager
     wire = Wire()
     wire.kept = []
@@ -81,6 +92,9 @@ def plan_mooncake(pair: Case, source: Engine, destination: Engine) -> Copies:
 
 def plan_nixl(pair: Case, source: Engine, destination: Engine) -> Copies:
     """What all prefill ranks write through NIXL."""
+    _check(pair)
+    if pair.destination.contexts > 1:
+        raise NotRunError("contexts of decode")
     conn = module(f"{PACKAGE}.nixl.conn")
     copies: list[Any] = []
     for manager, rank in _transfers(conn.NixlKVManager, pair, source, destination):
@@ -113,5 +127,7 @@ def _all_pairs() -> Iterator[Case]:
     yield from dcp_pairs()
 
 
-MOONCAKE: Final = Peer("SGLang Mooncake", f"{PACKAGE}.mooncake.conn: MooncakeKVManager", _all_pairs, plan_mooncake)
-NIXL: Final = Peer("SGLang NIXL", f"{PACKAGE}.nixl.conn: NixlKVManager", pairs, plan_nixl)
+MOONCAKE: Final = Peer(
+    "SGLang Mooncake", f"{PACKAGE}.mooncake.conn: MooncakeKVManager", _all_pairs, plan_mooncake, HEADS, "sglang"
+)
+NIXL: Final = Peer("SGLang NIXL", f"{PACKAGE}.nixl.conn: NixlKVManager", pairs, plan_nixl, HEADS, "sglang")

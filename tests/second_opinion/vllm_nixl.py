@@ -18,7 +18,7 @@ from benchmarks.peers.loading import RefusedError, module
 from benchmarks.peers.vllm_workers import PACKAGE, connect, request_of, worker_of
 from kvplan.testing.conformance import Case, Engine, Side, sides
 from tests.second_opinion.copies import Copies
-from tests.second_opinion.peers import Peer
+from tests.second_opinion.peers import NotRunError, Peer
 
 ORDERS: Final = ("LBHNKD", "LBNHKD", "LHBNKD", "BLHNKD", "BLNHKD", "BHLNKD")
 """The six orders of KVCacheLayout; K and V are side by side in the content."""
@@ -50,6 +50,8 @@ def _latents(tokens: int, other: int) -> list[Side]:
 
 def plan(pair: Case, source: Engine, destination: Engine) -> Copies:
     """What all destination workers read."""
+    if any(side.contexts > 1 and side.interleave == 1 for side in (pair.source, pair.destination)):
+        raise NotRunError("vLLM sets the interleave to a block")
     sources = {rank: worker_of(source, rank) for rank in source.side.ranks}
     workers = (worker_of(destination, rank) for rank in destination.side.ranks)
     return Copies.join(_read(worker, pair, source, destination, sources) for worker in workers)

@@ -66,7 +66,7 @@ class Faulty(TestKvplan):
 def test_a_fault_is_wrong(name: str, code: str) -> None:
     contract = Faulty(name)
     for case_name, case in contract.cases().items():
-        if case_name in {"equal engines", "prefix hit", "latents in a context"}:
+        if case_name in {"equal engines", "prefix hit", "latents, blocks in turn"}:
             verdict = contract.verdict(case)
             assert verdict.word == "wrong"
             assert code in verdict.why
