@@ -21,6 +21,7 @@ import kvplan.testing
 import kvplan.testing.strategies
 from kvplan.verification import PROMISES
 from tests.conftest import Cli
+from tests.engines import outcomes
 from tests.pages import ROOT, commands, fences, wrong_command, wrong_prints
 
 DOCS = ROOT / "docs"
@@ -86,6 +87,11 @@ def test_a_table_is_what_the_matrix_prints(cli: Cli, model: str, printed: str) -
     run = cli("matrix", model)
     assert (run.status, run.err) == (0, "")
     assert printed == run.out
+
+
+def test_tables_of_real_engines_are_those_of_the_file() -> None:
+    """``python -m tests.engines.outcomes`` has written them."""
+    assert outcomes.PAGE.read_text() == outcomes.written()
 
 
 def test_there_are_tables_of_both_kinds() -> None:

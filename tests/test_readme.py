@@ -9,6 +9,7 @@ import pytest
 
 from kvplan.models.model import Model
 from tests.conftest import Cli
+from tests.engines import outcomes
 from tests.pages import ROOT, commands, fences, wrong_command, wrong_prints
 
 PAGE = ROOT / "README.md"
@@ -50,11 +51,9 @@ def test_the_readme_names_every_shipped_model() -> None:
 
 def test_the_readme_counts_the_verdicts_of_real_engines() -> None:
     """The README has the numbers of the table of vLLM's pairs: rows, and verdicts on vLLM's own connector."""
-    page = (ROOT / "docs" / "engines.md").read_text().partition("## SGLang")[0]
-    tables = re.findall(r"^\| pair \|.*\n\| --- .*\n((?:\|.*\n)+)", page, re.MULTILINE)
-    assert len(tables) == 2
-    rows = [line.strip("| ").split(" | ") for table in tables for line in table.splitlines()]
-    ours, theirs, control = ([row[i].partition(":")[0].split()[0] for row in rows] for i in (1, 2, 3))
+    rows = [row for name in ("pairs", "whose bytes") for row in outcomes.tables()[name]["rows"]]
+    columns = "kvplan", "nixl", "nothing"
+    ours, theirs, control = ([row[column].partition(":")[0].split()[0] for row in rows] for column in columns)
     number, run = Counter(theirs), [verdict for verdict in theirs if verdict.isalpha()]
     assert ({*ours}, {*control}) == ({"same"}, {"different"})
     unfinished = number["failed"] + number["crashed"] + number["void"]
