@@ -21,11 +21,10 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import attrs
 import numpy as np
@@ -33,19 +32,22 @@ import pytest
 
 from benchmarks.real_memory import PeerProcess, placed
 from kvplan import Blocks, Model, ReadSpec, TransferPlan, Worker, plan_reads
-from kvplan.connector import Claims, Connections, Offers, Read, Reads, Source
-from kvplan.connector.read import MAX_TRANSFER_IDS
 from kvplan.plan.bind import MAX_IDS
+from kvplan.protocol import Claims, Connections, Offers, Pending, Read, Reads, Source
+from kvplan.protocol.read import MAX_TRANSFER_IDS
 from kvplan_nixl import UCX, NixlExecutor, TransferEvent, settle
 from kvplan_nixl.agent import Agent
 from kvplan_nixl.envelope import Envelope
 from kvplan_nixl.executor import NixlTransfer
+from kvplan_nixl.serving import Driver
 
 LOGGER = logging.getLogger("benchmark")
 
 TIMEOUT_S = 60.0
 
 Write = Callable[[str], None]
+
+T = TypeVar("T")
 
 
 def worker(engine_id: str, layers: int, blocks: int) -> Worker:
@@ -163,11 +165,20 @@ def test_overhead(layers: int, blocks: int, rounds: int, write: Write) -> None:
 class Answers:
     """Stands in for claims: every lease stands."""
 
-    def ask(self, source: Source, lease: str) -> Future[None]:
+    def ask(self, source: Source, lease: str) -> Pending[None]:
         """Answer at once."""
-        answer: Future[None] = Future()
-        answer.set_result(None)
+        answer = Pending[None]()
+        answer.resolve(None)
         return answer
+
+
+def at_once(answer: T) -> Callable[..., Awaitable[T]]:
+    """Return what gives an answer without a network."""
+
+    async def give(*_: object) -> T:
+        return answer
+
+    return give
 
 
 def test_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,13 +195,14 @@ def test_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
             open_offer=lambda envelope: Envelope.unpack(envelope).worker,
             connect=executor.connect,
             disconnect=executor.disconnect,
-            fetch_offers=lambda *_: offers,
-            fetch_digests=lambda *_: [],
+            fetch_offers=at_once(offers),
+            fetch_digests=at_once([]),
         )
-        reads = Reads(local, executor, LOGGER, connections=connections, claims=cast(Claims, Answers()))
+        claims = cast(Claims, Answers())
+        reads = Reads(local, executor, LOGGER, connections=connections, claims=claims, system=Driver())
         for number in range(2 * rounds + 2):
             limit = (MAX_TRANSFER_IDS, MAX_IDS)[number % 2]
-            monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_IDS", limit)
+            monkeypatch.setattr("kvplan.protocol.read.MAX_TRANSFER_IDS", limit)
             request = Read(
                 request=f"{number}",
                 source=source,

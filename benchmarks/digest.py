@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from kvplan import Blocks, Model, Worker
-from kvplan.connector.digest import joined, mismatch
+from kvplan.protocol.digest import joined, mismatch
 from kvplan_nixl.digest import cache_digests
 from kvplan_nixl.rearrange import memories_of
 

@@ -14,9 +14,10 @@ from contextlib import closing
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from kvplan.connector import Access, Handoff, Leases, Listener, Source, fetch, send_claims
-from kvplan.connector.claims import ClaimMessage
 from kvplan.describe import Blocks
+from kvplan.protocol import Handoff, Leases, Listener, Source, fetch, send_claims
+from kvplan.protocol.claims import ClaimMessage
+from kvplan_nixl.serving import Access, Driver
 
 KEY: Final = b"a secret of all engines"
 ROUNDS: Final = 11
@@ -27,8 +28,8 @@ OFFERS: Final = [bytes(130_000)] * 16
 
 def serve(pipe: Connection, access: Access) -> None:
     """Serve offers and leases, and tell the processor time of that, until the pipe ends."""
-    leases = Leases(3600)
-    with closing(Listener("prefill", "127.0.0.1", OFFERS, leases, access=access)) as listener:
+    leases = Leases(Driver(), lease_s=3600)
+    with closing(Listener("prefill", "127.0.0.1", OFFERS, leases, system=Driver(access))) as listener:
         pipe.send((listener.source, [leases.grant(f"request {number}") for number in range(100)]))
         while pipe.recv():
             pipe.send(time.process_time())
@@ -39,10 +40,12 @@ def actions(source: Source, leases: list[str], access: Access) -> Mapping[str, C
     claims = tuple((lease, "reader") for lease in leases)
     handoff = Handoff(source, leases[0], 8192, "8f2c", {"attn": Blocks(range(512))})
     params = handoff.params(access.key)
+    driver = Driver(access)
+    one, many = ClaimMessage(source.start, claims[:1]), ClaimMessage(source.start, claims)
     return {
-        "claim of 1 lease": lambda: send_claims(source, ClaimMessage(source.start, claims[:1]), access),
-        "claims of 100 leases": lambda: send_claims(source, ClaimMessage(source.start, claims), access),
-        "offers of 16 workers, 2.8 MB": lambda: fetch(source, 60, access),
+        "claim of 1 lease": lambda: driver.run(send_claims(source, one, system=driver)),
+        "claims of 100 leases": lambda: driver.run(send_claims(source, many, system=driver)),
+        "offers of 16 workers, 2.8 MB": lambda: driver.run(fetch(source, 60, system=driver)),
         "handoff of 512 blocks, written": lambda: handoff.params(access.key),
         "handoff of 512 blocks, read": lambda: Handoff.of_params(params, access.key),
     }

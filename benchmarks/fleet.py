@@ -20,8 +20,9 @@ from contextlib import closing
 from typing import Any, Final
 
 from kvplan import Model, Worker, decode, encode
-from kvplan.connector import Access, Connections, Leases, Listener, Offers, Source, fetch
-from kvplan.connector.peer_engines import PeerEngines
+from kvplan.protocol import Connections, Leases, Listener, Offers, Source, fetch
+from kvplan.protocol.peer_engines import PeerEngines
+from kvplan_nixl.serving import Access, Driver
 
 PEERS: Final = 32
 FETCHES: Final = 40
@@ -52,10 +53,15 @@ def open_offer(offer: bytes) -> Worker:
     return decode(offer[8 : 8 + int.from_bytes(offer[:8], "little")])
 
 
+async def no_digests(*_: object) -> list[Any]:
+    """Return no digests."""
+    return []
+
+
 def connections_to(answers: Mapping[str, Sequence[bytes]]) -> Connections:
     """Return connections to engines that offer what ``answers`` has for their names."""
 
-    def fetch_offers(source: Source, timeout_s: float) -> Offers:
+    async def fetch_offers(source: Source, timeout_s: float) -> Offers:
         # as bytes that came over a network: nobody else holds them
         offers = tuple(bytes(bytearray(offer)) for offer in answers[source.engine_id])
         return Offers(source.engine_id, source.start, offers)
@@ -65,6 +71,7 @@ def connections_to(answers: Mapping[str, Sequence[bytes]]) -> Connections:
         connect=lambda offer: None,
         disconnect=lambda worker: None,
         fetch_offers=fetch_offers,
+        fetch_digests=no_digests,
     )
 
 
@@ -81,10 +88,11 @@ def shake_hands(peers: PeerEngines, peer_name: str) -> float:
 
 def fetch_ms(offers: Sequence[bytes]) -> float:
     """Fetch offers from a listener, and return the milliseconds of processor time of both."""
-    with closing(Listener("prefill", "127.0.0.1", offers, Leases(), access=ACCESS)) as listener:
+    driver = Driver(ACCESS)
+    with closing(Listener("prefill", "127.0.0.1", offers, Leases(driver), system=driver)) as listener:
         began = time.process_time()
         for _ in range(FETCHES):
-            fetch(listener.source, 60.0, ACCESS)
+            driver.run(fetch(listener.source, 60.0, system=driver))
         return (time.process_time() - began) * 1e3 / FETCHES
 
 
@@ -104,7 +112,9 @@ def main() -> None:
             workers = model.engine(peer_name, tp=prefill_tp, num_blocks=8192)
             answers[peer_name] = [offer_of(worker) for worker in workers]
         executor: Any = Nothing()
-        peers = PeerEngines(local, executor, logging.getLogger("fleet"), connections_to(answers), None, 60.0)
+        peers = PeerEngines(
+            local, executor, logging.getLogger("fleet"), connections_to(answers), None, 60.0, system=Driver()
+        )
         timed, traced = [*answers][: PEERS // 2], [*answers][PEERS // 2 :]
         ms = statistics.median([shake_hands(peers, peer_name) for peer_name in timed])
         gc.collect()

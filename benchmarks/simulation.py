@@ -26,7 +26,6 @@ def main(num_seeds: int = 500) -> None:
     for name, seconds in (("clock", time.perf_counter() - began), ("processor", time.process_time() - cpu_began)):
         fleets = num_seeds / seconds * 3600
         print(f"{name}: {fleets:,.0f} fleets an hour, {num_steps / seconds * 60:,.0f} steps a minute")
-    simulation.close()
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ errors            KVPlanError; PeerError, for a peer's message
 
 Each package has the rest of its own names: kvplan.describe, plan, verification, handshake, models
 and display; kvplan.bridges, with from_vllm and others for what engines have allocated;
-kvplan.staging, for transfers in two steps; kvplan.protocol, for what engines agree on;
-kvplan.connector and kvplan.testing, for a connector and its tests. The package kvplan_nixl carries
-plans out on real memory, and stores caches. ``kvplan --help`` is the command line.
+kvplan.staging, for transfers in two steps; kvplan.protocol, for what engines say to each other and
+store; kvplan.testing, for a connector's tests. The package kvplan_nixl carries plans out on real
+memory, serves and stores. ``kvplan --help`` is the command line.
 """
 
 import importlib
@@ -85,7 +85,7 @@ LATER: Final = MappingProxyType(
 
 ROOMS: Final = (
     *("describe", "plan", "verification", "handshake", "models"),
-    *("bridges", "connector", "staging", "protocol", "display", "testing"),
+    *("bridges", "staging", "protocol", "display", "testing"),
 )
 """The rooms with names of their own, which load when they are first asked for too."""
 

@@ -1,6 +1,6 @@
 """Digests of a request's cache in a worker's tensors, in main memory or on a GPU.
 
-:mod:`kvplan.connector.digest` defines them, and compares those of two engines.
+:mod:`kvplan.protocol.digest` defines them, and compares those of two engines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ import torch
 
 from kvplan._arrays import Ints, distinct
 from kvplan._checks import instance, members
-from kvplan.connector.digest import (
+from kvplan.describe import Axis, Blocks, Region, View, Worker
+from kvplan.describe.blocks import Tokens, check_blocks
+from kvplan.describe.views import TOKEN, Context
+from kvplan.errors import KVPlanError
+from kvplan.plan.bind import check_names, range_of
+from kvplan.protocol.digest import (
     DIVIDED,
     WORD_BYTES,
     BlockPositions,
@@ -28,11 +33,6 @@ from kvplan.connector.digest import (
     parts_of,
     to_json,
 )
-from kvplan.describe import Axis, Blocks, Region, View, Worker
-from kvplan.describe.blocks import Tokens, check_blocks
-from kvplan.describe.views import TOKEN, Context
-from kvplan.errors import KVPlanError
-from kvplan.plan.bind import check_names, range_of
 from kvplan_nixl.rearrange import Memory, MemoryPlace
 
 CHUNK_BYTES: Final = {"cpu": 1 << 20, "cuda": 32 << 20}
@@ -64,7 +64,7 @@ def cache_digests(
     Raises what ``bind`` does for its arguments, ``MEMORY`` for a region in none of the memories.
 
     >>> from kvplan import Group, region_of, view_of
-    >>> from kvplan.connector.digest import mismatch
+    >>> from kvplan.protocol.digest import mismatch
     >>> from kvplan_nixl.rearrange import memories_of
     >>> def digests(cache, axes, table):
     ...     region = region_of(cache)

@@ -23,8 +23,8 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan.connector.access import is_loopback
 from kvplan_nixl.mapping import allocator_notes
+from kvplan_nixl.serving.access import is_loopback
 
 PROBE_S: Final = 60.0
 """How long a probe may take."""

@@ -20,8 +20,8 @@ import attrs
 from kvplan import KVPlanError, PeerError, Worker, decode, encode
 from kvplan._checks import instance, name
 from kvplan._text import brief_repr
-from kvplan.connector.shared_key import AnyKey, SharedKey
 from kvplan.handshake import Problem
+from kvplan_nixl.serving.host_key import AnyKey, key_of
 
 MAGIC: Final = b"kvplan_nixl 3\n"
 PURPOSE: Final = "envelope"
@@ -81,7 +81,7 @@ class Envelope:
         """
         parts = (self.agent.encode(), self.metadata, self.handles, encode(self.worker))
         content = b"".join((PART_LENGTHS.pack(*map(len, parts)), *parts))
-        signature = SharedKey.of(key).sign(PURPOSE, content)
+        signature = key_of(key).sign(PURPOSE, content)
         return MAGIC + bytes.fromhex(signature) + content
 
     @classmethod
@@ -101,7 +101,7 @@ class Envelope:
             )
         # nothing but the digest is trusted before it has been compared
         signature = data[digest_start:content_start].hex()
-        if not SharedKey.of(key).has_signed(signature, PURPOSE, data[content_start:]):
+        if not key_of(key).has_signed(signature, PURPOSE, data[content_start:]):
             raise _unusable(
                 "one that was made with the key of this engine, and not changed since",
                 "another one",

@@ -38,17 +38,18 @@ import attrs
 
 from kvplan import Executor, KVPlanError, Notice, ReadSpec, Status, Transfer, TransferPlan, Worker
 from kvplan._checks import having, instance, members, seconds
-from kvplan.connector.shared_key import AnyKey, SharedKey
 from kvplan.describe.tensors import check_memory
 from kvplan.describe.worker import Key, key_of
 from kvplan.executor import check_local, not_connected, not_planned_for, still_running, unprepared
 from kvplan.plan import Pair, Table
+from kvplan.protocol.keys import SharedKey
 from kvplan_nixl import cma
 from kvplan_nixl.agent import LOCAL, Agent, Handle, MemoryRange, checked_backends
 from kvplan_nixl.envelope import Envelope, agent_prefix
 from kvplan_nixl.events import UNWATCHED, Listener, Peer, Unwatched, call_listener, watch_for
 from kvplan_nixl.notices import MAX_MESSAGE_BYTES, message, notice_of
 from kvplan_nixl.rows import PreparedRows, memory_kind_of
+from kvplan_nixl.serving.host_key import AnyKey
 
 Backends = Mapping[str, Mapping[str, str]]
 

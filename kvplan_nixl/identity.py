@@ -45,8 +45,8 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvplan.connector.fingerprint import read_config
 from kvplan.errors import KVPlanError
+from kvplan_nixl.serving.fingerprint import read_config
 
 Facts = dict[str, Any]
 """Names of facts, and JSON values."""

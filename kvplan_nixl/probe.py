@@ -23,10 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan import Axis, Blocks, Group, KVPlanError, View, Worker, plan_reads, region_of
-from kvplan.connector import Leases, Listener, fetch
+from kvplan.protocol import Leases, Listener, fetch
 from kvplan_nixl.agent import Agent
 from kvplan_nixl.executor import UCX, NixlExecutor, settle
 from kvplan_nixl.mapping import CudaMapper
+from kvplan_nixl.serving import Driver
 from kvplan_nixl.settings import Settings, secrets_beside
 
 MEMORY_BYTES: Final = 16 << 20
@@ -65,10 +66,12 @@ def listen(host: str, port: str) -> None:
     """Listen as a prefill engine would, and fetch its offers as a decode engine would."""
     texts = secrets_beside((), os.environ)
     try:
-        access = Settings.read_texts(texts, "the environment").access()
-        listener = Listener("doctor", host, [b"offer"], Leases(), port=int(port), access=access)
+        system = Driver(Settings.read_texts(texts, "the environment").access())
+        listener = Listener(
+            "doctor", host, [b"offer"], Leases(system), port=int(port), system=system
+        )
         try:
-            fetch(listener.source, PROBE_TIMEOUT_S, access)
+            system.run(fetch(listener.source, PROBE_TIMEOUT_S, system=system))
         finally:
             listener.close()
     except KVPlanError as error:

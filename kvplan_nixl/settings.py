@@ -13,16 +13,16 @@ import attrs
 from kvplan._checks import instance, integer, members, name, seconds
 from kvplan._text import meant, shown
 from kvplan.budget import BUDGET_BYTES
-from kvplan.connector import Access, tls_contexts
-from kvplan.connector.claims import MAX_SOURCES
-from kvplan.connector.handoff import PORT_END
-from kvplan.connector.leases import LEASE_S, MAX_LEASE_S
-from kvplan.connector.peer_engines import HANDSHAKE_S
-from kvplan.connector.shared_key import key_in_file
 from kvplan.errors import KVPlanError
+from kvplan.protocol.claims import MAX_SOURCES
+from kvplan.protocol.handoff import PORT_END
+from kvplan.protocol.leases import LEASE_S, MAX_LEASE_S
+from kvplan.protocol.peer_engines import HANDSHAKE_S
 from kvplan.staging import Rates
 from kvplan_nixl.agent import checked_backends
 from kvplan_nixl.executor import UCX, Backends
+from kvplan_nixl.serving import Access, tls_contexts
+from kvplan_nixl.serving.host_key import key_in_file
 from kvplan_nixl.serving.store import PAGE_TOKENS, Limits
 from kvplan_nixl.serving.store.client import BUFFER_BYTES
 from kvplan_nixl.serving.store.stalls import STALL_S

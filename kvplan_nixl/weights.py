@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from kvplan import KVPlanError
-from kvplan.connector import fingerprint
+from kvplan_nixl.serving import fingerprint
 
 MAX_ADAPTERS: Final = 1024
 """Adapters whose fingerprints are kept."""

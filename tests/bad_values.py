@@ -9,7 +9,6 @@ import importlib
 import inspect
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -49,8 +48,8 @@ from kvplan.bridges import (
     sglang_model,
     vllm_model,
 )
-from kvplan.connector import (
-    Access,
+from kvplan.executor import PendingRequests
+from kvplan.protocol import (
     Claims,
     Connections,
     Handoff,
@@ -62,17 +61,15 @@ from kvplan.connector import (
     Source,
     WholeBlocks,
     attended,
-    fingerprint,
     prompt_digest,
-    send_claims,
-    tls_contexts,
     whole_blocks,
 )
-from kvplan.connector.claims import ClaimMessage, answer_claims
-from kvplan.executor import PendingRequests
+from kvplan.protocol.claims import ClaimMessage, answer_claims
 from kvplan.staging import Pipeline, Rates, choose, stage, stage_writes
 from kvplan.testing import FakeCopier, FakeNetwork, assert_copies
 from kvplan.verification import FakeMemory
+from kvplan_nixl.serving import Access, Driver, fingerprint, tls_contexts
+from tests.blocking import KEY, fetch, send_claims, unblocked
 from tests.small import engine
 
 Calls = Iterable[tuple[str, Callable[..., Any], dict[str, Any]]]
@@ -137,8 +134,11 @@ SOURCE = Source("p", "a", "127.0.0.1", 1)
 COPIES = {(SPEC.local, SPEC.remote): SPEC.descriptors()}
 TENSOR = np.zeros((4, 2, 3), np.float16)
 LOGGER = logging.getLogger("kvplan.tests")
+SYSTEM = Driver()
 LOGGER.addHandler(logging.NullHandler())
-HOOKS: dict[str, Any] = dict.fromkeys(("open_offer", "connect", "disconnect", "fetch_offers"), lambda *_: None)
+HOOKS: dict[str, Any] = dict.fromkeys(
+    ("open_offer", "connect", "disconnect", "fetch_offers", "fetch_digests"), lambda *_: None
+)
 CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 1,
@@ -168,8 +168,8 @@ def pipeline() -> Pipeline:
 
 def reads() -> Reads:
     executor = FakeNetwork([OURS, THEIRS]).executor(OURS)
-    claims = Claims(LOGGER, HOOKS["connect"])
-    return Reads(OURS, executor, LOGGER, connections=Connections(**HOOKS), claims=claims)
+    claims = Claims(LOGGER, HOOKS["connect"], SYSTEM)
+    return Reads(OURS, executor, LOGGER, connections=Connections(**HOOKS), claims=claims, system=SYSTEM)
 
 
 def calls() -> Calls:
@@ -331,10 +331,10 @@ def calls() -> Calls:
     yield "executor.PendingRequests.receive", pending.receive, {"notices": [Notice("d", 0, "r")]}
     yield "executor.PendingRequests.discard", pending.discard, {"request": "r"}
 
-    yield "connector.Access", Access, {"key": b"a secret of all engines", "server_tls": None, "client_tls": None}
+    yield "protocol.Access", Access, {"key": b"a secret of all engines", "server_tls": None, "client_tls": None}
     files = ("certificate", "private_key", "authority")
-    yield "connector.tls_contexts", tls_contexts, dict.fromkeys(files, Path("no file"))
-    yield "connector.Source", Source, attrs.asdict(SOURCE)
+    yield "protocol.tls_contexts", tls_contexts, dict.fromkeys(files, Path("no file"))
+    yield "protocol.Source", Source, attrs.asdict(SOURCE)
     handoff = {
         "source": SOURCE,
         "lease": "r 0",
@@ -344,22 +344,22 @@ def calls() -> Calls:
         "kept": {},
         "prefixes": {},
     }
-    yield "connector.Handoff", Handoff, handoff
-    yield "connector.Handoff.of_params", Handoff.of_params, {"params": Handoff(**handoff).params(), "key": None}
-    yield "connector.Handoff.check_prompt", Handoff(**handoff).check_prompt, {"digest": "a1"}
-    yield "connector.Handoff.count_shared", Handoff(**handoff).count_shared, {"digest_of": {7: "a1"}.__getitem__}
-    yield "connector.Handoff.first_kept", Handoff(**handoff).first_kept, {"group": "attn", "attended": 9}
-    yield "connector.Offers", Offers, {"engine_id": "p", "start": "a", "workers": (b"",)}
-    yield "connector.Offers.decode", Offers.decode, {"data": b'{"engine_id":"p","start":"a","workers":[]}'}
-    yield "connector.attended", attended, {"start": 0, "stop": 9, "window": 4}
+    yield "protocol.Handoff", Handoff, handoff
+    yield "protocol.Handoff.of_params", Handoff.of_params, {"params": Handoff(**handoff).params(KEY), "key": KEY}
+    yield "protocol.Handoff.check_prompt", Handoff(**handoff).check_prompt, {"digest": "a1"}
+    yield "protocol.Handoff.count_shared", Handoff(**handoff).count_shared, {"digest_of": {7: "a1"}.__getitem__}
+    yield "protocol.Handoff.first_kept", Handoff(**handoff).first_kept, {"group": "attn", "attended": 9}
+    yield "protocol.Offers", Offers, {"engine_id": "p", "start": "a", "workers": (b"",)}
+    yield "protocol.Offers.decode", Offers.decode, {"data": b'{"engine_id":"p","start":"a","workers":[]}'}
+    yield "protocol.attended", attended, {"start": 0, "stop": 9, "window": 4}
     positions = {"tokens": (0, 9), "attended": 5, "tokens_per_block": 4, "listed": 4, "kept": 5}
-    yield "connector.whole_blocks", whole_blocks, positions
-    yield "connector.WholeBlocks", WholeBlocks, {"start": 0, "stop": 9, "first_whole": 0}
-    yield "connector.prompt_digest", prompt_digest, {"tokens": [1, 2], "facts": ["salt a"]}
-    yield "connector.fingerprint", fingerprint, {"folder": "."}
-    yield "connector.fetch", kvplan.connector.fetch, {"source": SOURCE, "timeout_s": 0.1, "access": None}
+    yield "protocol.whole_blocks", whole_blocks, positions
+    yield "protocol.WholeBlocks", WholeBlocks, {"start": 0, "stop": 9, "first_whole": 0}
+    yield "protocol.prompt_digest", prompt_digest, {"tokens": [1, 2], "facts": ["salt a"]}
+    yield "protocol.fingerprint", fingerprint, {"folder": "."}
+    yield "protocol.fetch", fetch, {"source": SOURCE, "timeout_s": 0.1, "access": None}
     yield (
-        "connector.send_claims",
+        "protocol.send_claims",
         send_claims,
         {
             "source": SOURCE,
@@ -367,29 +367,29 @@ def calls() -> Calls:
             "access": None,
         },
     )
-    yield "connector.Leases", Leases, {"lease_s": 1.5, "clock": time.monotonic}
-    leases = Leases()
-    yield "connector.Leases.grant", leases.grant, {"request": "r", "first_s": 9.5}
+    yield "protocol.Leases", Leases, {"system": SYSTEM, "lease_s": 1.5}
+    leases = Leases(Driver())
+    yield "protocol.Leases.grant", leases.grant, {"request": "r", "first_s": 9.5}
     for action in ("claim", "end"):
-        yield f"connector.Leases.{action}", getattr(leases, action), {"lease": "r 0", "reader": "d"}
-    yield "connector.Leases.stands", leases.stands, {"lease": "r 0"}
-    door = {"port": 0, "bind": None, "access": None}
+        yield f"protocol.Leases.{action}", getattr(leases, action), {"lease": "r 0", "reader": "d"}
+    yield "protocol.Leases.stands", leases.stands, {"lease": "r 0"}
+    door = {"port": 0, "bind": None, "system": SYSTEM}
     served = {"engine_id": "p", "host": "127.0.0.1", "workers": [b"offer"], "leases": leases, **door}
-    yield "connector.Listener", closed(Listener), served
-    yield "connector.Claims", closed(Claims), {"logger": LOGGER, "send": HOOKS["connect"]}
-    claims = Claims(LOGGER, lambda _, message: answer_claims(leases, "a", message))
+    yield "protocol.Listener", closed(Listener), served
+    yield "protocol.Claims", closed(Claims), {"logger": LOGGER, "send": HOOKS["connect"], "system": SYSTEM}
+    claims = Claims(LOGGER, unblocked(lambda _, message: answer_claims(leases, "a", message)), SYSTEM)
     for action in ("begin", "end", "refusal"):
         claim = {"source": SOURCE, "lease": "r 0", "reader": "d"}
-        yield f"connector.Claims.{action}", getattr(claims, action), claim
-    yield "connector.Claims.ask", claims.ask, {"source": SOURCE, "lease": "r 0"}
+        yield f"protocol.Claims.{action}", getattr(claims, action), claim
+    yield "protocol.Claims.ask", claims.ask, {"source": SOURCE, "lease": "r 0"}
     read = {"request": "r", "source": SOURCE, **REQUEST, "tokens": {"attn": (1, 7)}, "lease": "r 0"}
-    yield "connector.Read", Read, read
-    yield "connector.Connections", Connections, HOOKS
+    yield "protocol.Read", Read, read
+    yield "protocol.Connections", Connections, HOOKS
     given = {"worker": OURS, "executor": started()[0], "logger": LOGGER, "connections": Connections(**HOOKS)}
-    given |= {"digest": HOOKS["connect"], "on_handshake": HOOKS["connect"]}
-    yield "connector.Reads", Reads, {**given, "claims": claims, "timeout_s": 1.0}
-    yield "connector.Reads.begin", reads().begin, {"read": Read(**read)}
-    yield "connector.Reads.fail", reads().fail, {"request": "r", "error": KVPlanError("TYPE", "", expected="", got="")}
+    given |= {"digest": HOOKS["connect"], "on_handshake": HOOKS["connect"], "system": SYSTEM}
+    yield "protocol.Reads", Reads, {**given, "claims": claims, "timeout_s": 1.0}
+    yield "protocol.Reads.begin", reads().begin, {"read": Read(**read)}
+    yield "protocol.Reads.fail", reads().fail, {"request": "r", "error": KVPlanError("TYPE", "", expected="", got="")}
 
 
 def closed(made: Callable[..., Any]) -> Callable[..., Any]:

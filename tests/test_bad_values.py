@@ -16,7 +16,7 @@ GOLDEN = ROOT / "tests" / "golden" / "bad-values.txt"
 NO_CALLS = ("Attended", "Executor", "Copier", "Fact", "Request", "Status")
 """Protocols, types of functions, mappings and pairs, and an enumeration."""
 
-GENERATED = ("store", "connector.system")
+GENERATED = ("protocol.system", "protocol.keys", "protocol.page", "testing.memory")
 """What :mod:`tests.test_public_values` calls by its signatures, without a list."""
 
 
@@ -43,7 +43,7 @@ def test_every_public_function_is_called() -> None:
 def test_right_calls_are_right() -> None:
     """Without a wrong value no call has a wrong type or a wrong number."""
     ends = {name: bad_values.outcome(function, given) for name, function, given in bad_values.calls()}
-    others = dict.fromkeys(("connector.fetch", "connector.send_claims", "connector.tls_contexts"), "PEER")
+    others = dict.fromkeys(("protocol.fetch", "protocol.send_claims", "protocol.tls_contexts"), "PEER")
     others["staging.Pipeline.release"] = "TRANSFER"
     assert {name: end for name, end in ends.items() if end != "accepted"} == others
 

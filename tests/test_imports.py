@@ -37,9 +37,8 @@ MAY_IMPORT = {
     "models": CORE,
     "bridges": {*CORE, "models"},
     "staging": {*CORE, "plan", "executor"},
-    "connector": {*CORE, "plan", "executor", "staging"},
-    "testing": {*LIBRARY, "staging", "connector"},
-    "protocol": {*CORE, "plan", "handshake"},
+    "protocol": {*CORE, "plan", "executor", "handshake", "staging"},
+    "testing": {*LIBRARY, "staging", "protocol"},
     "display": {*LIBRARY, "staging"},
     "cli": {*LIBRARY, "protocol", "display"},
     "__init__": {*LIBRARY, "display"},
@@ -72,10 +71,10 @@ def test_import_loads_what_plans_need() -> None:
 
 def test_a_connector_loads_no_oracle() -> None:
     """A process that serves loads neither what checks plans nor the fakes that tests move bytes with."""
-    code = "import sys, kvplan.connector; print(*{name.split('.')[1] for name in sys.modules if name[:7] == 'kvplan.'})"
+    code = "import sys, kvplan.protocol; print(*{name.split('.')[1] for name in sys.modules if name[:7] == 'kvplan.'})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     rooms = {*run.stdout.split()} & {room(module) for module in MODULES}
-    assert rooms == {*CORE, "plan", "executor", "staging", "connector"}
+    assert rooms == {*CORE, "plan", "executor", "handshake", "staging", "protocol"}
 
 
 def test_a_store_on_files_loads_no_engine_and_no_nixl() -> None:
@@ -129,10 +128,7 @@ def test_the_version_is_that_of_the_package() -> None:
 
 def test_the_door_has_the_rooms_with_names() -> None:
     """``kvplan.bridges.from_vllm`` needs no further import: the door has each room that has an ``__all__``."""
-    assert {*kvplan.ROOMS} == {*LIBRARY, "staging", "protocol", "connector", "testing", "display"} - {
-        *LEAVES,
-        "executor",
-    }
+    assert {*kvplan.ROOMS} == {*LIBRARY, "staging", "protocol", "testing", "display"} - {*LEAVES, "executor"}
     code = "import kvplan; print(*(getattr(kvplan, room).__all__[0] for room in kvplan.ROOMS))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert len(run.stdout.split()) == len(kvplan.ROOMS)

@@ -20,16 +20,17 @@ import numpy as np
 import pytest
 
 from kvplan import Blocks, Context, Group, MeshPlan, Model, Worker, encode, plan_mesh, region_of, view_of
-from kvplan.connector import Handoff, Source, prompt_digest
-from kvplan.connector.claims import ClaimMessage, answer_claims
-from kvplan.connector.leases import Leases
-from kvplan.connector.shared_key import SharedKey
 from kvplan.describe.blocks import Range
+from kvplan.protocol import Handoff, Source, prompt_digest
+from kvplan.protocol.claims import ClaimMessage, answer_claims
+from kvplan.protocol.keys import SharedKey
+from kvplan.protocol.leases import Leases
 from kvplan.protocol.page_keys import Chain
 from kvplan.protocol.page_parts import parts_of
 from kvplan.protocol.pages import pack
 from kvplan.testing.conformance import Case
 from kvplan.testing.simulation import MODELS, LeaseConnector, Scenario, Simulation
+from kvplan_nixl.serving import Driver
 from property_tests import labelled
 from property_tests.exhaustive import all_worlds
 from tests.pages import ROOT
@@ -151,7 +152,7 @@ def messages() -> dict[str, Any]:
         prefixes={30: prompt_digest(range(30))},
         weights_version="step 7",
     )
-    leases = Leases()
+    leases = Leases(Driver())
     lease = leases.grant("request 1")
     claims = ClaimMessage(
         "a1", claims=((lease, "decode 1"), ("of nobody", "decode 1")), done=(("of nobody", "decode 2"),), asks=(lease,)
@@ -220,7 +221,6 @@ def all_pins() -> dict[str, Any]:
     for name, make in FLEETS.items():
         simulation = make()
         shares[name] = {model: round(share_right(simulation, model), 2) for model in MODELS}
-        simulation.close()
     return {
         "plans": {profile: plans(profile) for profile in WORLDS},
         "messages": messages(),
@@ -258,7 +258,6 @@ def test_fleets_keep_all_rules_and_as_many_requests_are_right(pinned: Any, name:
     logging.disable(logging.CRITICAL)
     simulation = FLEETS[name]()
     share = share_right(simulation, model)
-    simulation.close()
     logging.disable(logging.NOTSET)
     assert share == pytest.approx(pinned["right"][name][model], abs=TOLERANCE), CHANGED
 

@@ -17,12 +17,13 @@ import pytest
 
 from kvplan import Budget, KVPlanError, Model, PeerError, Region, View, Workspace
 from kvplan.bridges import ObservedModel
-from kvplan.connector import Access, Handoff, Leases, System
 from kvplan.handshake import Problem
 from kvplan.plan import Table
+from kvplan.protocol import Handoff, Leases, Pending, SharedKey, System
 from kvplan.staging import Rates
 from kvplan.testing import FakeCopier
 from kvplan.verification import FakeMemory
+from kvplan_nixl.serving import Driver
 from kvplan_nixl.serving.store import (
     FileBackend,
     MemoryBackend,
@@ -35,13 +36,14 @@ from kvplan_nixl.serving.store import (
 )
 from tests import bad_values
 from tests.bad_values import OURS, PLAN, REQUEST, SOURCE
+from tests.blocking import KEY
 from tests.test_public_values import WRONG, classes
 
 Example = tuple[Any, dict[str, Any]]
 """An instance of a class, and right values for the parameters of its methods, by name, or by method and name."""
 
-INNER = {Table, Workspace}
-"""Their methods are steps of :mod:`kvplan.plan`, which passes them arrays of its own for every request."""
+INNER = {Pending, SharedKey, System, Table, Workspace}
+"""Their methods are steps of :mod:`kvplan.plan` and :mod:`kvplan.protocol`, which pass them values of their own."""
 
 SOME: Mapping[str, Any] = {**WRONG, "1 << 40": 1 << 40, "[None]": [None], "[-1]": [-1], "{None: None}": {None: None}}
 
@@ -107,10 +109,6 @@ def part() -> Example:
 
 def examples() -> dict[type, Callable[[], Example]]:
     """A function for each class, since methods change what they are called on."""
-    access = {"server": "10.0.0.1:1", "challenge": "0" * 32, "address": "127.0.0.1"}
-    access["check_server.address"] = "127.0.0.1:1"
-    exchange = {"peer": "prefill", "path": "/", "timeout_s": 0.1, "access": Access(), "sent": None, "port": 0}
-    system = {**exchange, "address": "127.0.0.1", "routes": {}, "name": "thread", "run": lambda: None}
     rates = Rates("here", 1e-5, 1e-7, 1e-10, 1e-6, 1e-10)
     return {
         Budget: lambda: (Budget(), {"number": 3, "unit": "rows", "bytes_each": 8, "action": "plan"}),
@@ -119,13 +117,11 @@ def examples() -> dict[type, Callable[[], Example]]:
         Model: lambda: (bad_values.MODEL, {"number": 0}),
         ObservedModel: lambda: (ObservedModel("m", {"a": bad_values.MODEL.named_layer(0)}), {"key": "a"}),
         View: lambda: (OURS.views[0], {"view_name": "k", "region": OURS.regions[0], "offset_bytes": 0}),
-        Access: lambda: (Access(), access),
-        Leases: lambda: (Leases(), {"request": "r", "lease": "r 0"}),
+        Leases: lambda: (Leases(Driver()), {"request": "r", "lease": "r 0"}),
         Handoff: lambda: (
             Handoff(SOURCE, "r", 7, "a1", REQUEST["remote"]),
-            {"key": None, "group": "attn", "attended": 3},
+            {"key": KEY, "group": "attn", "attended": 3},
         ),
-        System: lambda: (System(), {**system, "duration_s": 0.0, "num_bytes": 4}),
         Rates: lambda: (rates, {"path": "rates.json"}),
         FileBackend: lambda: files(FileBackend(Path.cwd() / "store")),
         MemoryBackend: lambda: files(MemoryBackend()),

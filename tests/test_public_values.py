@@ -80,7 +80,12 @@ def public() -> dict[str, Callable[..., Any]]:
             if inspect.isfunction(value):
                 calls[label] = value
             # a protocol has no constructor, and Python's own looks up the members of an enumeration
-            if not inspect.isclass(value) or getattr(value, "_is_protocol", False) or issubclass(value, Enum | dict):
+            if (
+                not inspect.isclass(value)
+                or inspect.isabstract(value)
+                or getattr(value, "_is_protocol", False)
+                or issubclass(value, Enum | dict)
+            ):
                 continue
             calls[label] = value
             for method, kind in vars(value).items():

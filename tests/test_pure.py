@@ -68,15 +68,14 @@ The last ones are for the package's own modules and data, and for anonymous memo
 """
 
 QUIET = """
-    __future__ array ast base64 bisect collections contextlib contextvars difflib enum functools hashlib heapq hmac html
-    ipaddress itertools json math operator re reprlib shlex string textwrap types typing unittest weakref xml zlib
+    __future__ abc array ast base64 bisect collections contextlib contextvars difflib enum functools hashlib heapq hmac
+    html ipaddress itertools json math operator re reprlib shlex string textwrap types typing unittest weakref xml zlib
 """
 """The modules of the standard library that touch nothing outside."""
 
 IMPURE = {
-    "connector": {"sockets", "threads", "files", "clocks", "randomness", "logging"},
     "cli": {"clocks", "files", "environment", "interpreter", "processes"},
-    "testing": {"clocks", "randomness", "interpreter", "threads", "logging", "environment", "mapped memory"},
+    "testing": {"clocks", "randomness", "interpreter", "logging", "environment", "mapped memory"},
     "__main__": {"interpreter"},
 }
 """The rooms that serve, print and drive, with all that their modules use."""
@@ -90,7 +89,6 @@ EXCEPTIONS = {
 
 STATE = {
     "budget": {"_CURRENT"},  # the budget of the block that a thread is in, as numpy keeps its error state
-    "connector.addresses": {"_LOCK", "_LOOKUPS"},  # lookups under way, which all who ask for a host share
     "staging.pipeline": {"Pipeline._by_region"},  # the pipelines in use, by staging region, held weakly
     "models.families": {"_TABLE"},  # lists of the data file, of which frozen values are made at once
 }

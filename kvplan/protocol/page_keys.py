@@ -10,7 +10,7 @@
 
 A *fact* is what decides a cache beside the tokens: an adapter or a salt from position 0 on, an
 image from the position on at which it begins. The model's name has to say which weights it has
-(:func:`kvplan.connector.fingerprint`).
+(:func:`kvplan_nixl.serving.fingerprint`).
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def parts_of(
             f"store pages of {worker.label}",
             expected="a worker that names its model",
             got="none",
-            hint="the name says which weights: kvplan.connector.fingerprint",
+            hint="the name says which weights: kvplan_nixl.serving.fingerprint",
         )
     num_tokens = integer(tokens_per_page, "tokens_per_page", low=1)
     most_shares = integer(shares, "shares", low=1)

@@ -36,7 +36,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, Final
@@ -454,9 +454,9 @@ class ConnectorContract:
 
     def test_fleets(self) -> None:
         """No simulated fleet breaks a rule."""
-        with closing(Simulation(self.connector)) as simulation:
-            for seed in range(self.num_fleets):
-                outcome = simulation.run(Scenario.of(seed))
-                if outcome.error:
-                    trace = shrink(simulation, outcome).trace[-12:]
-                    raise AssertionError("\n".join([str(outcome), *trace]))
+        simulation = Simulation(self.connector)
+        for seed in range(self.num_fleets):
+            outcome = simulation.run(Scenario.of(seed))
+            if outcome.error:
+                trace = shrink(simulation, outcome).trace[-12:]
+                raise AssertionError("\n".join([str(outcome), *trace]))

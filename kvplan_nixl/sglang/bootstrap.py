@@ -1,7 +1,7 @@
 """SGLang's bootstrap server: it keeps what prefill has computed for a room, until decode asks.
 
 A room is the number that a request has in both engines. Whoever has computed it publishes an entry,
-a JSON object: a ``handoff``, the parameters of a :class:`~kvplan.connector.Handoff`, and either the
+a JSON object: a ``handoff``, the parameters of a :class:`~kvplan.protocol.Handoff`, and either the
 ``metadata`` that SGLang's prefill sends or the first ``token`` of the answer, which is all that
 another engine's prefill knows. An entry without either is of a prompt that is computed in part, and
 another one follows. The entry is withdrawn when the request has been read.
@@ -29,20 +29,17 @@ import attrs
 
 from kvplan import KVPlanError
 from kvplan._checks import at_most, integer
-from kvplan.connector import Access
-from kvplan.connector.access import TOKEN_BYTES, access_or_default
-from kvplan.connector.http import MAX_ANSWER_BYTES, Route
-from kvplan.connector.leases import LEASE_S
-from kvplan.connector.room_contents import (
+from kvplan.protocol.keys import SharedKey
+from kvplan.protocol.leases import LEASE_S
+from kvplan.protocol.room_contents import (
     ENTRY_BYTES,
     MAX_QUESTION_BYTES,
-    TIMEOUT_S,
     RoomTexts,
     answer_rooms,
     ask_again,
     is_part,
 )
-from kvplan.connector.system import SYSTEM, System
+from kvplan.protocol.system import ANSWER_S, MAX_ANSWER_BYTES, TOKEN_BYTES, Route, System
 
 MAX_ROOMS: Final = 1 << 14
 """Rooms that a server keeps."""
@@ -148,14 +145,14 @@ def _num_bytes(entries: Mapping[Stage, _Entry]) -> int:
 class BootstrapServer:
     """Keeps the entries of rooms for ``keep_s`` seconds. Raises ``PEER`` if it cannot listen.
 
-    Prefill and decode need the key of its ``access``.
-
-    >>> server = BootstrapServer("127.0.0.1", 0)
-    >>> owner = publish(server.address, 7, {"token": 42})
-    >>> ask(server.address, [6, 7])
+    >>> from kvplan_nixl.serving import Driver
+    >>> system = Driver()
+    >>> server = BootstrapServer("127.0.0.1", 0, system=system)
+    >>> owner = system.run(publish(server.address, 7, {"token": 42}, system=system))
+    >>> system.run(ask(server.address, [6, 7], key=system.access.key, system=system))
     {7: {'token': 42}}
-    >>> withdraw(server.address, 7, owner)
-    >>> ask(server.address, [7])
+    >>> system.run(withdraw(server.address, 7, owner, system=system))
+    >>> system.run(ask(server.address, [7], key=system.access.key, system=system))
     {}
     >>> server.close()
     """
@@ -164,14 +161,13 @@ class BootstrapServer:
         self,
         host: str,
         port: int,
-        access: Access | None = None,
+        *,
+        system: System,
         keep_s: float = 2 * LEASE_S,
-        system: System = SYSTEM,
     ) -> None:
         self._keep_s = keep_s
-        self._clock = system.monotonic
-        self._token = system.token_hex
-        # The server's thread alone uses these. The oldest room is the first one.
+        self._system = system
+        # Used where the server answers, and nowhere else. The oldest room is the first one.
         self._rooms: OrderedDict[int, _Room] = OrderedDict()
         self._num_bytes = 0
         routes = {
@@ -179,7 +175,7 @@ class BootstrapServer:
             "POST /withdraw": Route(self._withdraw, num_parts=5),
             "POST /ask": Route(self._answer, MAX_QUESTION_BYTES),
         }
-        self._server = system.serve(host, port, routes, access_or_default(access))
+        self._server = system.serve(host, port, routes)
         self.address: str = f"{host}:{self._server.port}"
 
     def close(self) -> None:
@@ -211,8 +207,8 @@ class BootstrapServer:
         at_most(MAX_KEPT_BYTES, total, "bytes of all rooms", "publish")
         self._num_bytes = total
         room.attempts = attempts
-        room.expires_at = self._clock() + self._keep_s
-        room.version = self._token(TOKEN_BYTES)
+        room.expires_at = self._system.monotonic() + self._keep_s
+        room.version = self._system.token_hex(TOKEN_BYTES)
         self._rooms[stage.room] = room
         self._rooms.move_to_end(stage.room)
         return b""
@@ -257,7 +253,7 @@ class BootstrapServer:
 
     def _expire(self) -> None:
         """Forget the rooms that were kept for long enough."""
-        now = self._clock()
+        now = self._system.monotonic()
         while self._rooms:
             number, room = next(iter(self._rooms.items()))
             if now < room.expires_at:
@@ -266,7 +262,7 @@ class BootstrapServer:
             del self._rooms[number]
 
 
-def publish(
+async def publish(
     address: str,
     room: int,
     entry: Mapping[str, Any],
@@ -274,8 +270,7 @@ def publish(
     stages: int = 1,
     *,
     owner: str = "",
-    access: Access | None = None,
-    system: System = SYSTEM,
+    system: System,
 ) -> str:
     """Publish the entry of a room, or of one stage of ``stages``, in the bootstrap server there.
 
@@ -287,11 +282,11 @@ def publish(
     handoff = entry.get("handoff")
     lease = handoff.get("remote_lease") if isinstance(handoff, Mapping) else None
     body = json.dumps(entry).encode()
-    _post(address, place.path("publish", _hashed(f"{lease}"), owner), body, access, system)
+    await _post(address, place.path("publish", _hashed(f"{lease}"), owner), body, system)
     return owner
 
 
-def withdraw(
+async def withdraw(
     address: str,
     room: int,
     owner: str,
@@ -299,30 +294,25 @@ def withdraw(
     stages: int = 1,
     *,
     attempt: str | None = None,
-    access: Access | None = None,
-    system: System = SYSTEM,
+    system: System,
 ) -> None:
     """Withdraw what an owner has published. Raises ``PEER``."""
     place = Stage(room, stage, stages, f"{attempt}")
-    _post(address, place.path("withdraw", owner), b"", access, system)
+    await _post(address, place.path("withdraw", owner), b"", system)
 
 
-def ask(
-    address: str,
-    rooms: Iterable[int],
-    access: Access | None = None,
-    system: System = SYSTEM,
+async def ask(
+    address: str, rooms: Iterable[int], *, key: SharedKey, system: System
 ) -> dict[int, Mapping[str, Any]]:
     """Return the entries of whole prompts that rooms have, of at most :data:`MAX_ASKED` rooms.
 
     Raises ``PEER`` and ``MESSAGE``.
     """
     names = map(str, rooms)
-    contents = ask_again(address, dict.fromkeys(names, ""), access, system)
+    contents = await ask_again(address, dict.fromkeys(names, ""), key=key, system=system)
     entries = {int(room): content.entry for room, content in contents.items()}
     return {room: entry for room, entry in entries.items() if not is_part(entry)}
 
 
-def _post(address: str, path: str, body: bytes, access: Access | None, system: System) -> bytes:
-    peer = f"the bootstrap server at {address}"
-    return system.exchange(peer, address, path, TIMEOUT_S, access_or_default(access), body)
+async def _post(address: str, path: str, body: bytes, system: System) -> None:
+    await system.exchange(f"the bootstrap server at {address}", address, path, ANSWER_S, body)

@@ -21,8 +21,8 @@ import torch
 from sglang.srt.runtime_context import get_serving
 
 from kvplan import KVPlanError
-from kvplan.connector import fingerprint
 from kvplan_nixl.identity import DIGEST_BYTES, FIRST_WEIGHTS
+from kvplan_nixl.serving import fingerprint
 
 PARTS: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 UPDATES: Final = "sglang.srt.managers.scheduler_components.weight_updater"

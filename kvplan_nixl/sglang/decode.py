@@ -19,11 +19,11 @@ from sglang.srt.disaggregation.base import BaseKVReceiver, KVPoll
 from sglang.srt.disaggregation.base.conn import KVTransferDestination
 
 from kvplan import KVPlanError
-from kvplan.connector import Claims, Handoff, Read, Reads, attended, send_claims, whole_blocks
-from kvplan.connector.room_contents import Published
-from kvplan.connector.rooms import Rooms
-from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import Range
+from kvplan.protocol import Claims, Handoff, Read, Reads, attended, send_claims, whole_blocks
+from kvplan.protocol.room_contents import Published
+from kvplan.protocol.rooms import Rooms
+from kvplan.protocol.system import System
 from kvplan.staging import Copier
 from kvplan_nixl.reads import make_reads
 from kvplan_nixl.settings import Settings
@@ -51,25 +51,25 @@ class DecodeRank(Rank):
         copier: Copier | None,
         settings: Settings,
         timeout_s: float,
-        system: System = SYSTEM,
+        system: System,
     ) -> None:
         super().__init__(memory, system)
         self.timeout_s = timeout_s
         self.metadata = queue.metadata_buffers
-        send = partial(send_claims, access=memory.access, system=system)
+        send = partial(send_claims, system=system)
         self.claims = Claims(logger, send, system, settings.max_peers)
         self.reads: Reads = make_reads(
             memory.executor,
             self.claims,
             logger,
-            access=memory.access,
+            key=memory.key,
+            system=system,
             copier=copier,
             timeout_s=settings.handshake_timeout_s,
             budget_bytes=settings.budget_bytes,
             rates=settings.measured_rates(),
-            system=system,
         )
-        self.rooms = Rooms(logger, memory.access, settings.max_peers, system)
+        self.rooms = Rooms(logger, memory.key, system, max_servers=settings.max_peers)
         self.under_way: dict[str, int] = {}  # the rooms of requests whose bytes may move
         # Pages of an aborted request stay until its read has ended, however late.
         queue.transfer_queue.enable_deferred_kv_release = True
@@ -213,7 +213,7 @@ class Receiver(BaseKVReceiver):
 
     def _claim(self, entry: Any) -> Published:
         """Return what prefill has published, if it is of this prompt, and claim its lease."""
-        key = self._rank.memory.access.key
+        key = self._rank.memory.key
         earlier = self._published
         published = Published.of_entry(f"{self._room}", entry, key, earlier)
         handoff = published.handoff

@@ -14,9 +14,10 @@ from sglang.srt.runtime_context import get_parallel
 
 from kvplan import Worker
 from kvplan.bridges import RankInfo
-from kvplan.connector.retention import keeping
+from kvplan.protocol.retention import keeping
 from kvplan_nixl.mapped import make_executor
 from kvplan_nixl.rearrange import with_staging
+from kvplan_nixl.serving import Driver
 from kvplan_nixl.sglang.bootstrap import BootstrapServer
 from kvplan_nixl.sglang.decode import DecodeRank
 from kvplan_nixl.sglang.description import attended_window, require, worker_of
@@ -134,12 +135,13 @@ class Manager(BaseKVManager):
                 logger=logger,
                 key=access.key,
             ),
-            access=access,
+            key=access.key,
         )
+        system = Driver(access)
         if self._is_prefill:
-            self.rank = PrefillRank(memory, partial(gather, parallel), settings)
+            self.rank = PrefillRank(memory, partial(gather, parallel), settings, system)
         else:
-            self.rank = DecodeRank(memory, queue, copier, settings, self._timeout_s)
+            self.rank = DecodeRank(memory, queue, copier, settings, self._timeout_s, system)
         logger.info("%s", worker)
 
     def _describe(self, queue: Any, info: RankInfo, parallel: Any) -> Worker:
@@ -200,7 +202,9 @@ class Manager(BaseKVManager):
 def serve_rooms(host: str, port: int) -> BootstrapServer:
     """Start the bootstrap server where SGLang says. It keeps rooms for as long as leases last."""
     settings = settings_of()
-    return BootstrapServer(host, port, settings.access(), keep_s=2 * settings.lease_s)
+    return BootstrapServer(
+        host, port, system=Driver(settings.access()), keep_s=2 * settings.lease_s
+    )
 
 
 def _rank_info(parallel: Any) -> RankInfo:

@@ -22,11 +22,11 @@ from sglang.srt.utils.network import get_local_ip_auto
 
 from kvplan import Blocks, KVPlanError
 from kvplan._checks import at_most
-from kvplan.connector import Handoff, Leases, Listener, Source
-from kvplan.connector.access import TOKEN_BYTES, is_loopback
-from kvplan.connector.background import Background
-from kvplan.connector.rooms import RETRY_S
-from kvplan.connector.system import SYSTEM, System
+from kvplan.protocol import Handoff, Leases, Listener, Source
+from kvplan.protocol.background import Background
+from kvplan.protocol.rooms import RETRY_S
+from kvplan.protocol.system import TOKEN_BYTES, System
+from kvplan_nixl.serving.access import is_loopback
 from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.bootstrap import publish, withdraw
 from kvplan_nixl.sglang.changes import WEIGHTS
@@ -48,7 +48,7 @@ class PrefillRank(Rank):
         memory: RankMemory,
         gather: Callable[[Any], list[Any]],
         settings: Settings,
-        system: System = SYSTEM,
+        system: System,
     ) -> None:
         super().__init__(memory, system)
         executor = memory.executor
@@ -57,9 +57,7 @@ class PrefillRank(Rank):
         # one cache, but nothing says when the others have computed what the first one hands over.
         envelope = executor.envelope() if memory.cp_rank == 0 else b""
         offers: list[bytes] = [offer for offer in gather(envelope) if offer]
-        self.leases = Leases(
-            settings.lease_s, system.monotonic, system.token_hex, settings.max_lease_s
-        )
+        self.leases = Leases(system, lease_s=settings.lease_s, max_lease_s=settings.max_lease_s)
         self.listener: Listener | None = None
         if memory.is_first:
             engine_id = memory.info.engine_id
@@ -71,7 +69,6 @@ class PrefillRank(Rank):
                 self.leases,
                 port=settings.port,
                 bind=settings.bind or host,
-                access=memory.access,
                 system=system,
             )
         sources: list[Source] = gather(self.listener and self.listener.source)
@@ -91,10 +88,10 @@ class PrefillRank(Rank):
         """
         publisher = self._publishers.get(address)
         if publisher is None:
-            self.memory.access.check_server(address)
+            self.system.check_server(address)
             number = len(self._publishers) + 1
             at_most(MAX_PUBLISHERS, number, "bootstrap servers at a time", f"publish at {address}")
-            publisher = Background("kvplan publish", 1, self.system)
+            publisher = Background("publish requests", 1, logger, self.system)
             self._publishers[address] = publisher
         return publisher
 
@@ -235,13 +232,13 @@ class Sender(BaseKVSender):
         # now, since weights may have changed when it is published
         entry = self._entry(num_tokens, self._rank.memory.token_tables([*self._pages]), {})
 
-        def publish_pages() -> None:
+        async def publish_pages() -> None:
             if wait_event is not None:
-                wait_event.synchronize()
+                await self._rank.system.work(wait_event.synchronize)
             # another one may follow by now, or nothing any more
             if self._is_aborted or self._is_sent or self._num_published > num_tokens:
                 return
-            self._publish(entry)
+            await self._publish(entry)
 
         self._publisher.begin(publish_pages)
 
@@ -261,7 +258,7 @@ class Sender(BaseKVSender):
             weights_version=WEIGHTS.version,
         )
         return {
-            "handoff": handoff.params(rank.memory.access.key),
+            "handoff": handoff.params(rank.memory.key),
             "attempt": self.req.rid,  # equal in all stages
         }
 
@@ -270,24 +267,23 @@ class Sender(BaseKVSender):
         rows = self._rank.memory.metadata_rows(self._row_index)
         return [ctypes.string_at(row.address, row.num_bytes) for row in rows]
 
-    def _publish_until(self, until: float, entry: Any) -> None:
+    async def _publish_until(self, until: float, entry: Any) -> None:
         """Publish the request, again and again while its pages are kept."""
         system = self._rank.system
-        while system.monotonic() < until and not self._publish(entry):
-            system.sleep(RETRY_S)
+        while system.monotonic() < until and not await self._publish(entry):
+            await system.sleep(RETRY_S)
 
-    def _publish(self, entry: Any) -> bool:
+    async def _publish(self, entry: Any) -> bool:
         """Publish an entry, and return whether that was possible."""
         memory = self._rank.memory
         try:
-            publish(
+            await publish(
                 self._address,
                 self._room,
                 entry,
                 memory.stage,
                 memory.num_stages,
                 owner=self._rank.owner,
-                access=memory.access,
                 system=self._rank.system,
             )
         except KVPlanError as error:
@@ -296,20 +292,19 @@ class Sender(BaseKVSender):
         self._is_published = True
         return True
 
-    def _withdraw(self) -> None:
+    async def _withdraw(self) -> None:
         """Withdraw what was published, since nobody reads it any more; else it is kept a while."""
         memory = self._rank.memory
         if not self._is_published:
             return
         try:
-            withdraw(
+            await withdraw(
                 self._address,
                 self._room,
                 self._rank.owner,
                 memory.stage,
                 memory.num_stages,
                 attempt=self.req.rid,
-                access=memory.access,
                 system=self._rank.system,
             )
         except KVPlanError as error:
@@ -348,7 +343,7 @@ class Sender(BaseKVSender):
         if not self._is_sent:
             self._rank.give_up(self._name, self._lease)
         if self._lease and self._rank.memory.is_first_of_stage:
-            # after the request is published, on the same thread
+            # after the request is published
             self._publisher.begin(self._withdraw)
 
     def failure_exception(self) -> None:

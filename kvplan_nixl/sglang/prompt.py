@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvplan.connector import prompt_digest
+from kvplan.protocol import prompt_digest
 from kvplan_nixl.sglang.changes import request_facts
 
 

@@ -16,9 +16,8 @@ import torch
 
 from kvplan import Blocks, KVPlanError
 from kvplan.bridges import RankInfo
-from kvplan.connector import Access
-from kvplan.connector.access import TOKEN_BYTES
-from kvplan.connector.system import System
+from kvplan.protocol.keys import SharedKey
+from kvplan.protocol.system import TOKEN_BYTES, System
 from kvplan_nixl import NixlExecutor
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -57,7 +56,7 @@ class RankMemory:
 
     ``args`` are SGLang's KVArgs. ``stage`` of ``num_stages`` is the pipeline stage. ``cp_rank`` is
     that of context parallelism. ``windows`` has the window of each token group, None of full
-    attention. ``access`` has the engines' key.
+    attention. ``key`` is that of the engines.
     """
 
     args: Any
@@ -67,7 +66,7 @@ class RankMemory:
     cp_rank: int
     windows: Mapping[str, int | None]
     executor: NixlExecutor
-    access: Access
+    key: SharedKey
 
     @property
     def is_first(self) -> bool:

@@ -26,8 +26,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvplan.connector.system import SYSTEM
 from kvplan_nixl.identity import Identity
+from kvplan_nixl.serving import Driver
 from kvplan_nixl.vllm import register
 from kvplan_nixl.vllm.base import BlockConnector
 from kvplan_nixl.vllm.drafts import check_drafts
@@ -61,14 +61,15 @@ class KvplanConnector(BlockConnector):
         check_engine(vllm_config)
         settings = settings_of(vllm_config)
         facts = identity_of(vllm_config, settings)
+        system = Driver(settings.access())
         self._has_host_cache = uses_host_cache(vllm_config.kv_transfer_config)
         if role == KVConnectorRole.SCHEDULER:
             watch_engine(vllm_config)
-            self.state = EngineState(Identity(facts, SYSTEM.token_hex))
-            self._scheduler = Scheduler(vllm_config, kv_cache_config, settings, SYSTEM, self.state)
+            self.state = EngineState(Identity(facts, system.token_hex))
+            self._scheduler = Scheduler(vllm_config, kv_cache_config, settings, system, self.state)
         else:
             watch_adapters(vllm_config)
-            self._worker = Worker(vllm_config, kv_cache_config, settings, SYSTEM, facts)
+            self._worker = Worker(vllm_config, kv_cache_config, settings, system, facts)
             self.adapters = self._worker.adapters
 
     @property

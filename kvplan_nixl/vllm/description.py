@@ -28,8 +28,8 @@ from vllm.v1.kv_cache_interface import (
 from kvplan import Context, KVPlanError, Worker
 from kvplan.bridges import RankInfo, from_vllm, vllm_model
 from kvplan.bridges.vllm_model import KvHeads, group_name, is_ring, tokens_per_state, units_of
-from kvplan.connector.retention import keeping
 from kvplan.describe.blocks import POSITION_END
+from kvplan.protocol.retention import keeping
 from kvplan_nixl.vllm.settings import ModelSettings
 
 

@@ -22,7 +22,7 @@ import attrs
 import torch
 from vllm.v1.request import Request
 
-from kvplan.connector import prompt_digest
+from kvplan.protocol import prompt_digest
 from kvplan_nixl.identity import Identity
 from kvplan_nixl.weights import adapter_of
 

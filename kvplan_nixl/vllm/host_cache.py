@@ -18,7 +18,7 @@ from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import Group, KVPlanError
-from kvplan.connector import Read, ReadResult
+from kvplan.protocol import Read, ReadResult
 from kvplan_nixl.vllm.description import groups_of
 
 BlockIds = npt.NDArray[np.int32]

@@ -13,10 +13,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import EndedLeases, Handoff, Leases, Listener
-from kvplan.connector.digest import joined
-from kvplan.connector.system import System
 from kvplan.describe.blocks import POSITION_END
+from kvplan.protocol import EndedLeases, Handoff, Leases, Listener
+from kvplan.protocol.digest import joined
+from kvplan.protocol.system import System
 from kvplan_nixl.vllm.engine_state import OUTDATED, EngineState
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import KvplanStats
@@ -85,16 +85,14 @@ class LentRequests:
         self._settings = settings
         self._system = system
         self._state = state
-        self._access = settings.access()
+        self._key = settings.access().key
         self._tables = tables
         self._stats = stats
         self._stops_short = len(tables.whole_groups) < len(tables.groups)
         self._drafts_know_next = config.num_prefill_lookahead_tokens > 0
         self._vocabulary = range(config.model_config.get_vocab_size())
         self._listener: Listener | None = None
-        self._leases = Leases(
-            settings.lease_s, system.monotonic, system.token_hex, settings.max_lease_s
-        )
+        self._leases = Leases(system, lease_s=settings.lease_s, max_lease_s=settings.max_lease_s)
         # those whose blocks stay until their leases end
         self._requests: dict[str, _Lent] = {}
         # those that others may read when they have finished
@@ -143,7 +141,6 @@ class LentRequests:
             self._leases,
             port=settings.port,
             bind=settings.bind or settings.host,
-            access=self._access,
             system=self._system,
         )
         logger.info("%s serves the offers of %d workers", self._listener.source, len(envelopes))
@@ -208,7 +205,7 @@ class LentRequests:
             self._revoke(request.request_id)
             self._publications.pop(request.request_id, None)
             return None
-        params = handoff.params(self._access.key)
+        params = handoff.params(self._key)
         if publication is not None and self._listener is not None:
             self._listener.rooms.put(publication.room, {"handoff": params, "is_whole": True})
         is_for_another = is_computed(request)
@@ -326,7 +323,7 @@ class LentRequests:
         self._requests[name] = lent
         handoff = self._handoff(request, lent, self._tables.whole_groups, read_from, {})
         assert self._listener is not None
-        self._listener.rooms.put(publication.room, {"handoff": handoff.params(self._access.key)})
+        self._listener.rooms.put(publication.room, {"handoff": handoff.params(self._key)})
 
     def _revoke(self, request: str) -> bool:
         """Revoke the lease of a request that is not computed to its end, if it has one.

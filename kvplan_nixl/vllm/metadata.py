@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import Read
-from kvplan.connector.digest_requests import DigestRequest
+from kvplan.protocol import Read
+from kvplan.protocol.digest_requests import DigestRequest
 from kvplan_nixl.vllm.engine_state import AdapterChanges
 
 

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-from kvplan.connector import HandshakeResult, ReadResult
+from kvplan.protocol import HandshakeResult, ReadResult
 
 # the upper bounds of NixlConnector's buckets
 POST_SECONDS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)

@@ -13,11 +13,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import Claims, Handoff, Read, WholeBlocks, send_claims, whole_blocks
-from kvplan.connector.access import TOKEN_BYTES
-from kvplan.connector.rooms import Rooms
-from kvplan.connector.system import System
 from kvplan.describe.blocks import POSITION_END, Range
+from kvplan.protocol import Claims, Handoff, Read, WholeBlocks, send_claims, whole_blocks
+from kvplan.protocol.rooms import Rooms
+from kvplan.protocol.system import TOKEN_BYTES, System
 from kvplan_nixl.vllm.description import first_attended
 from kvplan_nixl.vllm.engine_state import EngineState
 from kvplan_nixl.vllm.metadata import KvplanMetadata
@@ -92,17 +91,17 @@ class ReadRequests:
         self._settings = settings
         self._system = system
         self._state = state
-        self._access = settings.access()
+        self._key = settings.access().key
         self._tables = tables
         self._stats = stats
         self._caches_prefixes = bool(config.cache_config.enable_prefix_caching)
         self._drafts_know_next = config.num_prefill_lookahead_tokens > 0
         # the slots after the last position must stay zero if the engine needs them so
         self._to_block_end = not cache.needs_kv_cache_zeroing
-        send = partial(send_claims, access=self._access, system=system)
+        send = partial(send_claims, system=system)
         self._claims = Claims(logger, send, system, settings.max_peers)
         self._reader = system.token_hex(TOKEN_BYTES)  # of this start
-        self._rooms = Rooms(logger, self._access, settings.max_peers, system)
+        self._rooms = Rooms(logger, self._key, system, max_servers=settings.max_peers)
         # by request, until its claim ends
         self._reading: dict[str, _Reading] = {}
         # those that are read in parts, of which others may follow
@@ -127,7 +126,7 @@ class ReadRequests:
 
     def _claim(self, request: Request) -> _Reading:
         try:
-            handoff = Handoff.of_params(params_of(request), self._access.key)
+            handoff = Handoff.of_params(params_of(request), self._key)
             handoff.check_weights(self._state.identity.version)
             num_shared = handoff.count_shared(partial(self._state.prompt_of, request))
             # before the request waits for blocks, since the first lease is short
@@ -148,7 +147,7 @@ class ReadRequests:
                 self._state,
                 reader,
                 self._claims,
-                self._access.key,
+                self._key,
                 self._system,
                 self._settings.prefill_timeout_s,
             )

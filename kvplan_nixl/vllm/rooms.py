@@ -15,10 +15,10 @@ from vllm.v1.request import Request
 
 from kvplan import KVPlanError
 from kvplan._checks import at_most, name
-from kvplan.connector import Claims, Handoff
-from kvplan.connector.room_contents import MAX_ROOM_CHARACTERS, Published
-from kvplan.connector.shared_key import SharedKey
-from kvplan.connector.system import System
+from kvplan.protocol import Claims, Handoff
+from kvplan.protocol.keys import SharedKey
+from kvplan.protocol.room_contents import MAX_ROOM_CHARACTERS, Published
+from kvplan.protocol.system import System
 from kvplan_nixl.vllm.engine_state import EngineState
 
 ROOM: Final = "transfer_id"

@@ -15,7 +15,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from kvplan.connector.system import SYSTEM, System
+from kvplan.protocol.system import System
 from kvplan_nixl.identity import Identity
 from kvplan_nixl.vllm.description import check_kinds
 from kvplan_nixl.vllm.engine_state import EngineState
@@ -41,7 +41,7 @@ class Scheduler:
         config: VllmConfig,
         cache: KVCacheConfig,
         settings: ConnectorSettings,
-        system: System = SYSTEM,
+        system: System,
         state: EngineState | None = None,
     ) -> None:
         check_kinds(cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvplan.connector.system import SYSTEM
 from kvplan_nixl.identity import Identity
 from kvplan_nixl.vllm.base import BlockConnector
 from kvplan_nixl.vllm.engine_hooks import watch_adapters, watch_engine
@@ -50,7 +50,7 @@ class KvplanStore(BlockConnector):
         facts = identity_of(vllm_config, settings)
         if role == KVConnectorRole.SCHEDULER:
             watch_engine(vllm_config)
-            self.state = EngineState(Identity(facts, SYSTEM.token_hex))
+            self.state = EngineState(Identity(facts, token_hex))
             self._scheduler = StoreScheduler(vllm_config, kv_cache_config, settings, self.state)
         else:
             watch_adapters(vllm_config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from secrets import token_hex
 from typing import Final
 
 import attrs
@@ -19,7 +20,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, decode
-from kvplan.connector.system import SYSTEM
 from kvplan.describe.blocks import Range
 from kvplan_nixl.identity import Identity
 from kvplan_nixl.serving.store import Attended, Chain, open_backend
@@ -103,7 +103,7 @@ class StoreScheduler:
         settings: StoreSettings,
         state: EngineState | None = None,
     ) -> None:
-        self._state = state or EngineState(Identity({}, SYSTEM.token_hex))
+        self._state = state or EngineState(Identity({}, token_hex))
         assert config.kv_transfer_config is not None
         self._settings = settings
         self._saves = config.kv_transfer_config.is_kv_producer

@@ -19,11 +19,11 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import Blocks, KVPlanError, tails
-from kvplan.connector import Claims, Read, send_claims
-from kvplan.connector.digest_requests import DigestRequest
-from kvplan.connector.read_parts import ReadParts
-from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import Request as Binding
+from kvplan.protocol import Claims, Read, send_claims
+from kvplan.protocol.digest_requests import DigestRequest
+from kvplan.protocol.read_parts import ReadParts
+from kvplan.protocol.system import System
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.digest import cache_digests
 from kvplan_nixl.mapped import make_executor
@@ -47,7 +47,7 @@ class Worker:
         config: VllmConfig,
         cache: KVCacheConfig,
         settings: ConnectorSettings,
-        system: System = SYSTEM,
+        system: System,
         facts: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._config = config
@@ -57,8 +57,9 @@ class Worker:
         self._settings = settings
         self._executor: NixlExecutor | None = None
         self._host_cache: HostCache | None = None
-        self._access = settings.access()
-        send = partial(send_claims, access=self._access, system=system)
+        self._system = system
+        self._key = settings.access().key
+        send = partial(send_claims, system=system)
         self._claims = Claims(logger, send, system, settings.max_peers)
         self._released: set[str] = set()
         self._digests: dict[DigestRequest, list[dict[str, Any]]] = {}
@@ -83,14 +84,15 @@ class Worker:
             settings.backends,
             map_memory=settings.map_memory,
             logger=logger,
-            key=self._access.key,
+            key=self._key,
         )
         self._reads = ReadParts(
             make_reads(
                 self._executor,
                 self._claims,
                 logger,
-                access=self._access,
+                key=self._key,
+                system=self._system,
                 copier=copier,
                 timeout_s=settings.handshake_timeout_s,
                 budget_bytes=settings.budget_bytes,

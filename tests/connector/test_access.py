@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -16,19 +17,23 @@ import attrs
 import pytest
 
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import Access, Handoff, Leases, Listener, Source, fetch, send_claims, tls_contexts
-from kvplan.connector.access import MAX_NONCES, MAX_SERVERS, Challenges
-from kvplan.connector.claims import ClaimMessage
-from kvplan.connector.digest_requests import DigestRequest, fetch_digests
-from kvplan.connector.http import Route, Server, exchange
+from kvplan.protocol import Handoff, Leases, Listener, Source
+from kvplan.protocol.claims import ClaimMessage
+from kvplan.protocol.digest_requests import DigestRequest
+from kvplan.protocol.keys import SharedKey
+from kvplan.protocol.system import Route
+from kvplan_nixl.serving import Access, Driver, tls_contexts
+from kvplan_nixl.serving.access import MAX_NONCES, MAX_SERVERS, Challenges
+from tests.blocking import exchange, fetch, fetch_digests, send_claims, unblocked
 
-KEY = b"a secret of all engines"
+SECRET = b"a secret of all engines"
+KEY = SharedKey.of(SECRET)
 
 
 @contextmanager
 def listening(leases: Leases, access: Access | None = None) -> Iterator[Source]:
     """The source of a listener, on a free port of this machine."""
-    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, access=access)) as listener:
+    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, system=Driver(access))) as listener:
         yield listener.source
 
 
@@ -98,7 +103,7 @@ def status(answer: bytes) -> int:
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> None:
     """A relay is on the wire between two engines: whoever asks the server's address is connected to the relay."""
-    monkeypatch.setattr("kvplan.connector.http.numeric_address", lambda _: "192.0.2.1:5600")
+    monkeypatch.setattr("kvplan_nixl.serving.http.numeric_address", lambda _: "192.0.2.1:5600")
 
 
 ON_THE_WIRE = pytest.mark.usefixtures("wire")
@@ -107,7 +112,7 @@ ON_THE_WIRE = pytest.mark.usefixtures("wire")
 @ON_THE_WIRE
 def test_engines_with_one_key_meet() -> None:
     """Offers, claims and digests pass; only a reader's first question needs two exchanges."""
-    leases, access = Leases(), Access(key=KEY)
+    leases, access = Leases(Driver()), Access(key=KEY)
     with listening(leases, Access(key=KEY)) as source, closing(Relay(source.port)) as relay:
         near = attrs.evolve(source, port=relay.port)
         assert fetch(near, 10, access).workers == (b"offer",)
@@ -116,13 +121,13 @@ def test_engines_with_one_key_meet() -> None:
         assert send_claims(near, ClaimMessage(source.start, asks=(lease,)), access).asks == (True,)
         assert send_claims(near, done(source, lease), access).done == (True,)
         assert len(relay.questions) == 4
-        assert not any(KEY in data for data in (*relay.questions, *relay.answers))
+        assert not any(SECRET in data for data in (*relay.questions, *relay.answers))
 
 
 @pytest.mark.parametrize("key", [None, b"another key, of some other engines"], ids=["of this host", "another"])
 def test_a_stranger_is_refused(key: bytes | None) -> None:
     """Without the key nobody gets offers or digests, or ends a lease, and a stranger's message is not even parsed."""
-    leases = Leases()
+    leases = Leases(Driver())
     with listening(leases, Access(key=KEY)) as source:
         lease = leases.grant("r")
         stranger = Access(key=key)
@@ -140,7 +145,7 @@ def test_a_stranger_is_refused(key: bytes | None) -> None:
 @pytest.mark.parametrize("key", [None, b"another key, of some other engines"], ids=["of this host", "another"])
 def test_a_stranger_is_not_believed(key: bytes | None) -> None:
     """A reader with a key takes no offers and no answers of a server without it."""
-    leases = Leases()
+    leases = Leases(Driver())
     with listening(leases, Access(key=key)) as source:
         with pytest.raises(KVPlanError, match=r"PEER: .*set one key on all engines"):
             fetch(source, 10, Access(key=KEY))
@@ -151,7 +156,7 @@ def test_a_stranger_is_not_believed(key: bytes | None) -> None:
 @ON_THE_WIRE
 def test_a_recorded_question_is_refused() -> None:
     """A question is taken once, by one start of a server, whoever sends it again."""
-    leases, access = Leases(), Access(key=KEY)
+    leases, access = Leases(Driver()), Access(key=KEY)
     with listening(leases, access) as source, closing(Relay(source.port)) as relay:
         near = attrs.evolve(source, port=relay.port)
         lease = leases.grant("r")
@@ -161,7 +166,7 @@ def test_a_recorded_question_is_refused() -> None:
         assert status(asked(source.port, recorded)) == 401
         assert send_claims(near, claim, access).claims == (True,)
         port = source.port
-    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, port=port, access=access)):
+    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, port=port, system=Driver(access))):
         assert status(asked(port, recorded)) == 401
 
 
@@ -180,7 +185,7 @@ def test_a_recorded_question_is_refused() -> None:
 )
 def test_a_changed_question_is_refused(old: bytes, new: bytes) -> None:
     """Method, path and body are those that were signed: what is changed on its way claims nothing."""
-    leases, access = Leases(), Access(key=KEY)
+    leases, access = Leases(Driver()), Access(key=KEY)
     changed: list[bytes] = []
 
     def change(data: bytes) -> bytes:
@@ -212,7 +217,7 @@ def test_a_changed_question_is_refused(old: bytes, new: bytes) -> None:
 def test_a_changed_answer_is_refused(edit: Edit) -> None:
     """Neither another body nor another status passes for the answer."""
     access = Access(key=KEY)
-    with listening(Leases(), Access(key=KEY)) as source, closing(Relay(source.port, edit)) as relay:
+    with listening(Leases(Driver()), Access(key=KEY)) as source, closing(Relay(source.port, edit)) as relay:
         fetch(source, 10, access)
         near = attrs.evolve(source, port=relay.port)
         with pytest.raises(KVPlanError, match=r"PEER: .*set one key on all engines"):
@@ -223,7 +228,7 @@ def test_a_changed_answer_is_refused(edit: Edit) -> None:
 def test_a_recorded_answer_is_refused() -> None:
     """An answer, and the envelopes in it, are of one question: recorded ones are not offered again by anybody."""
     access = Access(key=KEY)
-    with listening(Leases(), Access(key=KEY)) as source, closing(Relay(source.port)) as relay:
+    with listening(Leases(Driver()), Access(key=KEY)) as source, closing(Relay(source.port)) as relay:
         near = attrs.evolve(source, port=relay.port)
         fetch(near, 10, access)
         refused = pytest.raises(KVPlanError, match=r"PEER: .*set one key on all engines")
@@ -238,7 +243,7 @@ def test_a_refusal_is_signed() -> None:
         raise KVPlanError("RANGE", "answer", expected="a place", got="none")
 
     refused = pytest.raises(KVPlanError, match=r"PEER: .* got 400: 'RANGE: cannot answer: expected a place")
-    with closing(Server("127.0.0.1", 0, {"POST /x": Route(refuse)}, Access(key=KEY))) as server, refused:
+    with closing(Driver(Access(key=KEY)).serve("127.0.0.1", 0, {"POST /x": Route(refuse)})) as server, refused:
         exchange("a server", f"127.0.0.1:{server.port}", "/x", 10, Access(key=KEY), b"")
 
 
@@ -270,9 +275,9 @@ def test_a_nonce_has_its_length(nonce: str) -> None:
 
 def test_a_question_during_a_new_challenge_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server whose challenge has had its questions refuses the next one, and the reader asks it once more."""
-    monkeypatch.setattr("kvplan.connector.access.MAX_NONCES", 3)
+    monkeypatch.setattr("kvplan_nixl.serving.access.MAX_NONCES", 3)
     access = Access(key=KEY)
-    with listening(Leases(), access) as source:
+    with listening(Leases(Driver()), access) as source:
         for _ in range(10):
             assert fetch(source, 10, access).workers == (b"offer",)
 
@@ -282,7 +287,7 @@ def test_a_question_is_for_one_server() -> None:
 
     Questions were signed without the server that they are for, so it got all that the reader asked for.
     """
-    leases, access = Leases(), Access(key=KEY)
+    leases, access = Leases(Driver()), Access(key=KEY)
     with listening(leases, Access(key=KEY)) as source, closing(Relay(source.port)) as relay:
         lease = leases.grant("r")
         message = ClaimMessage(source.start, done=((lease, "decode"),))
@@ -300,14 +305,15 @@ def test_a_server_behind_another_address_has_a_name(monkeypatch: pytest.MonkeyPa
     """Where connections come by way of a gateway, a server answers those who were told its own name."""
     access = Access(key=KEY)
     monkeypatch.setattr(
-        "kvplan.connector.http.addresses_of", lambda _, port, __: [(socket.AF_INET, ("127.0.0.1", port))]
+        "kvplan_nixl.serving.http.addresses_of",
+        unblocked(lambda _, port, __: [(socket.AF_INET, ("127.0.0.1", port))]),
     )
     monkeypatch.setattr(
-        "kvplan.connector.http.numeric_address",
-        lambda _: "10.0.0.1:1" if threading.current_thread().name == "kvplan http" else "192.0.2.1:5600",
+        "kvplan_nixl.serving.http.numeric_address",
+        lambda _: "192.0.2.1:5600" if sys._getframe(1).f_code.co_name == "_ask" else "10.0.0.1:1",
     )
     with closing(
-        Listener("prefill", "prefill.example", [b"offer"], Leases(), bind="127.0.0.1", access=access)
+        Listener("prefill", "prefill.example", [b"offer"], Leases(Driver()), bind="127.0.0.1", system=Driver(access))
     ) as listener:
         assert fetch(listener.source, 10, access).workers == (b"offer",)
         with pytest.raises(KVPlanError, match=r"PEER: .* got '?421"):
@@ -317,7 +323,7 @@ def test_a_server_behind_another_address_has_a_name(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("line", ["Origin: http://page.example", "Origin: null", "Sec-Fetch-Site: cross-site"])
 def test_a_page_in_a_browser_is_refused(line: str) -> None:
     """A browser of this host reaches loopback too, for any page: it is refused, whatever else it sends."""
-    with listening(Leases()) as source:
+    with listening(Leases(Driver())) as source:
         head = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{source.port}\r\n"
         assert status(asked(source.port, f"{head}{line}\r\n\r\n".encode())) == 403
         assert status(asked(source.port, f"{head}\r\n".encode())) == 401
@@ -332,10 +338,10 @@ def test_a_key_is_changed_while_engines_run() -> None:
     for earlier, later in pairwise(rounds):
         for server_key, reader_key in ((earlier, later), (later, earlier)):
             server, reader = Access(key=server_key), Access(key=reader_key)
-            with listening(Leases(), server) as source:
+            with listening(Leases(Driver()), server) as source:
                 assert fetch(source, 10, reader).workers == (b"offer",)
             assert Handoff.of_params(HANDOFF.params(server.key), reader.key).params(KEY) == HANDOFF.params(KEY)
-    with listening(Leases(), Access(key=new)) as source, pytest.raises(KVPlanError, match="got status 401"):
+    with listening(Leases(Driver()), Access(key=new)) as source, pytest.raises(KVPlanError, match="got status 401"):
         fetch(source, 10, Access(key=old))
     with pytest.raises(KVPlanError, match=r"RANGE: .* at most 2 lines of a key"):
         Access(key=b"\n".join((old, new, b"a third secret of engines")))
@@ -344,11 +350,11 @@ def test_a_key_is_changed_while_engines_run() -> None:
 def test_a_reader_of_an_earlier_challenge_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that has restarted, or has a new challenge, costs one more exchange, and no error."""
     access = Access(key=KEY)
-    leases = Leases()
+    leases = Leases(Driver())
     with listening(leases, access) as source:
         fetch(source, 10, access)
         port = source.port
-    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, port=port, access=access)) as again:
+    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, port=port, system=Driver(access))) as again:
         assert fetch(again.source, 10, access).workers == (b"offer",)
     for number in range(MAX_SERVERS + 1):
         access.remember(f"{number}", "0" * 32)
@@ -363,11 +369,11 @@ def test_without_a_key_other_hosts_reach_nothing(host: str) -> None:
     host = host or "0.0.0.0"
     refused = r"PEER: cannot listen on .* with the key of this host: .* \(set one key on all engines"
     with pytest.raises(KVPlanError, match=refused):
-        Listener("prefill", "10.0.0.1", [], Leases(), bind=host)
-    Listener("prefill", "10.0.0.1", [], Leases(), bind=host, access=Access(key=KEY)).close()
+        Listener("prefill", "10.0.0.1", [], Leases(Driver()), bind=host, system=Driver())
+    Listener("prefill", "10.0.0.1", [], Leases(Driver()), bind=host, system=Driver(Access(key=KEY))).close()
 
 
-@pytest.mark.parametrize("key", [b"", b"short", b" " * 16, b"a" * 100, b"ab" * 50, KEY + b"\nshort"])
+@pytest.mark.parametrize("key", [b"", b"short", b" " * 16, b"a" * 100, b"ab" * 50, SECRET + b"\nshort"])
 def test_a_key_is_strong_and_not_shown(key: bytes) -> None:
     """A key that can be guessed is refused, and no text of an access has one."""
     with pytest.raises(KVPlanError, match="RANGE: cannot use a key: expected at least 16 bytes"):
@@ -449,7 +455,7 @@ def test_a_forged_handoff_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(KVPlanError, match="MESSAGE: cannot read a handoff: expected the signature"):
         Handoff.of_params({key: value for key, value in HANDOFF.params(KEY).items() if "sign" not in key}, KEY)
     with pytest.raises(KVPlanError, match="MESSAGE: cannot read a handoff: expected the signature"):
-        Handoff.of_params(HANDOFF.params(b"a secret of other engines"), KEY)
+        Handoff.of_params(HANDOFF.params(SharedKey.of(b"a secret of other engines")), KEY)
 
 
 @pytest.fixture(scope="session")
@@ -483,7 +489,7 @@ def encrypted(folder: Path, name: str, authority: str) -> Access:
 def test_tls_encrypts_and_knows_its_own(certificates: Path) -> None:
     """Both sides show certificates of one authority; one with another certificate, or without TLS, is refused."""
     ours = encrypted(certificates, "engine", "engine")
-    leases = Leases()
+    leases = Leases(Driver())
     with listening(leases, ours) as source, closing(Relay(source.port)) as relay:
         assert fetch(source, 10, ours).workers == (b"offer",)
         for access in (

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError
-from kvplan.connector import Claims, Leases, Source
-from kvplan.connector.claims import RENEW_S, RETRY_S, Claim, ClaimAnswer, ClaimMessage, SourceClaims, answer_claims
-from kvplan.connector.leases import LEASE_S
+from kvplan.protocol import Claims, Leases, Source
+from kvplan.protocol.claims import RENEW_S, RETRY_S, Claim, ClaimAnswer, ClaimMessage, SourceClaims, answer_claims
+from kvplan.protocol.leases import LEASE_S
+from kvplan_nixl.serving import Driver
+from tests.blocking import Clock, error_of, unblocked, waited
 
 LOGGER = logging.getLogger("test")
 SOURCE = Source("prefill", "a1", "127.0.0.1", 1)
@@ -90,16 +92,16 @@ def test_who_asks_is_told() -> None:
     later = source_claims.ask("l")
     assert message.asks == ("l", "o")
     source_claims.take_answer(message, ClaimAnswer((), (), (True, False)), 0.0)
-    assert (first.result(0), again.result(0)) == (None, None)
+    assert (first.result(), again.result()) == (None, None)
     with pytest.raises(KVPlanError, match="LEASE"):
-        over.result(0)
-    assert not later.done()
+        over.result()
+    assert not later.done
     source_claims.take_failure(source_claims.take_message(0.0), SILENCE, 0.0)
-    assert later.exception(0) is SILENCE
+    assert later.error is SILENCE
 
 
 def test_one_engine_that_hangs_delays_no_other() -> None:
-    """Each engine has its own thread."""
+    """Each engine has its own coroutine."""
     hangs = threading.Event()
 
     def send(source: Source, message: ClaimMessage) -> ClaimAnswer:
@@ -107,18 +109,18 @@ def test_one_engine_that_hangs_delays_no_other() -> None:
             hangs.wait(60)
         return yes(message)
 
-    claims = Claims(LOGGER, send)
+    claims = Claims(LOGGER, unblocked(send), Driver())
     claims.begin(Source("frozen", "a1", "127.0.0.1", 2), "l", "x")
-    claims.ask(SOURCE, "l").result(timeout=10)
+    waited(claims.ask(SOURCE, "l"))
     hangs.set()
     claims.close()
 
 
 def test_a_question_to_one_engine_too_many_is_answered_at_once() -> None:
     """By an error, as the answer of an engine would be: whoever asks waits for no thread."""
-    claims = Claims(LOGGER, lambda _, message: yes(message), max_sources=1)
+    claims = Claims(LOGGER, unblocked(lambda _, message: yes(message)), Driver(), max_sources=1)
     claims.begin(SOURCE, "l", "x")
-    error = claims.ask(Source("another", "a1", "127.0.0.1", 2), "l").exception(timeout=0)
+    error = error_of(claims.ask(Source("another", "a1", "127.0.0.1", 2), "l"))
     assert isinstance(error, KVPlanError)
     assert error.code == "RANGE"
     claims.close()
@@ -126,7 +128,7 @@ def test_a_question_to_one_engine_too_many_is_answered_at_once() -> None:
 
 def test_a_refusal_is_found_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Whoever begins a claim can ask later whether it was refused."""
-    claims = Claims(LOGGER, lambda _, message: answer_claims(Leases(), "a1", message))
+    claims = Claims(LOGGER, unblocked(lambda _, message: answer_claims(Leases(Driver()), "a1", message)), Driver())
     assert claims.refusal(SOURCE, "l", "x") is None
     claims.begin(SOURCE, "l", "x")
     until = time.monotonic() + 10
@@ -150,8 +152,8 @@ def test_messages_without_an_answer_are_counted() -> None:
     def send(source: Source, message: ClaimMessage) -> ClaimAnswer:
         raise SILENCE
 
-    claims = Claims(LOGGER, send)
-    assert isinstance(claims.ask(SOURCE, "l").exception(10), KVPlanError)
+    claims = Claims(LOGGER, unblocked(send), Driver())
+    assert isinstance(error_of(claims.ask(SOURCE, "l")), KVPlanError)
     assert (claims.num_refused, claims.num_unanswered) == (0, 1)
     claims.close()
 
@@ -165,18 +167,18 @@ def test_silence_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
             raise SILENCE
         return yes(message)
 
-    claims = Claims(LOGGER, send)
+    claims = Claims(LOGGER, unblocked(send), Driver())
     for num_logged in (1, 1, 1, 2):
-        claims.ask(SOURCE, "l").exception(10)
-        assert caplog.text.count("leases may end, since claims get no answer") == num_logged
+        error_of(claims.ask(SOURCE, "l"))
+        assert caplog.text.count("leases may expire: prefill does not answer") == num_logged
     assert claims.num_unanswered == 3
     claims.close()
 
 
 def test_a_thread_without_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """When nothing is claimed any more, an engine's thread ends; a later claim starts another one."""
-    monkeypatch.setattr("kvplan.connector.claims.IDLE_S", 0.01)
-    claims = Claims(LOGGER, lambda _, message: yes(message))
+    monkeypatch.setattr("kvplan.protocol.claims.IDLE_S", 0.01)
+    claims = Claims(LOGGER, unblocked(lambda _, message: yes(message)), Driver())
     for _ in range(2):
         claims.begin(SOURCE, "l", "x")
         claims.end(SOURCE, "l", "x")
@@ -195,7 +197,7 @@ def test_close_sends_what_has_ended() -> None:
         sent.append(message)
         return yes(message)
 
-    claims = Claims(LOGGER, send)
+    claims = Claims(LOGGER, unblocked(send), Driver())
     claims.begin(SOURCE, "l", "x")
     claims.end(SOURCE, "l", "x")
     claims.close()
@@ -209,8 +211,8 @@ class Network:
     """Readers, their by_reader and one engine's leases, over a network that loses messages and answers."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        self.leases = Leases(LEASE_S, lambda: self.now)
+        self.clock = Clock()
+        self.leases = Leases(self.clock, lease_s=LEASE_S)
         self.by_reader: dict[int, SourceClaims] = {}
         self.freed: set[str] = set()
         self.names: list[str] = []
@@ -223,16 +225,16 @@ class Network:
     def exchange(self, reader: int, loses: int) -> None:
         """A reader's message, if one is due, reaches the engine or is lost, and so does the answer."""
         source_claims = self.by_reader[reader]
-        due = source_claims.next_due(self.now)
-        if due is None or due > self.now:
+        due = source_claims.next_due(self.clock.now)
+        if due is None or due > self.clock.now:
             return
-        message = source_claims.take_message(self.now)
+        message = source_claims.take_message(self.clock.now)
         if loses != 1:
             answer = answer_claims(self.leases, "a1", message)
         if loses:
-            source_claims.take_failure(message, SILENCE, self.now)
+            source_claims.take_failure(message, SILENCE, self.clock.now)
         else:
-            source_claims.take_answer(message, answer, self.now)
+            source_claims.take_answer(message, answer, self.clock.now)
 
 
 STEPS = st.one_of(
@@ -256,7 +258,7 @@ def test_no_schedule_confirms_what_was_given_away(steps: list[tuple[str, int, in
         if action == "grant":
             network.names.append(network.leases.grant(f"r{len(network.names)}"))
         elif action == "pass":
-            network.now += number
+            network.clock.now += number
         elif action == "die":
             network.by_reader[number] = SourceClaims(SOURCE)
             begun[number] = []
@@ -265,19 +267,19 @@ def test_no_schedule_confirms_what_was_given_away(steps: list[tuple[str, int, in
         elif action == "begin" and network.names:
             claim = network.names[other % len(network.names)], f"{number}"
             begun[number].append(claim)
-            network.by_reader[number].begin(claim, network.now)
+            network.by_reader[number].begin(claim, network.clock.now)
         elif action == "read" and begun[number]:
             lease = begun[number][other % len(begun[number])][0]
             had_its_blocks = lease.partition(" ")[0] not in network.freed
             answer = network.by_reader[number].ask(lease)
             network.exchange(number, 0)
-            if answer.exception(0) is None:
+            if answer.error is None:
                 assert had_its_blocks
                 assert lease.partition(" ")[0] not in network.freed
         elif action == "end" and begun[number]:
             network.by_reader[number].end(begun[number].pop(other % len(begun[number])))
         network.free()
-    network.now += 2 * LEASE_S
+    network.clock.now += 2 * LEASE_S
     network.free()
     assert network.freed == {name.partition(" ")[0] for name in network.names}
     assert len(network.leases) == 0
@@ -290,7 +292,7 @@ def test_a_busy_reader_keeps_its_blocks() -> None:
     lease = network.leases.grant("r0")
     network.by_reader[0].begin((lease, "x"), 0.0)
     for second in range(3600):
-        network.now = float(second)
+        network.clock.now = float(second)
         network.exchange(0, second % 3 == 0)
         network.free()
     assert network.leases.stands(lease)

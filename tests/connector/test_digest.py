@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import Blocks, Context, Group, KVPlanError
-from kvplan.connector import digest as definition
-from kvplan.connector.digest import (
+from kvplan.describe.blocks import Range
+from kvplan.protocol import digest as definition
+from kvplan.protocol.digest import (
     DIVIDED,
     BlockPositions,
     Positions,
@@ -26,7 +27,6 @@ from kvplan.connector.digest import (
     parts_of,
     to_json,
 )
-from kvplan.describe.blocks import Range
 
 ALL = Context()
 HEADS = 4

@@ -10,21 +10,22 @@ from typing import Any
 import pytest
 
 from kvplan import KVPlanError
-from kvplan.connector import Leases, Listener
-from kvplan.connector.digest_requests import DigestRequest, DigestRequests, fetch_digests
-from kvplan.connector.http import exchange
+from kvplan.protocol import Leases, Listener
+from kvplan.protocol.digest_requests import DigestRequest, DigestRequests
+from kvplan_nixl.serving import Driver
+from tests.blocking import fetch_digests
 
 TOKENS = {"swa": (32, 40), "attn": (0, 40)}
 
 
 @pytest.fixture
 def leases() -> Leases:
-    return Leases()
+    return Leases(Driver())
 
 
 @pytest.fixture
 def listener(leases: Leases) -> Iterator[Listener]:
-    made = Listener("prefill", "127.0.0.1", [b"offer"], leases)
+    made = Listener("prefill", "127.0.0.1", [b"offer"], leases, system=Driver())
     yield made
     made.close()
 
@@ -62,13 +63,15 @@ def test_a_busy_engine_is_asked_again(listener: Listener, leases: Leases, monkey
     request = DigestRequest.of(leases.grant("r"), TOKENS)
     attempts: list[str] = []
 
-    def exchange_at_last(*arguments: Any) -> bytes:
+    exchange = Driver.exchange
+
+    async def exchange_at_last(*arguments: Any) -> bytes:
         attempts.append("an attempt")
         if len(attempts) < 3:
             raise KVPlanError("PEER", "reach prefill", expected="an answer", got="TimeoutError('timed out')")
-        return exchange(*arguments)
+        return await exchange(*arguments)
 
-    monkeypatch.setattr("kvplan.connector.system.exchange", exchange_at_last)
+    monkeypatch.setattr(Driver, "exchange", exchange_at_last)
     listener.digests.ask(request)
     listener.digests.put(request, [{"of worker": 0}])
     assert fetch_digests(listener.source, request, 10) == [{"of worker": 0}]
@@ -112,8 +115,8 @@ def test_a_reader_of_an_earlier_start_is_refused(listener: Listener, leases: Lea
 
 def test_not_too_many_are_kept(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers can't fill an engine's memory with what they ask for."""
-    monkeypatch.setattr("kvplan.connector.digest_requests.MAX_REQUESTS", 2)
-    requests = DigestRequests(leases)
+    monkeypatch.setattr("kvplan.protocol.digest_requests.MAX_REQUESTS", 2)
+    requests = DigestRequests(leases, Driver())
     lease = leases.grant("r")
     for stop in range(2):
         assert requests.ask(DigestRequest.of(lease, {"attn": (0, stop)})) is None

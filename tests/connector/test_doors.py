@@ -15,17 +15,20 @@ from typing import Any, cast
 import pytest
 
 from kvplan import KVPlanError
-from kvplan.connector import Access, Claims, Leases, Listener, Source, fetch, send_claims
-from kvplan.connector.access import Asked, Proof
-from kvplan.connector.claims import (
+from kvplan.protocol import Claims, Leases, Listener, Source
+from kvplan.protocol.claims import (
     MAX_MESSAGE_BYTES,
     MAX_NAME_BYTES,
     ClaimAnswer,
     ClaimMessage,
     SourceClaims,
 )
-from kvplan.connector.http import MAX_ANSWER_BYTES, MAX_HEAD_BYTES, Server, exchange
-from kvplan.connector.shared_key import SharedKey
+from kvplan.protocol.keys import SharedKey
+from kvplan.protocol.system import MAX_ANSWER_BYTES
+from kvplan_nixl.serving import Access, Driver
+from kvplan_nixl.serving.access import Asked, Proof
+from kvplan_nixl.serving.http import MAX_HEAD_BYTES, Server
+from tests.blocking import exchange, fetch, send_claims, unblocked, waited
 from tests.connector.test_access import KEY, asked, status
 
 LOGGER = logging.getLogger("test")
@@ -36,13 +39,13 @@ CLAIMS = json.dumps(ClaimMessage("a").fields()).encode()
 
 @pytest.fixture
 def leases() -> Leases:
-    return Leases()
+    return Leases(Driver())
 
 
 @pytest.fixture
 def listener(leases: Leases) -> Iterator[Listener]:
     """A listener on a free port of this machine."""
-    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, access=Access(key=KEY))) as listener:
+    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, system=Driver(Access(key=KEY)))) as listener:
         yield listener
 
 
@@ -109,7 +112,7 @@ def test_idle_connections_hold_nothing(
     listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """400 idle connections had 400 threads; now they have none, and the oldest make place for new ones."""
-    monkeypatch.setattr("kvplan.connector.http.MAX_CONNECTIONS", 32)
+    monkeypatch.setattr("kvplan_nixl.serving.http.MAX_CONNECTIONS", 32)
     num_threads = threading.active_count()
     with ExitStack() as stack:
         for _ in range(100):
@@ -123,7 +126,7 @@ def test_idle_connections_hold_nothing(
 
 def test_idle_connections_close_no_others(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """256 connections of a stranger closed the oldest of anybody: they close each other, and not one that is signed."""
-    monkeypatch.setattr("kvplan.connector.http.MAX_CONNECTIONS", 8)
+    monkeypatch.setattr("kvplan_nixl.serving.http.MAX_CONNECTIONS", 8)
     port = listener.source.port
     question = signed_post(listener, CLAIMS)
     with ExitStack() as stack:
@@ -145,7 +148,7 @@ def test_idle_connections_close_no_others(listener: Listener, monkeypatch: pytes
 
 def test_too_many_signed_connections_refuse_more(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where engines hold all connections, one more is closed, and none of theirs."""
-    monkeypatch.setattr("kvplan.connector.http.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("kvplan_nixl.serving.http.MAX_CONNECTIONS", 2)
     with ExitStack() as stack:
         question = signed_post(listener, CLAIMS)
         signed = stack.enter_context(socket.create_connection(("127.0.0.1", listener.source.port), 10))
@@ -180,7 +183,7 @@ def test_many_ranks_connect_at_once(listener: Listener) -> None:
 
 def test_a_question_that_never_ends(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then held a connection for ever; now all of a question has some seconds."""
-    monkeypatch.setattr("kvplan.connector.http.CONNECTION_S", 0.2)
+    monkeypatch.setattr("kvplan_nixl.serving.http.CONNECTION_S", 0.2)
     with socket.create_connection(("127.0.0.1", listener.source.port), 10) as connection, suppress(ConnectionError):
         connection.settimeout(0.01)
         deadline = time.monotonic() + 10
@@ -195,7 +198,7 @@ def test_a_question_that_never_ends(listener: Listener, monkeypatch: pytest.Monk
 
 def test_unfinished_bodies_are_few(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight unfinished bodies held 160 MB: all that are received at a time have one limit."""
-    monkeypatch.setattr("kvplan.connector.http.MAX_UNREAD_BYTES", 2000)
+    monkeypatch.setattr("kvplan_nixl.serving.http.MAX_UNREAD_BYTES", 2000)
     with ExitStack() as stack:
         for _ in range(2):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", listener.source.port), 10))
@@ -208,7 +211,7 @@ def test_unfinished_bodies_are_few(listener: Listener, monkeypatch: pytest.Monke
 
 def test_a_strangers_body_is_not_received(leases: Leases) -> None:
     """The head is checked first."""
-    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, access=Access(key=KEY))) as listener:
+    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, system=Driver(Access(key=KEY)))) as listener:
         for lines in ([], ["Authorization: Kvplan a b c d e"], ["Authorization: Basic eDp5"]):
             # the body never comes
             with socket.create_connection(("127.0.0.1", listener.source.port), 10) as connection:
@@ -279,7 +282,7 @@ def test_an_answer_that_is_none(head: bytes) -> None:
 def test_no_answer_is_too_long_to_be_read(leases: Leases) -> None:
     """Offers of many workers pass."""
     offers = [bytes([number]) * 100_000 for number in range(30)]
-    with closing(Listener("prefill", "127.0.0.1", offers, leases, access=Access(key=KEY))) as listener:
+    with closing(Listener("prefill", "127.0.0.1", offers, leases, system=Driver(Access(key=KEY)))) as listener:
         assert fetch(listener.source, 10, Access(key=KEY)).workers == tuple(offers)
 
 
@@ -298,7 +301,7 @@ def test_a_late_notice_of_a_first_attempt(listener: Listener, leases: Leases) ->
 
 def test_leases_cannot_be_guessed() -> None:
     """Lease n of one request tells nobody the name of lease n + 1, or of the next start's."""
-    assert len({Leases().grant("r") for _ in range(100)}) == 100
+    assert len({Leases(Driver()).grant("r") for _ in range(100)}) == 100
 
 
 @pytest.mark.parametrize("field", ["lease", "reader"])
@@ -308,7 +311,7 @@ def test_names_are_short(leases: Leases, field: str) -> None:
     claim = (names["lease"], names["reader"])
     with pytest.raises(KVPlanError, match="RANGE: cannot claim a lease"):
         ClaimMessage.of_fields(ClaimMessage("a", claims=(claim,)).fields())
-    claims = Claims(LOGGER, send_claims)
+    claims = Claims(LOGGER, unblocked(send_claims), Driver())
     with pytest.raises(KVPlanError, match="RANGE: cannot claim a lease"):
         claims.begin(Source("prefill", "a", "127.0.0.1", 1), *claim)
 
@@ -345,14 +348,14 @@ def test_forged_handoffs_have_few_threads() -> None:
         held.wait(10)
         raise KVPlanError("PEER", "reach", expected="an answer", got="none")
 
-    claims = Claims(LOGGER, send, max_sources=3)
+    claims = Claims(LOGGER, unblocked(send), Driver(), max_sources=3)
     sources = [Source(f"prefill-{number}", "a", "127.0.0.1", 1) for number in range(4)]
     for source in sources[:3]:
         claims.begin(source, "lease", "d")
     with pytest.raises(KVPlanError, match="RANGE: cannot claim leases of prefill-3"):
         claims.begin(sources[3], "lease", "d")
     with pytest.raises(KVPlanError, match="RANGE: cannot claim leases of prefill-3"):
-        claims.ask(sources[3], "lease").result(10)
+        waited(claims.ask(sources[3], "lease"))
     claims.end(sources[3], "lease", "d")
     held.set()
     claims.close()
@@ -366,7 +369,7 @@ def test_a_large_fleet_is_not_refused() -> None:
         answered.release()
         return ClaimAnswer((True,) * len(message.claims), (), (True,) * len(message.asks))
 
-    claims = Claims(LOGGER, send)
+    claims = Claims(LOGGER, unblocked(send), Driver())
     for number in range(1024):
         claims.begin(Source(f"prefill-{number}", "a", "127.0.0.1", 1), "lease", "d")
     assert all(answered.acquire(timeout=30) for _ in range(1024))

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan.connector.fingerprint import (
+from kvplan.errors import KVPlanError
+from kvplan_nixl.serving.fingerprint import (
     INDEX,
     MAX_CONFIG_BYTES,
     MAX_HEADER_BYTES,
@@ -25,7 +26,6 @@ from kvplan.connector.fingerprint import (
     _selection,
     fingerprint,
 )
-from kvplan.errors import KVPlanError
 
 Tensor = tuple[str, list[int], bytes]
 Tensors = Mapping[str, Tensor]

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import Handoff, Source, WholeBlocks, attended, whole_blocks
-from kvplan.connector.handoff import PARAMS, PURPOSE, SIGNATURE
-from kvplan.connector.shared_key import SharedKey
+from kvplan.protocol import Handoff, Source, WholeBlocks, attended, whole_blocks
+from kvplan.protocol.handoff import PARAMS, PURPOSE, SIGNATURE
+from kvplan.protocol.keys import SharedKey
+from tests.blocking import KEY
 
 SOURCE = Source("prefill", "a1", "10.0.0.1", 5600)
 HANDOFF = Handoff(
@@ -26,26 +27,26 @@ def test_tables_survive(ids: list[int], first: int) -> None:
     """The ordinals of all blocks that are not null, and their ids, are the same after JSON."""
     table = Blocks(ids, first, null=0)
     handoff = Handoff(SOURCE, "r", 40, "8f2c", {"g": table})
-    read = Handoff.of_params(json.loads(json.dumps(handoff.params()))).blocks["g"]
+    read = Handoff.of_params(json.loads(json.dumps(handoff.params(KEY))), KEY).blocks["g"]
     expected = [(first + i, block) for i, block in enumerate(ids) if block]
     assert [*zip(read.ordinals.tolist(), read.ids.tolist(), strict=True)] == expected
 
 
 def test_a_window_is_short() -> None:
     """Null blocks before a window are not listed, so a long request's handoff stays short."""
-    params = Handoff(SOURCE, "r", 9, "8f2c", {"g": Blocks([0] * 1000 + [7, 0, 9], null=0)}).params()
+    params = Handoff(SOURCE, "r", 9, "8f2c", {"g": Blocks([0] * 1000 + [7, 0, 9], null=0)}).params(KEY)
     assert params["remote_block_ids"] == {"g": [1000, [7, -1, 9]]}
 
 
 def test_a_prefix_may_be_the_whole() -> None:
     """Its length is one of the handoff's own positions, the last one included."""
     whole = Handoff(SOURCE, "r", 40, "8f2c", {}, prefixes={40: "51aa"})
-    assert Handoff.of_params(whole.params()) == whole
+    assert Handoff.of_params(whole.params(KEY), KEY) == whole
 
 
 def test_all_else_survives() -> None:
     """Every field but the tables is equal after JSON, and other parameters are ignored."""
-    read = Handoff.of_params(json.loads(json.dumps({**HANDOFF.params(), "do_remote_prefill": True})))
+    read = Handoff.of_params(json.loads(json.dumps({**HANDOFF.params(KEY), "do_remote_prefill": True})), KEY)
     assert (read.source, read.lease, read.num_tokens, read.prompt) == (SOURCE, "request 1 0", 40, "8f2c")
     assert (read.kept, read.prefixes) == ({"group0": 16}, {30: "51aa", 20: "d104"})
 
@@ -53,7 +54,7 @@ def test_all_else_survives() -> None:
 def test_equal_handoffs_have_one_signature() -> None:
     """In all processes, where sets have other orders: one engine signs, and another one compares."""
     assert (
-        HANDOFF.params(b"a secret of all engines")["remote_signature"]
+        HANDOFF.params(SharedKey.of(b"a secret of all engines"))["remote_signature"]
         == "a9356fbb50a78fae4a152aba950e155e0ee97ad20ef2958eec762ffe3e637dc3"
     )
 
@@ -82,16 +83,16 @@ def test_the_longest_shared_prefix_is_read(digests: dict[int, str], num_shared: 
 @pytest.mark.parametrize("key", PARAMS)
 def test_a_handoff_lacks_nothing(key: str) -> None:
     """Every key is needed."""
-    params = HANDOFF.params()
+    params = HANDOFF.params(KEY)
     del params[key]
     with pytest.raises(KVPlanError, match=f"KEY: .*'{key}'"):
-        Handoff.of_params(params)
+        Handoff.of_params(params, KEY)
 
 
 def signed(params: Any) -> Any:
     """Parameters as an engine with the key would sign them."""
     try:
-        signature = SharedKey.of(None).sign(
+        signature = KEY.sign(
             PURPOSE, json.dumps({key: params[key] for key in PARAMS}, sort_keys=True, separators=(",", ":")).encode()
         )
     except (TypeError, ValueError, KeyError, RecursionError):
@@ -135,10 +136,10 @@ WRONG: list[tuple[str, Any, str]] = [
 def test_a_strangers_values_are_refused(key: str, value: Any, code: str) -> None:
     """Parameters come with a request, and those that were not signed are not read; others are untrusted data too."""
     with pytest.raises(KVPlanError) as caught:
-        Handoff.of_params(signed({**HANDOFF.params(), key: value}))
+        Handoff.of_params(signed({**HANDOFF.params(KEY), key: value}), KEY)
     assert caught.value.code == code
     with pytest.raises(KVPlanError, match="MESSAGE: cannot read a handoff"):
-        Handoff.of_params({**HANDOFF.params(), key: value})
+        Handoff.of_params({**HANDOFF.params(KEY), key: value}, KEY)
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.one_of(st.none(), st.integers(1, 50)))

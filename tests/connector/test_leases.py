@@ -11,20 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError
-from kvplan.connector import EndedLeases, Leases
-from kvplan.connector.leases import MAX_READERS
+from kvplan.protocol import EndedLeases, Leases
+from kvplan.protocol.leases import MAX_READERS
+from tests.blocking import Clock
 
 LEASE_S = 10.0
-
-
-class Clock:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -34,7 +25,7 @@ def clock() -> Clock:
 
 def test_a_claim_outlives_the_first_lease(clock: Clock) -> None:
     """As long as a reader renews its claim, blocks stay; when it stops, they stay for one lease more."""
-    leases = Leases(LEASE_S, clock)
+    leases = Leases(clock, lease_s=LEASE_S)
     lease = leases.grant("r")
     for clock.now in range(0, 100, 5):
         assert leases.claim(lease, "reader")
@@ -46,7 +37,7 @@ def test_a_claim_outlives_the_first_lease(clock: Clock) -> None:
 
 def test_nobody_claims(clock: Clock) -> None:
     """A request that nobody claims is freed when the first lease is over."""
-    leases = Leases(LEASE_S, clock)
+    leases = Leases(clock, lease_s=LEASE_S)
     lease = leases.grant("r")
     clock.now = LEASE_S - 0.1
     assert leases.take_ended().late == ()
@@ -56,7 +47,7 @@ def test_nobody_claims(clock: Clock) -> None:
 
 def test_a_first_lease_may_be_longer(clock: Clock) -> None:
     """A reader that comes late has claims as short as all others', and so has one that claims meanwhile."""
-    leases = Leases(LEASE_S, clock)
+    leases = Leases(clock, lease_s=LEASE_S)
     unclaimed, claimed = (leases.grant(request, 5 * LEASE_S) for request in ("r", "s"))
     clock.now = 5 * LEASE_S - 1
     assert leases.take_ended().late == ()
@@ -69,7 +60,7 @@ def test_a_first_lease_may_be_longer(clock: Clock) -> None:
 
 def test_all_leases_may_be_ended(clock: Clock) -> None:
     """Whoever reads is told that the lease is over; what is granted afterwards stands."""
-    leases = Leases(LEASE_S, clock)
+    leases = Leases(clock, lease_s=LEASE_S)
     claimed, unclaimed = leases.grant("r"), leases.grant("s")
     assert leases.claim(claimed, "reader")
     leases.end_all()
@@ -80,7 +71,7 @@ def test_all_leases_may_be_ended(clock: Clock) -> None:
 
 def test_blocks_stay_until_the_last_reader_is_done(clock: Clock) -> None:
     """Of three readers of one request, two are done: the blocks stay for the third."""
-    leases = Leases(LEASE_S, clock)
+    leases = Leases(clock, lease_s=LEASE_S)
     lease = leases.grant("r")
     readers = ["a", "b", "c"]
     assert all(leases.claim(lease, reader) for reader in readers)
@@ -92,7 +83,7 @@ def test_blocks_stay_until_the_last_reader_is_done(clock: Clock) -> None:
 
 def test_a_reader_that_dies_holds_up_nobody_for_long(clock: Clock) -> None:
     """A claim that is not renewed ends by itself, when all others are done."""
-    leases = Leases(LEASE_S, clock)
+    leases = Leases(clock, lease_s=LEASE_S)
     lease = leases.grant("r")
     assert leases.claim(lease, "dies")
     assert leases.claim(lease, "reads")
@@ -104,7 +95,7 @@ def test_a_reader_that_dies_holds_up_nobody_for_long(clock: Clock) -> None:
 
 def test_a_lease_that_is_over_does_not_come_back(clock: Clock) -> None:
     """A second reader of a handoff that was read, or of a request of the same name, is refused and counted."""
-    leases = Leases(LEASE_S, clock)
+    leases = Leases(clock, lease_s=LEASE_S)
     lease = leases.grant("r")
     assert leases.end(lease, "first")
     assert not leases.claim(lease, "second")
@@ -130,7 +121,7 @@ STEPS = st.one_of(
 def test_schedules(steps: list[tuple[str, int, int]]) -> None:
     """Whatever readers do and whenever: what was said to stand was not freed, and each request is freed once."""
     clock = Clock()
-    leases = Leases(LEASE_S, clock)
+    leases = Leases(clock, lease_s=LEASE_S)
     names: list[str] = []
     granted = Counter[str]()
     freed = Counter[str]()
@@ -171,7 +162,7 @@ def test_schedules(steps: list[tuple[str, int, int]]) -> None:
 
 def test_claims_that_have_ended_are_forgotten(clock: Clock) -> None:
     """They stayed as long as the lease did: a million took 27 ms of each step of an engine, and all their memory."""
-    leases = Leases(LEASE_S, clock)
+    leases = Leases(clock, lease_s=LEASE_S)
     lease = leases.grant("r")
     for number in range(20 * MAX_READERS):
         clock.now += 2 * LEASE_S / MAX_READERS
@@ -184,7 +175,7 @@ def test_claims_that_have_ended_are_forgotten(clock: Clock) -> None:
 
 def test_a_lease_has_few_readers(clock: Clock) -> None:
     """One that is claimed under ever new names takes bounded memory, and no more time than others."""
-    leases = Leases(LEASE_S, clock)
+    leases = Leases(clock, lease_s=LEASE_S)
     lease = leases.grant("r")
     for number in range(MAX_READERS):
         assert leases.claim(lease, f"reader {number}")
@@ -201,7 +192,7 @@ def test_a_lease_has_few_readers(clock: Clock) -> None:
 
 def test_a_lease_has_an_age(clock: Clock) -> None:
     """A reader that only renews its claim held blocks for ever."""
-    leases = Leases(LEASE_S, clock, max_lease_s=50.0)
+    leases = Leases(clock, lease_s=LEASE_S, max_lease_s=50.0)
     lease = leases.grant("r")
     assert leases.oldest_s() == 0.0
     for clock.now in range(1, 50):
@@ -217,7 +208,7 @@ def test_a_lease_has_an_age(clock: Clock) -> None:
 
 def test_the_age_of_a_request_begins_when_it_is_computed(clock: Clock) -> None:
     """A long prompt has its whole time, and so has a first lease that is longer."""
-    leases = Leases(LEASE_S, clock, max_lease_s=50.0)
+    leases = Leases(clock, lease_s=LEASE_S, max_lease_s=50.0)
     early, long = leases.grant_early("s"), leases.grant("r", 70.0)
     clock.now = 40.0
     assert leases.begin_first(early)

@@ -9,16 +9,20 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from typing import cast
 
 import attrs
 import pytest
 
 from kvplan import KVPlanError
-from kvplan.connector import Claims, Leases, Listener, Offers, Source, fetch, send_claims
-from kvplan.connector.access import Access, Asked, Proof
-from kvplan.connector.claims import ClaimMessage
-from kvplan.connector.http import Route, Server, exchange
-from kvplan.connector.listener import MAX_PARTS
+from kvplan.protocol import Claims, Leases, Listener, Offers, Source
+from kvplan.protocol.claims import ClaimMessage
+from kvplan.protocol.listener import MAX_PARTS
+from kvplan.protocol.system import Route
+from kvplan_nixl.serving import Driver
+from kvplan_nixl.serving.access import Access, Asked, Proof
+from kvplan_nixl.serving.http import Server
+from tests.blocking import exchange, fetch, send_claims, unblocked, waited
 
 LOGGER = logging.getLogger("test")
 
@@ -26,13 +30,13 @@ LOGGER = logging.getLogger("test")
 @pytest.fixture
 def leases() -> Leases:
     """The leases of the listener."""
-    return Leases()
+    return Leases(Driver())
 
 
 @pytest.fixture
 def listener(leases: Leases) -> Iterator[Listener]:
     """A listener on a free port of this machine."""
-    made = Listener("prefill", "127.0.0.1", [b"offer 0", bytes(range(256))], leases)
+    made = Listener("prefill", "127.0.0.1", [b"offer 0", bytes(range(256))], leases, system=Driver())
     yield made
     made.close()
 
@@ -44,7 +48,7 @@ def test_offers_come_as_they_are(listener: Listener) -> None:
 
 def test_an_address_is_translated(leases: Leases) -> None:
     """A listener announces one address and listens on another."""
-    listener = Listener("prefill", "prefill.example", [b"offer"], leases, bind="127.0.0.1")
+    listener = Listener("prefill", "prefill.example", [b"offer"], leases, bind="127.0.0.1", system=Driver())
     assert listener.source.host == "prefill.example"
     reachable = attrs.evolve(listener.source, host="127.0.0.1")
     assert fetch(reachable, timeout_s=10).workers == (b"offer",)
@@ -53,11 +57,11 @@ def test_an_address_is_translated(leases: Leases) -> None:
 
 def test_a_listener_that_is_closed_answers_nobody(leases: Leases) -> None:
     """The port is free again."""
-    listener = Listener("prefill", "127.0.0.1", [], leases)
+    listener = Listener("prefill", "127.0.0.1", [], leases, system=Driver())
     listener.close()
     with pytest.raises(KVPlanError, match="PEER"):
         fetch(listener.source, timeout_s=1)
-    again = Listener("prefill", "127.0.0.1", [], leases, port=listener.source.port)
+    again = Listener("prefill", "127.0.0.1", [], leases, port=listener.source.port, system=Driver())
     assert fetch(again.source, timeout_s=10).workers == ()
     again.close()
 
@@ -152,14 +156,14 @@ def test_other_paths_are_refused(listener: Listener) -> None:
 def test_an_answer_to_something_else_is_refused(monkeypatch: pytest.MonkeyPatch, listener: Listener) -> None:
     """An answer that lacks one to each claim is an error with a code."""
     for answer in (b"[", b"[]", b"{}", b'{"claims": [], "done": [], "asks": []}', b'{"claims": [1], "done": []}'):
-        monkeypatch.setattr("kvplan.connector.system.exchange", lambda *_, answer=answer: answer)
+        monkeypatch.setattr(Driver, "exchange", unblocked(lambda *_, answer=answer: answer))
         with pytest.raises(KVPlanError, match="MESSAGE: cannot read answers"):
             send_claims(listener.source, ClaimMessage("a", claims=(("lease", "x"),)))
 
 
 def test_an_answer_that_is_no_json_is_refused(monkeypatch: pytest.MonkeyPatch, listener: Listener) -> None:
     """As what it is: not as one that lacks something."""
-    monkeypatch.setattr("kvplan.connector.system.exchange", lambda *_: b"[")
+    monkeypatch.setattr(Driver, "exchange", unblocked(lambda *_: b"["))
     with pytest.raises(KVPlanError, match="MESSAGE: cannot read answers: expected answers as JSON"):
         send_claims(listener.source, ClaimMessage("a", claims=(("lease", "x"),)))
 
@@ -200,11 +204,11 @@ def test_a_reader_that_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
         has_gone.wait(10)
         return b"offers" * (1 << 18)
 
-    server = Server("127.0.0.1", 0, {"GET /": Route(answer)}, Access())
+    server = Driver().serve("127.0.0.1", 0, {"GET /": Route(answer)})
     address = f"127.0.0.1:{server.port}"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         access = Access()
-        proof = Proof.of(access.key, server._challenges.latest, Asked("GET", "/", address, address), b"")
+        proof = Proof.of(access.key, cast(Server, server)._challenges.latest, Asked("GET", "/", address, address), b"")
         connection.sendall(f"GET / HTTP/1.1\r\nHost: {address}\r\nAuthorization: Kvplan {proof}\r\n\r\n".encode())
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
     has_gone.set()
@@ -216,17 +220,17 @@ def test_a_reader_that_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_claims_reach_their_engines(listener: Listener, leases: Leases, caplog: pytest.LogCaptureFixture) -> None:
     """A claim is taken, confirmed and ended over HTTP; an engine that is gone costs a line in the log."""
-    claims = Claims(LOGGER, send_claims)
+    claims = Claims(LOGGER, unblocked(send_claims), Driver())
     gone = unused()
     claims.begin(gone, "lost", "x")
     lease = leases.grant("a")
     claims.begin(listener.source, lease, "x")
-    claims.ask(listener.source, lease).result(timeout=10)
+    waited(claims.ask(listener.source, lease))
     with pytest.raises(KVPlanError, match="PEER"):
-        claims.ask(gone, "lost").result(timeout=10)
+        waited(claims.ask(gone, "lost"))
     claims.end(listener.source, lease, "x")
     with pytest.raises(KVPlanError, match="LEASE"):
-        claims.ask(listener.source, lease).result(timeout=10)
+        waited(claims.ask(listener.source, lease))
     assert leases.take_ended().done == ("a",)
-    assert "leases may end, since claims get no answer: PEER: cannot reach prefill" in caplog.text
+    assert "leases may expire: prefill does not answer: PEER: cannot reach prefill" in caplog.text
     claims.close()

@@ -8,8 +8,8 @@ import attrs
 import pytest
 
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import Read, ReadResult, Source
-from kvplan.connector.read_parts import ReadParts
+from kvplan.protocol import Read, ReadResult, Source
+from kvplan.protocol.read_parts import ReadParts
 
 ERROR = KVPlanError("TRANSFER", "read", expected="bytes", got="none")
 OTHER = KVPlanError("LEASE", "read", expected="a lease", got="none")

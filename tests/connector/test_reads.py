@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -18,25 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError, Status, Transfer, Worker, decode, encode, plan_reads
-from kvplan.connector import (
-    Claims,
-    Connections,
-    HandshakeResult,
-    Offers,
-    Read,
-    ReadResult,
-    Reads,
-    Source,
-    attended,
-)
-from kvplan.connector.background import Background
-from kvplan.connector.digest_requests import DigestRequest
-from kvplan.connector.lease_check import ASK_S
-from kvplan.connector.read import cut
-from kvplan.connector.reads import POST_S
-from kvplan.connector.system import System
+from kvplan.protocol import Claims, Connections, HandshakeResult, Offers, Read, ReadResult, Reads, Source, attended
+from kvplan.protocol.background import Background
+from kvplan.protocol.digest_requests import DigestRequest
+from kvplan.protocol.lease_check import ASK_S
+from kvplan.protocol.read import cut
+from kvplan.protocol.reads import POST_S
+from kvplan.protocol.system import Pending
 from kvplan.staging import Pipeline, Rates
 from kvplan.testing import FakeCopier, FakeExecutor, FakeNetwork
+from kvplan_nixl.serving import Driver
+from tests.blocking import error_of, unblocked, waited
 from tests.small import engine
 from tests.staged import NAME, with_staging
 
@@ -104,23 +95,24 @@ class Sources:
         self.silent = False
         self.asked: list[str] = []
 
-    def ask(self, source: Source, lease: str) -> Future[None]:
+    def ask(self, source: Source, lease: str) -> Pending[None]:
         self.asked.append(lease)
-        answer: Future[None] = Future()
+        answer = Pending[None]()
         if self.silent:
-            answer.set_exception(KVPlanError("PEER", "reach", expected="an answer", got="none"))
+            answer.fail(KVPlanError("PEER", "reach", expected="an answer", got="none"))
         elif lease in self.over:
-            answer.set_exception(KVPlanError("LEASE", "read", expected="a lease that stands", got="one that is over"))
+            answer.fail(KVPlanError("LEASE", "read", expected="a lease that stands", got="one that is over"))
         else:
-            answer.set_result(None)
+            answer.resolve(None)
         return answer
 
 
-@attrs.frozen
-class Watch(System):
+class Watch(Driver):
     """The clock of a world: the last one of ``clocks``."""
 
-    clocks: list[Callable[[], float]] = attrs.field(factory=lambda: [time.monotonic])
+    def __init__(self) -> None:
+        super().__init__()
+        self.clocks: list[Callable[[], float]] = [time.monotonic]
 
     def monotonic(self) -> float:
         return self.clocks[-1]()
@@ -161,8 +153,8 @@ class World:
                 open_offer=decode,
                 connect=self.connect,
                 disconnect=self.disconnect,
-                fetch_offers=self.fetch,
-                fetch_digests=self.fetch_digests,
+                fetch_offers=unblocked(self.fetch),
+                fetch_digests=unblocked(self.fetch_digests),
             ),
             claims=cast(Claims, self.sources),
             timeout_s=timeout_s,
@@ -455,7 +447,7 @@ def ticking(seconds: float) -> Callable[[], float]:
 
 def slow_posts(monkeypatch: pytest.MonkeyPatch) -> World:
     """A world that has met its engine, whose reads are cut into transfers of 4 ids, each of which takes a step."""
-    monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_IDS", 4)
+    monkeypatch.setattr("kvplan.protocol.read.MAX_TRANSFER_IDS", 4)
     (local,) = engine("decode", order="NH")
     world = World(local, engine("prefill", tp=2))
     world.fill()
@@ -473,20 +465,20 @@ def test_what_fits_a_transfer_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> Non
     (remote,) = engine("prefill")
     tables = {"attn": Blocks([1, 2])}
     (spec,) = plan_reads(local, [remote]).bind(local=tables, remote=tables, tokens={"attn": (0, 7)})
-    monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_IDS", spec.local_ids.size)
+    monkeypatch.setattr("kvplan.protocol.read.MAX_TRANSFER_IDS", spec.local_ids.size)
     (whole,) = cut(spec)
     assert whole is spec
-    monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_IDS", spec.local_ids.size - 1)
+    monkeypatch.setattr("kvplan.protocol.read.MAX_TRANSFER_IDS", spec.local_ids.size - 1)
     assert [part.local_ids.size for part in cut(spec)] == [spec.local_ids.size - 1, 1]
-    monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_IDS", spec.local_ids.size)
-    monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_BYTES", spec.num_bytes)
+    monkeypatch.setattr("kvplan.protocol.read.MAX_TRANSFER_IDS", spec.local_ids.size)
+    monkeypatch.setattr("kvplan.protocol.read.MAX_TRANSFER_BYTES", spec.num_bytes)
     assert [*cut(spec)] == [spec]
-    monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_BYTES", spec.num_bytes - 1)
+    monkeypatch.setattr("kvplan.protocol.read.MAX_TRANSFER_BYTES", spec.num_bytes - 1)
     parts = [*cut(spec)]
     assert {part.num_bytes < spec.num_bytes for part in parts} == {True}
     assert np.concatenate([part.remote_ids for part in parts]).tolist() == spec.remote_ids.tolist()
     # what is longer than a transfer may be is one by itself
-    monkeypatch.setattr("kvplan.connector.read.MAX_TRANSFER_BYTES", 1)
+    monkeypatch.setattr("kvplan.protocol.read.MAX_TRANSFER_BYTES", 1)
     assert [part.local_ids.size for part in cut(spec)] == [1] * spec.local_ids.size
 
 
@@ -666,6 +658,9 @@ def test_starts_of_one_engine_shake_hands_one_after_the_other() -> None:
     world.answer = lambda source: held.wait(60)
     world.reads.begin(world.read("a"))
     world.reads.begin(world.read("b", source_of(start="2")))
+    until = time.monotonic() + 10
+    while not world.fetched and time.monotonic() < until:
+        assert world.reads.poll() == []
     for _ in range(50):
         assert world.reads.poll() == []
     assert [source.start for source in world.fetched] == ["1"]
@@ -675,15 +670,18 @@ def test_starts_of_one_engine_shake_hands_one_after_the_other() -> None:
     assert "which still answers" in str(results["b"].error)
 
 
-def test_handshakes_have_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_handshakes_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """More engines than shake hands at a time wait for those before them."""
-    monkeypatch.setattr("kvplan.connector.peer_engines.MAX_HANDSHAKES", 2)
+    monkeypatch.setattr("kvplan.protocol.peer_engines.MAX_HANDSHAKES", 2)
     (local,) = engine("decode")
     names = [f"prefill-{number}" for number in range(6)]
     world, held = World(local, *map(engine, names)), threading.Event()
     world.answer = lambda source: held.wait(60)
     for name in names:
         world.reads.begin(world.read(name, source_of(name)))
+    until = time.monotonic() + 10
+    while len(world.fetched) < 2 and time.monotonic() < until:
+        assert world.reads.poll() == []
     for _ in range(50):
         assert world.reads.poll() == []
     assert len(world.fetched) == 2
@@ -851,7 +849,7 @@ def test_an_engine_that_is_not_read_from_is_forgotten(monkeypatch: pytest.Monkey
     world = World(local, engine("prefill"), engine("other"))
     world.reads.begin(world.read("a"))
     world.until(1)
-    monkeypatch.setattr("kvplan.connector.peer_engines.MAX_AGE_S", -1.0)
+    monkeypatch.setattr("kvplan.protocol.peer_engines.MAX_AGE_S", -1.0)
     world.reads.begin(world.read("b", source_of("other")))
     world.until(1)
     monkeypatch.undo()
@@ -888,14 +886,14 @@ def test_the_source_is_asked_after_the_last_byte(one: Callable[..., World], monk
     world.reads.begin(world.read("first"))
     world.until(1)
     world.sources.asked.clear()
-    monkeypatch.setattr("kvplan.connector.lease_check.ASK_S", 0.0)
+    monkeypatch.setattr("kvplan.protocol.lease_check.ASK_S", 0.0)
     world.executor.held = True
     world.reads.begin(world.read())
     for _ in range(5):
         assert world.reads.poll() == []
     assert len(world.sources.asked) >= 4
     world.sources.over = {"lease of r"}
-    monkeypatch.setattr("kvplan.connector.lease_check.ASK_S", 1000.0)
+    monkeypatch.setattr("kvplan.protocol.lease_check.ASK_S", 1000.0)
     world.reads.poll()
     assert world.reads.late() == {} or world.reads.poll() == []
     world.executor.held = False
@@ -911,7 +909,7 @@ def test_a_request_that_loses_its_lease_is_late(one: Callable[..., World], monke
     world.reads.begin(world.read("hangs"))
     world.reads.begin(world.read("waits"))
     assert (world.reads.poll(), world.reads.late()) == ([], {})
-    monkeypatch.setattr("kvplan.connector.lease_check.ASK_S", 0.0)
+    monkeypatch.setattr("kvplan.protocol.lease_check.ASK_S", 0.0)
     world.sources.over = {"lease of hangs"}
     for _ in range(3):
         assert world.reads.poll() == []
@@ -925,7 +923,7 @@ def test_a_request_that_loses_its_lease_is_late(one: Callable[..., World], monke
 def test_a_silent_source_is_asked_again(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
     """No answer is no refusal: the request waits for one, and is right when it comes."""
     world = one()
-    monkeypatch.setattr("kvplan.connector.lease_check.RETRY_S", 0.0)
+    monkeypatch.setattr("kvplan.protocol.lease_check.RETRY_S", 0.0)
     world.sources.silent = True
     world.reads.begin(world.read())
     while len(world.sources.asked) < 3:
@@ -976,7 +974,7 @@ def test_a_source_that_stays_silent_is_gone(
             assert world.reads.poll() == []
         assert [*world.reads.late()] == ["r"]
         world.executor.held = False
-    monkeypatch.setattr("kvplan.connector.lease_check.RETRY_S", 0.0)
+    monkeypatch.setattr("kvplan.protocol.lease_check.RETRY_S", 0.0)
     assert "PEER: cannot reach" in str(world.until(1)["r"].error)
 
 
@@ -998,7 +996,7 @@ def test_what_has_arrived_is_compared(monkeypatch: pytest.MonkeyPatch, caplog: p
     def compare(expected: Any, actual: Any) -> KVPlanError | None:
         return None if expected == actual else KVPlanError("TRANSFER", "use", expected="equal digests", got="others")
 
-    monkeypatch.setattr("kvplan.connector.reads.mismatch", compare)
+    monkeypatch.setattr("kvplan.protocol.reads.mismatch", compare)
     world.reads.begin(world.read(to_block_end=True))
     for _ in range(50):
         assert world.reads.poll() == []
@@ -1007,7 +1005,7 @@ def test_what_has_arrived_is_compared(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert [(request.lease, request.tokens) for request in world.digested] == [("lease of r", (("attn", (0, 10)),))]
     world.reads.begin(world.read("spoilt", tokens={"attn": (0, 9)}))
     assert "expected equal digests, got others" in str(world.until(1)["spoilt"].error)
-    monkeypatch.setattr("kvplan.connector.reads.mismatch", lambda *_: KVPlanError("COVER", "", expected="", got=""))
+    monkeypatch.setattr("kvplan.protocol.reads.mismatch", lambda *_: KVPlanError("COVER", "", expected="", got=""))
     world.reads.begin(world.read("elsewhere"))
     assert world.until(1)["elsewhere"].error is None
     assert "request 'elsewhere' is not verified: COVER" in caplog.text
@@ -1065,7 +1063,7 @@ def test_what_hangs_in_the_staging_region_holds_up_no_other_engine(monkeypatch: 
     world.reads.begin(world.read("other", source_of("other"), local={"attn": Blocks([1, 3, 6])}))
     for _ in range(20):
         assert world.reads.poll() == []
-    monkeypatch.setattr("kvplan.connector.reads.STALL_S", 0.01)
+    monkeypatch.setattr("kvplan.protocol.reads.STALL_S", 0.01)
     assert world.until(1)["other"].error is None
     assert (np.moveaxis(world.cache()[[1, 3]], 2, 0).reshape(4, -1) == np.arange(1, 5)[:, None]).all()
     world.sources.over = {"lease of expired"}
@@ -1108,7 +1106,7 @@ def test_a_plan_that_is_too_large_to_compare(monkeypatch: pytest.MonkeyPatch, co
     def refuse(*_: Any, **__: Any) -> None:
         raise KVPlanError(code, "choose", expected="less", got="more")
 
-    monkeypatch.setattr("kvplan.connector.peer_engines.choice_of", refuse)
+    monkeypatch.setattr("kvplan.protocol.peer_engines.choice_of", refuse)
     world = two_engines()
     world.reads.begin(world.read())
     error = world.until(1)["r"].error
@@ -1193,23 +1191,23 @@ def test_exactly_the_positions_of_the_range_arrive(
 
 
 def test_work_in_the_background_comes_in_order() -> None:
-    """On at most so many threads, of which none stays; an error is its own work's."""
+    """At most so many at a time; an error is its own work's."""
     begun, held = list[int](), threading.Event()
-    background = Background("kvplan test", 2)
+    background = Background("test", 2, LOGGER, Driver())
 
     def run(number: int) -> float:
         begun.append(number)
         held.wait(10)
         return 6 / number
 
-    results = [background.begin(partial(run, number)) for number in (3, 2, 0, 1)]
+    results = [background.begin(unblocked(partial(run, number))) for number in (3, 2, 0, 1)]
     while len(begun) < 2:
         time.sleep(0.001)
     assert begun == [3, 2]
     held.set()
-    assert isinstance(results[2].exception(10), ZeroDivisionError)
-    assert [results[index].result(10) for index in (0, 1, 3)] == [2, 3, 6]
+    error = error_of(results[2])
+    assert error is not None
+    assert error.details["error"] == "ZeroDivisionError"
+    assert [waited(results[index]) for index in (0, 1, 3)] == [2, 3, 6]
     assert sorted(begun[2:]) == [0, 1]
-    while any(thread.name == "kvplan test" for thread in threading.enumerate()):
-        time.sleep(0.001)
-    assert background.begin(partial(run, 6)).result(10) == 1
+    assert waited(background.begin(unblocked(partial(run, 6)))) == 1

@@ -9,8 +9,8 @@ import attrs
 import pytest
 
 from kvplan import KVPlanError, Model, plan_reads
-from kvplan.connector.retention import WHOLE_PROMPTS, WINDOWS, check_kept, keeping
 from kvplan.models.tensors import attention, mamba1
+from kvplan.protocol.retention import WHOLE_PROMPTS, WINDOWS, check_kept, keeping
 
 MODEL = Model("m", (attention(2, 4), attention(2, 4, "swa", 8)), "int32")
 STATES = Model("m", (attention(2, 4), mamba1(4, 2, 2, "int32", "int32")), "int32")

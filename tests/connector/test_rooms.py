@@ -11,20 +11,22 @@ from typing import Any
 import pytest
 
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import Handoff, Source
-from kvplan.connector import rooms as module
-from kvplan.connector.room_contents import Published, RoomContent, RoomStore, _merged, answer_rooms, is_part
-from kvplan.connector.rooms import Rooms
+from kvplan.protocol import Handoff, Source
+from kvplan.protocol import rooms as module
+from kvplan.protocol.room_contents import Published, RoomContent, RoomStore, _merged, answer_rooms, is_part
+from kvplan.protocol.rooms import Rooms
+from kvplan_nixl.serving import Driver
+from tests.blocking import KEY
 
 SERVER = "127.0.0.1:5600"
-KEY = b"the key of all engines"
 
 
-class Server:
+class Server(Driver):
     """A server of rooms, and the versions that it was asked for."""
 
     def __init__(self) -> None:
-        self.store = RoomStore(lambda _: f"version {self.num_versions}")
+        super().__init__()
+        self.store = RoomStore(self)
         self.num_versions = 0
         self.asked: list[Mapping[str, str]] = []
 
@@ -32,7 +34,10 @@ class Server:
         self.num_versions += 1
         self.store.put(room, entry)
 
-    def ask(self, address: str, versions: Mapping[str, str], *_: object) -> dict[str, RoomContent]:
+    def token_hex(self, num_bytes: int) -> str:
+        return f"version {self.num_versions}"
+
+    async def ask(self, address: str, versions: Mapping[str, str], **_: object) -> dict[str, RoomContent]:
         assert address == SERVER
         self.asked.append(dict(versions))
         answer = json.loads(self.store.answer(json.dumps(versions).encode()))
@@ -67,7 +72,7 @@ def into(entries: list[Any]) -> Callable[[Any], bool]:
 def test_an_entry_is_taken_once(server: Server) -> None:
     """Until there is another one. The server is asked for what is newer."""
     server.put("a", {"part": 1})
-    rooms, taken = Rooms(logging.getLogger("test"), ask_s=0.001), list[Any]()
+    rooms, taken = Rooms(logging.getLogger("test"), KEY, Driver(), ask_s=0.001), list[Any]()
     rooms.want("r", "a", SERVER, into(taken))
     server.wait(5)
     assert taken == [{"part": 1}]
@@ -82,7 +87,7 @@ def test_an_entry_is_taken_once(server: Server) -> None:
 def test_a_reader_that_comes_later_gets_what_others_have_seen(server: Server) -> None:
     """Once, as they did."""
     server.put("a", {"part": 1})
-    rooms = Rooms(logging.getLogger("test"), ask_s=0.001)
+    rooms = Rooms(logging.getLogger("test"), KEY, Driver(), ask_s=0.001)
     taken: dict[str, list[Any]] = {"first": [], "second": []}
     rooms.want("first", "a", SERVER, into(taken["first"]))
     server.wait(5)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvplan import KVPlanError
-from kvplan.connector import Access
-from kvplan.connector.shared_key import MAX_FILE_BYTES, SharedKey, host_key, key_in_file
+from kvplan.protocol.keys import SharedKey
+from kvplan_nixl.serving import Access
+from kvplan_nixl.serving.host_key import MAX_FILE_BYTES, host_key, key_in_file, key_of
 
 KEY = "a secret of all engines"
 
@@ -28,7 +29,7 @@ def test_engines_of_a_host_share_a_key(folder: Path) -> None:
     """The first one makes it, and nobody else can read it."""
     key = Access().key
     assert key.is_of_host
-    assert key == Access().key == SharedKey.of(None)
+    assert key == Access().key == key_of(None)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "key").stat().st_mode) == 0o600
     assert [path.name for path in folder.iterdir()] == ["key"]
@@ -37,7 +38,7 @@ def test_engines_of_a_host_share_a_key(folder: Path) -> None:
 
 def test_engines_that_start_at_once_make_one_key(folder: Path) -> None:
     """Whichever is first: none reads a key that is not whole, or makes a second one."""
-    code = "from kvplan.connector.shared_key import host_key; print(host_key().sign('x'))"
+    code = "from kvplan_nixl.serving.host_key import host_key; print(host_key().sign('x'))"
     engines = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(8)]
     assert len({engine.communicate(timeout=60)[0] for engine in engines}) == 1
     assert [path.name for path in folder.iterdir()] == ["key"]

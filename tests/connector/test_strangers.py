@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from kvplan import Blocks, Context, KVPlanError
-from kvplan.connector import Handoff, Leases, Offers, Source
-from kvplan.connector.claims import ClaimAnswer, ClaimMessage, answer_claims
-from kvplan.connector.digest import Positions, TensorDigests, joined, mismatch, of_json, to_json
-from kvplan.connector.digest_requests import DigestRequests, answer_digests
+from kvplan.protocol import Handoff, Leases, Offers, Source
+from kvplan.protocol.claims import ClaimAnswer, ClaimMessage, answer_claims
+from kvplan.protocol.digest import Positions, TensorDigests, joined, mismatch, of_json, to_json
+from kvplan.protocol.digest_requests import DigestRequests, answer_digests
+from kvplan_nixl.serving import Driver
+from tests.blocking import KEY
 from tests.connector.test_handoff import signed
 
 WRONG: tuple[Any, ...] = (
@@ -37,29 +39,28 @@ WRONG: tuple[Any, ...] = (
     {"a": 1},
 )
 
-KEY = b"a secret of all engines"
 SOURCE = Source("p", "a", "127.0.0.1", 1)
 HANDOFF = Handoff(SOURCE, "r", 7, "a1", {"attn": Blocks([1, 2])}, kept={"attn": 3}, prefixes={3: "aa"})
 MESSAGE = ClaimMessage("a", (("l", "r"),), (("l", "r"),), ("q",))
 POSITIONS = Positions(Context(1, 2, 2), Context(), ((0, 3),))
 ARRAYS = np.array([0, 1]), np.ones(2, np.uint64), np.arange(2, dtype=np.uint64)
 DIGESTS = to_json([TensorDigests("layers.0", POSITIONS, {"head": 2}, *ARRAYS)])
-LEASES = Leases()
+LEASES = Leases(Driver())
 DIGEST_REQUEST = {"start": "a", "lease": LEASES.grant("r"), "tokens": {"attn": [0, 4]}}
 
 READERS: dict[str, tuple[Callable[[Any], Any], Any]] = {
-    "claims": (lambda fields: answer_claims(Leases(), "a", ClaimMessage.of_fields(fields)), MESSAGE.fields()),
+    "claims": (lambda fields: answer_claims(Leases(Driver()), "a", ClaimMessage.of_fields(fields)), MESSAGE.fields()),
     "answer": (
         lambda fields: ClaimAnswer.of_fields(MESSAGE, fields),
         {"claims": [True], "done": [True], "asks": [True]},
     ),
-    "handoff": (lambda params: Handoff.of_params(signed(params)), HANDOFF.params()),
+    "handoff": (lambda params: Handoff.of_params(signed(params), KEY), HANDOFF.params(KEY)),
     "signed handoff": (lambda params: Handoff.of_params(params, KEY), HANDOFF.params(KEY)),
     "offers": (
         lambda fields: Offers.decode(json.dumps(fields).encode()),
         {"engine_id": "p", "start": "a", "workers": ["AAAA"]},
     ),
-    "request for digests": (lambda body: answer_digests(DigestRequests(LEASES), "a", body), DIGEST_REQUEST),
+    "request for digests": (lambda body: answer_digests(DigestRequests(LEASES, Driver()), "a", body), DIGEST_REQUEST),
     "digests": (of_json, DIGESTS),
     "joined digests": (lambda record: joined([record]), DIGESTS),
     "expected digests": (lambda record: mismatch([record], [DIGESTS]), DIGESTS),

@@ -24,7 +24,7 @@ class Notes:
         """Note what the connector's and the engine's functions do from now on."""
         from vllm import LLMEngine
 
-        from kvplan.connector import Reads
+        from kvplan.protocol import Reads
         from kvplan_nixl.vllm import KvplanConnector
 
         def before(owner: type, function: str, names: Callable[..., list[str]], stage: str) -> None:

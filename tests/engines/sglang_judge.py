@@ -35,11 +35,14 @@ os.environ |= {
 import attrs
 
 from kvplan import Blocks
-from kvplan.connector import Access, Handoff, room_contents
-from kvplan.connector.leases import LEASE_S
-from kvplan.connector.shared_key import AnyKey
+from kvplan.protocol import Handoff, room_contents
+from kvplan.protocol.keys import SharedKey
+from kvplan.protocol.leases import LEASE_S
+from kvplan_nixl.serving import Access, Driver
+from kvplan_nixl.serving.host_key import host_key
 from kvplan_nixl.sglang import bootstrap
-from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
+from kvplan_nixl.sglang.bootstrap import BootstrapServer
+from tests.blocking import ask, publish
 from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER, main, verdict
 from tests.engines.hosts import Host
 from tests.engines.models import THETA
@@ -49,8 +52,8 @@ from tests.engines.sglang_engine import ENVIRONMENT, SETTINGS
 from tests.engines.trials import ASK, LENGTHS, TOKENS, idle, prompts
 
 # engines that start keep all cores busy
-bootstrap.TIMEOUT_S = 60  # type: ignore[misc, attr-defined]
-room_contents.TIMEOUT_S = 60  # type: ignore[misc]
+bootstrap.ANSWER_S = 60  # type: ignore[misc, attr-defined]
+room_contents.ANSWER_S = 60  # type: ignore[misc, attr-defined]
 
 UNUSED = 60
 """A block of prefill that no request of the trials reaches."""
@@ -306,7 +309,7 @@ class Engines:
         self._rooms = count(1)
         self._ports: dict[Engine, int] = {}  # of the bootstrap servers of prefill engines
         self.access = Access(key=self.pair.key.encode() or None)
-        self.server = BootstrapServer("127.0.0.1", 0, self.access)
+        self.server = BootstrapServer("127.0.0.1", 0, system=Driver(self.access))
         ending.callback(self.server.close)
         self.prefill, self.decode = self.start("prefill"), self.start("decode")
 
@@ -584,8 +587,9 @@ class Engines:
         return [*before, *lost, *after], [*right, *[[]] * len(lost), *also_right]
 
 
-def unwritten(entry: Mapping[str, Any], key: AnyKey = None) -> dict[str, Any]:
+def unwritten(entry: Mapping[str, Any], key: SharedKey | None = None) -> dict[str, Any]:
     """An entry with blocks that nobody has written, signed again."""
+    key = key or host_key()
     handoff = Handoff.of_params(entry["handoff"], key)
     unused = {
         group: Blocks([UNUSED] * (blocks.stop - blocks.first), blocks.first) for group, blocks in handoff.blocks.items()
@@ -637,7 +641,7 @@ def served(name: str, connectors: Sequence[str], ending: ExitStack) -> Iterator[
     ending.callback(prefill.kill)
     decode = Server("sglang", "decode", {**common, **theirs}, FOLDER / "logs/served.decode.log", **bind)
     ending.callback(decode.kill)
-    server = BootstrapServer("127.0.0.1", 0)
+    server = BootstrapServer("127.0.0.1", 0, system=Driver())
     ending.callback(server.close)
     names = sglang_proxy(prefill.ready(), decode.ready())
     for connector in connectors:

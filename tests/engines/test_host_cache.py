@@ -15,7 +15,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvplan import Blocks, Context, Group, KVPlanError
-from kvplan.connector import Read, ReadResult, Source
+from kvplan.protocol import Read, ReadResult, Source
 from kvplan_nixl.vllm import connector as connector_module
 from kvplan_nixl.vllm.host_cache import HostCache, check_platform
 from tests.engines.test_next_turns import ASKED, PROMPT, blocks_of, request_of, start

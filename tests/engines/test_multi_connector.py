@@ -39,8 +39,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import KVPlanError
-from kvplan.connector import HandshakeResult, ReadResult, Source
-from kvplan.connector.digest_requests import DigestRequest
+from kvplan.protocol import HandshakeResult, ReadResult, Source
+from kvplan.protocol.digest_requests import DigestRequest
 from kvplan_nixl.vllm import KvplanConnector, register
 from kvplan_nixl.vllm.metadata import KvplanHandshakeMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import METRICS, KvplanPromMetrics, KvplanStats

@@ -25,8 +25,8 @@ import pytest
 
 from kvplan import KVPlanError, Worker, plan_reads
 from kvplan.bridges import RankInfo, from_vllm, vllm_model
-from kvplan.connector import Handoff, Read, Source, whole_blocks
-from kvplan.connector.read import request_of
+from kvplan.protocol import Handoff, Read, Source, whole_blocks
+from kvplan.protocol.read import request_of
 from tests.engines import specs
 from tests.engines.specs import Cached, Caches, allocated, engine_config, label, places, planned, row_bytes, spec_of
 

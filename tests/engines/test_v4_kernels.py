@@ -17,7 +17,7 @@ import attrs
 import pytest
 
 from kvplan import plan_reads
-from kvplan.connector.read import request_of
+from kvplan.protocol.read import request_of
 from tests.engines import specs
 from tests.engines.specs import allocated, engine_config, spec_of
 from tests.engines.test_specs import Engine, copy, described, managers_of, read_of, tables

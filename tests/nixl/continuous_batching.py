@@ -3,7 +3,7 @@
 A ring keeps position p of a request in slot ``p % window`` of the request's blocks. Between two rings of one window the
 slots are the positions to describe: the range is all slots that are in use, and the blocks need no wrap.
 
-A request is read by the rules of ``kvplan.connector``: its handoff names its prompt, its blocks stay while a reader
+A request is read by the rules of ``kvplan.protocol``: its handoff names its prompt, its blocks stay while a reader
 claims them, and what was read is right if the lease still stood after the last byte.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,19 +22,10 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import RequestState
 
 from kvplan import Blocks, Group, Worker, region_of, view_of
-from kvplan.connector import (
-    Claims,
-    EndedLeases,
-    Handoff,
-    Leases,
-    Listener,
-    Read,
-    ReadResult,
-    prompt_digest,
-    send_claims,
-)
+from kvplan.protocol import Claims, EndedLeases, Handoff, Leases, Listener, Read, ReadResult, prompt_digest, send_claims
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.reads import make_reads
+from kvplan_nixl.serving import Driver
 from tests.engines.models import COMMON, MODELS
 
 WINDOW = 56
@@ -74,10 +66,11 @@ class Engine:
         self._manager.batch_processor = self._batches = self._manager._create_batch_processor()
         self._allocators = self._batches.cache.cache_allocators
         self.executor = NixlExecutor(self._worker(name))
-        self.leases = Leases()
-        self.listener = Listener(name, "127.0.0.1", [self.executor.envelope()], self.leases)
-        self.claims = Claims(LOGGER, send_claims)
-        self._reads = make_reads(self.executor, self.claims, LOGGER)
+        self.leases = Leases(Driver())
+        self.listener = Listener(name, "127.0.0.1", [self.executor.envelope()], self.leases, system=Driver())
+        driver = Driver()
+        self.claims = Claims(LOGGER, partial(send_claims, system=driver), driver)
+        self._reads = make_reads(self.executor, self.claims, LOGGER, key=driver.access.key, system=driver)
 
     def _worker(self, name: str) -> Worker:
         cache = self._batches.cache.cache_tensor

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-import time
 import tracemalloc
 from collections.abc import Iterator
 from queue import Queue
 
-import attrs
 import pytest
 
 from kvplan import KVPlanError
-from kvplan.connector import Access, System
-from kvplan.connector.http import exchange
-from kvplan.connector.rooms import Rooms
+from kvplan.protocol.rooms import Rooms
+from kvplan_nixl.serving import Access, Driver
 from kvplan_nixl.sglang import bootstrap
-from kvplan_nixl.sglang.bootstrap import MAX_ENTRY_BYTES, BootstrapServer, ask, publish, withdraw
+from kvplan_nixl.sglang.bootstrap import MAX_ENTRY_BYTES, BootstrapServer
+from tests.blocking import KEY, ask, exchange, publish, unblocked, withdraw
 
 
-@attrs.frozen
-class Watch(System):
+class Watch(Driver):
     """This machine, with a clock that shows what its list holds."""
 
-    times: list[float]
+    def __init__(self, times: list[float]) -> None:
+        super().__init__()
+        self.times = times
 
     def monotonic(self) -> float:
         return self.times[0]
@@ -37,7 +35,7 @@ LOGGER = logging.getLogger("test")
 
 @pytest.fixture
 def server() -> Iterator[BootstrapServer]:
-    server = BootstrapServer("127.0.0.1", 0)
+    server = BootstrapServer("127.0.0.1", 0, system=Driver())
     yield server
     server.close()
 
@@ -56,20 +54,16 @@ def wanted(rooms: Rooms, room: int, address: str) -> Queue[object]:
 
 def test_what_is_published_later_is_found(server: BootstrapServer) -> None:
     """Each rank that asks gets the entry, once."""
-    queues = [wanted(Rooms(LOGGER), 7, server.address) for _ in range(2)]
+    queues = [wanted(Rooms(LOGGER, KEY, Driver()), 7, server.address) for _ in range(2)]
     assert all(entries.empty() for entries in queues)
     publish(server.address, 7, {"token": 1})
     assert [entries.get(timeout=10) for entries in queues] == [{"token": 1}] * 2
-    deadline = time.monotonic() + 10
-    while any(thread.name == "kvplan rooms" for thread in threading.enumerate()):  # which end when nothing is wanted
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
     assert all(entries.empty() for entries in queues)
 
 
 def test_a_forgotten_room_is_not_found(server: BootstrapServer) -> None:
     """A request that was aborted leaves nothing behind."""
-    rooms = Rooms(LOGGER)
+    rooms = Rooms(LOGGER, KEY, Driver())
     forgotten, other = wanted(rooms, 7, server.address), wanted(rooms, 8, server.address)
     rooms.forget("reader of 7")
     publish(server.address, 7, {})
@@ -80,7 +74,7 @@ def test_a_forgotten_room_is_not_found(server: BootstrapServer) -> None:
 
 def test_a_server_that_does_not_answer(server: BootstrapServer) -> None:
     """Rooms of other servers are found meanwhile."""
-    rooms = Rooms(LOGGER)
+    rooms = Rooms(LOGGER, KEY, Driver())
     dead, other = wanted(rooms, 6, DEAD), wanted(rooms, 7, server.address)
     publish(server.address, 7, {"token": 3})
     assert other.get(timeout=10) == {"token": 3}
@@ -205,7 +199,7 @@ def test_a_room_is_asked_for_by_its_number(server: BootstrapServer, body: bytes)
 
 def test_many_rooms_are_asked_for_in_parts(server: BootstrapServer) -> None:
     """4,000 waiting requests made a line of more than 64 KiB, and none was found ever after."""
-    rooms = Rooms(LOGGER)
+    rooms = Rooms(LOGGER, KEY, Driver())
     queues = {room: wanted(rooms, room, server.address) for room in range(1 << 63, (1 << 63) + 4000)}
     for room in [*queues][::80]:
         publish(server.address, room, {"token": room})
@@ -217,7 +211,7 @@ def test_many_rooms_are_asked_for_in_parts(server: BootstrapServer) -> None:
 
 def test_long_entries_come_one_after_the_other(server: BootstrapServer) -> None:
     """An answer has a limit; what does not fit comes with the next one."""
-    rooms = Rooms(LOGGER)
+    rooms = Rooms(LOGGER, KEY, Driver())
     for room in range(4):
         publish(server.address, room, {"token": '"' * (MAX_ENTRY_BYTES * 2 // 5)})
     assert len(ask(server.address, range(4))) < 4
@@ -227,7 +221,7 @@ def test_long_entries_come_one_after_the_other(server: BootstrapServer) -> None:
 
 def test_few_servers_are_asked(server: BootstrapServer) -> None:
     """A request names its bootstrap server, and each has a thread: there are not more than some."""
-    rooms = Rooms(LOGGER, max_servers=1)
+    rooms = Rooms(LOGGER, KEY, Driver(), max_servers=1)
     wanted(rooms, 7, server.address)
     with pytest.raises(KVPlanError, match=r"RANGE: cannot ask 127.0.0.1:1: expected at most 1 servers of rooms"):
         wanted(rooms, 8, DEAD)
@@ -245,14 +239,14 @@ def test_a_port_that_is_busy(server: BootstrapServer) -> None:
     """The error names the port."""
     host, port = server.address.split(":")
     with pytest.raises(KVPlanError, match=rf"PEER: cannot listen on {server.address}: expected .*, got .*in use"):
-        BootstrapServer(host, int(port))
+        BootstrapServer(host, int(port), system=Driver())
 
 
 @pytest.mark.parametrize("access", [None, Access(key=b"another secret of others")], ids=["no key", "another key"])
 def test_a_stranger_gets_no_room(access: Access | None) -> None:
     """With a key, nobody without it asks for a room, publishes or withdraws."""
     ours = Access(key=b"a secret of all engines")
-    server = BootstrapServer("127.0.0.1", 0, ours)
+    server = BootstrapServer("127.0.0.1", 0, system=Driver(ours))
     owner = publish(server.address, 7, {"token": 1}, access=ours)
     for attempt in (
         lambda: ask(server.address, [7], access),
@@ -268,6 +262,6 @@ def test_a_stranger_gets_no_room(access: Access | None) -> None:
 def test_an_answer_of_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever answers at the server's address may be no bootstrap server."""
     for answer in (b"<html>", b"7", b'{"room": []}', b'{"7": 7}'):
-        monkeypatch.setattr(System, "exchange", lambda *_, answer=answer: answer)
+        monkeypatch.setattr(Driver, "exchange", unblocked(lambda *_, answer=answer: answer))
         with pytest.raises(KVPlanError, match="MESSAGE: cannot ask"):
             ask(DEAD, [7])

@@ -27,10 +27,10 @@ from kvplan import (
     region_of,
     view_of,
 )
-from kvplan.connector import digest as definition
-from kvplan.connector.digest import DIVIDED, BlockPositions, keys, mismatch
 from kvplan.describe.blocks import Range, Tokens
 from kvplan.plan.bind import range_of
+from kvplan.protocol import digest as definition
+from kvplan.protocol.digest import DIVIDED, BlockPositions, keys, mismatch
 from kvplan.testing.strategies import Case, cases
 from kvplan.verification import FakeMemory
 from kvplan.verification.labels import locate

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.real_memory import placed
 from kvplan import KVPlanError, PeerError, plan_reads
-from kvplan.connector.shared_key import host_key
 from kvplan_nixl import Envelope, NixlExecutor
+from kvplan_nixl.serving.host_key import host_key
 from tests.small import engine
 
 (WORKER,) = engine("prefill")

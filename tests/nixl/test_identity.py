@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvplan.connector.fingerprint import MAX_CONFIG_BYTES
 from kvplan.describe.model import MAX_MODEL, model_text
 from kvplan.errors import KVPlanError
 from kvplan_nixl.identity import (
@@ -22,6 +21,7 @@ from kvplan_nixl.identity import (
     stated_config,
     without,
 )
+from kvplan_nixl.serving.fingerprint import MAX_CONFIG_BYTES
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

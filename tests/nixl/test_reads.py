@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TypeVar
 
 import attrs
@@ -16,10 +17,11 @@ import numpy as np
 import pytest
 
 from kvplan import Blocks, Group, Region, Worker, view_of
-from kvplan.connector import Claims, Handoff, Leases, Listener, Read, ReadResult, prompt_digest, send_claims
+from kvplan.protocol import Claims, Handoff, Leases, Listener, Read, ReadResult, prompt_digest, send_claims
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.reads import make_reads
 from kvplan_nixl.rearrange import with_staging
+from kvplan_nixl.serving import Access, Driver
 
 LOGGER = logging.getLogger("test")
 WAIT_S = 60.0
@@ -44,9 +46,9 @@ class Prefill:
     def __init__(self, seed: int) -> None:
         self.caches = np.random.default_rng(seed).standard_normal((2, 8, 2, 16, 2, 8)).astype(np.float32)
         self.executors = [NixlExecutor(self.worker(rank)) for rank in range(2)]
-        self.leases = Leases()
+        self.leases = Leases(Driver())
         envelopes = [executor.envelope() for executor in self.executors]
-        self.listener = Listener("prefill", "127.0.0.1", envelopes, self.leases)
+        self.listener = Listener("prefill", "127.0.0.1", envelopes, self.leases, system=Driver())
 
     def worker(self, rank: int) -> Worker:
         cache, heads = self.caches[rank], (2 * rank, 2 * rank + 2, 4)
@@ -80,8 +82,16 @@ class Decode:
         view = view_of(self.cache, "block kv head token dim", name="layers.0.attn", group="attn", region=region)
         worker, copier = with_staging(Worker("decode", 0, [region], [Group("attn", 24)], [view]), staging_bytes)
         self.executor = NixlExecutor(worker)
-        self.claims = Claims(LOGGER, send_claims)
-        self.reads = make_reads(self.executor, self.claims, LOGGER, copier=copier, timeout_s=WAIT_S)
+        self.claims = Claims(LOGGER, partial(send_claims, system=Driver()), Driver())
+        self.reads = make_reads(
+            self.executor,
+            self.claims,
+            LOGGER,
+            key=Access().key,
+            system=Driver(),
+            copier=copier,
+            timeout_s=WAIT_S,
+        )
         self.pipeline = self.reads._pipeline
 
     def read(self, handoff: Handoff) -> ReadResult:
@@ -176,7 +186,7 @@ def test_a_stranger_does_not_take_a_workers_place(staging_bytes: int) -> None:
         stranger = Prefill(3)
         stack.callback(stranger.close)
         envelopes = [executor.envelope() for executor in stranger.executors]
-        evil = Listener("evil", "127.0.0.1", envelopes, stranger.leases)
+        evil = Listener("evil", "127.0.0.1", envelopes, stranger.leases, system=Driver())
         stack.callback(evil.close)
         forged = attrs.evolve(stranger.hand_off("forged"), source=evil.source)
         assert "expected workers of evil, got worker prefill/0" in str(decode.read(forged).error)

@@ -17,9 +17,10 @@ import attrs
 import pytest
 
 from kvplan import KVPlanError
-from kvplan.connector.shared_key import SharedKey, host_key
+from kvplan.protocol.keys import SharedKey
 from kvplan.staging import Rates
 from kvplan_nixl import UCX
+from kvplan_nixl.serving.host_key import host_key
 from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.settings import settings_of as plugin_settings
 from tests.pages import ROOT

@@ -21,10 +21,13 @@ import torch
 
 import kvplan_nixl.sglang
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import Access, Handoff, Listener, Source, fetch
-from kvplan.connector.room_contents import ask_again
+from kvplan.protocol import Handoff, Listener, Source
+from kvplan.protocol.keys import SharedKey
 from kvplan_nixl import Envelope
-from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
+from kvplan_nixl.serving import Access, Driver
+from kvplan_nixl.serving.host_key import host_key
+from kvplan_nixl.sglang.bootstrap import BootstrapServer
+from tests.blocking import ask, ask_again, fetch, publish, unblocked, waited
 from tests.nixl.sglang_names import arguments, made, model_config, record_fields, runner
 
 CONFIG = {
@@ -38,7 +41,8 @@ CONFIG = {
     "torch_dtype": "float32",
 }
 TOKENS, ROOM = 37, 5
-KEY = b"a secret of all engines"
+SECRET = b"a secret of all engines"
+KEY = SharedKey.of(SECRET)
 SETTINGS = SimpleNamespace(
     enable_hisparse=False,
     disaggregation_ib_device=None,
@@ -219,7 +223,7 @@ class Side:
 
 @pytest.fixture
 def server() -> Iterator[BootstrapServer]:
-    server = BootstrapServer("127.0.0.1", 0)
+    server = BootstrapServer("127.0.0.1", 0, system=Driver())
     yield server
     server.close()
 
@@ -541,11 +545,11 @@ def test_a_part_of_a_prompt_has_the_weights_that_computed_it(
     monkeypatch.setattr(sender, "_publish", lambda entry: versions.append(entry["handoff"]["remote_weights_version"]))
     sender.init(len(THEIRS), 2)
     is_free = threading.Event()
-    sender._publisher.begin(is_free.wait)
+    sender._publisher.begin(unblocked(is_free.wait))
     sender.send(torch.tensor(THEIRS[:6]).numpy(), None, 24)
     weights.change()
     is_free.set()
-    sender._publisher.begin(lambda: None).result()
+    waited(sender._publisher.begin(unblocked(lambda: None)))
     assert versions == [""]
     sender.abort()
 
@@ -725,12 +729,12 @@ def test_claims_that_come_too_late_are_logged_once(prefill: Side, caplog: pytest
 
 def test_a_bootstrap_server_that_is_late(plugin: SimpleNamespace, prefill: Side, decode: Side) -> None:
     """Prefill publishes again until somebody takes it."""
-    gone = BootstrapServer("127.0.0.1", 0)
+    gone = BootstrapServer("127.0.0.1", 0, system=Driver())
     gone.close()
     sender = sent(plugin, prefill, gone)
     time.sleep(0.1)
     host, port = gone.address.split(":")
-    server = BootstrapServer(host, int(port))
+    server = BootstrapServer(host, int(port), system=Driver())
     receiver = received(plugin, decode, server)
     until(receiver, KVPoll.WaitingForInput)
     receiver.clear()
@@ -742,7 +746,7 @@ def test_a_bootstrap_server_that_is_gone_holds_up_no_other(
     plugin: SimpleNamespace, prefill: Side, server: BootstrapServer
 ) -> None:
     """Requests name their server: one that nobody answers for is asked again, while others are published."""
-    gone = BootstrapServer("127.0.0.1", 0)
+    gone = BootstrapServer("127.0.0.1", 0, system=Driver())
     gone.close()
     sent(plugin, prefill, gone, ROOM + 1)
     sent(plugin, prefill, server)
@@ -809,7 +813,7 @@ def test_a_room_is_free_when_its_request_has_failed(
     until(late, KVPoll.Failed)
     with pytest.raises(KVPlanError, match="LEASE"):
         late.failure_exception()
-    prefill.manager.rank.publisher_of(server.address).begin(lambda: None).result()
+    waited(prefill.manager.rank.publisher_of(server.address).begin(unblocked(lambda: None)))
     assert ask(server.address, [ROOM]) == {}
     prefill.manager.rank.leases.lease_s = 30.0
     again = sent(plugin, prefill, server)
@@ -954,7 +958,7 @@ def test_pages_of_a_read_that_hangs_stay(
         receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
         while not any(job.transfers for job in decode.manager.rank.reads._jobs):
             assert receiver.poll() == KVPoll.Transferring
-        hanging.setattr("kvplan.connector.lease_check.ASK_S", 0.0)
+        hanging.setattr("kvplan.protocol.lease_check.ASK_S", 0.0)
         prefill.manager.rank.leases.end(receiver._published.handoff.lease, receiver._name)
         until(receiver, KVPoll.Failed)
         with pytest.raises(KVPlanError, match=r"LEASE: .* expected a lease that stands, got one that is over"):
@@ -1107,7 +1111,7 @@ def test_stages_of_prefill(
         assert receiver.poll() == KVPoll.Bootstrapping
         senders[stage].init(len(THEIRS), 2)
         senders[stage].send(torch.tensor(pages[stage]).numpy(), [], TOKENS)
-        stages[stage].manager.rank.publisher_of(server.address).begin(lambda: None).result()
+        waited(stages[stage].manager.rank.publisher_of(server.address).begin(unblocked(lambda: None)))
     until(receiver, KVPoll.WaitingForInput)
     receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
     until(receiver, KVPoll.Success)
@@ -1133,7 +1137,7 @@ def test_context_parallelism_of_prefill(
         sender.req = request_of()
         sender.init(len(THEIRS), 2)
         sender.send(torch.tensor(THEIRS).numpy(), [], TOKENS)
-        sender._publisher.begin(lambda: None).result()
+        waited(sender._publisher.begin(unblocked(lambda: None)))
     until(receiver, KVPoll.WaitingForInput)
     receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
     until(receiver, KVPoll.Success)
@@ -1168,7 +1172,7 @@ def part(stage: int, attempt: str = "a", pages: int = 7) -> dict[str, Any]:
     group = f"attn.pp{stage}"
     source = Source("prefill", "a", "127.0.0.1", 5600 + stage)
     handoff = Handoff(source, f"lease {pages}", 4, "8f2c", {group: Blocks([pages])}, {group: stage})
-    return {"handoff": handoff.params(), "metadata": stage, "attempt": attempt}
+    return {"handoff": handoff.params(host_key()), "metadata": stage, "attempt": attempt}
 
 
 def test_a_room_has_the_stages_of_one_request(server: BootstrapServer) -> None:
@@ -1176,7 +1180,7 @@ def test_a_room_has_the_stages_of_one_request(server: BootstrapServer) -> None:
     for stage in (0, 1, 1):
         publish(server.address, ROOM, part(stage), stage, 2, owner=OWNER)
     entry = ask(server.address, [ROOM])[ROOM]
-    handoff = Handoff.of_params(entry["handoff"])
+    handoff = Handoff.of_params(entry["handoff"], host_key())
     assert (handoff.source.port, handoff.kept, entry["metadata"]) == (5600, {"attn.pp0": 0, "attn.pp1": 1}, 0)
     assert {group: blocks.ids.tolist() for group, blocks in handoff.blocks.items()} == {
         "attn.pp0": [7],
@@ -1185,7 +1189,7 @@ def test_a_room_has_the_stages_of_one_request(server: BootstrapServer) -> None:
     publish(server.address, ROOM, part(1, pages=8), 1, 2, owner=OWNER)
     assert ask(server.address, [ROOM]) == {}
     publish(server.address, ROOM, part(0, pages=9), 0, 2, owner=OWNER)
-    handoff = Handoff.of_params(ask(server.address, [ROOM])[ROOM]["handoff"])
+    handoff = Handoff.of_params(ask(server.address, [ROOM])[ROOM]["handoff"], host_key())
     assert {group: blocks.ids.tolist() for group, blocks in handoff.blocks.items()} == {
         "attn.pp0": [9],
         "attn.pp1": [8],
@@ -1255,8 +1259,8 @@ def test_stages_that_do_not_agree(server: BootstrapServer) -> None:
 def test_with_a_key_stages_are_signed(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage signs its own tables, and decode gets all of them, signed."""
     access = Access(key=KEY)
-    server = BootstrapServer("127.0.0.1", 0, access)
-    monkeypatch.setenv("KVPLAN_KEY", KEY.decode())
+    server = BootstrapServer("127.0.0.1", 0, system=Driver(access))
+    monkeypatch.setenv("KVPLAN_KEY", SECRET.decode())
     stages = two_ranks(plugin, monkeypatch, "prefill", 4)
     senders = [plugin.prefill.Sender(stage.manager, server.address, ROOM) for stage in stages]
     for sender in senders:
@@ -1292,8 +1296,8 @@ def test_a_client_chooses_no_bootstrap_server(plugin: SimpleNamespace) -> None:
 def test_engines_with_a_key(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is read with one key on both sides; when it has been read, its room is empty; another key gets none."""
     access = Access(key=KEY)
-    server = BootstrapServer("127.0.0.1", 0, access)
-    monkeypatch.setenv("KVPLAN_KEY", KEY.decode())
+    server = BootstrapServer("127.0.0.1", 0, system=Driver(access))
+    monkeypatch.setenv("KVPLAN_KEY", SECRET.decode())
     prefill, decode = Side(plugin, "prefill", 4), Side(plugin, "decode", 16)
     prefill.k.fill_(3)
     receiver = received(plugin, decode, server)
@@ -1308,7 +1312,12 @@ def test_engines_with_a_key(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyP
     sender.clear()
     while ask(server.address, [ROOM], access):
         time.sleep(0.001)
-    forged = {"handoff": Handoff(Source("evil", "a", "127.0.0.1", 1), "l", TOKENS, "p", {}).params(), "token": 666}
+    forged = {
+        "handoff": Handoff(Source("evil", "a", "127.0.0.1", 1), "l", TOKENS, "p", {}).params(
+            SharedKey.of(b"a key of somebody else")
+        ),
+        "token": 666,
+    }
     publish(server.address, ROOM, forged, access=access)
     victim = received(plugin, decode, server)
     until(victim, KVPoll.Failed)
@@ -1322,7 +1331,7 @@ def test_doors_open_where_sglang_says(
     plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, setting: str, got: str | None
 ) -> None:
     """On all addresses only with a key that an operator has set."""
-    monkeypatch.setenv(setting, {"KVPLAN_KEY": KEY.decode()}.get(setting, "30"))
+    monkeypatch.setenv(setting, {"KVPLAN_KEY": SECRET.decode()}.get(setting, "30"))
     names = plugin.manager.PrefillRank.__init__.__globals__
     monkeypatch.setitem(names, "get_serving", lambda: SimpleNamespace(host="0.0.0.0"))
     opened = [lambda: plugin.manager.serve_rooms("0.0.0.0", 0), lambda: Side(plugin, "prefill", 4)]
@@ -1421,7 +1430,7 @@ def test_few_positions_are_not_published_alone(prefill: Side, chunks: Chunks, mo
     monkeypatch.setattr(chunks.sender, "_publish", publish)
     for start, stop in ((0, 5), (5, 6), (6, 9), (9, 10)):
         chunks.send(start, stop, [] if stop == 10 else None)
-        chunks.sender._publisher.begin(lambda: None).result()
+        waited(chunks.sender._publisher.begin(unblocked(lambda: None)))
     assert published == [24, TOKENS]
 
 
@@ -1475,7 +1484,7 @@ def test_a_chunk_that_waits_is_not_published(chunks: Chunks, monkeypatch: pytest
         stop = 10 if event == "sent as a whole" else 7
         chunks.send(5, stop, [] if stop == 10 else None)
     may_publish.set()
-    publisher.begin(lambda: None).result()
+    waited(publisher.begin(unblocked(lambda: None)))
     assert published == {"aborted": [], "sent as a whole": [TOKENS], "followed by more": [28]}[event]
 
 
@@ -1527,7 +1536,7 @@ def test_a_request_that_prefill_gives_up(
     prefill: Side, decode: Side, chunks: Chunks, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pages are another request's at once: its lease is over, its room empty, and decode fails."""
-    monkeypatch.setattr("kvplan.connector.claims.RENEW_S", 0.01)
+    monkeypatch.setattr("kvplan.protocol.claims.RENEW_S", 0.01)
     chunks.send(0, 6)
     chunks.read()
     lease = chunks.receiver._published.handoff.lease
@@ -1537,7 +1546,7 @@ def test_a_request_that_prefill_gives_up(
     with pytest.raises(KVPlanError, match=r"LEASE: .* got one that is over"):
         chunks.receiver.failure_exception()
     chunks.receiver.clear()
-    prefill.manager.rank.publisher_of(server.address).begin(lambda: None).result()
+    waited(prefill.manager.rank.publisher_of(server.address).begin(unblocked(lambda: None)))
     assert ask_again(server.address, {f"{ROOM}": ""}) == {}
 
 
@@ -1618,7 +1627,7 @@ def test_a_chunk_that_waited_is_published_unless_a_later_one_is(prefill: Side, c
     """A few positions more, which are not published, do not hold it up."""
     prefill.manager.rank.early_tokens = 8
     is_free = threading.Event()
-    chunks.sender._publisher.begin(is_free.wait)
+    chunks.sender._publisher.begin(unblocked(is_free.wait))
     for start, stop in ((0, 2), (2, 6), (6, 7)):
         chunks.send(start, stop)
     is_free.set()
@@ -1629,13 +1638,13 @@ def test_a_chunk_that_waited_is_published_unless_a_later_one_is(prefill: Side, c
 def test_a_part_is_for_those_who_ask_again(chunks: Chunks, server: BootstrapServer) -> None:
     """A proxy gets whole prompts alone; who has seen a version gets the next one."""
     chunks.send(0, 6)
-    chunks.sender._publisher.begin(lambda: None).result()
+    waited(chunks.sender._publisher.begin(unblocked(lambda: None)))
     assert ask(server.address, [ROOM]) == {}
     part = ask_again(server.address, {f"{ROOM}": ""})[f"{ROOM}"]
     assert part.entry["handoff"]["remote_num_tokens"] == 24
     assert ask_again(server.address, {f"{ROOM}": part.version}) == {}
     chunks.send(6, 10, [])
-    chunks.sender._publisher.begin(lambda: None).result()
+    waited(chunks.sender._publisher.begin(unblocked(lambda: None)))
     whole = ask_again(server.address, {f"{ROOM}": part.version})[f"{ROOM}"]
     assert ask(server.address, [ROOM]) == {ROOM: whole.entry}
     assert whole.entry["handoff"]["remote_lease"] == part.entry["handoff"]["remote_lease"]

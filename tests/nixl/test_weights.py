@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvplan.connector import fingerprint
 from kvplan_nixl import weights
+from kvplan_nixl.serving import fingerprint
 from kvplan_nixl.weights import adapter_of, weights_of
 
 

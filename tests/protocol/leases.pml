@@ -1,4 +1,4 @@
-/* Handoffs, claims and leases between prefill and decode engines, as kvplan.connector has them, for spin.
+/* Handoffs, claims and leases between prefill and decode engines, as kvplan.protocol has them, for spin.
 
    Each prefill engine has one block of two halves, and so has each decode engine. A half holds a label: the number of
    the request whose bytes it has, 0 for nobody's. To read a half copies the label that is there at that moment,

@@ -49,7 +49,7 @@ VLLM_TESTS = tuple(f"tests/simulation/test_vllm_{name}.py" for name in ("rooms",
 SGLANG_TESTS = ("tests/nixl/test_bootstrap.py", "tests/nixl/test_sglang.py")
 TESTS = {
     **{
-        f"kvplan.connector.{name}": CONNECTOR_TESTS
+        f"kvplan.protocol.{name}": CONNECTOR_TESTS
         for name in (
             "background",
             "claims",

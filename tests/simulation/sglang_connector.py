@@ -21,10 +21,10 @@ import attrs
 import numpy as np
 
 from kvplan.bridges import RankInfo
-from kvplan.connector import Access, Claims, Reads
-from kvplan.connector.rooms import Rooms
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
+from kvplan.protocol import Claims, Reads
+from kvplan.protocol.rooms import Rooms
 from kvplan.testing.simulation import BrokenRuleError, CacheGroup, EngineRequest, Promises, Simulation, Site, StepReport
 from tests.simulation.stand_in import stand_in
 
@@ -133,16 +133,12 @@ class SglangConnector:
         self._managers = [self._manager(site, rank) for rank in range(len(site.workers))]
         if self._is_prefill:
             # no part of the connector: it forgets old entries when somebody asks for one
-            BOOTSTRAP.BootstrapServer(site.host.name, ROOMS_PORT, self._access, system=site.host)
+            BOOTSTRAP.BootstrapServer(site.host.name, ROOMS_PORT, system=site.host)
         # requests that wait or are read, those that are lent, and those that ended while bytes may land
         self._served: dict[str, Served] = {}
         self._failed: dict[str, KVPlanError] = {}
         self._promises = Promises(site.host)
         self._open_rooms: list[str] = []
-
-    @property
-    def _access(self) -> Access:
-        return Access(key=self._settings.key, servers=("*",))
 
     def _manager(self, site: Site, rank: int) -> Any:
         """SGLang's manager of a rank, without the pool that it would be made of."""
@@ -166,7 +162,7 @@ class SglangConnector:
             cp_rank=0,
             windows={group.name: group.window for group in (token_group, *windows)},
             executor=SimpleNamespace(worker=worker, envelope=partial(lambda offer: offer, site.offers[rank])),
-            access=self._access,
+            key=self._settings.access().key,
         )
         manager = MANAGER.Manager.__new__(MANAGER.Manager)
         if self._is_prefill:

@@ -26,10 +26,7 @@ def _quiet() -> Iterator[None]:
 
 def outcome_of(*incidents: Incident, connector: MakeConnector = LeaseConnector) -> FleetOutcome:
     """How a fleet of two engines ends."""
-    simulation = Simulation(connector)
-    outcome = simulation.run(Scenario(0, MEMBERS, incidents))
-    simulation.close()
-    return outcome
+    return Simulation(connector).run(Scenario(0, MEMBERS, incidents))
 
 
 def test_an_engine_that_dies_takes_its_requests_with_it() -> None:
@@ -60,7 +57,7 @@ def test_deaths_that_seeds_draw_come_while_an_engine_is_used() -> None:
     assert len(deaths) / 3 < sum(is_soon) < len(deaths)
 
 
-def test_a_thread_of_a_connector_that_ends_with_an_error_is_found() -> None:
+def test_a_coroutine_of_a_connector_that_ends_with_an_error_is_found() -> None:
     """Nobody awaits it, and no request notices."""
 
     class Brittle(LeaseConnector):
@@ -68,7 +65,7 @@ def test_a_thread_of_a_connector_that_ends_with_an_error_is_found() -> None:
             super().__init__(site)
             site.host.start("brittle", self.run)
 
-        def run(self) -> None:
+        async def run(self) -> None:
             raise ZeroDivisionError
 
     outcome = outcome_of(connector=Brittle)
@@ -101,7 +98,6 @@ def test_what_a_failure_needs_is_made_plain() -> None:
     outcome = simulation.run(Scenario(0, members, (arrival, death)))
     assert outcome.rule == "CRASH"
     shrunk = shrink(simulation, outcome)
-    simulation.close()
     assert shrunk.rule == "CRASH"
     assert shrunk.scenario.members == MEMBERS[:1]
     plain = attrs.evolve(ARRIVAL, tokens=ARRIVAL.tokens[:3], num_answer=1, visits=())

@@ -10,22 +10,20 @@ import attrs
 import pytest
 
 from kvplan import Blocks, KVPlanError, Status
-from kvplan.connector import Access
-from kvplan.connector.http import Route
+from kvplan.protocol import Route
 from kvplan.testing.simulation.catalog import Catalog, Shape
 from kvplan.testing.simulation.fabric import Fabric, Port, Trouble, VirtualExecutor
 from kvplan.testing.simulation.memory import LabelledMemory, Numbers
 from kvplan.testing.simulation.network import Disturbance, Host, Network
 from kvplan.testing.simulation.scenario import HEALED_S, Death, Freeze, Member, Rival, Scenario
-from kvplan.testing.simulation.tasks import TaskLoop, TaskThread
+from kvplan.testing.simulation.tasks import TaskLoop
 
 
 class World:
     """A prefill and a decode host on a network, with a worker each."""
 
     def __init__(self, *disturbances: Disturbance, troubles: tuple[Trouble, ...] = ()) -> None:
-        self.threads: list[TaskThread] = []
-        self.loop = TaskLoop(self.threads)
+        self.loop = TaskLoop()
         self.network = Network(self.loop, 1, disturbances)
         self.fabric = Fabric(1, troubles, Catalog())
         self.prefill = self.port("prefill")
@@ -50,8 +48,6 @@ class World:
 
     def close(self) -> None:
         self.loop.close()
-        while self.threads:
-            self.threads.pop().close()
 
 
 @pytest.fixture
@@ -153,9 +149,9 @@ def exchanges(world: World, path: str, *, sent: bytes | None = None) -> list[str
     """Ask the prefill host from decode, and return what comes."""
     got: list[str] = []
 
-    def ask() -> None:
+    async def ask() -> None:
         try:
-            answer = world.decode.host.exchange("prefill", "prefill:1", path, 3.0, Access(), sent)
+            answer = await world.decode.host.exchange("prefill", "prefill:1", path, 3.0, sent)
             got.append(answer.decode())
         except KVPlanError as error:
             got.append(error.got)
@@ -172,7 +168,7 @@ def test_hosts_answer_as_servers_do(world: World) -> None:
     def answer(body: bytes) -> bytes:
         return b"%d" % (2 * int(body))
 
-    server = world.prefill.host.serve("prefill", 1, {"POST /twice": Route(answer)}, Access())
+    server = world.prefill.host.serve("prefill", 1, {"POST /twice": Route(answer)})
     assert exchanges(world, "/") == ["status 404"]
     assert exchanges(world, "/twice", sent=b"x") == ["status 400"]
     assert exchanges(world, "/twice", sent=b"21") == ["42"]
@@ -191,17 +187,17 @@ def test_links_lose_repeat_and_reset() -> None:
         ({"reset": 1.0}, "a reset"),
     ):
         world = World(Disturbance(0.0, 1.0, "decode", "*", **options))
-        world.prefill.host.serve("prefill", 1, {"GET /": Route(lambda _: b"ok")}, Access())
+        world.prefill.host.serve("prefill", 1, {"GET /": Route(lambda _: b"ok")})
         assert exchanges(world, "/") == [expected]
         world.close()
 
 
-def test_tasks_wait_and_steps_do_not(world: World) -> None:
-    """A task sleeps by its host's clock; what is no task must not wait; an error of a task is kept."""
+def test_tasks_wait(world: World) -> None:
+    """A task sleeps by its host's clock, and ends with it; an error of a task is kept."""
     woken: list[float] = []
 
-    def run() -> None:
-        world.decode.host.sleep(5.0)
+    async def run() -> None:
+        await world.decode.host.sleep(5.0)
         woken.append(world.loop.now)
         raise ZeroDivisionError
 
@@ -210,29 +206,22 @@ def test_tasks_wait_and_steps_do_not(world: World) -> None:
     world.run()
     assert woken == [pytest.approx(5.0, abs=0.01)]
     assert [type(error) for error in world.loop.errors] == [ZeroDivisionError]
-    with pytest.raises(AssertionError, match="waits"):
-        world.decode.host.sleep(1.0)
     assert world.loop.num_tasks == 1
     world.decode.host.die()
     assert world.loop.num_tasks == 0
-    world.decode.host.start("of a dead host", woken.clear)
-    world.loop.close()
-    assert woken
 
 
 def test_a_task_that_was_woken_and_dies_does_not_go_on(world: World) -> None:
     """What would have let it go on comes when it has ended."""
     went_on: list[bool] = []
-    condition = world.decode.host.condition()
+    signal = world.decode.host.signal()
 
-    def run() -> None:
-        with condition:
-            condition.wait(50.0)
+    async def run() -> None:
+        await signal.wait(50.0)
         went_on.append(True)
 
     def wake_and_die() -> None:
-        with condition:
-            condition.notify_all()
+        signal.set()
         world.decode.host.die()
 
     world.decode.host.start("waits", run)
@@ -275,13 +264,18 @@ def test_nothing_begins_when_faults_are_over() -> None:
     assert max(at for at in restarts if at is not None) < HEALED_S
 
 
-def test_no_thread_waits_with_a_lock(world: World) -> None:
-    """Engines would wait for it too."""
+def test_a_signal_wakes_one_that_waits_or_will_wait(world: World) -> None:
+    """At once if it was set before; else when it is set, or after the time."""
+    signal, woken = world.decode.host.signal(), list[float]()
 
-    def run() -> None:
-        with world.decode.host.condition():
-            world.decode.host.sleep(1.0)
+    async def run() -> None:
+        for timeout_s in (None, 50.0, 50.0, 2.0):
+            await signal.wait(timeout_s)
+            woken.append(world.loop.now)
 
-    world.decode.host.start("holds a lock", run)
+    signal.set()
+    world.decode.host.start("waits", run)
+    world.loop.at(3.0, signal.set)
+    world.loop.at(5.0, signal.set)
     world.run()
-    assert [str(error) for error in world.loop.errors] == ["a thread waits and holds a lock"]
+    assert woken == [pytest.approx(at, abs=0.01) for at in (0.0, 3.0, 5.0, 7.0)]

@@ -71,31 +71,23 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def simulation() -> Iterator[Simulation]:
-    simulation = Simulation(LeaseConnector)
-    yield simulation
-    simulation.close()
+def simulation() -> Simulation:
+    return Simulation(LeaseConnector)
 
 
 @pytest.fixture(scope="module")
-def vllm() -> Iterator[Simulation]:
-    simulation = Simulation(VllmConnector)
-    yield simulation
-    simulation.close()
+def vllm() -> Simulation:
+    return Simulation(VllmConnector)
 
 
 @pytest.fixture(scope="module")
-def vllm_rooms() -> Iterator[Simulation]:
-    simulation = vllm_room_fleets()
-    yield simulation
-    simulation.close()
+def vllm_rooms() -> Simulation:
+    return vllm_room_fleets()
 
 
 @pytest.fixture(scope="module")
-def sglang() -> Iterator[Simulation]:
-    simulation = sglang_fleets()
-    yield simulation
-    simulation.close()
+def sglang() -> Simulation:
+    return sglang_fleets()
 
 
 def ends_of(
@@ -120,7 +112,6 @@ def test_all_rules_hold(connector: Callable[[Site], Connector]) -> None:
     """In each fleet; most requests are right, and others fail with the errors that their faults explain."""
     simulation = Simulation(connector)
     ends = ends_of(simulation, NUM_SEEDS)
-    simulation.close()
     assert {"right", "LEASE", "PEER", "PROMPT"} <= ends.keys() <= {"right", "LEASE", "PEER", "PROMPT", "TRANSFER"}
 
 
@@ -130,7 +121,6 @@ def test_all_rules_hold_with_windows_and_states(connector: Callable[[Site], Conn
     """Of which each token needs the last positions alone, or what the last one has left; requests end alike."""
     simulation = Simulation(connector)
     ends = ends_of(simulation, NUM_HYBRID_SEEDS, model)
-    simulation.close()
     assert {"right", "LEASE", "PEER", "PROMPT"} <= ends.keys() <= {"right", "LEASE", "PEER", "PROMPT", "TRANSFER"}
 
 
@@ -170,7 +160,6 @@ def test_all_rules_hold_where_there_are_pipeline_stages(
     """Each has its layers in block tables that all have: every stage of decode reads from all that have its layers."""
     simulation = Simulation(connector)
     ends = ends_of(simulation, NUM_STAGE_SEEDS, model, *map(Stages, num_stages))
-    simulation.close()
     assert {"right", "LEASE", "PEER"} <= ends.keys() <= {"right", "LEASE", "PEER", "PROMPT", "TRANSFER"}
 
 
@@ -221,14 +210,11 @@ def test_requests_that_prefill_did_not_compute_may_come_again(fleets: str) -> No
     ends_of(simulation, NUM_SENT_AGAIN_SEEDS)
     for fault in faults:
         test_a_planted_fault_is_found(simulation, fault)
-    simulation.close()
 
 
 @pytest.fixture(scope="module")
-def staged() -> Iterator[Simulation]:
-    simulation = Simulation(StagedConnector)
-    yield simulation
-    simulation.close()
+def staged() -> Simulation:
+    return Simulation(StagedConnector)
 
 
 def test_all_rules_hold_where_requests_are_staged(staged: Simulation) -> None:
@@ -245,10 +231,8 @@ def test_a_fault_of_staging_is_found(simulation: Simulation, staged: Simulation,
 
 
 @pytest.fixture(scope="module")
-def verified() -> Iterator[Simulation]:
-    simulation = Simulation(VerifiedConnector)
-    yield simulation
-    simulation.close()
+def verified() -> Simulation:
+    return Simulation(VerifiedConnector)
 
 
 def test_all_rules_hold_where_digests_are_compared(verified: Simulation) -> None:

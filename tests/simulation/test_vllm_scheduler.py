@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from kvplan import KVPlanError
-from kvplan.connector import Handoff, fetch
-from kvplan.connector.access import Access
-from kvplan.connector.digest_requests import DigestRequest, fetch_digests
+from kvplan.protocol import Handoff, fetch
+from kvplan.protocol.digest_requests import DigestRequest, fetch_digests
 from kvplan.testing.simulation.fleet import places_of
 from kvplan.testing.simulation.network import Host, Network
-from kvplan.testing.simulation.tasks import TaskLoop, TaskThread
-from tests.simulation.vllm_connector import KEY, SCHEDULER, RequestStatus, cache_of, config_of
+from kvplan.testing.simulation.tasks import TaskLoop
+from tests.simulation.vllm_connector import KEY, SCHEDULER, SECRET, RequestStatus, cache_of, config_of
 
 PROMPT, ANSWER, BLOCK, WINDOW = 100, 12, 16, 44
 SAID = [*range(PROMPT + ANSWER)]
@@ -88,26 +87,25 @@ def ids_of(kinds: tuple[str, ...], num_tokens: int) -> Any:
 class Engines:
     """The schedulers of engines on a virtual network."""
 
-    threads: list[TaskThread] = attrs.field(factory=list)
     hosts: dict[str, Host] = attrs.field(factory=dict)
     managers: dict[str, list[Any]] = attrs.field(factory=dict)
     loop: TaskLoop = attrs.field(init=False)
     network: Network = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.loop = TaskLoop(self.threads)
+        self.loop = TaskLoop()
         self.network = Network(self.loop, 1, ())
 
     def start(self, *kinds: str, name: str = "prefill", is_zeroed: bool = False, **options: Any) -> Any:
         """Start an engine's scheduler. Options are those of vLLM's configuration, and settings."""
-        host = Host(name, self.network, random.Random(name))
-        self.hosts[name] = host
         of_config = {
             label: options.pop(label) for label in ("is_producer", "caches_prefixes", "num_drafts") if label in options
         }
         settings = SCHEDULER.ConnectorSettings(
-            **{"host": name, "port": 5600, "key": KEY, "bootstrap_servers": ("*",)} | options
+            **{"host": name, "port": 5600, "key": SECRET, "bootstrap_servers": ("*",)} | options
         )
+        host = Host(name, self.network, random.Random(name), check=settings.access().check_server)
+        self.hosts[name] = host
         cache = cache_of(kinds, BLOCK, WINDOW, is_zeroed=is_zeroed)
         scheduler = SCHEDULER.Scheduler(config_of(name, **of_config), cache, settings, host)
         self.managers[name] = [SimpleNamespace(block_size=BLOCK, num_cached_block={}) for _ in kinds]
@@ -128,13 +126,13 @@ class Engines:
         self.loop.now = until
         assert self.loop.errors == []
 
-    def ask(self, name: str, question: Callable[[], Any]) -> Any:
+    def ask(self, name: str, question: Callable[[], Awaitable[Any]]) -> Any:
         """Return the answer to a question over the network, or the code of its error."""
         answers: list[Any] = []
 
-        def run() -> None:
+        async def run() -> None:
             try:
-                answers.append(question())
+                answers.append(await question())
             except KVPlanError as error:
                 answers.append(error.code)
 
@@ -148,8 +146,6 @@ def engines() -> Iterator[Engines]:
     engines = Engines()
     yield engines
     engines.loop.close()
-    while engines.threads:
-        engines.threads.pop().close()
 
 
 def computed(prefill: Any, kinds: tuple[str, ...] = ("full",), tokens: list[int] = SAID[:PROMPT], **fields: Any) -> Any:
@@ -228,7 +224,7 @@ def test_a_cache_of_another_kind_is_refused(engines: Engines) -> None:
     """Before anything is served: what its blocks hold is not known."""
     cache = cache_of(["full"], BLOCK)
     cache.transfer_groups[0].kv_cache_spec = SimpleNamespace(tokens_per_state=1)
-    settings = SCHEDULER.ConnectorSettings(host="prefill", key=KEY)
+    settings = SCHEDULER.ConnectorSettings(host="prefill", key=SECRET)
     host = Host("prefill", engines.network, random.Random(1))
     with pytest.raises(KVPlanError, match="LAYOUT: cannot transfer a cache of vLLM"):
         SCHEDULER.Scheduler(config_of("prefill"), cache, settings, host)
@@ -700,10 +696,10 @@ def test_an_engine_that_is_closed_answers_nobody(engines: Engines) -> None:
     source = Handoff.of_params(computed(prefill), KEY).source
     decode.add(request_of(SAID[:PROMPT], computed(prefill)))
     host = engines.hosts["decode"]
-    offers = engines.ask("decode", lambda: fetch(source, 1.0, Access(key=KEY), host))
+    offers = engines.ask("decode", lambda: fetch(source, 1.0, system=host))
     assert offers.workers == (b"offer of worker 0", b"offer of worker 1")
     prefill.close()
-    assert engines.ask("decode", lambda: fetch(source, 1.0, Access(key=KEY), host)) == "PEER"
+    assert engines.ask("decode", lambda: fetch(source, 1.0, system=host)) == "PEER"
     assert computed(prefill) is None
     assert prefill.take_step().released == set()
     assert engines.loop.num_tasks == 1
@@ -723,7 +719,11 @@ def test_workers_digest_what_readers_ask_for(engines: Engines) -> None:
     host = engines.hosts["decode"]
     asked = DigestRequest.of(handoff.lease, {"group0": (0, PROMPT)})
     answers: list[Any] = []
-    host.start("ask", lambda: answers.append(fetch_digests(handoff.source, asked, 5.0, Access(key=KEY), host)))
+
+    async def ask() -> None:
+        answers.append(await fetch_digests(handoff.source, asked, 5.0, system=host))
+
+    host.start("ask", ask)
     engines.run(1.0)
     step = prefill.take_step()
     assert step.digests.keys() == {asked}
@@ -744,9 +744,9 @@ def test_a_lease_that_has_ended_is_not_digested(engines: Engines) -> None:
     asked = DigestRequest.of(handoff.lease, {"group0": (0, 8)})
     codes: list[str] = []
 
-    def ask() -> None:
+    async def ask() -> None:
         with pytest.raises(KVPlanError) as caught:
-            fetch_digests(handoff.source, asked, 1.0, Access(key=KEY), host)
+            await fetch_digests(handoff.source, asked, 1.0, system=host)
         codes.append(caught.value.code)
 
     host.start("ask", ask)

@@ -15,10 +15,11 @@ from typing import Any
 
 import attrs
 
-from kvplan.connector import Read, ReadResult, Reads
-from kvplan.connector.read_parts import ReadParts
-from kvplan.connector.rooms import Rooms
 from kvplan.errors import KVPlanError
+from kvplan.protocol import Read, ReadResult, Reads
+from kvplan.protocol.keys import SharedKey
+from kvplan.protocol.read_parts import ReadParts
+from kvplan.protocol.rooms import Rooms
 from kvplan.testing.simulation import EngineRequest, Promises, Simulation, Site, StepReport
 from kvplan.testing.simulation.catalog import NULL_BLOCK
 from kvplan.testing.simulation.engine import Phase
@@ -81,7 +82,8 @@ SCHEDULER, READ_REQUESTS, LENT_REQUESTS, WORKER, DESCRIPTION = stand_in(
 SPEC_NAMES = {"full": "FullAttentionSpec", "window": "SlidingWindowSpec", "state": "MambaSpec"}
 """vLLM's names for the kinds of a cache group."""
 
-KEY = b"the key of all engines"
+SECRET = b"the key of all engines"
+KEY = SharedKey.of(SECRET)
 ROOM_TOKENS_PER_STEP = 2
 """Positions of a request in a step where requests have transfer ids, so few that many are read in parts."""
 
@@ -214,7 +216,7 @@ class VllmConnector:
         cache = cache_of(kinds, self._block_size, window)
         config = config_of(site.workers[0].engine_id)
         settings = SCHEDULER.ConnectorSettings(
-            host=host.name, port=PORT, key=KEY, bootstrap_servers=("*",), early_tokens=1, prefill_timeout_s=WAITING_S
+            host=host.name, port=PORT, key=SECRET, bootstrap_servers=("*",), early_tokens=1, prefill_timeout_s=WAITING_S
         )
         self._scheduler = SCHEDULER.Scheduler(config, cache, settings, host)
         self._managers = [

@@ -1,7 +1,7 @@
 """A deterministic simulation of a fleet: engines, their connectors, and all that can go wrong.
 
 Many prefill and decode engines of unequal shapes run in one process, with the real code of
-:mod:`kvplan.connector`, over a virtual clock, a virtual network, and memory whose bytes carry
+:mod:`kvplan.protocol`, over a virtual clock, a virtual network, and memory whose bytes carry
 labels. A seed decides everything: the engines, the requests, what fails, and the order of all that
 happens. :mod:`kvplan.testing.simulation.fleet` has the rules that must hold.
 

@@ -13,10 +13,10 @@ from typing import Any, Final, Protocol
 
 import attrs
 
-from kvplan.connector import Connections, fetch
-from kvplan.connector.digest_requests import fetch_digests
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
+from kvplan.protocol import Connections, fetch
+from kvplan.protocol.digest_requests import fetch_digests
 from kvplan.testing.simulation.catalog import NULL_BLOCK, CacheGroup
 from kvplan.testing.simulation.fabric import Fabric, Port, VirtualCopier, VirtualExecutor
 from kvplan.testing.simulation.memory import CellLabels, LabelledMemory, Numbers, prefix_labels

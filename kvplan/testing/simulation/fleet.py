@@ -11,9 +11,9 @@ These rules hold in every step, or the simulation ends with an error that names 
   that explains its error.
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right.
 - FREE: when all requests have ended and all leases are over, all blocks are free.
-- GROW: then no connector remembers a request, and no thread runs.
+- GROW: then no connector remembers a request, and no coroutine runs.
 - REPORT: a connector reports nothing of a request that is neither read nor lent.
-- CRASH: no thread and no step of an engine ends with an error, and no step waits.
+- CRASH: no coroutine and no step of an engine ends with an error.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ import attrs
 import numpy as np
 
 from kvplan._checks import integer
-from kvplan.connector.leases import LEASE_S
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan
+from kvplan.protocol.leases import LEASE_S
 from kvplan.testing.simulation.catalog import Catalog
 from kvplan.testing.simulation.engine import (
     STEP_S,
@@ -62,7 +62,7 @@ from kvplan.testing.simulation.scenario import (
     Scenario,
     Visit,
 )
-from kvplan.testing.simulation.tasks import TaskLoop, TaskThread
+from kvplan.testing.simulation.tasks import TaskLoop
 
 END_S: Final = 150.0
 """Seconds within which a request ends, beside freezes and a lease for each request."""
@@ -71,7 +71,7 @@ SETTLE_S: Final = 5.0
 """Seconds of the slowest clock after the last fault, from which on all requests are right."""
 
 QUIET_S: Final = 200.0
-"""Seconds after the last requests, within which all blocks are free and all threads have ended."""
+"""Seconds after the last requests, within which all blocks are free and no coroutine runs."""
 
 ELSEWHERE: Final = "-elsewhere"
 """Ends the name of a host that has an engine of another host's name."""
@@ -133,11 +133,10 @@ class Simulation:
         self._tokens_per_step = integer(tokens_per_step, "tokens_per_step", low=1)
         self._resend_s = resend_s
         self._catalog = Catalog()
-        self._threads: list[TaskThread] = []
 
     def run(self, scenario: Scenario) -> FleetOutcome:
         """Run a scenario to its end, or until a rule is broken."""
-        loop = TaskLoop(self._threads)
+        loop = TaskLoop()
         fleet = Fleet(
             scenario,
             self._make_connector,
@@ -154,11 +153,6 @@ class Simulation:
             fleet.loop.close()
         ends = dict(sorted(fleet.ends.items()))
         return FleetOutcome(scenario, error, tuple(fleet.lines), fleet.loop.num_events, ends)
-
-    def close(self) -> None:
-        """End the threads."""
-        while self._threads:
-            self._threads.pop().close()
 
 
 class Fleet:
@@ -487,7 +481,7 @@ class Fleet:
             for place in places_of("request-", engine.connector):
                 raise BrokenRuleError("GROW", f"{name} remembers {place}")
         if self.loop.num_tasks:
-            raise BrokenRuleError("GROW", f"{self.loop.num_tasks} threads still run")
+            raise BrokenRuleError("GROW", f"{self.loop.num_tasks} coroutines still run")
 
 
 _NOT_OF_A_CONNECTOR: Final = (

@@ -1,4 +1,4 @@
-"""A connector made of :mod:`kvplan.connector`, for any groups of a cache."""
+"""A connector made of :mod:`kvplan.protocol`, for any groups of a cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan.connector import (
+from kvplan.describe import Blocks
+from kvplan.describe.blocks import Range, Request
+from kvplan.errors import KVPlanError
+from kvplan.protocol import (
     Claims,
     Handoff,
     Leases,
@@ -21,17 +24,15 @@ from kvplan.connector import (
     send_claims,
     whole_blocks,
 )
-from kvplan.connector.leases import LEASE_S
-from kvplan.describe import Blocks
-from kvplan.describe.blocks import Range, Request
-from kvplan.errors import KVPlanError
+from kvplan.protocol.keys import SharedKey
+from kvplan.protocol.leases import LEASE_S
 from kvplan.staging import Pipeline
 from kvplan.testing.simulation.catalog import NULL_BLOCK, STAGING
 from kvplan.testing.simulation.engine import EngineRequest, Site, StepReport
 from kvplan.testing.simulation.fabric import VirtualExecutor
 from kvplan.testing.simulation.network import Host
 
-KEY: Final = b"the key of all engines"
+KEY: Final = SharedKey.of(b"the key of all engines")
 
 PORT: Final = 5600
 
@@ -50,7 +51,7 @@ class _HeldBlocks:
 class Promises:
     """What the readers of an engine were told: until when each lease stands, by its reader.
 
-    This is a second opinion of :class:`~kvplan.connector.Leases`, of the messages alone.
+    This is a second opinion of :class:`~kvplan.protocol.Leases`, of the messages alone.
     """
 
     def __init__(self, host: Host) -> None:
@@ -100,7 +101,7 @@ class LeaseConnector:
         host = site.host
         self._host = host
         self._groups = site.groups
-        self._leases = Leases(clock=host.monotonic, token=host.token_hex)
+        self._leases = Leases(host)
         self._listener = Listener(
             site.workers[0].engine_id, host.name, site.offers, self._leases, port=PORT, system=host
         )

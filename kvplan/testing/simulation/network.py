@@ -1,19 +1,20 @@
-"""Hosts, each a :class:`~kvplan.connector.System` of one start of an engine, and their network."""
+"""Hosts, each a :class:`~kvplan.protocol.System` of one start of an engine, and their network."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import attrs
 
-from kvplan.connector import Access, System
-from kvplan.connector.http import Route
-from kvplan.connector.system import Condition, Listening
 from kvplan.errors import KVPlanError
+from kvplan.protocol.system import Route, System
 from kvplan.testing.simulation.tasks import FOREVER, Task, TaskLoop
+
+T = TypeVar("T")
 
 HEAL: Final = "heal"
 
@@ -128,41 +129,25 @@ class _Exchange:
     reason: str = ""
 
 
-class VirtualCondition:
-    """A condition of a virtual host, whose lock is always free: who holds it has the turn."""
+class VirtualSignal:
+    """A signal of a virtual host."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._waiting: dict[Task, None] = {}
+        self._is_set = False
+        self._task: Task | None = None
 
-    def __enter__(self) -> None:
-        self._host.pause()
-        self._hold(1)
+    def set(self) -> None:
+        self._is_set = True
+        if self._task is not None:
+            self._host.loop.wake(self._task)
 
-    def __exit__(self, *exception: object) -> None:
-        self._hold(-1)
-
-    def _hold(self, change: int) -> None:
-        """Count the locks of the task that runs. A step of an engine is none, and cannot wait."""
-        if self._host.loop.is_in_task:
-            self._host.loop.running().num_locks += change
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until somebody notifies, at most for a time of the host's clock."""
-        task = self._host.loop.running()
-        self._waiting[task] = None
-        self._hold(-1)
-        try:
-            return self._host.wait(FOREVER if timeout is None else timeout)
-        finally:
-            self._hold(1)
-            self._waiting.pop(task, None)
-
-    def notify_all(self) -> None:
-        """Wake all tasks that wait."""
-        for task in self._waiting:
-            self._host.loop.wake(task)
-        self._waiting.clear()
+    async def wait(self, timeout_s: float | None = None) -> None:
+        if not self._is_set:
+            self._task = self._host.loop.running()
+            await self._host.wait(FOREVER if timeout_s is None else timeout_s)
+            self._task = None
+        self._is_set = False
 
 
 @attrs.frozen(eq=False)
@@ -170,7 +155,8 @@ class Host(System):
     """The machine of one start of an engine, with a clock of its own.
 
     The clock runs at ``rate`` and began at ``offset_s``. A frozen host does nothing, and hears
-    later what was sent to it; a dead one never again.
+    later what was sent to it; a dead one never again. Addresses that a request names pass
+    ``check``.
     """
 
     name: str
@@ -179,6 +165,7 @@ class Host(System):
     rate: float = 1.0
     offset_s: float = 0.0
     witnesses: list[Callable[[str, bytes, bytes], None]] = attrs.field(factory=list)
+    check: Callable[[str], object] = lambda _: None
     _state: dict[str, float] = attrs.field(factory=lambda: {"dead": 0.0, "frozen_until": 0.0})
 
     @property
@@ -212,52 +199,46 @@ class Host(System):
     def monotonic(self) -> float:
         return self.offset_s + self.rate * self.loop.now
 
-    def wait(self, duration_s: float) -> bool:
+    async def wait(self, duration_s: float) -> bool:
         """Wait in a task, for a time of this host's clock. Return whether the task was woken."""
-        is_woken = self.loop.wait(max(duration_s, 0.0) / self.rate)
+        is_woken = await self.loop.wait(max(duration_s, 0.0) / self.rate)
         # What happens while the host is frozen is noticed later.
         while self.thaws_at > self.loop.now:
-            self.loop.wait(self.thaws_at - self.loop.now)
+            await self.loop.wait(self.thaws_at - self.loop.now)
         return is_woken
 
-    def pause(self) -> None:
-        """Let others have the turn for a moment, as where a first lock is taken, but not often."""
-        loop = self.loop
-        if loop.is_in_task and not loop.running().num_locks and self.random.random() < 0.1:
-            self.wait(0.001 * self.random.random())
+    async def sleep(self, duration_s: float) -> None:
+        await self.wait(duration_s)
 
-    def sleep(self, duration_s: float) -> None:
-        self.wait(duration_s)
+    async def work(self, function: Callable[[], T]) -> T:
+        # the engine goes on meanwhile
+        await self.wait(0.001 * self.random.random())
+        return function()
 
     def token_hex(self, num_bytes: int) -> str:
         return f"{self.random.getrandbits(8 * num_bytes):0{2 * num_bytes}x}"
 
-    def start(self, name: str, run: Callable[[], None]) -> None:
+    def start(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self.loop.start(self, name, run, 0.0005 * self.random.random())
 
-    def condition(self) -> Condition:
-        return VirtualCondition(self)
+    def lock(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def signal(self) -> VirtualSignal:
+        return VirtualSignal(self)
+
+    def check_server(self, address: str) -> None:
+        self.check(address)
 
     def serve(
-        self,
-        address: str,
-        port: int,
-        routes: Mapping[str, Route],
-        access: Access,
-        announced: str = "",
-    ) -> Listening:
-        server = VirtualServer(self, f"{address}:{port}", port, routes)
+        self, host: str, port: int, routes: Mapping[str, Route], announced: str = ""
+    ) -> VirtualServer:
+        server = VirtualServer(self, f"{host}:{port}", port, routes)
         self.network.servers[server.address] = server
         return server
 
-    def exchange(
-        self,
-        peer: str,
-        address: str,
-        path: str,
-        timeout_s: float,
-        access: Access,
-        sent: bytes | None = None,
+    async def exchange(
+        self, peer: str, address: str, path: str, timeout_s: float, sent: bytes | None = None
     ) -> bytes:
         exchange = _Exchange(self.loop.running())
         target = address.rpartition(":")[0]
@@ -272,7 +253,7 @@ class Host(System):
             if left_s <= 0:
                 exchange.reason = "nothing in time"
                 break
-            self.wait(left_s * self.rate)
+            await self.wait(left_s * self.rate)
         if exchange.answer is None or exchange.answer[0] != 200:
             got = exchange.reason or f"status {exchange.answer and exchange.answer[0]}"
             expected = f"an answer within {timeout_s:g} s"

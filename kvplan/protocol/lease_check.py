@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import Future
-from logging import Logger
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from kvplan.connector.claims import RETRY_S, Claims
-from kvplan.connector.read import Read
-from kvplan.connector.system import System
 from kvplan.errors import KVPlanError
+from kvplan.protocol.claims import RETRY_S, Claims
+from kvplan.protocol.read import Read
+from kvplan.protocol.system import Pending, System
+
+if TYPE_CHECKING:
+    from logging import Logger
 
 ASK_S: Final = 5.0
 """Seconds after which a source is asked about a lease whose bytes still move."""
@@ -35,7 +36,7 @@ class LeaseCheck:
     system: System
     asked_at: float
     confirmed_at: float
-    answer: Future[None] | None = None
+    answer: Pending[None] | None = None
     has_last_byte: bool = False
     is_confirmed: bool = False  # the lease stood when the last byte had come
     error: KVPlanError | None = None
@@ -49,8 +50,8 @@ class LeaseCheck:
     def poll(self) -> None:
         """Take the answer that has come, and ask again when it is time."""
         now = self.system.monotonic()
-        if self.answer is not None and self.answer.done():
-            error = self.answer.exception()
+        if self.answer is not None and self.answer.done:
+            error = self.answer.error
             self.answer = None
             self._take(error, now)
         interval_s = RETRY_S if self.has_last_byte else ASK_S
@@ -59,12 +60,10 @@ class LeaseCheck:
             self.asked_at = now
             self.answer = self.claims.ask(self.read.source, self.read.lease)
 
-    def _take(self, error: BaseException | None, now: float) -> None:
+    def _take(self, error: KVPlanError | None, now: float) -> None:
         if error is None:
             self.confirmed_at = self.asked_at
             self.is_confirmed = self.has_last_byte
-        elif not isinstance(error, KVPlanError):
-            raise error
         elif error.code == "LEASE" or now - self.confirmed_at > SILENCE_S:
             self.error = error
         else:

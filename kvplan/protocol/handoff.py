@@ -20,9 +20,9 @@ from kvplan._checks import (
     wrong_type,
 )
 from kvplan._text import brief_repr, few, shown
-from kvplan.connector.shared_key import HINT, AnyKey, SharedKey
 from kvplan.describe.blocks import POSITION_END, Blocks, Range
 from kvplan.errors import KVPlanError
+from kvplan.protocol.keys import HINT, SharedKey
 
 PORT_END: Final = 1 << 16
 
@@ -69,7 +69,7 @@ class Handoff:
     """A request that an engine has computed for others, which may read it while ``lease`` stands.
 
     The first ``num_tokens`` positions are computed, of tokens whose
-    :func:`~kvplan.connector.prompt_digest` is ``prompt``. ``prefixes`` has the digests of fewer of
+    :func:`~kvplan.protocol.prompt_digest` is ``prompt``. ``prefixes`` has the digests of fewer of
     them, by their number: those of a prompt before the answer to it. ``blocks`` has a table for
     each group, of the blocks that the engine still has. ``kept`` has the position from which on a
     group's blocks are all there and whole. ``weights_version`` says which weights the engine has
@@ -81,9 +81,10 @@ class Handoff:
     >>> source = Source("prefill", "a1", "10.0.0.1", 5600)
     >>> blocks = {"attn": Blocks([12, 5, 31]), "swa": Blocks([0, 7], null=0)}
     >>> handoff = Handoff(source, "request 1", 40, "8f2c", blocks, kept={"swa": 16})
-    >>> handoff.params()["remote_block_ids"]
+    >>> key = SharedKey.of(b"a secret of all engines")
+    >>> handoff.params(key)["remote_block_ids"]
     {'attn': [0, [12, 5, 31]], 'swa': [1, [7]]}
-    >>> Handoff.of_params(handoff.params()).blocks["swa"]
+    >>> Handoff.of_params(handoff.params(key), key).blocks["swa"]
     Blocks([7], first=1)
     """
 
@@ -116,8 +117,8 @@ class Handoff:
         if instance(str, self.weights_version, "weights_version of a handoff"):
             check_fields(self, "a handoff", name, "weights_version")
 
-    def params(self, key: AnyKey = None) -> dict[str, Any]:
-        """Return the handoff as plain values, signed with a key, by default that of the host."""
+    def params(self, key: SharedKey) -> dict[str, Any]:
+        """Return the handoff as plain values, signed with a key."""
         tables = {group: _table_values(blocks) for group, blocks in self.blocks.items()}
         params = {
             "remote_engine_id": self.source.engine_id,
@@ -132,11 +133,11 @@ class Handoff:
             "remote_prefixes": [[*prefix] for prefix in self.prefixes.items()],
             "remote_weights_version": self.weights_version,
         }
-        signature = SharedKey.of(key).sign(PURPOSE, _signed_text(params))
+        signature = instance(SharedKey, key, "key of a handoff").sign(PURPOSE, _signed_text(params))
         return {**params, SIGNATURE: signature}
 
     @classmethod
-    def of_params(cls, params: Mapping[str, Any], key: AnyKey = None) -> Handoff:
+    def of_params(cls, params: Mapping[str, Any], key: SharedKey) -> Handoff:
         """Read the handoff in a request's parameters, which may have others too.
 
         Raises ``MESSAGE`` if they are not signed with the key; ``KEY`` if one lacks; ``TYPE``,
@@ -164,7 +165,7 @@ class Handoff:
                 "and prefill has kvplan's connector too",
                 keys=tuple(missing),
             )
-        _check_signature(params, SharedKey.of(key))
+        _check_signature(params, instance(SharedKey, key, "key of a handoff"))
         tables = instance(Mapping, params["remote_block_ids"], "remote_block_ids")
         kept = instance(Mapping, params["remote_kept"], "remote_kept")
         return cls(

@@ -1,32 +1,32 @@
 """Reads: the requests that one worker reads from other engines, from handshake to last byte.
 
-- read.R1: Nothing waits. Offers are fetched and plans made on a thread per engine;
+- read.R1: Nothing waits. Offers are fetched and plans made beside the engine's thread;
   :meth:`Reads.poll`, called once per step of the engine, does the rest. The executor is used on the
   caller's thread only.
 - read.R2: A request is reported once, when none of its bytes can move any more, with an error or
   without. Until then its blocks must stay, also where :meth:`Reads.late` says before that it has
   failed.
 - read.R3: What fails is one request, or those that wait for one engine. Another request to that
-  engine tries again. A request that came :data:`~kvplan.connector.claims.RETRY_S` after a handshake
+  engine tries again. A request that came :data:`~kvplan.protocol.claims.RETRY_S` after a handshake
   began does not fail with it, since the network may have healed meanwhile: it shakes hands again.
   So does one whose connection is lost, unless it has waited for that connection, or its bytes may
   still move: a connection that broke while nothing was read shows it only when bytes are to move.
 - read.R4: A request is right only if its source says, after the last byte, that the lease stands:
   until then it has given the blocks to no other request. No clock is compared. While bytes move,
-  the source is asked every :data:`~kvplan.connector.lease_check.ASK_S`; a request fails if the
-  lease is over, or if no answer came for :data:`~kvplan.connector.lease_check.SILENCE_S`.
+  the source is asked every :data:`~kvplan.protocol.lease_check.ASK_S`; a request fails if the lease
+  is over, or if no answer came for :data:`~kvplan.protocol.lease_check.SILENCE_S`.
 - read.R5: With a pipeline, an engine is read from through its staging region if that takes less
-  time for a request of :data:`~kvplan.connector.peer_engines.USUAL_TOKENS` positions. A request
-  that waits while nothing has entered the region for :data:`STALL_S` is read directly: the transfer
-  that holds the region may never end.
+  time for a request of :data:`~kvplan.protocol.peer_engines.USUAL_TOKENS` positions. A request that
+  waits while nothing has entered the region for :data:`STALL_S` is read directly: the transfer that
+  holds the region may never end.
 - read.R6: With ``digest``, the bytes that have arrived are compared with those of the source, by
   logical coordinate, before a request is right. The source computes its digests while the bytes
   move. If it cannot digest the same elements, such as heads that are divided unevenly, the log says
   that the request was not verified.
 - read.R7: A step hands over transfers for about :data:`POST_S`, since the engine's other requests
   wait meanwhile. So a large read is cut into transfers of
-  :data:`~kvplan.connector.read.MAX_TRANSFER_IDS` ids and
-  :data:`~kvplan.connector.read.MAX_TRANSFER_BYTES`, and each :meth:`Reads.poll` hands over some,
+  :data:`~kvplan.protocol.read.MAX_TRANSFER_IDS` ids and
+  :data:`~kvplan.protocol.read.MAX_TRANSFER_BYTES`, and each :meth:`Reads.poll` hands over some,
   until the read has failed.
 """
 
@@ -34,22 +34,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from functools import partial
-from logging import Logger
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from kvplan._checks import having, instance, name, seconds
 from kvplan.budget import BUDGET_BYTES, Budget
-from kvplan.connector.background import Background
-from kvplan.connector.claims import RETRY_S, Claims
-from kvplan.connector.digest import mismatch
-from kvplan.connector.digest_requests import DigestRequest
-from kvplan.connector.handoff import Source
-from kvplan.connector.lease_check import SILENCE_S, LeaseCheck
-from kvplan.connector.peer_engines import (
+from kvplan.describe.blocks import Request
+from kvplan.describe.worker import Worker
+from kvplan.errors import KVPlanError
+from kvplan.executor import Executor, Status, Transfer
+from kvplan.plan import ReadSpec, TransferPlan
+from kvplan.protocol.background import Background
+from kvplan.protocol.claims import RETRY_S, Claims
+from kvplan.protocol.digest import mismatch
+from kvplan.protocol.digest_requests import DigestRequest
+from kvplan.protocol.handoff import Source
+from kvplan.protocol.lease_check import SILENCE_S, LeaseCheck
+from kvplan.protocol.peer_engines import (
     HANDSHAKE_S,
     Connections,
     HandshakeResult,
@@ -57,14 +60,12 @@ from kvplan.connector.peer_engines import (
     PeerEngines,
     PeerPlan,
 )
-from kvplan.connector.read import Read, ReadResult, cut, error_of, request_of
-from kvplan.connector.system import SYSTEM, System
-from kvplan.describe.blocks import Request
-from kvplan.describe.worker import Worker
-from kvplan.errors import KVPlanError
-from kvplan.executor import Executor, Status, Transfer
-from kvplan.plan import ReadSpec, TransferPlan
+from kvplan.protocol.read import Read, ReadResult, cut, error_of, request_of
+from kvplan.protocol.system import Pending, System
 from kvplan.staging import Pipeline, Rates, StagedTransfer
+
+if TYPE_CHECKING:
+    from logging import Logger
 
 MAX_FETCHES: Final = 8
 """Requests whose digests are fetched at a time."""
@@ -89,13 +90,11 @@ class _PendingRead:
 
 @attrs.frozen(eq=False)
 class _DigestCheck:
-    """The comparison of rule read.R6, for one read: ``expected`` are digests of the source's
-    workers.
-    """
+    """The comparison of rule read.R6: ``expected`` are digests of the source's workers."""
 
     digest: Digest
     request: Request
-    expected: Future[list[Mapping[str, Any]]]
+    expected: Pending[list[Mapping[str, Any]]]
 
 
 @attrs.define(eq=False)
@@ -170,17 +169,17 @@ class Reads:
         *,
         connections: Connections,
         claims: Claims,
+        system: System,
         timeout_s: float = HANDSHAKE_S,
         pipeline: Pipeline | None = None,
         digest: Digest | None = None,
         on_handshake: Callable[[HandshakeResult], object] | None = None,
-        system: System = SYSTEM,
         budget_bytes: int = BUDGET_BYTES,
         rates: Rates | None = None,
     ) -> None:
         self.worker: Worker = instance(Worker, worker, "worker")
         self._executor: Executor = having("prepare", executor, "executor", "an Executor")
-        self._logger: Logger = instance(Logger, logger, "logger")
+        self._logger: Logger = having("warning", logger, "logger", "a logger")
         self._claims: Claims = having("ask", claims, "claims", "Claims")
         self._pipeline = None if pipeline is None else instance(Pipeline, pipeline, "pipeline")
         if digest is not None:
@@ -199,10 +198,10 @@ class Reads:
             self._pipeline,
             seconds(timeout_s, "timeout_s"),
             Budget(budget_bytes).num_bytes,
-            system,
-            None if rates is None else instance(Rates, rates, "rates"),
+            system=system,
+            rates=None if rates is None else instance(Rates, rates, "rates"),
         )
-        self._fetches = Background("kvplan digests", MAX_FETCHES, system)
+        self._fetches = Background("fetch digests", MAX_FETCHES, logger, system)
         # the chunks of the pipeline that have begun, and when that number was seen to change
         self._num_chunks = 0
         self._last_chunk_at = 0.0
@@ -336,9 +335,7 @@ class Reads:
         self._discard_lost(job, error)
 
     def _poll_pipeline(self, pipeline: Pipeline) -> None:
-        """Continue staged transfers; read directly what waits for a region that stalls, rule
-        read.R5.
-        """
+        """Continue staged transfers; read directly what waits for a region that stalls."""
         pipeline.poll()
         now = self._system.monotonic()
         if pipeline.num_chunks != self._num_chunks:
@@ -387,7 +384,7 @@ class Reads:
         is_right = job.lease_check.is_confirmed
         # Digests matter only if the blocks were the request's until the last byte.
         if job.error is None and is_right and job.digest_check is not None:
-            if not job.digest_check.expected.done():
+            if not job.digest_check.expected.done:
                 return
             job.error = self._mismatch(job, job.digest_check)
         # Before it is settled, a read that has failed keeps its blocks, by rule read.R2.

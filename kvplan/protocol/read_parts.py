@@ -11,10 +11,10 @@ from collections import deque
 import attrs
 
 from kvplan._checks import having, instance, name
-from kvplan.connector.read import Read, ReadResult
-from kvplan.connector.reads import Reads
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
+from kvplan.protocol.read import Read, ReadResult
+from kvplan.protocol.reads import Reads
 
 
 @attrs.define(eq=False)

@@ -1,10 +1,10 @@
-"""The listener of an engine: by HTTP, others fetch its offers and claim its leases.
+"""The listener of an engine: others fetch its offers and claim its leases.
 
 ``GET /`` returns the offers of all workers. ``POST /claims`` takes a
-:class:`~kvplan.connector.claims.ClaimMessage` and returns the answer to each claim. ``POST
-/digests`` takes a :class:`~kvplan.connector.digest_requests.DigestRequest` and returns digests,
+:class:`~kvplan.protocol.claims.ClaimMessage` and returns the answer to each claim. ``POST
+/digests`` takes a :class:`~kvplan.protocol.digest_requests.DigestRequest` and returns digests,
 when workers have computed them. ``POST /ask`` returns what rooms have of requests that the engine
-computes. Who may ask is decided by :mod:`kvplan.connector.access`.
+computes. Who may ask is decided by the :class:`~kvplan.protocol.system.System` that serves.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ import attrs
 
 from kvplan._checks import check_fields, instance, members, name
 from kvplan._text import brief_repr, count, shown
-from kvplan.connector.access import TOKEN_BYTES, Access, access_or_default
-from kvplan.connector.claims import MAX_MESSAGE_BYTES, ClaimAnswer, ClaimMessage, answer_claims
-from kvplan.connector.digest_requests import MAX_REQUEST_BYTES, DigestRequests, answer_digests
-from kvplan.connector.handoff import Source
-from kvplan.connector.http import ANSWER_S, Route
-from kvplan.connector.leases import Leases
-from kvplan.connector.room_contents import MAX_QUESTION_BYTES, RoomStore
-from kvplan.connector.system import SYSTEM, System
 from kvplan.errors import KVPlanError
+from kvplan.protocol.claims import MAX_MESSAGE_BYTES, ClaimAnswer, ClaimMessage, answer_claims
+from kvplan.protocol.digest_requests import MAX_REQUEST_BYTES, DigestRequests, answer_digests
+from kvplan.protocol.handoff import Source
+from kvplan.protocol.leases import Leases
+from kvplan.protocol.room_contents import MAX_QUESTION_BYTES, RoomStore
+from kvplan.protocol.system import ANSWER_S, TOKEN_BYTES, Route, System
 
 MAX_PARTS: Final = 1 << 12
 """The brackets and commas in an answer: thousands of workers."""
@@ -78,17 +76,18 @@ class Listener:
     """Serves the offers of an engine's workers, and answers claims from its ``leases``.
 
     It announces ``host``, and listens on ``bind``, by default ``host``, at ``port``, by default one
-    that is free. Readers find it by its :attr:`source`, and need the key of its ``access``.
-    :attr:`digests` are those that they ask for, and :attr:`rooms` has entries of rooms. Raises
-    ``PEER`` if it cannot listen, or where its ``access`` forbids it.
+    that is free. Readers find it by its :attr:`source`. :attr:`digests` are those that they ask
+    for, and :attr:`rooms` has entries of rooms. Raises ``PEER`` if it cannot listen.
 
-    >>> leases = Leases()
-    >>> listener = Listener("prefill", "127.0.0.1", [b"offer of worker 0"], leases)
-    >>> fetch(listener.source, timeout_s=10).workers
+    >>> from kvplan_nixl.serving import Driver
+    >>> system = Driver()
+    >>> leases = Leases(system)
+    >>> listener = Listener("prefill", "127.0.0.1", [b"offer of worker 0"], leases, system=system)
+    >>> system.run(fetch(listener.source, 10, system=system)).workers
     (b'offer of worker 0',)
     >>> lease = leases.grant("request 1")
     >>> message = ClaimMessage(listener.source.start, claims=((lease, "decode 1"),))
-    >>> send_claims(listener.source, message).claims
+    >>> system.run(send_claims(listener.source, message, system=system)).claims
     (True,)
     >>> listener.close()
     """
@@ -102,8 +101,7 @@ class Listener:
         *,
         port: int = 0,
         bind: str | None = None,
-        access: Access | None = None,
-        system: System = SYSTEM,
+        system: System,
     ) -> None:
         instance(System, system, "system")
         # Another start of this engine has other leases, and other memory.
@@ -114,8 +112,8 @@ class Listener:
         fields = {"engine_id": engine_id, "start": start, "workers": texts}
         encoded_offers = json.dumps(fields).encode()
         instance(Leases, leases, "leases of a listener")
-        digests = DigestRequests(leases)
-        rooms = RoomStore(system.token_hex)
+        digests = DigestRequests(leases, system)
+        rooms = RoomStore(system)
 
         def give_offers(_: bytes) -> bytes:
             return encoded_offers
@@ -134,7 +132,7 @@ class Listener:
             "POST /ask": Route(rooms.answer, MAX_QUESTION_BYTES),
         }
         address = name(host, "host") if bind is None else name(bind, "bind")
-        self._server = system.serve(address, port, routes, access_or_default(access), host)
+        self._server = system.serve(address, port, routes, host)
         self.digests: DigestRequests = digests
         self.rooms: RoomStore = rooms
         self.source: Source = Source(engine_id, start, host, self._server.port)
@@ -144,16 +142,13 @@ class Listener:
         self._server.close()
 
 
-def fetch(
-    source: Source, timeout_s: float, access: Access | None = None, system: System = SYSTEM
-) -> Offers:
+async def fetch(source: Source, timeout_s: float, *, system: System) -> Offers:
     """Fetch the offers of an engine's workers.
 
-    Raises ``MESSAGE``, and ``PEER`` if the engine does not answer, has another key or has
-    restarted.
+    Raises ``MESSAGE``, and ``PEER`` if the engine does not answer or has restarted.
     """
     peer = str(instance(Source, source, "source"))
-    answer = system.exchange(peer, source.address, "/", timeout_s, access_or_default(access))
+    answer = await system.exchange(peer, source.address, "/", timeout_s)
     offers = Offers.decode(answer)
     # The address may have gone over to another engine, or to another start of it.
     if (offers.engine_id, offers.start) != (source.engine_id, source.start):
@@ -169,18 +164,12 @@ def fetch(
     return offers
 
 
-def send_claims(
-    source: Source,
-    message: ClaimMessage,
-    access: Access | None = None,
-    system: System = SYSTEM,
-) -> ClaimAnswer:
+async def send_claims(source: Source, message: ClaimMessage, *, system: System) -> ClaimAnswer:
     """Send claims to an engine's listener. Raises ``PEER`` and ``MESSAGE``."""
     fields = instance(ClaimMessage, message, "a message of claims").fields()
     peer = str(instance(Source, source, "source"))
     sent = json.dumps(fields).encode()
-    access = access_or_default(access)
-    answer = system.exchange(peer, source.address, "/claims", ANSWER_S, access, sent)
+    answer = await system.exchange(peer, source.address, "/claims", ANSWER_S, sent)
     try:
         fields = json.loads(answer)
     except (ValueError, RecursionError) as error:

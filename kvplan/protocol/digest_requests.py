@@ -1,22 +1,19 @@
-"""Requests for digests: readers send them by HTTP, and an engine's workers compute the digests."""
+"""Requests for digests: readers send them, and an engine's workers compute the digests."""
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import attrs
 
 from kvplan._checks import instance, interval, members, name, seconds
-from kvplan.connector.access import Access, access_or_default
-from kvplan.connector.handoff import Source
-from kvplan.connector.http import ANSWER_S
-from kvplan.connector.leases import Leases
-from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import POSITION_END, Range
 from kvplan.errors import KVPlanError
+from kvplan.protocol.handoff import Source
+from kvplan.protocol.leases import Leases
+from kvplan.protocol.system import ANSWER_S, System
 
 MAX_REQUESTS: Final = 1 << 12
 """Requests that an engine keeps at a time, of which each has tens of kilobytes of digests."""
@@ -58,8 +55,9 @@ class DigestRequest:
 class DigestRequests:
     """The requests for digests of ``leases`` that stand, and the answers. Safe for several threads.
 
-    >>> leases = Leases()
-    >>> requests = DigestRequests(leases)
+    >>> from kvplan_nixl.serving import Driver
+    >>> leases = Leases(Driver())
+    >>> requests = DigestRequests(leases, Driver())
     >>> request = DigestRequest.of(leases.grant("r"), {"attn": (0, 40)})
     >>> requests.ask(request)
     >>> requests.take() == [request], requests.take()
@@ -69,9 +67,9 @@ class DigestRequests:
     [{'of worker': 0}]
     """
 
-    def __init__(self, leases: Leases) -> None:
+    def __init__(self, leases: Leases, system: System) -> None:
         self._leases: Leases = instance(Leases, leases, "leases of digests")
-        self._lock = threading.Lock()
+        self._lock = system.lock()
         self._answers: dict[DigestRequest, list[Mapping[str, Any]] | None] = {}
         self._new: list[DigestRequest] = []
 
@@ -125,12 +123,8 @@ def answer_digests(requests: DigestRequests, start: str, body: Any) -> dict[str,
     return {"digests": requests.ask(request)}
 
 
-def fetch_digests(
-    source: Source,
-    request: DigestRequest,
-    timeout_s: float,
-    access: Access | None = None,
-    system: System = SYSTEM,
+async def fetch_digests(
+    source: Source, request: DigestRequest, timeout_s: float, *, system: System
 ) -> list[Mapping[str, Any]]:
     """Fetch the digests of all workers of an engine, when they have computed them.
 
@@ -143,7 +137,7 @@ def fetch_digests(
     silence: KVPlanError | None = None
     while system.monotonic() < stop:
         try:
-            digests = _ask_once(source, request, access_or_default(access), system)
+            digests = await _ask_once(source, request, system)
         except KVPlanError as error:
             if error.code != "PEER":
                 raise
@@ -152,19 +146,19 @@ def fetch_digests(
             silence = None
             if digests is not None:
                 return digests
-        system.sleep(ASK_AGAIN_S)
+        await system.sleep(ASK_AGAIN_S)
     expected = f"digests within {timeout_s:g} s"
     raise silence or KVPlanError(
         "PEER", f"check {request.lease!r} from {source}", expected=expected, got="none"
     )
 
 
-def _ask_once(
-    source: Source, request: DigestRequest, access: Access, system: System
+async def _ask_once(
+    source: Source, request: DigestRequest, system: System
 ) -> list[Mapping[str, Any]] | None:
     """Ask an engine for digests once. Returns None if it has not computed them yet."""
     sent = json.dumps(request.fields(source.start)).encode()
-    answer = system.exchange(str(source), source.address, "/digests", ANSWER_S, access, sent)
+    answer = await system.exchange(str(source), source.address, "/digests", ANSWER_S, sent)
     try:
         digests = json.loads(answer)["digests"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:

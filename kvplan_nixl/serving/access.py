@@ -1,8 +1,7 @@
 """Access: who may talk to an engine over the network, by a key that all engines share.
 
-- access.D1: Every question and every answer is signed with a key, by
-  :mod:`kvplan.connector.shared_key`. A server with the key of its host alone listens on loopback:
-  no other host could ask it anything.
+- access.D1: Every question and every answer is signed with a key, by :mod:`kvplan.protocol.keys`. A
+  server with the key of its host alone listens on loopback: no other host could ask it anything.
 - access.D2: A question is signed with its method, target and body, and with the server that is
   asked: the address that the reader was told, and the IP address and port to which it is connected.
   An answer is signed with its question, status and body. So neither passes for another one, and a
@@ -31,11 +30,10 @@ import attrs
 
 from kvplan._checks import instance, members
 from kvplan._text import brief_repr, shown
-from kvplan.connector.shared_key import HINT, SharedKey, key_of
 from kvplan.errors import KVPlanError
-
-TOKEN_BYTES: Final = 16
-"""The length of challenges and nonces, too long for two random ones to be equal."""
+from kvplan.protocol.keys import HINT, SharedKey
+from kvplan.protocol.system import TOKEN_BYTES
+from kvplan_nixl.serving.host_key import key_of
 
 MAX_NONCES: Final = 1 << 16
 """Questions with one challenge, after which a server has a new one: its memory is bounded."""
@@ -63,9 +61,7 @@ class Asked:
 
 @attrs.frozen
 class Proof:
-    """The proof that a question comes from somebody who knows the key, by rules access.D2 and
-    access.D3.
-    """
+    """The proof that a question comes from somebody who knows the key, by rule access.D2."""
 
     server: str
     challenge: str
@@ -138,7 +134,7 @@ class Challenges:
         """Take a question that was signed, and return whether it is a new one.
 
         The last one of a challenge brings a new challenge. Questions under way that quote the one
-        before are refused, and asked once more by :func:`kvplan.connector.http.exchange`.
+        before are refused, and asked once more by :func:`kvplan_nixl.serving.http.exchange`.
         """
         if challenge != self.latest or len(nonce) != 2 * TOKEN_BYTES:
             return False
@@ -232,7 +228,7 @@ class Access:
         return self._challenges.get(instance(str, server, "address of a server"), "-")
 
     def remember(self, server: str, challenge: str) -> None:
-        """Remember the challenge of a server for the next question. Safe for several threads."""
+        """Remember the challenge of a server for the next question."""
         instance(str, server, "address of a server")
         if len(instance(str, challenge, "challenge of a server")) != 2 * TOKEN_BYTES:
             return
@@ -276,11 +272,6 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def access_or_default(access: Access | None) -> Access:
-    """Return an access, that of this host's engines in place of None."""
-    return Access() if access is None else instance(Access, access, "access")
 
 
 def tls_contexts(

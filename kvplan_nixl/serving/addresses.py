@@ -1,12 +1,13 @@
-"""Addresses of hosts, looked up within a time.
+"""Addresses of hosts, looked up without blocking the event loop.
 
-The system's function for it waits as long as a name server is silent, and nobody can stop it. So it
-runs on a thread of its own. All who ask for a host at a time share that thread: a name server that
-never answers holds one thread for each host.
+The system's function waits as long as a name server is silent, and cannot be stopped. So it runs on
+a daemon thread, which all coroutines that ask for a host share: a name server that never answers
+holds one thread for each host, and no process that ends.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from concurrent.futures import Future
@@ -16,10 +17,13 @@ _LOOKUPS: Final[dict[tuple[str, int], Future[list[tuple[socket.AddressFamily, An
 _LOCK: Final = threading.Lock()
 
 
-def addresses_of(host: str, port: int, timeout_s: float) -> list[tuple[socket.AddressFamily, Any]]:
-    """Return the addresses of a host. Raises OSError if it has none, or none within the time.
+async def addresses_of(
+    host: str, port: int, timeout_s: float
+) -> list[tuple[socket.AddressFamily, Any]]:
+    """The addresses of a host. Raises OSError if it has none, or none within the time.
 
-    >>> [address for _, address in addresses_of("127.0.0.1", 80, 1.0)]
+    >>> import asyncio
+    >>> [address for _, address in asyncio.run(addresses_of("127.0.0.1", 80, 1.0))]
     [('127.0.0.1', 80)]
     """
     place = host, port
@@ -27,9 +31,10 @@ def addresses_of(host: str, port: int, timeout_s: float) -> list[tuple[socket.Ad
     try:
         return _look_up(place, socket.AI_NUMERICHOST)
     except socket.gaierror:
-        lookup = _begin(place)
+        lookup = asyncio.wrap_future(_begin(place))
     try:
-        return lookup.result(timeout_s)
+        # shielded, since others may wait for it too
+        return await asyncio.wait_for(asyncio.shield(lookup), timeout_s)
     except TimeoutError:
         raise TimeoutError(f"no address of {host} in time") from None
 

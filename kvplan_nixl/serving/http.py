@@ -3,7 +3,8 @@
 This is the part of HTTP/1.1 that engines need, and no more: a head of a few lines, one
 ``Content-Length``, and a body. Python's own server reads heads of megabytes, keeps a thread for
 each connection, and has no limit for the time of a whole question. A parser such as h11 knows more
-of HTTP than engines say to each other, and bounds neither connections nor time.
+of HTTP than engines say to each other, bounds neither connections nor time, and would take the
+place of forty lines. Everything here runs on the event loop of :mod:`kvplan_nixl.serving.driver`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Final
@@ -23,17 +22,15 @@ import attrs
 
 from kvplan._checks import instance, integer, name, seconds
 from kvplan._text import shown
-from kvplan.connector.access import Access, Asked, Challenges, Proof, numeric_address
-from kvplan.connector.addresses import addresses_of
-from kvplan.connector.handoff import PORT_END
-from kvplan.connector.shared_key import HINT
 from kvplan.errors import KVPlanError
+from kvplan.protocol.handoff import PORT_END
+from kvplan.protocol.keys import HINT
+from kvplan.protocol.system import MAX_ANSWER_BYTES, Route
+from kvplan_nixl.serving.access import Access, Asked, Challenges, Proof, numeric_address
+from kvplan_nixl.serving.addresses import addresses_of
 
 MAX_HEAD_BYTES: Final = 1 << 12
 """The length of a question's or answer's head, of which the signature takes most."""
-
-MAX_ANSWER_BYTES: Final = 1 << 24
-"""The length of an answer: the offers of over a hundred workers."""
 
 MAX_CONNECTIONS: Final = 256
 """Connections to a server. One more takes the place of another one, by :class:`_Connection`."""
@@ -46,8 +43,8 @@ MAX_REASON_BYTES: Final = 300
 
 PART_BYTES: Final = 1 << 18
 
-ANSWER_S: Final = 3.0
-"""Seconds for which a reader waits for an answer about leases or digests."""
+SILENT_S: Final = 1.0
+"""Seconds after which the next address of a host is tried."""
 
 CONNECTION_S: Final = 30.0
 """Seconds that a connection has for its question and its answer: offers over a slow link."""
@@ -128,19 +125,6 @@ def _message(first: str, body: bytes, lines: Mapping[str, str]) -> bytes:
 
 
 @attrs.frozen
-class Route:
-    """What a server does at one path: ``answer`` gets a body of at most ``max_bytes``.
-
-    It also gets the ``num_parts`` of the path that follow the route's own. It raises
-    :class:`~kvplan.KVPlanError` for what it refuses. It must not wait.
-    """
-
-    answer: Callable[..., bytes]
-    max_bytes: int = 0
-    num_parts: int = 0
-
-
-@attrs.frozen
 class _RefusedError(Exception):
     """A question that gets another status than 200, with its reason."""
 
@@ -162,17 +146,12 @@ class _Connection:
 
 
 class Server:
-    """Answers questions on one thread of its own, by ``routes``: each has a method and a path.
+    """Answers questions by ``routes``, on ``loop``: each route has a method and a path.
 
     It listens at ``port`` of ``host``, or at a free port if that is 0. Questions are for the
     address that their connection has led to, or for the host ``announced``, where that leads here
     by way of another address. Raises ``PEER`` if it cannot listen, or if
-    :class:`~kvplan.connector.access.Access` forbids it.
-
-    >>> server = Server("127.0.0.1", 0, {"POST /twice": Route(lambda body: 2 * body, 8)}, Access())
-    >>> exchange("a server", f"127.0.0.1:{server.port}", "/twice", 10, Access(), b"ab")
-    b'abab'
-    >>> server.close()
+    :class:`~kvplan_nixl.serving.access.Access` forbids it.
     """
 
     def __init__(
@@ -181,6 +160,7 @@ class Server:
         port: int,
         routes: Mapping[str, Route],
         access: Access,
+        loop: asyncio.AbstractEventLoop,
         announced: str = "",
     ) -> None:
         self._routes = instance(Mapping, routes, "routes of a server")
@@ -192,25 +172,18 @@ class Server:
         self._socket = _listening(name(host, "host"), integer(port, "port", high=PORT_END), access)
         self.port: int = self._socket.getsockname()[1]
         self._announced = f"{announced}:{self.port}"
-        self._loop = asyncio.new_event_loop()
-        self._closed = asyncio.Event()
-        thread_name = "kvplan http"
-        self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
-        self._thread.start()
+        self._loop = loop
+        self._is_closed = False
+        loop.call_soon_threadsafe(self._listen)
 
     def close(self) -> None:
-        """Stop listening, and end all connections."""
-        with suppress(RuntimeError):  # closed before
-            self._loop.call_soon_threadsafe(self._closed.set)
-        self._thread.join()
+        """Stop listening, and end all connections. Not to be called on the loop."""
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
 
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())
-
-    async def _serve(self) -> None:
-        self._loop.add_reader(self._socket, self._accept)
-        await self._closed.wait()
+    async def _close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._loop.remove_reader(self._socket)
         self._socket.close()
         # Tasks that were made just now begin, so that each closes its connection.
@@ -218,6 +191,10 @@ class Server:
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _listen(self) -> None:
+        if not self._is_closed:
+            self._loop.add_reader(self._socket, self._accept)
 
     def _accept(self) -> None:
         """Accept a connection, in the place of another one if there are too many."""
@@ -228,7 +205,7 @@ class Server:
         except OSError:
             # The process has too many files open.
             self._loop.remove_reader(self._socket)
-            self._loop.call_later(PAUSE_S, self._loop.add_reader, self._socket, self._accept)
+            self._loop.call_later(PAUSE_S, self._listen)
             return
         if len(self._connections) >= MAX_CONNECTIONS and not self._close_one():
             connection.close()
@@ -313,7 +290,7 @@ class Server:
             status = refused.status
             answer = refused.reason.encode()
         except (ValueError, TypeError, RecursionError, asyncio.LimitOverrunError) as error:
-            # Nonsense is refused with what it raises when it is read.
+            # Malformed questions are rejected; the error says what could not be read.
             status = 400
             answer = str(error).encode()[:MAX_REASON_BYTES]
         return self._signed(proof, status, answer)
@@ -364,7 +341,7 @@ def _listening(host: str, port: int, access: Access) -> socket.socket:
     return listening
 
 
-def exchange(
+async def exchange(
     peer: str,
     address: str,
     path: str,
@@ -378,21 +355,22 @@ def exchange(
     """
     for subject, text in (("peer", peer), ("address", address), ("path", path)):
         instance(str, text, f"{subject} of a question")
-    instance(Access, access, "access of a question")
     if sent is not None:
         instance(bytes, sent, "body of a question")
-    deadline = time.monotonic() + seconds(timeout_s, "timeout_s")
+    limit_s = seconds(timeout_s, "timeout_s")
     action = f"reach {peer}"
     method = "GET" if sent is None else "POST"
     body = sent or b""
     try:
-        answer = _ask(address, method, path, body, access, deadline)
-        # The server has told its challenge, or another one.
-        if answer.status == 401:
-            answer = _ask(address, method, path, body, access, deadline)
-    except (OSError, ValueError) as error:
-        expected = f"an answer within {timeout_s:g} s"
+        async with asyncio.timeout(limit_s):
+            answer = await _ask(address, method, path, body, access, limit_s)
+            # The server has told its challenge, or another one.
+            if answer.status == 401:
+                answer = await _ask(address, method, path, body, access, limit_s)
+    except (OSError, EOFError, ValueError) as error:
+        expected = f"an answer within {limit_s:g} s"
         got = shown(str(error)) if str(error) else type(error).__name__
+        got = "none" if got == "TimeoutError" else got
         raise KVPlanError("PEER", action, expected=expected, got=got) from None
     if answer.status == 401:
         expected = "an engine with the same key"
@@ -417,24 +395,29 @@ class _Answer:
     is_signed: bool
 
 
-def _ask(
-    address: str, method: str, target: str, body: bytes, access: Access, deadline: float
+async def _ask(
+    address: str, method: str, target: str, body: bytes, access: Access, timeout_s: float
 ) -> _Answer:
-    """Ask a server once. Raises OSError, or ValueError for what is no answer."""
+    """Ask a server once. Raises OSError or EOFError, or ValueError for what is no answer."""
     host, _, port_text = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     port = integer(int(port_text), "port", high=PORT_END)
-    with _connected(host, port, deadline) as plain:
+    with await _connected(host, port, timeout_s) as plain:
         # the server to which the connection has led, by rule access.D2
         asked = Asked(method, target, address, numeric_address(plain.getpeername()))
         proof = Proof.of(access.key, access.challenge_of(address), asked, body)
         lines = {"Host": address, PROOF: f"{SCHEME} {proof}"}
         question = _message(f"{method} {target} HTTP/1.1", body, lines)
-        if access.client_tls is None:
-            head, answer = _converse_over(plain, question, deadline)
-        else:
-            with access.client_tls.wrap_socket(plain, server_hostname=host) as encrypted:
-                head, answer = _converse_over(encrypted, question, deadline)
+        reader, writer = await asyncio.open_connection(
+            sock=plain,
+            limit=MAX_HEAD_BYTES,
+            ssl=access.client_tls,
+            server_hostname=host if access.client_tls else None,
+        )
+        try:
+            head, answer = await _converse(reader, writer, question)
+        finally:
+            writer.transport.abort()
     status = int(head.first[1])
     challenge, _, signature = head.quoted(SIGNATURE).partition(" ")
     is_signed = proof.has_answer(access.key, signature, status, challenge, answer)
@@ -444,55 +427,39 @@ def _ask(
     return _Answer(status, answer, is_signed)
 
 
-def _connected(host: str, port: int, deadline: float) -> socket.socket:
+async def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
     """Return a connection to the first address of a host that accepts one. Raises OSError."""
-    addresses = addresses_of(host, port, _left_s(deadline))
     failure = OSError(f"{host} has no address")
-    # what is left is divided among the addresses, of which any may be silent
+    loop = asyncio.get_running_loop()
+    # a name server that takes most of the time is what was too slow
+    addresses = await addresses_of(host, port, 0.9 * timeout_s)
     for number, (family, address) in enumerate(addresses):
         connection = socket.socket(family, socket.SOCK_STREAM)
+        connection.setblocking(False)
         try:
-            connection.settimeout(_left_s(deadline) / (len(addresses) - number))
-            connection.connect(address)
+            # all addresses but the last one, any of which may be silent
+            patience_s = SILENT_S if number + 1 < len(addresses) else None
+            async with asyncio.timeout(patience_s):
+                await loop.sock_connect(connection, address)
         except OSError as error:
             connection.close()
             failure = error
+        except BaseException:
+            connection.close()
+            raise
         else:
             return connection
     raise failure
 
 
-def _converse_over(
-    connection: socket.socket, question: bytes, deadline: float
+async def _converse(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, question: bytes
 ) -> tuple[_Head, bytes]:
-    connection.settimeout(_left_s(deadline))
-    connection.sendall(question)
-    data = bytearray()
-    while (head_end := data.find(b"\r\n\r\n")) < 0:
-        if len(data) > MAX_HEAD_BYTES:
-            raise ValueError(f"a head of more than {MAX_HEAD_BYTES} bytes")
-        data += _receive(connection, deadline)
-    body_start = head_end + 4
-    head = _Head.read(bytes(data[:body_start]))
+    writer.write(question)
+    try:
+        head = _Head.read(await reader.readuntil(b"\r\n\r\n"))
+    except asyncio.LimitOverrunError:
+        raise ValueError(f"a head of more than {MAX_HEAD_BYTES} bytes") from None
     if head.num_bytes > MAX_ANSWER_BYTES:
         raise ValueError(f"an answer of {head.num_bytes} bytes, above {MAX_ANSWER_BYTES}")
-    while len(data) < body_start + head.num_bytes:
-        data += _receive(connection, deadline)
-    return head, bytes(data[body_start:])
-
-
-def _receive(connection: socket.socket, deadline: float) -> bytes:
-    """Return the bytes that come next. Raises OSError where none do."""
-    connection.settimeout(_left_s(deadline))
-    part = connection.recv(PART_BYTES)
-    if not part:
-        raise ConnectionError("the connection was closed")
-    return part
-
-
-def _left_s(deadline: float) -> float:
-    """Return the seconds until a deadline. Raises TimeoutError when it has passed."""
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("too slow")
-    return left_s
+    return head, await reader.readexactly(head.num_bytes)

@@ -4,30 +4,30 @@
   :data:`RENEW_S`, and ends it when no byte of the request can move any more.
 - claim.C2: No answer is no refusal: a claim that could not be sent is sent again. A refused one
   stays refused.
-- claim.C3: Nothing waits. Each engine has a thread of its own, so one that hangs delays no other
-  engine's claims.
+- claim.C3: Each engine has a coroutine of its own, so one that hangs delays no other engine's
+  claims.
 
-:class:`Claims` has the threads. :class:`SourceClaims` decides what they send and when, without
-thread, clock or network.
+:class:`SourceClaims` decides what is sent to one engine and when; :class:`Claims` sends it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from logging import Logger
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from kvplan._checks import at_most, having, instance, integer, members, name, wrong_type
-from kvplan.connector.handoff import Source
-from kvplan.connector.leases import LEASE_S, Leases
-from kvplan.connector.system import SYSTEM, System
 from kvplan.errors import KVPlanError
+from kvplan.protocol.handoff import Source
+from kvplan.protocol.leases import LEASE_S, Leases
+from kvplan.protocol.system import Pending, Signal, System
+
+if TYPE_CHECKING:
+    from logging import Logger
 
 RENEW_S: Final = LEASE_S / 6
 """Seconds after which a claim is renewed."""
@@ -36,7 +36,7 @@ RETRY_S: Final = 1.0
 """Seconds after which a claim is sent again that got no answer."""
 
 IDLE_S: Final = 10.0
-"""Seconds after which the thread of an engine ends that has nothing to send."""
+"""Seconds after which the coroutine of an engine ends that has nothing to send."""
 
 MAX_MESSAGE_BYTES: Final = 1 << 18
 """The length of a message."""
@@ -50,8 +50,7 @@ MAX_NAME_BYTES: Final = 1 << 10
 MAX_SOURCES: Final = 1 << 10
 """Engines on whose leases a reader has claims at a time, unless it says otherwise.
 
-Each has a thread, which takes 17 KB of memory while it waits: 17 MB for twice as many prefill
-engines as the largest deployments have."""
+Twice as many prefill engines as the largest deployments have."""
 
 Claim = tuple[str, str]
 """A lease and the reader that claims it."""
@@ -162,7 +161,8 @@ def answer_claims(leases: Leases, start: str, message: ClaimMessage) -> ClaimAns
 
     Leases of an earlier start are over.
 
-    >>> leases = Leases()
+    >>> from kvplan_nixl.serving import Driver
+    >>> leases = Leases(Driver())
     >>> lease = leases.grant("request 1")
     >>> message = ClaimMessage("a1", claims=((lease, "decode 1"),), asks=("of nobody",))
     >>> answer_claims(leases, "a1", message)
@@ -195,8 +195,8 @@ class SourceClaims:
         self._due_at: dict[Claim, float] = {}
         self._done: dict[Claim, None] = {}
         # answers to come, by lease: of questions to send, and of those in the message under way
-        self._unsent: dict[str, list[Future[None]]] = {}
-        self._sent: dict[str, list[Future[None]]] = {}
+        self._unsent: dict[str, list[Pending[None]]] = {}
+        self._sent: dict[str, list[Pending[None]]] = {}
 
     def begin(self, claim: Claim, now: float) -> None:
         """Claim a lease, and renew the claim until it ends."""
@@ -209,9 +209,9 @@ class SourceClaims:
         if self.refusals.pop(claim, None) is None:
             self._done[claim] = None
 
-    def ask(self, lease: str) -> Future[None]:
-        """Ask once whether a lease stands. The future has an error if not, or if nobody answers."""
-        answer: Future[None] = Future()
+    def ask(self, lease: str) -> Pending[None]:
+        """Ask once whether a lease stands. Fails if not, or if nobody answers."""
+        answer = Pending[None]()
         self._unsent.setdefault(lease, []).append(answer)
         return answer
 
@@ -266,9 +266,9 @@ class SourceClaims:
         """Answer all questions about a lease in the message under way."""
         for answer in self._sent.pop(lease):
             if error is None:
-                answer.set_result(None)
+                answer.resolve(None)
             else:
-                answer.set_exception(error)
+                answer.fail(error)
 
     def _lease_error(self, lease: str) -> KVPlanError:
         reasons = "it was read already, nobody claimed it in time, or the engine has restarted"
@@ -295,17 +295,18 @@ class Claims:
     def __init__(
         self,
         logger: Logger,
-        send: Callable[[Source, ClaimMessage], ClaimAnswer],
-        system: System = SYSTEM,
+        send: Callable[[Source, ClaimMessage], Awaitable[ClaimAnswer]],
+        system: System,
         max_sources: int = MAX_SOURCES,
     ) -> None:
-        self._logger = instance(Logger, logger, "logger")
+        self._logger: Logger = having("warning", logger, "logger", "a logger")
         self._max_sources = integer(max_sources, "max_sources", low=1)
-        self._send = having("__call__", send, "send of claims", "a function")
-        # One lock guards the claims on all engines. Nobody holds it while a message is exchanged.
+        self._send = having("__call__", send, "send of claims", "a coroutine function")
+        # One lock guards the claims on all engines.
         self._by_source: dict[Source, SourceClaims] = {}
+        self._changes: dict[Source, Signal] = {}
         self._system = instance(System, system, "system")
-        self._changed = system.condition()
+        self._lock = system.lock()
         self._is_closed = False
         self.num_refused: int = 0
         self.num_unanswered: int = 0
@@ -313,99 +314,103 @@ class Claims:
     def begin(self, source: Source, lease: str, reader: str) -> None:
         """Claim a lease until :meth:`end`. Raises ``RANGE`` for claims on too many engines."""
         claim = _checked_claim(lease, reader)
-        with self._changed:
+        with self._lock:
             self._claims_on(source).begin(claim, self._system.monotonic())
 
     def end(self, source: Source, lease: str, reader: str) -> None:
         """End a claim: the reader is done, or will not read."""
         claim = _checked_claim(lease, reader)
         instance(Source, source, "source")
-        # Without a thread for it, the claim ends for want of renewals.
-        with self._changed, suppress(KVPlanError):
+        # Where nothing can be sent, the lease expires unless another reader renews it.
+        with self._lock, suppress(KVPlanError):
             self._claims_on(source).end(claim)
 
-    def ask(self, source: Source, lease: str) -> Future[None]:
+    def ask(self, source: Source, lease: str) -> Pending[None]:
         """Ask once whether a lease stands.
 
-        The future raises ``LEASE`` if it does not, and ``PEER`` if no answer comes.
+        Fails with ``LEASE`` if it does not, and with ``PEER`` if no answer comes.
         """
         name(lease, "lease")
         instance(Source, source, "source")
-        with self._changed:
+        with self._lock:
             try:
                 return self._claims_on(source).ask(lease)
             except KVPlanError as error:
-                refused: Future[None] = Future()
-                refused.set_exception(error)
+                refused = Pending[None]()
+                refused.fail(error)
                 return refused
 
     def refusal(self, source: Source, lease: str, reader: str) -> KVPlanError | None:
         """Return the error of a claim that was refused, None of any other."""
         claim = _checked_claim(lease, reader)
-        with self._changed:
+        with self._lock:
             source_claims = self._by_source.get(instance(Source, source, "source"))
             return None if source_claims is None else source_claims.refusals.get(claim)
 
     def close(self) -> None:
         """Send the claims that have ended, and nothing more."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
-            self._changed.notify_all()
+            for changed in self._changes.values():
+                changed.set()
 
     def _claims_on(self, source: Source) -> SourceClaims:
-        """Return the claims on an engine, which has a thread. The caller holds the lock.
+        """The claims on an engine, at which its coroutine looks soon. The caller holds the lock.
 
-        The thread looks at the claims when the caller lets go of the lock. Raises ``RANGE`` if
-        there are too many threads.
+        Raises ``RANGE`` for too many engines.
         """
         if instance(Source, source, "source") not in self._by_source:
             action = f"claim leases of {source}"
             at_most(self._max_sources, len(self._by_source) + 1, "engines at a time", action)
             source_claims = SourceClaims(source)
             self._by_source[source] = source_claims
-            thread_name = f"kvplan claims {source.engine_id}"
-            self._system.start(thread_name, partial(self._run, source_claims))
-        self._changed.notify_all()
+            self._changes[source] = self._system.signal()
+            name = f"kvplan claims {source.engine_id}"
+            self._system.start(name, partial(self._run, source_claims, self._changes[source]))
+        self._changes[source].set()
         return self._by_source[source]
 
-    def _run(self, source_claims: SourceClaims) -> None:
-        """Send messages to one engine, as long as there are any. No lock is held meanwhile."""
+    async def _run(self, source_claims: SourceClaims, changed: Signal) -> None:
+        """Send messages to one engine, as long as there are any."""
         is_silent = False
-        while (message := self._next_message(source_claims)) is not None:
+        while (message := await self._next_message(source_claims, changed)) is not None:
             sent_at = self._system.monotonic()
             try:
-                answer = self._send(source_claims.source, message)
+                answer = await self._send(source_claims.source, message)
             except KVPlanError as error:
                 # Silence is logged once, when it begins.
                 if not is_silent:
-                    self._logger.warning("leases may end, since claims get no answer: %s", error)
+                    self._logger.warning("leases may expire: prefill does not answer: %s", error)
                 is_silent = True
-                with self._changed:
+                with self._lock:
                     self.num_unanswered += 1
                     source_claims.take_failure(message, error, self._system.monotonic())
                 continue
             is_silent = False
-            with self._changed:
+            with self._lock:
                 # The lease is renewed from when the message was sent, or later.
                 refusals = source_claims.take_answer(message, answer, sent_at)
                 self.num_refused += len(refusals)
             for refusal in refusals:
                 self._logger.error("%s", refusal)
 
-    def _next_message(self, source_claims: SourceClaims) -> ClaimMessage | None:
-        """Wait until there is something to send. Returns None when the thread has to end."""
-        with self._changed:
-            idle_until = self._system.monotonic() + IDLE_S
-            while True:
+    async def _next_message(
+        self, source_claims: SourceClaims, changed: Signal
+    ) -> ClaimMessage | None:
+        """Wait until there is something to send. None when the coroutine has to end."""
+        idle_until = self._system.monotonic() + IDLE_S
+        while True:
+            with self._lock:
                 now = self._system.monotonic()
                 due = source_claims.next_due(now)
                 if due is not None and due <= now:
                     return source_claims.take_message(now)
-                # A refusal is kept until its claim ends, and so is the thread that has it.
+                # A refusal is kept until its claim ends, and so is the coroutine that has it.
                 is_idle = due is None and now >= idle_until and not source_claims.refusals
                 if self._is_closed or is_idle:
                     del self._by_source[source_claims.source]
+                    del self._changes[source_claims.source]
                     return None
-                wait_s = (idle_until if due is None else due) - now
-                # Only a thread with refusals can be past its idle time: it waits for a change.
-                self._changed.wait(wait_s if wait_s > 0 else None)
+            wait_s = (idle_until if due is None else due) - now
+            # Only with refusals can it be past the idle time: then only a change matters.
+            await changed.wait(wait_s if wait_s > 0 else None)

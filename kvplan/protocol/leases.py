@@ -19,17 +19,14 @@
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable
-from secrets import token_hex
 from typing import Final
 
 import attrs
 
-from kvplan._checks import at_most, having, name, seconds
+from kvplan._checks import at_most, instance, name, seconds
 from kvplan._text import brief_repr
+from kvplan.protocol.system import System
 
 LEASE_S: Final = 30.0
 """Seconds for which blocks stay that nobody claims, or whose reader does not renew its claim."""
@@ -91,11 +88,10 @@ class EndedLeases:
 class Leases:
     """The requests whose blocks an engine keeps for readers. Safe for several threads.
 
-    ``clock`` returns seconds, and never less than before. ``token`` returns random bytes, as
-    :func:`secrets.token_hex` does. :attr:`num_refused` counts questions and claims that came too
-    late.
+    :attr:`num_refused` counts questions and claims that came too late.
 
-    >>> leases = Leases()
+    >>> from kvplan_nixl.serving import Driver
+    >>> leases = Leases(Driver())
     >>> lease = leases.grant("request 1")
     >>> leases.claim(lease, "decode 1"), leases.claim(lease, "decode 2")
     (True, True)
@@ -109,17 +105,16 @@ class Leases:
 
     def __init__(
         self,
+        system: System,
+        *,
         lease_s: float = LEASE_S,
-        clock: Callable[[], float] = time.monotonic,
-        token: Callable[[int], str] = token_hex,
         max_lease_s: float = MAX_LEASE_S,
     ) -> None:
         self.lease_s: float = seconds(lease_s, "lease_s")
         self._max_lease_s: float = seconds(max_lease_s, "max_lease_s")
         self.num_refused: int = 0
-        self._clock: Callable[[], float] = having("__call__", clock, "clock", "a function")
-        self._token: Callable[[int], str] = having("__call__", token, "token", "a function")
-        self._lock = threading.Lock()
+        self._system: System = instance(System, system, "system")
+        self._lock = system.lock()
         self._leases: dict[str, _Lease] = {}
         self._done: list[str] = []
 
@@ -142,8 +137,8 @@ class Leases:
         name(request, "name of a request")
         with self._lock:
             # a name of its own, also if the request is lent again, by rule lease.L3
-            lease = f"{request} {self._token(LEASE_TOKEN_BYTES)}"
-            now = self._clock()
+            lease = f"{request} {self._system.token_hex(LEASE_TOKEN_BYTES)}"
+            now = self._system.monotonic()
             stop = now + max(duration_s, self._max_lease_s)
             self._leases[lease] = _Lease(request, now + duration_s, now, stop)
         return lease
@@ -156,7 +151,7 @@ class Leases:
         with self._lock:
             if name(lease, "lease") not in self._leases:
                 return False
-            now = self._clock()
+            now = self._system.monotonic()
             self._leases[lease].ends_at = now + self.lease_s
             self._leases[lease].stop = now + max(self.lease_s, self._max_lease_s)
             return True
@@ -166,7 +161,8 @@ class Leases:
 
         Returns whether a reader has claimed it, which fails.
 
-        >>> leases = Leases()
+        >>> from kvplan_nixl.serving import Driver
+        >>> leases = Leases(Driver())
         >>> lease = leases.grant_early("request 1")
         >>> leases.claim(lease, "decode 1")
         True
@@ -188,7 +184,7 @@ class Leases:
         with self._lock:
             if self._is_refused(lease):
                 return False
-            now = self._clock()
+            now = self._system.monotonic()
             self._leases[lease].claim(reader, now, now + self.lease_s)
             return True
 
@@ -206,7 +202,7 @@ class Leases:
         with self._lock:
             if self._is_refused(lease):
                 return False
-            now = self._clock()
+            now = self._system.monotonic()
             ending = self._leases[lease]
             ending.claims_end_at.pop(reader, None)
             # the first lease ends too, by rule lease.L2
@@ -224,7 +220,7 @@ class Leases:
     def take_ended(self) -> EndedLeases:
         """Return the requests whose leases have ended since the last call."""
         with self._lock:
-            now = self._clock()
+            now = self._system.monotonic()
             # A lease is over from here on, and not before: whoever has asked until now is right.
             over = [key for key, lease in self._leases.items() if not lease.stands_at(now)]
             ended = [self._leases.pop(key) for key in over]
@@ -238,7 +234,7 @@ class Leases:
         """Return the seconds since the oldest lease was granted, 0 without any."""
         with self._lock:
             sinces = [lease.since for lease in self._leases.values()]
-            return self._clock() - min(sinces) if sinces else 0.0
+            return self._system.monotonic() - min(sinces) if sinces else 0.0
 
     def __len__(self) -> int:
         return len(self._leases)

@@ -1,14 +1,14 @@
 """Peer engines: the engines that one worker reads from, and the plan by which it reads from each.
 
-A peer engine is in one of three states. While a thread shakes hands with it, which is to fetch its
-offers and to make a plan, it has neither a plan nor an error. Then it is ready, with a plan, or it
-has failed, with an error. A failed one is forgotten at once, so that the next request to that
+A peer engine is in one of three states. While a coroutine shakes hands with it, which is to fetch
+its offers and to make a plan, it has neither a plan nor an error. Then it is ready, with a plan, or
+it has failed, with an error. A failed one is forgotten at once, so that the next request to that
 engine shakes hands again.
 
 - peer.P1: An engine offers workers of its own name alone.
 - peer.P2: Another start of an engine takes its place only if the start before does not answer any
   more. So starts of one engine shake hands one after the other.
-- peer.P3: At most :data:`MAX_HANDSHAKES` threads shake hands. Other engines wait for one.
+- peer.P3: At most :data:`MAX_HANDSHAKES` handshakes are under way. Other engines wait for one.
 - peer.P4: What an engine offers is read and planned within a :class:`kvplan.Budget`, all its
   workers together, and one engine at a time.
 
@@ -17,32 +17,33 @@ Connections and prepared plans belong to the executor, so they are made on the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from logging import Logger
-from typing import Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from kvplan._checks import having, instance
 from kvplan._text import brief_repr
 from kvplan.budget import BUDGET_BYTES, Budget
-from kvplan.connector.digest_requests import DigestRequest, fetch_digests
-from kvplan.connector.handoff import Source
-from kvplan.connector.http import ANSWER_S
-from kvplan.connector.listener import Offers, fetch
-from kvplan.connector.retention import check_kept
-from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import Request
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor
 from kvplan.plan import TransferPlan, plan_reads
 from kvplan.plan.specs import READ
+from kvplan.protocol.digest_requests import DigestRequest
+from kvplan.protocol.handoff import Source
+from kvplan.protocol.listener import Offers
+from kvplan.protocol.retention import check_kept
+from kvplan.protocol.system import ANSWER_S, Pending, System, pend
 from kvplan.staging import Pipeline, StagedPlan, StagedTransfer
 from kvplan.staging.choice import STRATEGIES, Rates, choice_of
 from kvplan.staging.plan import Shares
+
+if TYPE_CHECKING:
+    from logging import Logger
 
 HANDSHAKE_S: Final = 30.0
 """Seconds within which an engine must answer a handshake."""
@@ -51,7 +52,7 @@ MAX_AGE_S: Final = 3600.0
 """Seconds after which an engine is forgotten that nothing was read from."""
 
 MAX_HANDSHAKES: Final = 8
-"""Threads that shake hands at a time."""
+"""Handshakes under way at a time."""
 
 USUAL_TOKENS: Final = 1024
 """Positions of the request for which a way to read from an engine is chosen."""
@@ -65,15 +66,15 @@ class Connections:
     worker in an offer. ``connect`` makes that worker known to the executor, or changes nothing
     where it is known; ``disconnect`` makes the executor forget it. ``fetch_digests`` returns the
     digests of what an engine has lent, within seconds. ``plan`` plans how to read from all workers
-    of an engine. Threads call those that fetch, ``open_offer`` and ``plan``. The others are called
-    where :class:`~kvplan.connector.Reads` is polled.
+    of an engine. ``open_offer`` and ``plan`` may be called on another thread, the others where
+    :class:`~kvplan.protocol.Reads` is polled.
     """
 
     open_offer: Callable[[bytes], Worker]
     connect: Callable[[bytes], object]
     disconnect: Callable[[Worker], None]
-    fetch_offers: Callable[[Source, float], Offers] = fetch
-    fetch_digests: Callable[[Source, DigestRequest, float], list[Mapping[str, Any]]] = fetch_digests
+    fetch_offers: Callable[[Source, float], Awaitable[Offers]]
+    fetch_digests: Callable[[Source, DigestRequest, float], Awaitable[list[Mapping[str, Any]]]]
     plan: Callable[[Worker, Sequence[Worker]], TransferPlan] = plan_reads
 
     __repr__ = brief_repr
@@ -129,7 +130,7 @@ class PeerEngine:
     source: Source
     used_at: float
     began_at: float = 0.0
-    handshake: Future[PeerPlan] | None = None
+    handshake: Pending[PeerPlan] | None = None
     plan: PeerPlan | None = None
     error: KVPlanError | None = None
 
@@ -176,14 +177,14 @@ class PeerEngines:
         pipeline: Pipeline | None,
         timeout_s: float,
         budget_bytes: int = BUDGET_BYTES,
-        system: System = SYSTEM,
+        *,
+        system: System,
         rates: Rates | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self._rates = rates
         self._system = system
         self._budget_bytes = budget_bytes
-        self._planning = system.condition()
         self._worker = worker
         self._executor = executor
         self._logger = logger
@@ -191,8 +192,7 @@ class PeerEngines:
         self._pipeline = pipeline
         self._peers: dict[Source, PeerEngine] = {}
         self._connected: dict[Key, WorkerOffer] = {}
-        # of all threads that may still run
-        self._handshakes: list[Future[PeerPlan]] = []
+        self._handshakes: list[Pending[PeerPlan]] = []
 
     def use(self, source: Source) -> PeerEngine:
         """Return the peer engine of a request. A handshake begins where there is none."""
@@ -223,8 +223,8 @@ class PeerEngines:
             del self._peers[source]
 
     def _begin_handshake(self, peer: PeerEngine) -> None:
-        """Begin a handshake, unless it has to wait for another one (peer.P2, peer.P3)."""
-        self._handshakes = [handshake for handshake in self._handshakes if not handshake.done()]
+        """Begin a handshake, unless it has to wait for another one, by peer.P2 and peer.P3."""
+        self._handshakes = [handshake for handshake in self._handshakes if not handshake.done]
         starts = self._other_starts(peer)
         is_first = all(start.plan is not None or start.handshake is None for start in starts)
         if is_first and len(self._handshakes) < MAX_HANDSHAKES:
@@ -239,52 +239,29 @@ class PeerEngines:
         starts = [start for start in self._peers.values() if start.source.engine_id == engine_id]
         return [start for start in starts if start is not peer]
 
-    def _shake_hands(self, source: Source, earlier: Sequence[Source]) -> Future[PeerPlan]:
-        """Fetch the offers of an engine and make a plan, on a thread."""
-        future: Future[PeerPlan] = Future()
+    def _shake_hands(self, source: Source, earlier: Sequence[Source]) -> Pending[PeerPlan]:
+        """Begin to fetch the offers of an engine and to make a plan."""
+        handshake = Pending[PeerPlan]()
+        action = f"shake hands with {source}"
+        plan = partial(self._plan, source, earlier)
+        self._system.start(
+            f"kvplan handshake {source.engine_id}",
+            lambda: pend(handshake, plan(), action, self._logger, source=source),
+        )
+        return handshake
 
-        def run() -> None:
-            try:
-                future.set_result(self._plan(source, earlier))
-            except KVPlanError as error:
-                future.set_exception(error)
-            except Exception as error:
-                # Whatever it is, the requests that wait for this engine fail, and no others.
-                self._logger.exception("the handshake with %s failed unexpectedly", source)
-                future.set_exception(
-                    KVPlanError(
-                        "PEER",
-                        f"shake hands with {source}",
-                        expected="a plan",
-                        got=repr(error),
-                        hint="the log has the traceback of this error, which is a fault of kvplan",
-                        source=source,
-                        error=type(error).__name__,
-                    )
-                )
-
-        # a daemon, which does not keep a process that ends while an engine hangs
-        thread_name = f"kvplan handshake {source.engine_id}"
-        self._system.start(thread_name, run)
-        return future
-
-    def _plan(self, source: Source, earlier: Sequence[Source]) -> PeerPlan:
+    async def _plan(self, source: Source, earlier: Sequence[Source]) -> PeerPlan:
         """Fetch offers, and choose how to read from their workers, by rule read.R5.
 
         ``earlier`` are other starts of the engine, which must not answer any more.
         """
-        offers = self._connections.fetch_offers(source, self.timeout_s).workers
+        offers = (await self._connections.fetch_offers(source, self.timeout_s)).workers
         fetched_at = self._system.monotonic()
-        # rule peer.P4: nobody waits for the network with the lock
         budget = Budget(self._budget_bytes)
-        with self._planning, budget:
-            workers = [self._connections.open_offer(offer) for offer in offers]
-        for worker in workers:
-            _check_engine(source, worker)
+        workers = await self._system.work(partial(self._open, source, offers, budget))
         for start in earlier:
-            self._refuse_beside(source, start)
-        with self._planning, budget:
-            plan = self._fastest_plan(workers)
+            await self._refuse_beside(source, start)
+        plan = await self._system.work(partial(self._fastest_plan, workers, budget))
         if isinstance(plan, StagedPlan):
             assert self._pipeline is not None
             staged = PipelinePlan(plan, self._pipeline)
@@ -299,10 +276,18 @@ class PeerEngines:
         seconds = self._system.monotonic() - fetched_at
         return PeerPlan(by_key, direct, staged, seconds)
 
-    def _refuse_beside(self, source: Source, earlier: Source) -> None:
+    def _open(self, source: Source, offers: Sequence[bytes], budget: Budget) -> list[Worker]:
+        """Return the workers in offers."""
+        with budget:
+            workers = [self._connections.open_offer(offer) for offer in offers]
+        for worker in workers:
+            _check_engine(source, worker)
+        return workers
+
+    async def _refuse_beside(self, source: Source, earlier: Source) -> None:
         """Refuse an engine whose name another one has that still answers, by rule peer.P2."""
         try:
-            self._connections.fetch_offers(earlier, min(ANSWER_S, self.timeout_s))
+            await self._connections.fetch_offers(earlier, min(ANSWER_S, self.timeout_s))
         except KVPlanError:
             return
         raise KVPlanError(
@@ -313,8 +298,12 @@ class PeerEngines:
             hint="another start of an engine begins when the one before has ended",
         )
 
-    def _fastest_plan(self, workers: list[Worker]) -> TransferPlan | StagedPlan:
-        """Return the plan that takes the least time, the direct one if nobody can count that."""
+    def _fastest_plan(self, workers: list[Worker], budget: Budget) -> TransferPlan | StagedPlan:
+        """Return the plan that takes the least time, within a budget."""
+        with budget:
+            return self._choose_plan(workers)
+
+    def _choose_plan(self, workers: list[Worker]) -> TransferPlan | StagedPlan:
         if self._pipeline is None:
             return self._connections.plan(self._worker, workers)
         shared = Shares.of(READ, self._worker, workers, (), ())
@@ -333,8 +322,7 @@ class PeerEngines:
         if peer.handshake is None:
             self._begin_handshake(peer)
             return False
-        if not peer.handshake.done():
-            # A thread that hangs is left to itself: nobody takes its result.
+        if not peer.handshake.done:
             if self._system.monotonic() - peer.began_at <= self.timeout_s:
                 return False
             action = f"shake hands with {peer.source}"

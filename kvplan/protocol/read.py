@@ -9,10 +9,10 @@ import attrs
 
 from kvplan._checks import check_fields, instance, name
 from kvplan._text import brief_repr
-from kvplan.connector.handoff import Source
 from kvplan.describe.blocks import Blocks, Range, Request
 from kvplan.errors import KVPlanError
 from kvplan.plan import ReadSpec, TransferPlan
+from kvplan.protocol.handoff import Source
 
 MAX_TRANSFER_IDS: Final = 4096
 """The most ids of a transfer. UCX takes up to 16 us to begin a descriptor over TCP."""

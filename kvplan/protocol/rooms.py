@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from logging import Logger
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from kvplan._checks import at_most, having, instance, integer, name, seconds
-from kvplan.connector.access import Access, access_or_default
-from kvplan.connector.claims import MAX_SOURCES
-from kvplan.connector.room_contents import MAX_ASKED, RoomContent, ask_again
-from kvplan.connector.system import SYSTEM, System
 from kvplan.errors import KVPlanError
+from kvplan.protocol.claims import MAX_SOURCES
+from kvplan.protocol.keys import SharedKey
+from kvplan.protocol.room_contents import MAX_ASKED, RoomContent, ask_again
+from kvplan.protocol.system import System
+
+if TYPE_CHECKING:
+    from logging import Logger
 
 MAX_SERVERS: Final = MAX_SOURCES
-"""Servers that decode asks at a time, unless it says otherwise, each on a thread."""
+"""Servers that decode asks at a time, unless it says otherwise."""
 
 ASK_S: Final = 0.01
 """Seconds between two questions to a server about all rooms that are wanted of it, by default."""
@@ -40,38 +42,39 @@ class _WantedRoom:
 
 
 class Rooms:
-    """Asks servers about rooms, on a thread for each of at most ``max_servers``.
+    """Asks at most ``max_servers`` servers about rooms.
 
-    A server is asked every ``ask_s`` while something is wanted of it.
+    A server is asked every ``ask_s`` while something is wanted of it. Handoffs are signed with
+    ``key``.
     """
 
     def __init__(
         self,
         logger: Logger,
-        access: Access | None = None,
-        max_servers: int = MAX_SERVERS,
-        system: System = SYSTEM,
+        key: SharedKey,
+        system: System,
         *,
+        max_servers: int = MAX_SERVERS,
         ask_s: float = ASK_S,
     ) -> None:
-        self._logger: Logger = instance(Logger, logger, "logger")
+        self._logger: Logger = having("warning", logger, "logger", "a logger")
         self._max_servers: int = integer(max_servers, "max_servers")
-        self._access = access_or_default(access)
+        self._key = instance(SharedKey, key, "key of rooms")
         self._ask_s: float = seconds(ask_s, "ask_s")
         self._system = instance(System, system, "system")
-        self._lock = system.condition()
+        self._lock = system.lock()
         # by the server that is asked, and by reader
         self._wanted: dict[str, dict[str, _WantedRoom]] = {}
 
     def want(self, reader: str, room: str, address: str, take: Callable[[Any], bool]) -> None:
         """Ask for a room until it has a whole entry, or its reader is forgotten.
 
-        ``take`` is called with each new entry, on the thread that has asked, and returns whether it
+        ``take`` is called with each new entry, beside the engine's thread, and returns whether it
         is whole. It must not wait or raise. Raises ``RANGE`` if too many servers are asked, and
         ``NAME`` for one that no operator has allowed, since requests name it.
         """
         wanted = _WantedRoom(name(room, "room"), having("__call__", take, "take", "a function"))
-        self._access.check_server(name(address, "address of a server"))
+        self._system.check_server(name(address, "address of a server"))
         with self._lock:
             if address not in self._wanted:
                 action = f"ask {address}"
@@ -87,7 +90,7 @@ class Rooms:
             for readers in self._wanted.values():
                 readers.pop(name(reader, "reader"), None)
 
-    def _run(self, address: str) -> None:
+    async def _run(self, address: str) -> None:
         """Ask a server for the rooms that are wanted of it, until there are none."""
         while True:
             with self._lock:
@@ -99,13 +102,15 @@ class Rooms:
             try:
                 for start in range(0, len(asked), MAX_ASKED):
                     versions = dict(asked[start : start + MAX_ASKED])
-                    contents = ask_again(address, versions, self._access, self._system)
+                    contents = await ask_again(
+                        address, versions, key=self._key, system=self._system
+                    )
                     self._take(address, contents)
             except KVPlanError as error:
                 self._logger.warning("%s", error)
-                self._system.sleep(RETRY_S)
+                await self._system.sleep(RETRY_S)
             else:
-                self._system.sleep(self._ask_s)
+                await self._system.sleep(self._ask_s)
 
     def _versions(self, address: str) -> dict[str, str]:
         """Return the version of each room that all its readers have seen, none if they differ."""

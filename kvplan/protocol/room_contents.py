@@ -1,7 +1,7 @@
 """The contents of rooms: entries of requests that are computed in part or as a whole.
 
 An entry is a JSON object with a ``handoff``, the parameters of a
-:class:`~kvplan.connector.Handoff`. One of a whole prompt has something else beside it, by
+:class:`~kvplan.protocol.Handoff`. One of a whole prompt has something else beside it, by
 :data:`WHOLE_KEYS`; an entry without that is of a part, and another one follows. A server keeps
 entries as texts, one for each part of the engine that has block tables of its own, and gives each
 content of a room a new version.
@@ -17,13 +17,11 @@ import attrs
 
 from kvplan._checks import at_most, having, instance, name
 from kvplan._text import brief_repr
-from kvplan.connector.access import TOKEN_BYTES, Access, access_or_default
-from kvplan.connector.handoff import Handoff
-from kvplan.connector.http import MAX_ANSWER_BYTES
-from kvplan.connector.shared_key import AnyKey
-from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import Blocks
 from kvplan.errors import KVPlanError
+from kvplan.protocol.handoff import Handoff
+from kvplan.protocol.keys import SharedKey
+from kvplan.protocol.system import ANSWER_S, MAX_ANSWER_BYTES, TOKEN_BYTES, System
 
 MAX_ASKED: Final = 1 << 10
 """Rooms in one question."""
@@ -36,9 +34,6 @@ MAX_QUESTION_BYTES: Final = MAX_ASKED << 10
 
 ENTRY_BYTES: Final = 500
 """The memory that a server needs for an entry beside its text, and a little more."""
-
-TIMEOUT_S: Final = 3.0
-"""Seconds within which a server of rooms must answer."""
 
 WHOLE_KEYS: Final = ("metadata", "token", "error", "is_whole")
 """Keys of which an entry of a whole prompt has one."""
@@ -67,25 +62,23 @@ class RoomContent:
 class RoomStore:
     """The entries of an engine's own rooms. One thread writes, and another one answers.
 
-    ``token`` returns random bytes, as :func:`secrets.token_hex` does.
-
-    >>> from secrets import token_hex
-    >>> store = RoomStore(token_hex)
+    >>> from kvplan_nixl.serving import Driver
+    >>> store = RoomStore(Driver())
     >>> store.put("transfer 1", {"handoff": {}})
     >>> store.withdraw("transfer 1")
     >>> store.answer(b'{"transfer 1": ""}')
     b'{}'
     """
 
-    def __init__(self, token: Callable[[int], str]) -> None:
-        self._token: Callable[[int], str] = having("__call__", token, "token", "a function")
+    def __init__(self, system: System) -> None:
+        self._system: System = instance(System, system, "system")
         self._contents: dict[str, RoomTexts] = {}
 
     def put(self, room: str, entry: Mapping[str, Any]) -> None:
         """Publish an entry, in place of the room's earlier one."""
         text = json.dumps(instance(Mapping, entry, "entry of a room"))
         # in one step, since another thread answers meanwhile
-        self._contents[name(room, "room")] = RoomTexts(self._token(TOKEN_BYTES), [text])
+        self._contents[name(room, "room")] = RoomTexts(self._system.token_hex(TOKEN_BYTES), [text])
 
     def withdraw(self, room: str) -> None:
         """Withdraw the entry of a room, if it has one."""
@@ -119,11 +112,8 @@ def answer_rooms(question: bytes, content_of: Callable[[str], RoomTexts | None])
     return json.dumps(answer).encode()
 
 
-def ask_again(
-    address: str,
-    versions: Mapping[str, str],
-    access: Access | None = None,
-    system: System = SYSTEM,
+async def ask_again(
+    address: str, versions: Mapping[str, str], *, key: SharedKey, system: System
 ) -> dict[str, RoomContent]:
     """Return what rooms have whose last seen ``versions`` are given: those that have changed since.
 
@@ -132,14 +122,13 @@ def ask_again(
     for room in instance(Mapping, versions, "versions of rooms"):
         num_characters = len(name(room, "room"))
         at_most(MAX_ROOM_CHARACTERS, num_characters, "characters of a room's name", "ask for it")
-    access = access_or_default(access)
     peer = f"the server of rooms at {name(address, 'address of a server')}"
     question = json.dumps(dict(versions)).encode()
-    answer = system.exchange(peer, address, "/ask", TIMEOUT_S, access, question)
+    answer = await system.exchange(peer, address, "/ask", ANSWER_S, question)
     try:
         contents = dict[str, RoomContent]()
         for room, (version, texts) in json.loads(answer).items():
-            contents[room] = RoomContent(f"{version}", _merged(room, texts, access.key))
+            contents[room] = RoomContent(f"{version}", _merged(room, texts, key))
         return contents
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         expected = "entries by room"
@@ -148,7 +137,7 @@ def ask_again(
         ) from None
 
 
-def _merged(room: str, texts: Sequence[str], key: AnyKey) -> Mapping[str, Any]:
+def _merged(room: str, texts: Sequence[str], key: SharedKey) -> Mapping[str, Any]:
     """Return the entry of the part that has computed least, with the block tables of all parts.
 
     Its ``leases`` are those of all parts. An entry that cannot be read has no handoff, but an
@@ -213,19 +202,20 @@ class Published:
 
     @classmethod
     def of_entry(
-        cls, room: str, entry: Mapping[str, Any], key: AnyKey, earlier: Published | None = None
+        cls, room: str, entry: Mapping[str, Any], key: SharedKey, earlier: Published | None = None
     ) -> Published:
         """Read the entry of a room, of which the ``earlier`` one was read.
 
         Raises ``MESSAGE`` for one that says why there is none, ``LEASE`` for one under other
         leases, and what :meth:`Handoff.of_params` raises.
 
-        >>> from kvplan.connector import Source
+        >>> from kvplan.protocol import Source
+        >>> key = SharedKey.of(b"a secret of all engines")
         >>> source = Source("prefill", "a1", "10.0.0.1", 5600)
-        >>> part = {"handoff": Handoff(source, "lease 1", 40, "8f2c", {}).params()}
-        >>> earlier = Published.of_entry("7", part, None)
-        >>> again = {"handoff": Handoff(source, "lease 2", 40, "8f2c", {}).params()}
-        >>> Published.of_entry("7", again, None, earlier)
+        >>> part = {"handoff": Handoff(source, "lease 1", 40, "8f2c", {}).params(key)}
+        >>> earlier = Published.of_entry("7", part, key)
+        >>> again = {"handoff": Handoff(source, "lease 2", 40, "8f2c", {}).params(key)}
+        >>> Published.of_entry("7", again, key, earlier)
         Traceback (most recent call last):
         kvplan.errors.KVPlanError: LEASE: cannot read request 7:
         expected more of what was published under 'lease 1', got 'lease 2'

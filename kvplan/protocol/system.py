@@ -1,0 +1,183 @@
+"""What the protocol asks of the machine that it runs on.
+
+The protocol between engines opens no socket, starts no thread and looks at no clock. Its parts are
+plain objects that an engine's own thread calls, and coroutines for what has to wait: an answer from
+another engine, a time, the end of a long computation. Both reach the world through a
+:class:`System` alone. ``kvplan_nixl.serving`` has the real one, which runs all coroutines of a
+process on one event loop; :mod:`kvplan.testing.simulation` has virtual ones, whose clocks and
+networks obey a seed.
+
+Engines call from threads of their own while coroutines run, so what both touch is guarded by a
+:meth:`System.lock`. Nothing waits while it holds one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+
+import attrs
+
+from kvplan._text import brief_repr
+from kvplan.errors import KVPlanError
+
+if TYPE_CHECKING:
+    from logging import Logger
+
+T = TypeVar("T")
+
+ANSWER_S: Final = 3.0
+"""Seconds for which a reader waits for an answer about leases, digests or rooms."""
+
+MAX_ANSWER_BYTES: Final = 1 << 24
+"""The length of an answer: the offers of over a hundred workers."""
+
+TOKEN_BYTES: Final = 16
+"""The length of random names, too long for two of them to be equal."""
+
+
+class Pending(Generic[T]):
+    """The outcome of something under way: a value, or an error, once it is ``done``.
+
+    >>> pending = Pending[int]()
+    >>> pending.done, pending.resolve(42), pending.done, pending.result()
+    (False, None, True, 42)
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self.error: KVPlanError | None = None
+        self._value: T | None = None
+
+    def resolve(self, value: T) -> None:
+        """Set the value."""
+        self._value = value
+        # last, since another thread may look at any time
+        self.done = True
+
+    def fail(self, error: KVPlanError) -> None:
+        """Set the error."""
+        self.error = error
+        self.done = True
+
+    def result(self) -> T:
+        """Return the value, or raise the error, of what is ``done``."""
+        assert self.done
+        if self.error is not None:
+            raise self.error
+        return self._value  # type: ignore[return-value]
+
+
+class Signal(Protocol):
+    """Wakes a coroutine that waits for a change."""
+
+    def set(self) -> None:
+        """Wake the coroutine that waits, or the next one to wait. Any thread may call this."""
+
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the signal was set, at most for a time in seconds, and clear it."""
+
+
+class Server(Protocol):
+    """A server that listens at a port."""
+
+    @property
+    def port(self) -> int:
+        """The port that the server listens at."""
+
+    def close(self) -> None:
+        """Stop listening."""
+
+
+@attrs.frozen
+class Route:
+    """What a server does at one path: ``answer`` gets a body of at most ``max_bytes``.
+
+    It also gets the ``num_parts`` of the path that follow the route's own. It raises
+    :class:`~kvplan.KVPlanError` for what it refuses. It must not block.
+    """
+
+    answer: Callable[..., bytes]
+    max_bytes: int = 0
+    num_parts: int = 0
+
+    __repr__ = brief_repr
+
+
+class System(ABC):
+    """A machine as an engine's protocol uses it."""
+
+    @abstractmethod
+    def monotonic(self) -> float:
+        """Seconds of a clock that never goes back."""
+
+    @abstractmethod
+    def token_hex(self, num_bytes: int) -> str:
+        """Random bytes in hexadecimal, which nobody can guess."""
+
+    @abstractmethod
+    def lock(self) -> AbstractContextManager[object]:
+        """A new lock between an engine's thread and coroutines."""
+
+    @abstractmethod
+    def signal(self) -> Signal:
+        """A new signal."""
+
+    @abstractmethod
+    def start(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a coroutine. Any thread may call this; it does not wait.
+
+        ``run`` handles its errors. The process may end before the coroutine does.
+        """
+
+    @abstractmethod
+    async def sleep(self, duration_s: float) -> None:
+        """Wait for a time in seconds."""
+
+    @abstractmethod
+    async def work(self, function: Callable[[], T]) -> T:
+        """Call a function that computes for long, one after another, beside the coroutines."""
+
+    @abstractmethod
+    async def exchange(
+        self, peer: str, address: str, path: str, timeout_s: float, sent: bytes | None = None
+    ) -> bytes:
+        """Return the answer of ``peer`` at ``host:port`` to GET, or to POST if something is sent.
+
+        The whole answer comes within ``timeout_s`` seconds. Raises ``PEER``.
+        """
+
+    @abstractmethod
+    def check_server(self, address: str) -> None:
+        """Refuse a ``host:port`` that a request names, but no operator. Raises ``NAME``."""
+
+    @abstractmethod
+    def serve(
+        self, host: str, port: int, routes: Mapping[str, Route], announced: str = ""
+    ) -> Server:
+        """Answer at ``port`` of ``host``, or at a free port if that is 0. Raises ``PEER``.
+
+        Each of the ``routes`` has a method and a path, such as ``POST /claims``. Questions may name
+        ``announced`` in place of ``host``.
+        """
+
+
+async def pend(
+    pending: Pending[T], awaitable: Awaitable[T], action: str, logger: Logger, **details: Any
+) -> None:
+    """Await something, and let its outcome be that of ``pending``, whatever it raises.
+
+    An unexpected exception becomes ``PEER``: it fails what waits for this, and nothing else.
+    """
+    try:
+        pending.resolve(await awaitable)
+    except KVPlanError as error:
+        pending.fail(error)
+    except Exception as error:
+        logger.exception("unexpected: cannot %s", action)
+        hint = "the log has the traceback of this error, which is a fault of kvplan"
+        got = repr(error)
+        details["error"] = type(error).__name__
+        pending.fail(KVPlanError("PEER", action, expected="a value", got=got, hint=hint, **details))

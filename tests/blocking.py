@@ -1,0 +1,126 @@
+"""The protocol's questions for tests that wait for the answers, each by a driver of an access."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from kvplan import KVPlanError, protocol
+from kvplan.protocol import Offers, Pending, SharedKey, Source, digest_requests, room_contents
+from kvplan.protocol.claims import ClaimAnswer, ClaimMessage
+from kvplan.protocol.digest_requests import DigestRequest
+from kvplan.protocol.room_contents import RoomContent
+from kvplan_nixl.serving import Access, Driver
+
+T = TypeVar("T")
+
+KEY = SharedKey.of(b"a key that tests share")
+
+
+def fetch(source: Source, timeout_s: float = 10.0, access: Access | None = None) -> Offers:
+    driver = Driver(access)
+    return driver.run(protocol.fetch(source, timeout_s, system=driver))
+
+
+def send_claims(source: Source, message: ClaimMessage, access: Access | None = None) -> ClaimAnswer:
+    driver = Driver(access)
+    return driver.run(protocol.send_claims(source, message, system=driver))
+
+
+def fetch_digests(
+    source: Source, request: DigestRequest, timeout_s: float, access: Access | None = None
+) -> list[Mapping[str, Any]]:
+    driver = Driver(access)
+    return driver.run(digest_requests.fetch_digests(source, request, timeout_s, system=driver))
+
+
+def exchange(
+    peer: str, address: str, path: str, timeout_s: float, access: Access | None = None, sent: bytes | None = None
+) -> bytes:
+    driver = Driver(access)
+    return driver.run(driver.exchange(peer, address, path, timeout_s, sent))
+
+
+def ask_again(address: str, versions: Mapping[str, str], access: Access | None = None) -> dict[str, RoomContent]:
+    driver = Driver(access)
+    return driver.run(room_contents.ask_again(address, versions, key=driver.access.key, system=driver))
+
+
+def ask(address: str, rooms: Iterable[int], access: Access | None = None) -> dict[int, Mapping[str, Any]]:
+    """What :func:`kvplan_nixl.sglang.bootstrap.ask` returns."""
+    from kvplan_nixl.sglang import bootstrap
+
+    driver = Driver(access)
+    return driver.run(bootstrap.ask(address, rooms, key=driver.access.key, system=driver))
+
+
+def publish(
+    address: str,
+    room: int,
+    entry: Mapping[str, Any],
+    stage: int = 0,
+    stages: int = 1,
+    *,
+    owner: str = "",
+    access: Access | None = None,
+) -> str:
+    """What :func:`kvplan_nixl.sglang.bootstrap.publish` does."""
+    from kvplan_nixl.sglang import bootstrap
+
+    driver = Driver(access)
+    return driver.run(bootstrap.publish(address, room, entry, stage, stages, owner=owner, system=driver))
+
+
+def withdraw(
+    address: str,
+    room: int,
+    owner: str,
+    stage: int = 0,
+    stages: int = 1,
+    *,
+    attempt: str | None = None,
+    access: Access | None = None,
+) -> None:
+    """What :func:`kvplan_nixl.sglang.bootstrap.withdraw` does."""
+    from kvplan_nixl.sglang import bootstrap
+
+    driver = Driver(access)
+    driver.run(bootstrap.withdraw(address, room, owner, stage, stages, attempt=attempt, system=driver))
+
+
+def waited(pending: Pending[T], timeout_s: float = 10.0) -> T:
+    """The result of something under way."""
+    until = time.monotonic() + timeout_s
+    while not pending.done:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    return pending.result()
+
+
+def error_of(pending: Pending[Any], timeout_s: float = 10.0) -> KVPlanError | None:
+    """The error of something under way, None without one."""
+    try:
+        waited(pending, timeout_s)
+    except KVPlanError as error:
+        return error
+    return None
+
+
+def unblocked(function: Callable[..., T]) -> Callable[..., Awaitable[T]]:
+    """A coroutine function that calls one which may wait, on a thread of its own."""
+
+    async def run(*arguments: Any) -> T:
+        return await asyncio.to_thread(function, *arguments)
+
+    return run
+
+
+class Clock(Driver):
+    """This machine with a clock that stands still until it is moved."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
