@@ -310,7 +310,7 @@ VERIFIED = {
     "an end in a page": restated(stop=17),
     "no end": restated(stop=0),
     "more bytes": restated(num_bytes=1 << 40),
-    "another digest": restated(sha256="0" * 64),
+    "another digest": restated(digest="0" * 64),
 }
 
 
@@ -429,7 +429,7 @@ def test_a_full_disk_says_how_many_pages_it_has(tmp_path: Path, monkeypatch: pyt
                 raise OSError(errno.ENOSPC, "No space left on device")
         return write(descriptor, data)
 
-    monkeypatch.setattr("kvplan_nixl.serving.store.client.DIGESTS_AT_ONCE", 1)
+    monkeypatch.setattr("kvplan_nixl.serving.store.client.FILES_AT_ONCE", 1)
     monkeypatch.setattr("os.write", full)
     num_saved = engine.save(PROMPT, BLOCKS, 96)
     assert engine.caches[0].client.faults == {"BACKEND": 1}
@@ -508,7 +508,7 @@ def test_two_writers_write_a_page_once(tmp_path: Path, monkeypatch: pytest.Monke
         is_over.wait(20)
         fsync(descriptor)
 
-    monkeypatch.setattr("kvplan_nixl.serving.store.client.DIGESTS_AT_ONCE", 24)
+    monkeypatch.setattr("kvplan_nixl.serving.store.client.FILES_AT_ONCE", 24)
     monkeypatch.setattr("os.fsync", slow)
     saves: list[int] = []
     first = threading.Thread(target=lambda: saves.append(engines[0].save(PROMPT, BLOCKS, 96)))

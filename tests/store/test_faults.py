@@ -89,7 +89,7 @@ def test_a_page_that_is_evicted_meanwhile_is_an_error_and_no_byte(tmp_path: Path
 def test_a_full_store_loses_pages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that finds no room is counted, what fits is a hit, and nothing is raised."""
     # the first files fit, and no thread overtakes another
-    monkeypatch.setattr("kvplan_nixl.serving.store.client.DIGESTS_AT_ONCE", 1)
+    monkeypatch.setattr("kvplan_nixl.serving.store.client.FILES_AT_ONCE", 1)
     backend = MemoryBackend(max_bytes=100_000)
     writer = saved(backend)
     assert writer.caches[0].client.faults == {"BACKEND": 1}

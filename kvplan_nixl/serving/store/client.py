@@ -40,8 +40,8 @@ from kvplan_nixl.serving.store.readers import Listings, StoreReader
 
 BUFFER_BYTES: Final = 64 << 20
 
-DIGESTS_AT_ONCE: Final = 4
-"""Digests take as long as files, so several are computed at once even of a backend at hand."""
+FILES_AT_ONCE: Final = 4
+"""Files that are read, digested and written at once, even of a backend at hand."""
 
 MAX_PINS: Final = 64
 """The most owners that have pinned a page."""
@@ -184,7 +184,7 @@ class StoreClient(StoreReader):
 
     @property
     def _files_at_once(self) -> int:
-        return max(self.backend.at_once, DIGESTS_AT_ONCE)
+        return max(self.backend.at_once, FILES_AT_ONCE)
 
     def _write_file(self, file: _FileMemory) -> bool | KVPlanError:
         """Write a file. Return whether it was, or the error of a backend that has failed."""

@@ -32,6 +32,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from kvplan import KVPlanError
 from kvplan._checks import instance, name, seconds
 from kvplan_nixl.serving.store.backends import (
     FILE_NAME,
@@ -69,7 +70,10 @@ _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # a named pipe opens at once, and is told by its status
 _FILE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-_NONE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR)
+_NONE: Final = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR),
+    errno.ESTALE,  # another host has deleted it, as NFS says
+)
 """Errors of opening what is not there, or is a link, a socket, or in what is no folder."""
 
 _SPACE: Final = re.compile(r"[0-9a-f]{16}")
@@ -93,11 +97,9 @@ class FileBackend:
         self._synchronize = instance(bool, synchronize, "synchronize")
         self._users = {os.geteuid()}
         # from here on, a folder that is not there is a disk that is gone
-        try:
+        with _failing("open", str(folder), "a folder"):
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             self.folder.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise failed("open", str(folder), "a folder", _reason(error)) from error
 
     def path_of(self, name: str) -> Path:
         """Return where a file is: pages are spread over 4096 folders of a space."""
@@ -108,14 +110,11 @@ class FileBackend:
         """Write a file under another name, then rename it."""
         page, _, part = checked_name(name).rpartition("/")
         chunks = checked_chunks(chunks)
-        try:
-            with self._root() as root:
-                if root.has(page, part):
-                    return False
-                with root.folder(TEMPORARY, make=True) as temporary:
-                    return self._write(root, temporary, page, part, chunks)
-        except OSError as error:
-            raise failed("write", name, f"a file in {self.folder}", _reason(error)) from error
+        with _failing("write", name, f"a file in {self.folder}"), self._root() as root:
+            if root.has(page, part):
+                return False
+            with root.folder(TEMPORARY, make=True) as temporary:
+                return self._write(root, temporary, page, part, chunks)
 
     def _write(
         self, root: _Root, temporary: int, page: str, part: str, chunks: Sequence[FileBytes]
@@ -164,16 +163,13 @@ class FileBackend:
     def open(self, name: str) -> OpenedFile | None:
         """Open a file, rules store.F1 to store.F3."""
         page, _, part = checked_name(name).rpartition("/")
-        try:
+        with _failing("read", name, "a file that can be read", or_none=True):
             with self._root() as root, root.folder(*_folders(page)) as folder:
                 descriptor = os.open(part, os.O_RDONLY | _FILE, dir_fd=folder)
             status = os.fstat(descriptor)
             if root.is_file(status):
                 return OpenedFile(name, descriptor, status.st_size)
             os.close(descriptor)
-        except OSError as error:
-            if not _is_none(error):
-                raise failed("read", name, "a file that can be read", _reason(error)) from error
         return None
 
     def delete(self, name: str) -> bool:
@@ -181,87 +177,84 @@ class FileBackend:
         page, _, part = checked_name(name).rpartition("/")
         *outer_folders, key = _folders(page)
         is_there = False
-        try:
-            with self._root() as root, root.folder(*outer_folders) as outer:
-                with root.inner(outer, key) as folder:
-                    is_there = root.is_file(_status(folder, part))
-                    if is_there:
-                        os.unlink(part, dir_fd=folder)
-                # a folder with other parts, or with a pin, is not empty and stays
-                with contextlib.suppress(OSError):
-                    os.rmdir(key, dir_fd=outer)
-        except OSError as error:
-            if not _is_none(error):
-                expected = "a file that can be deleted"
-                raise failed("delete", name, expected, _reason(error)) from error
+        with (
+            _failing("delete", name, "a file that can be deleted", or_none=True),
+            self._root() as root,
+            root.folder(*outer_folders) as outer,
+        ):
+            with root.folder(key, within=outer) as folder:
+                is_there = root.is_file(_status(folder, part))
+                if is_there:
+                    os.unlink(part, dir_fd=folder)
+            # a folder with other parts, or with a pin, is not empty and stays
+            with contextlib.suppress(OSError):
+                os.rmdir(key, dir_fd=outer)
         return is_there
 
     def files(self, page: str) -> tuple[str, ...]:
         """List the folder of a page."""
         checked_page(page)
-        try:
-            with self._root() as root, root.folder(*_folders(page)) as folder:
-                return tuple(sorted(part for part, _ in root.files_in(folder, page)))
-        except OSError as error:
-            if not _is_none(error):
-                raise failed("list", page, "a folder that can be read", _reason(error)) from error
-            return ()
+        names: list[str] = []
+        with (
+            _failing("list", page, "a folder that can be read", or_none=True),
+            self._root() as root,
+            root.folder(*_folders(page)) as folder,
+        ):
+            names += sorted(part for part, _ in root.files_in(folder, page))
+        return tuple(names)
 
     def touch(self, pages: Sequence[str], used_s: float, first_page: int = 0) -> None:
         """Set the times of the last changes of files, which are those of their last use."""
-        error: OSError | None = None
+        fault: KVPlanError | None = None
         uses = checked_uses(pages, used_s, first_page)
         with self._root() as root:
             for page, page_used_s in uses:
                 try:
-                    with root.folder(*_folders(page)) as folder:
+                    with (
+                        _failing("use", "pages", "files whose times can be set", or_none=True),
+                        root.folder(*_folders(page)) as folder,
+                    ):
                         for part, _ in root.files_in(folder, page):
                             # the time of a pin says who came first
                             if not is_pin(part):
                                 times = (page_used_s, page_used_s)
                                 os.utime(part, times, dir_fd=folder, follow_symlinks=False)
-                except OSError as page_error:
-                    error = error if _is_none(page_error) else page_error
-        if error is not None:
-            expected = "files whose times can be set"
-            raise failed("use", "pages", expected, _reason(error)) from error
+                except KVPlanError as error:
+                    fault = error
+        if fault is not None:
+            raise fault
 
     def entries(self, faults: list[str] | None = None) -> Iterator[FileEntry]:
         """Walk through all folders. What cannot be listed is noted in ``faults``."""
         with self._root() as root:
-            for space in root.names(root.descriptor, _SPACE, faults):
-                for outer in root.names_in(f"{space}", _OUTER, faults):
-                    for key in root.names_in(f"{space}/{outer}", _KEY, faults):
+            for space in root.names((), _SPACE, faults):
+                for outer in root.names((space,), _OUTER, faults):
+                    for key in root.names((space, outer), _KEY, faults):
                         yield from root.entries_of(space, outer, key, faults)
 
     def sweep(self, unfinished_s: float = UNFINISHED_S) -> Unfinished:
         """Delete what processes that were killed have left, rule store.F4."""
         seconds(unfinished_s, "unfinished_s")
         num_deleted = left_bytes = 0
-        with self._root() as root:
-            try:
-                with root.folder(TEMPORARY) as temporary:
-                    now_s = _file_system_s(temporary)
-                    for label in os.listdir(temporary):
-                        with contextlib.suppress(OSError):
-                            num_bytes = root.swept(temporary, label, now_s, unfinished_s)
-                            num_deleted += num_bytes is None
-                            left_bytes += num_bytes or 0
-            except OSError as error:
-                if not _is_none(error):
-                    expected = f"a folder {TEMPORARY} that can be listed"
-                    raise failed("sweep", "all", expected, _reason(error)) from error
+        with (
+            _failing("sweep", "all", f"a folder {TEMPORARY} that can be listed", or_none=True),
+            self._root() as root,
+            root.folder(TEMPORARY) as temporary,
+        ):
+            now_s = _file_system_s(temporary)
+            for label in os.listdir(temporary):
+                with contextlib.suppress(OSError):
+                    num_bytes = root.swept(temporary, label, now_s, unfinished_s)
+                    num_deleted += num_bytes is None
+                    left_bytes += num_bytes or 0
         return Unfinished(num_deleted, left_bytes)
 
     @contextlib.contextmanager
     def _root(self) -> Iterator[_Root]:
         """Open the folder of the store. Raises ``BACKEND`` if it is not there."""
-        try:
+        with _failing("open", "the folder", f"a folder {self.folder}"):
             # this folder alone may be a link, which an operator has made
             descriptor = os.open(self.folder, _FOLDER & ~os.O_NOFOLLOW)
-        except OSError as error:
-            expected = f"a folder {self.folder}"
-            raise failed("open", "the folder", expected, _reason(error)) from error
         try:
             yield _Root(descriptor, os.fstat(descriptor), self._users)
         finally:
@@ -285,6 +278,9 @@ class OpenedFile:
         try:
             return os.readv(self._descriptor, [memory])
         except OSError as error:
+            # another host has deleted the file
+            if error.errno == errno.ESTALE:
+                return 0
             raise failed("read", self._name, "bytes of a file", _reason(error)) from error
 
     def close(self) -> None:
@@ -312,8 +308,19 @@ class _Root:
         return stat.S_ISREG(status.st_mode) and self.is_own(status)
 
     @contextlib.contextmanager
-    def inner(self, outer: int, label: str, *, make: bool = False) -> Iterator[int]:
-        """Open a folder in another one. Raises OSError, ENOTDIR for what is none of the store's."""
+    def folder(self, *labels: str, within: int | None = None, make: bool = False) -> Iterator[int]:
+        """Open a folder below the store's, or below another one. Raises OSError."""
+        descriptor = os.dup(self.descriptor if within is None else within)
+        try:
+            for label in labels:
+                inner = self._opened(descriptor, label, make)
+                os.close(descriptor)
+                descriptor = inner
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _opened(self, outer: int, label: str, make: bool) -> int:
         try:
             descriptor = os.open(label, _FOLDER, dir_fd=outer)
         except FileNotFoundError:
@@ -325,21 +332,10 @@ class _Root:
             if self._is_of_group:
                 with contextlib.suppress(OSError):
                     os.fchmod(descriptor, 0o2770)
-        try:
-            if not self.is_own(os.fstat(descriptor)):
-                raise NotADirectoryError(errno.ENOTDIR, f"folder {label} belongs to another user")
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-    @contextlib.contextmanager
-    def folder(self, *labels: str, make: bool = False) -> Iterator[int]:
-        """Open a folder below the store's."""
-        with contextlib.ExitStack() as stack:
-            descriptor = self.descriptor
-            for label in labels:
-                descriptor = stack.enter_context(self.inner(descriptor, label, make=make))
-            yield descriptor
+        if self.is_own(os.fstat(descriptor)):
+            return descriptor
+        os.close(descriptor)
+        raise NotADirectoryError(errno.ENOTDIR, f"folder {label} belongs to another user")
 
     def has(self, page: str, part: str) -> bool:
         """Return whether a file is there."""
@@ -347,7 +343,7 @@ class _Root:
             with self.folder(*_folders(page)) as folder:
                 return self.is_file(_status(folder, part))
         except OSError as error:
-            if _is_none(error):
+            if error.errno in _NONE:
                 return False
             raise
 
@@ -361,40 +357,26 @@ class _Root:
                     if self.is_file(status):
                         yield part, status
 
-    def names(self, folder: int, pattern: re.Pattern[str], faults: list[str] | None) -> list[str]:
+    def names(
+        self, labels: Sequence[str], pattern: re.Pattern[str], faults: list[str] | None
+    ) -> list[str]:
         """Return the names in a folder that folders of a store may have."""
-        try:
-            return [label for label in os.listdir(folder) if pattern.fullmatch(label)]
-        except OSError as error:
-            note(faults, f"cannot list a folder of the store: {_reason(error)}")
-            return []
-
-    def names_in(self, path: str, pattern: re.Pattern[str], faults: list[str] | None) -> list[str]:
-        """Return the names in a folder below the store's."""
-        try:
-            with self.folder(*path.split("/")) as folder:
-                return self.names(folder, pattern, faults)
-        except OSError as error:
-            # another evictor may be faster
-            if not isinstance(error, FileNotFoundError):
-                note(faults, f"cannot list {path}: {_reason(error)}")
-            return []
+        names: list[str] = []
+        with _noting(faults, "/".join(labels) or "the store"), self.folder(*labels) as folder:
+            names += [label for label in os.listdir(folder) if pattern.fullmatch(label)]
+        return names
 
     def entries_of(
         self, space: str, outer: str, key: str, faults: list[str] | None
     ) -> list[FileEntry]:
         """Return the files of a page."""
         page = f"{space}/{key}"
-        try:
-            with self.folder(space, outer, key) as folder:
-                return [
-                    FileEntry(f"{page}/{part}", _disk_bytes(status), status.st_mtime)
-                    for part, status in self.files_in(folder, page)
-                ]
-        except OSError as error:
-            if not isinstance(error, FileNotFoundError):
-                note(faults, f"cannot list {page}: {_reason(error)}")
-            return []
+        entries: list[FileEntry] = []
+        with _noting(faults, page), self.folder(space, outer, key) as folder:
+            for part, status in self.files_in(folder, page):
+                entry = FileEntry(f"{page}/{part}", _disk_bytes(status), status.st_mtime)
+                entries.append(entry)
+        return entries
 
     def claim(self, temporary: int, label: str) -> tuple[str, int] | None:
         """Create and lock a file to write. Return ``None`` if another writer is at it, rule
@@ -422,7 +404,7 @@ class _Root:
         with self.folder(*outer_folders, make=True) as outer:
             for attempt in range(ATTEMPTS):
                 try:
-                    with self.inner(outer, key, make=True) as folder:
+                    with self.folder(key, within=outer, make=True) as folder:
                         _set_aside(folder, part, is_folder=True)
                         os.rename(label, part, src_dir_fd=temporary, dst_dir_fd=folder)
                     return
@@ -523,9 +505,24 @@ def _file_system_s(folder: int) -> float:
             os.unlink(label, dir_fd=folder)
 
 
-def _is_none(error: OSError) -> bool:
-    """Return whether an error says that there is no such file or folder of the store."""
-    return error.errno in _NONE
+@contextlib.contextmanager
+def _failing(verb: str, name: str, expected: str, *, or_none: bool = False) -> Iterator[None]:
+    """Turn errors of the system into ``BACKEND``, except, if asked, that nothing is there."""
+    try:
+        yield
+    except OSError as error:
+        if not (or_none and error.errno in _NONE):
+            raise failed(verb, name, expected, _reason(error)) from error
+
+
+@contextlib.contextmanager
+def _noting(faults: list[str] | None, what: str) -> Iterator[None]:
+    """Note what cannot be listed, unless it is gone: another evictor may be faster."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            note(faults, f"cannot list {what}: {_reason(error)}")
 
 
 def _reason(error: OSError) -> str:

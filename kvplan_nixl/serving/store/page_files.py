@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable
 from typing import Final
 
@@ -12,19 +11,21 @@ from kvplan._checks import having
 from kvplan._checks import name as checked_name
 from kvplan.protocol.page_parts import StoredPart
 from kvplan.protocol.pages import (
-    PREFIX_BYTES,
+    ALIGNMENT,
+    ROW_BYTES,
+    DataDigest,
     PageHeader,
     check_name,
     check_size,
     check_space,
     check_stop,
     damaged,
-    header_size,
+    data_offset,
     parse_header,
 )
 from kvplan_nixl.serving.store.backends import Backend, OpenFile, read_fully
 
-PIECE_BYTES: Final = 256 << 10
+PIECE_BYTES: Final = 4 * ROW_BYTES
 """The bytes that are read, and digested, at a time."""
 
 MAX_DATA_BYTES: Final = 1 << 30
@@ -42,9 +43,13 @@ def read_header(name: str, read: ReadBytes) -> PageHeader:
 
     ``VERSION`` is raised for a file of another version.
     """
-    prefix = read(0, PREFIX_BYTES)
-    header_bytes = header_size(name, prefix)
-    return parse_header(name, prefix, read(PREFIX_BYTES, PREFIX_BYTES + header_bytes))
+    head = read(0, ALIGNMENT)
+    offset = data_offset(name, head)
+    if offset > ALIGNMENT:
+        head += read(ALIGNMENT, offset)
+    header = parse_header(name, head)
+    check_name(name, header)
+    return header
 
 
 def read_page(name: str, file: OpenFile, memory_of: MemoryOf) -> PageHeader:
@@ -54,20 +59,18 @@ def read_page(name: str, file: OpenFile, memory_of: MemoryOf) -> PageHeader:
     ``None``, and is digested as it comes. The file's size and the numbers of the header are checked
     before the bytes for which they ask are read. Raises as :func:`read_header` does.
     """
-    prefix = _next(name, file, PREFIX_BYTES)
-    header_bytes = header_size(name, prefix)
-    header = parse_header(name, prefix, _next(name, file, header_bytes))
-    _, key, part = name.split("/")
-    check_name(name, header, key, part)
-    if file.num_bytes != header.data_offset + header.num_bytes:
-        raise damaged(
-            name, f"a file of {header.data_offset + header.num_bytes} bytes", f"{file.num_bytes}"
-        )
-    if any(_next(name, file, header.data_offset - PREFIX_BYTES - header_bytes)):
-        raise damaged(name, "zeros between header and data", "other bytes")
+
+    def read(start: int, stop: int) -> bytes:
+        memory = memoryview(bytearray(max(0, min(stop, file.num_bytes) - start)))
+        return bytes(memory[: read_fully(file, memory)])
+
+    header = read_header(name, read)
+    num_bytes = header.data_offset + header.num_bytes
+    if file.num_bytes != num_bytes:
+        raise damaged(name, f"a file of {num_bytes} bytes", f"{file.num_bytes}")
     memory = memory_of(header)
     scratch = memoryview(b"" if memory is not None else bytearray(PIECE_BYTES))
-    digest = hashlib.sha256()
+    digest = DataDigest()
     for start in range(0, header.num_bytes, PIECE_BYTES):
         stop = min(start + PIECE_BYTES, header.num_bytes)
         piece = scratch[: stop - start] if memory is None else memory[start:stop]
@@ -75,17 +78,9 @@ def read_page(name: str, file: OpenFile, memory_of: MemoryOf) -> PageHeader:
             raise damaged(name, f"{header.num_bytes} bytes of data", "fewer")
         # a piece is still in the processor's cache
         digest.update(piece)
-    if digest.hexdigest() != header.sha256:
+    if digest.hexdigest() != header.digest:
         raise damaged(name, "data with its digest", "other bytes")
     return header
-
-
-def _next(name: str, file: OpenFile, num_bytes: int) -> bytes:
-    """Return the next bytes of a file. Raises ``PAGE`` if there are fewer."""
-    memory = bytearray(num_bytes)
-    if read_fully(file, memoryview(memory)) < num_bytes:
-        raise damaged(name, "a whole file", f"one of {file.num_bytes} bytes")
-    return bytes(memory)
 
 
 def read_file(

@@ -17,7 +17,6 @@ from kvplan.describe.blocks import POSITION_END
 from kvplan.protocol.page_keys import PAGE_TOKENS, Chain
 from kvplan.protocol.page_parts import NAME_DIGITS, StoredPart
 from kvplan.protocol.page_reads import FIRST_ADDRESS, NO_WINDOWS, PagePlan, PageReads
-from kvplan.protocol.pages import check_name
 from kvplan.protocol.prefix_search import Attended, PageNeeds, longest_prefix
 from kvplan_nixl.serving.store.backends import Backend
 from kvplan_nixl.serving.store.page_files import read_header
@@ -119,7 +118,6 @@ class StoreReader(PageReads):
             file = f"{chain.space}/{key}/{name}"
             try:
                 header = read_header(file, lambda *span: self.backend.get(file, *span) or b"")
-                check_name(file, header, key, name)
             except KVPlanError as error:
                 if error.code == "BACKEND":
                     raise
