@@ -1,7 +1,8 @@
 """What a store costs: ``python -m benchmarks.store forms|rates|index|searches|buckets``.
 
-``forms``: pieces to copy and bytes to read of a page, for several ways to lay out its files. ``rates``: pages per
-second written and read, beside ``cp`` of the same files, each the median of alternating rounds. ``index``: memory and
+``forms``: pieces to copy and bytes to read of a page, for several ways to lay out its files. ``rates``: bytes per
+second saved and loaded by the length of prompts, beside ``cp`` and ``cat`` of the same files and, where vLLM is
+installed, its ExampleConnector, each the median of alternating rounds. ``index``: memory and
 time of searches among many pages. ``searches``: how searches grow with the pages of a prompt that has them for full
 attention, but not for windows. ``buckets``: saves, loads and searches in a bucket beside a folder; an S3-compatible
 server has to run, which AWS's variables of the environment name, and ``--bucket`` is the URL of a bucket in it.
@@ -17,7 +18,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, Self
 
 import attrs
@@ -39,7 +43,8 @@ from kvplan_nixl.serving.store import (
 )
 
 PAGE: Final = 64
-ROUNDS: Final = 5
+ROUNDS: Final = 9
+VLLM_CONNECTORS: Final = "vllm.distributed.kv_transfer.kv_connector.v1"
 PAIRS: Final = (
     ("llama-3.1-8b", {"tp": 1}, {"tp": 8}),
     ("llama-3.1-8b", {"tp": 2}, {"tp": 4}),
@@ -152,31 +157,56 @@ class Prompt:
         return [timed(action, chain, self.tables, self.span) for action in (client.save, client.load)]
 
 
-def print_rates(folder: Path, num_tokens: int) -> None:
-    """Print the rates of saving and loading a prompt, and of copying its files."""
-    print("| tokens per page | synchronized | files | on disk / cache | saved | loaded | `cp` | `cp`, synchronized |")
-    print("|---:|---|---:|---:|---:|---:|---:|---:|")
-    prompt = Prompt.of(num_tokens)
-    store, copied = folder / "kv", folder / "copy"
-    for size in (16, 64, 256):
-        for synchronize in (False, True):
-            client = StoreClient(FileBackend(store, synchronize=synchronize), prompt.worker, tokens_per_page=size)
-            chain = client.chain(range(num_tokens))
-            saved = timed(client.save, chain, prompt.tables, prompt.span)
-            entries = [*client.backend.entries()]
-            total = sum(entry.num_bytes for entry in entries)
-            rounds: list[list[float]] = []
-            for _ in range(ROUNDS):
-                # alternating, since others may use the machine
-                seconds = [timed(client.load, chain, prompt.tables, prompt.span)]
-                for synchronized in ("", f" && find {copied} -type f -exec sync -d {{}} +"):
-                    seconds.append(timed(shell, f"cp -r {store} {copied}{synchronized}"))
-                    shutil.rmtree(copied)
-                rounds.append(seconds)
-            times = [saved, *(float(np.median(each)) for each in zip(*rounds, strict=True))]
-            shutil.rmtree(store)
-            rates = [f"{num_tokens / size / s:,.0f} pages/s, {total / s / 1e6:,.0f} MB/s" for s in times]
-            print(f"| {size} | {synchronize} | {len(entries)} | {total / prompt.num_bytes:.4f} | {' | '.join(rates)} |")
+def example_connector(prompt: Prompt, folder: Path) -> Callable[[], None]:
+    """What loads the prompt by the connector that vLLM has as an example, which has saved it."""
+    torch, example = (import_module(name) for name in ("torch", f"{VLLM_CONNECTORS}.example_connector"))
+    layers = [torch.from_numpy(array).view(torch.bfloat16).reshape(-1, 8, 16, 256) for array in prompt.arrays]
+    modules = {f"layers.{number}": SimpleNamespace(kv_cache=layer) for number, layer in enumerate(layers)}
+    num_tokens = prompt.span["attn"][1]
+    connector = object.__new__(example.ExampleConnector)
+    connector._block_size, connector._storage_path = 16, str(folder)
+    metadata = example.ExampleConnectorMetadata()
+    connector._connector_metadata = metadata
+
+    def set_request(is_store: bool) -> None:
+        metadata.requests = []
+        metadata.add_request(list(range(num_tokens)), list(range(num_tokens // 16)), 16, is_store, [])
+
+    set_request(True)
+    for name, module in modules.items():
+        connector.save_kv_layer(name, module.kv_cache, None)
+    set_request(False)
+    context = SimpleNamespace(no_compile_layers=modules, attn_metadata=dict.fromkeys(modules))
+    return lambda: connector.start_load_kv(context)
+
+
+def print_rates(folder: Path, sizes: Sequence[int]) -> None:
+    """Print the rates of saving and loading prompts, and of reading and copying the same files, by their lengths."""
+    print("| tokens | MB | saved | loaded | `cp -r` | `cat` | ExampleConnector | loaded / `cp -r`, each round |")
+    print("|---:|---:|---:|---:|---:|---:|---:|---:|")
+    store, copied, example = (folder / name for name in ("kv", "copy", "example"))
+    for num_tokens in sizes:
+        prompt = Prompt.of(num_tokens)
+        client = StoreClient(FileBackend(store), prompt.worker)
+        chain = client.chain(range(num_tokens))
+        saved = timed(client.save, chain, prompt.tables, prompt.span)
+        peer = example_connector(prompt, example) if find_spec("vllm") else None
+        rounds: list[list[float]] = []
+        for _ in range(ROUNDS):
+            # alternating, since others may use the machine
+            seconds = [timed(client.load, chain, prompt.tables, prompt.span)]
+            seconds += [timed(shell, f"cp -r {store} {copied}")]
+            seconds += [timed(shell, f"find {store} -type f -exec cat {{}} + > /dev/null")]
+            seconds += [timed(peer) if peer else np.inf]
+            rounds.append(seconds)
+            shutil.rmtree(copied)
+        for used in (store, example):
+            shutil.rmtree(used, ignore_errors=True)
+        times = [saved, *(float(np.median(each)) for each in zip(*rounds, strict=True))]
+        rates = [f"{prompt.num_bytes / s / 1e6:,.0f} MB/s" for s in times]
+        ratios = sorted(copying / loading for loading, copying, *_ in rounds)
+        shown = f"{np.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        print(f"| {num_tokens:,} | {prompt.num_bytes / 1e6:,.0f} | {' | '.join(rates)} | {shown} |", flush=True)
 
 
 class FarBackend:
@@ -306,7 +336,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         if arguments.table == "rates":
-            print_rates(Path(folder), arguments.tokens)
+            print_rates(Path(folder), [256, 1024, 4096, 16384])
         elif arguments.table == "buckets":
             print_buckets(Path(folder), arguments.tokens, arguments.bucket)
         else:

@@ -136,9 +136,7 @@ def is_part(entry: FileEntry) -> bool:
 def header_of(backend: Backend, entry: FileEntry) -> PageHeader | KVPlanError:
     """Return the header of a file, or why it cannot be read."""
     try:
-        return read_header(
-            entry.name, lambda start, stop: backend.get(entry.name, start, stop) or b""
-        )
+        return read_header(backend, entry.name)
     except KVPlanError as error:
         return error
 
@@ -224,7 +222,7 @@ def check_of(backend: Backend, entry: FileEntry) -> FileCheck:
         is_gone = False
         # an evictor may have deleted the file since it was listed
         with contextlib.suppress(KVPlanError):
-            is_gone = backend.get(entry.name, 0, 1) is None
+            is_gone = backend.get(entry.name, 0) is None
         return FileCheck(entry, None, f"{error}", is_gone)
 
 

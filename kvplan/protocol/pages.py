@@ -143,7 +143,10 @@ def data_offset(name: str, head: bytes) -> int:
 
 
 def parse_header(name: str, head: bytes) -> PageHeader:
-    """Return the header in the bytes before a file's data. Raises ``PAGE`` or ``VERSION``."""
+    """Return the header in the bytes before a file's data. Raises ``PAGE`` or ``VERSION``.
+
+    ``name`` is ``space/key/part``, and the header has to be that of the part of the page.
+    """
     offset = data_offset(name, head)
     header_end = PREFIX_BYTES + int.from_bytes(head[12:16], "little")
     header = head[PREFIX_BYTES:header_end]
@@ -161,7 +164,7 @@ def parse_header(name: str, head: bytes) -> PageHeader:
     offer = f"{fields['offer']}"
     if not offer.isascii():
         raise damaged(name, "a description in ASCII", "other characters")
-    return PageHeader(
+    parsed = PageHeader(
         key=f"{fields['key']}",
         stop=integer(fields["stop"], "stop of a page"),
         offer=offer.encode(),
@@ -169,6 +172,10 @@ def parse_header(name: str, head: bytes) -> PageHeader:
         digest=f"{fields['digest']}",
         data_offset=offset,
     )
+    _, key, part = name.split("/")
+    if (parsed.key, parsed.part_name) != (key, part):
+        raise damaged(name, f"part {part} of {key}", f"part {parsed.part_name} of {parsed.key}")
+    return parsed
 
 
 def check_size(name: str, header: PageHeader, part: StoredPart) -> None:
@@ -188,14 +195,6 @@ def check_stop(name: str, header: PageHeader, stop: int) -> None:
     """Check that a file is of the page that ends at a position. Raises ``PAGE``."""
     if header.stop != stop:
         raise damaged(name, f"a page that ends at {stop}", f"{header.stop}")
-
-
-def check_name(name: str, header: PageHeader) -> None:
-    """Check that a file is the part of the page that its name says. Raises ``PAGE``."""
-    _, key, part = name.split("/")
-    if (header.key, header.part_name) != (key, part):
-        got = f"part {header.part_name} of {header.key}"
-        raise damaged(name, f"part {part} of {key}", got)
 
 
 def damaged(name: str, expected: str, got: str) -> KVPlanError:

@@ -1,6 +1,6 @@
 """Stores that hold anything: whatever lies in the folder, no command ends, nothing outside changes, right bytes load.
 
-``python -m tests.store.test_fuzz ROUNDS`` kills writers and evictors so many times, which takes a while.
+``HYPOTHESIS_PROFILE=long`` draws 1,600 stores in place of 8, and kills writers and evictors a thousand times.
 """
 
 from __future__ import annotations
@@ -8,21 +8,25 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError
 from kvplan.cli import main
 from kvplan_nixl.serving.store import Evicted, FileBackend, Limits, evict
+from property_tests import fewer
 from tests.store.engines import BLOCKS, PAGE, PROMPT, QWEN, EngineWithStore, saved
 from tests.store.test_attacks import IDS, IS_ROOT, KINDS, STRANGER, VERIFIED, files_of, in_time, leave
+
+IS_LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
+KILL_ROUNDS = 250 if IS_LONG else 4
+"""Each kills four processes."""
 
 ACTS = ["damage", "leave", "replace", "swap", "own", "date", "unfinished", "empty", "sparse"]
 
@@ -64,7 +68,7 @@ def act(what: str, number: int, store: Path, elsewhere: Path) -> None:
 
 
 @given(acts=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 9999)), max_size=6), size=st.integers(0, 7))
-@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+@fewer(12)
 def test_a_store_that_holds_anything(acts: list[tuple[str, int]], size: int) -> None:
     """Loads are right or fail, saves repair, evictions keep limits, and nothing outside of the store changes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +174,7 @@ def kill_workers(folder: Path, rounds: int, seed: int) -> None:
 
 def test_workers_that_are_killed_leave_whole_files(tmp_path: Path) -> None:
     """While writing and evicting, and nothing unfinished is left after the next look."""
-    kill_workers(tmp_path, 4, 3)
+    kill_workers(tmp_path, KILL_ROUNDS, 3)
 
 
 @pytest.mark.parametrize("num_evictors", [2, 4])
@@ -201,9 +205,3 @@ def test_evictions_of_one_folder_delete_each_page_once(num_evictors: int, tmp_pa
     assert (left, {outcome.faults for outcome in outcomes}) == (total // 2, {()})
     # the prompt that was used last is whole
     assert engine.find(range(8000, 8100)) == 96
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place:
-        kill_workers(Path(place), int(sys.argv[1]), seed=int(time.time()))
-    print(f"killed four workers {sys.argv[1]} times: each page was whole")

@@ -15,6 +15,8 @@ backends follow these rules:
 
 from __future__ import annotations
 
+import errno
+import io
 import re
 import threading
 import time
@@ -74,13 +76,9 @@ class Unfinished:
 
 
 class OpenFile(Protocol):
-    """A file that is open, to be read from its beginning on, once."""
+    """A file that is open, to be read from its beginning on, once, such as Python's own."""
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of the file."""
-
-    def read_into(self, memory: memoryview) -> int:
+    def readinto(self, memory: memoryview, /) -> int | None:
         """Read up to as many bytes as a memory has, and return how many; 0 at the file's end."""
 
     def close(self) -> None:
@@ -99,11 +97,11 @@ class Backend(Protocol):
     def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
         """Write a file. Return whether it was written: one that is there may stay."""
 
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
-        """Return the bytes ``[start, stop)`` of a file, ``None`` if there is no such file."""
+    def get(self, name: str, num_bytes: int | None = None) -> bytes | None:
+        """Return the first bytes of a file, or all of them, ``None`` if there is no such file."""
 
-    def open(self, name: str) -> OpenFile | None:
-        """Open a file to read all of it, ``None`` if there is no such file."""
+    def open(self, name: str) -> tuple[OpenFile, int] | None:
+        """Open a file to read all of it, and say its size; ``None`` if there is no such file."""
 
     def delete(self, name: str) -> bool:
         """Delete a file. Return whether it was there."""
@@ -136,14 +134,16 @@ def is_pin(part: str) -> bool:
     return part.partition(".")[0] == PIN
 
 
-def read_fully(file: OpenFile, memory: memoryview) -> int:
+def read_fully(name: str, file: OpenFile, memory: memoryview) -> int:
     """Fill a memory from a file, and return the bytes that it has got, fewer at the file's end."""
     num_read = 0
-    while num_read < len(memory):
-        num_bytes = file.read_into(memory[num_read:])
-        if not num_bytes:
-            break
-        num_read += num_bytes
+    try:
+        while num_read < len(memory) and (num_bytes := file.readinto(memory[num_read:])):
+            num_read += num_bytes
+    except OSError as error:
+        # as NFS says of a file that another host has deleted
+        if error.errno != errno.ESTALE:
+            raise failed("read", name, "bytes of a file", reason(error)) from error
     return num_read
 
 
@@ -190,12 +190,6 @@ def checked_chunks(chunks: Sequence[FileBytes]) -> tuple[FileBytes, ...]:
     return tuple(chunks)
 
 
-def checked_span(start: int, stop: int | None) -> tuple[int, int | None]:
-    """Return the part of a file that is read. Raises ``TYPE`` or ``RANGE``."""
-    first = integer(start, "start in a file")
-    return first, None if stop is None else integer(stop, "stop in a file")
-
-
 def check_moment(moment_s: float, subject: str) -> None:
     """Refuse what is no number of seconds before or after the epoch. Raises ``TYPE``, ``RANGE``."""
     # the sign alone tells before from after; nan is no number, and stays one
@@ -237,18 +231,17 @@ class MemoryBackend:
             self._files.setdefault(page, {})[part] = _MemoryFile(data, time.time())
             return True
 
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
-        """Return a part of the bytes."""
+    def get(self, name: str, num_bytes: int | None = None) -> bytes | None:
+        """Return the first bytes, or all."""
         page, _, part = checked_name(name).rpartition("/")
-        start, stop = checked_span(start, stop)
+        stop = None if num_bytes is None else integer(num_bytes, "num_bytes")
         file = self._files.get(page, {}).get(part)
-        return None if file is None else file.data[start:stop]
+        return None if file is None else file.data[:stop]
 
-    def open(self, name: str) -> OpenedBytes | None:
+    def open(self, name: str) -> tuple[OpenFile, int] | None:
         """Open a file."""
-        page, _, part = checked_name(name).rpartition("/")
-        file = self._files.get(page, {}).get(part)
-        return None if file is None else OpenedBytes(file.data)
+        data = self.get(name)
+        return None if data is None else (io.BytesIO(data), len(data))
 
     def delete(self, name: str) -> bool:
         """Forget a file."""
@@ -286,25 +279,11 @@ class MemoryBackend:
         return Unfinished(0, 0)
 
 
-class OpenedBytes:
-    """Bytes as an open file."""
-
-    def __init__(self, data: bytes) -> None:
-        self.num_bytes: int = len(data)
-        self._rest = memoryview(data)
-
-    def read_into(self, memory: memoryview) -> int:
-        """Copy the next bytes."""
-        num_bytes = min(len(memory), len(self._rest))
-        memory[:num_bytes] = self._rest[:num_bytes]
-        self._rest = self._rest[num_bytes:]
-        return num_bytes
-
-    def close(self) -> None:
-        """Forget the bytes."""
-        self._rest = memoryview(b"")
-
-
 def failed(verb: str, name: str, expected: str, got: str) -> KVPlanError:
     """Return the error of a backend that fails, rule store.S3."""
     return KVPlanError("BACKEND", f"{verb} {name} of a store", expected=expected, got=got)
+
+
+def reason(error: OSError) -> str:
+    """Return what the system says of an error."""
+    return error.strerror or f"{error}"

@@ -33,21 +33,22 @@ from pathlib import Path
 from typing import Final
 
 from kvplan import KVPlanError
-from kvplan._checks import instance, name, seconds
+from kvplan._checks import instance, integer, name, seconds
 from kvplan_nixl.serving.store.backends import (
     FILE_NAME,
     FileBytes,
     FileEntry,
+    OpenFile,
     Unfinished,
     checked_chunks,
     checked_name,
     checked_page,
-    checked_span,
     checked_uses,
     failed,
     is_pin,
     note,
     read_fully,
+    reason,
 )
 
 TEMPORARY: Final = "tmp"
@@ -147,20 +148,19 @@ class FileBackend:
             os.close(descriptor)
         return True
 
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
-        """Read a part of a file."""
-        start, stop = checked_span(start, stop)
-        file = self.open(name)
-        if file is None:
+    def get(self, name: str, num_bytes: int | None = None) -> bytes | None:
+        """Read the beginning of a file, or all of it."""
+        most = None if num_bytes is None else integer(num_bytes, "num_bytes")
+        opened = self.open(name)
+        if opened is None:
             return None
+        file, size = opened
         with contextlib.closing(file):
             # no more memory than the file has bytes, whatever a caller asks for
-            end = file.num_bytes if stop is None else min(stop, file.num_bytes)
-            data = memoryview(bytearray(max(0, end - start)))
-            file.seek(start)
-            return bytes(data[: read_fully(file, data)])
+            data = memoryview(bytearray(size if most is None else min(most, size)))
+            return bytes(data[: read_fully(name, file, data)])
 
-    def open(self, name: str) -> OpenedFile | None:
+    def open(self, name: str) -> tuple[OpenFile, int] | None:
         """Open a file, rules store.F1 to store.F3."""
         page, _, part = checked_name(name).rpartition("/")
         with _failing("read", name, "a file that can be read", or_none=True):
@@ -168,7 +168,7 @@ class FileBackend:
                 descriptor = os.open(part, os.O_RDONLY | _FILE, dir_fd=folder)
             status = os.fstat(descriptor)
             if root.is_file(status):
-                return OpenedFile(name, descriptor, status.st_size)
+                return os.fdopen(descriptor, "rb", buffering=0), status.st_size
             os.close(descriptor)
         return None
 
@@ -259,33 +259,6 @@ class FileBackend:
             yield _Root(descriptor, os.fstat(descriptor), self._users)
         finally:
             os.close(descriptor)
-
-
-class OpenedFile:
-    """A file that is open, read from its beginning on."""
-
-    def __init__(self, name: str, descriptor: int, num_bytes: int) -> None:
-        self.num_bytes: int = num_bytes
-        self._name = name
-        self._descriptor = descriptor
-
-    def seek(self, start: int) -> None:
-        """Read from byte ``start`` on."""
-        os.lseek(self._descriptor, start, os.SEEK_SET)
-
-    def read_into(self, memory: memoryview) -> int:
-        """Read as many bytes as there are, up to those of a memory. Raises ``BACKEND``."""
-        try:
-            return os.readv(self._descriptor, [memory])
-        except OSError as error:
-            # another host has deleted the file
-            if error.errno == errno.ESTALE:
-                return 0
-            raise failed("read", self._name, "bytes of a file", _reason(error)) from error
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
 
 
 class _Root:
@@ -512,7 +485,7 @@ def _failing(verb: str, name: str, expected: str, *, or_none: bool = False) -> I
         yield
     except OSError as error:
         if not (or_none and error.errno in _NONE):
-            raise failed(verb, name, expected, _reason(error)) from error
+            raise failed(verb, name, expected, reason(error)) from error
 
 
 @contextlib.contextmanager
@@ -522,8 +495,4 @@ def _noting(faults: list[str] | None, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ESTALE):
-            note(faults, f"cannot list {what}: {_reason(error)}")
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
+            note(faults, f"cannot list {what}: {reason(error)}")

@@ -30,12 +30,12 @@ from kvplan_nixl.serving.store.backends import (
     FILE_NAME,
     FileBytes,
     FileEntry,
+    OpenFile,
     Unfinished,
     check_moment,
     checked_chunks,
     checked_name,
     checked_page,
-    checked_span,
     checked_uses,
     failed,
     is_pin,
@@ -136,40 +136,36 @@ class ObjectBackend:
     def _put(self, name: str, data: bytes) -> None:
         obstore.put(self._store, name, data, use_multipart=False)
 
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
-        """Get a part of an object in one request."""
+    def get(self, name: str, num_bytes: int | None = None) -> bytes | None:
+        """Get the beginning of an object, or all of it, in one request."""
         checked_name(name)
-        start, stop = checked_span(start, stop)
+        stop = None if num_bytes is None else integer(num_bytes, "num_bytes")
         try:
-            return self._ask("read", name, lambda: self._read(name, start, stop))
+            return self._ask("read", name, lambda: self._read(name, stop))
         except FileNotFoundError:
             return None
 
-    def _read(self, name: str, start: int, stop: int | None) -> bytes:
-        if stop is None and not start:
+    def _read(self, name: str, stop: int | None) -> bytes:
+        if stop is None:
             return obstore.get(self._store, name).bytes().to_bytes()
         try:
-            if stop is None:
-                answer = obstore.get(self._store, name, options={"range": {"offset": start}})
-                return answer.bytes().to_bytes()
-            if start < stop:
-                return obstore.get_range(self._store, name, start=start, end=stop).to_bytes()
-            obstore.head(self._store, name)
-            return b""
+            if stop:
+                return obstore.get_range(self._store, name, start=0, end=stop).to_bytes()
         except GenericError:
-            # a range behind the end has no bytes, for which stores have an error
-            if start < obstore.head(self._store, name)["size"]:
+            # a range of an object of no bytes has none, for which stores have an error
+            if obstore.head(self._store, name)["size"]:
                 raise
-            return b""
+        obstore.head(self._store, name)
+        return b""
 
-    def open(self, name: str) -> OpenedObject | None:
+    def open(self, name: str) -> tuple[OpenFile, int] | None:
         """Ask for an object in one request, whose bytes come while they are read."""
         checked_name(name)
         try:
             answer = self._ask("read", name, lambda: obstore.get(self._store, name))
         except FileNotFoundError:
             return None
-        return OpenedObject(self, name, answer)
+        return OpenedObject(self, name, answer), answer.meta["size"]
 
     def delete(self, name: str) -> bool:
         """Delete an object. Return true: S3 does not say whether it was there."""
@@ -245,12 +241,11 @@ class OpenedObject:
     """An object whose bytes come while they are read."""
 
     def __init__(self, backend: ObjectBackend, name: str, answer: GetResult) -> None:
-        self.num_bytes: int = answer.meta["size"]
         self._ask = partial(backend._ask, "read", name)
         self._chunks: Iterator[bytes] = iter(answer.stream(min_chunk_size=STREAM_BYTES))
         self._rest = memoryview(b"")
 
-    def read_into(self, memory: memoryview) -> int:
+    def readinto(self, memory: memoryview, /) -> int:
         """Copy bytes that have come, or wait for some."""
         if not self._rest:
             try:

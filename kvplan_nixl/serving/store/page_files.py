@@ -15,7 +15,6 @@ from kvplan.protocol.pages import (
     ROW_BYTES,
     DataDigest,
     PageHeader,
-    check_name,
     check_size,
     check_space,
     check_stop,
@@ -31,28 +30,23 @@ PIECE_BYTES: Final = 4 * ROW_BYTES
 MAX_DATA_BYTES: Final = 1 << 30
 """The most data of a file that is read into memory of its own."""
 
-ReadBytes = Callable[[int, int], bytes]
-"""Returns the bytes ``[start, stop)`` of a file, fewer at its end."""
-
 MemoryOf = Callable[[PageHeader], memoryview | None]
 """Returns the memory for the data of a file, of ``num_bytes``."""
 
 
-def read_header(name: str, read: ReadBytes) -> PageHeader:
+def read_header(backend: Backend, name: str) -> PageHeader:
     """Read the header of the file ``name``. Raises ``PAGE`` for anything but what was written.
 
     ``VERSION`` is raised for a file of another version.
     """
-    head = read(0, ALIGNMENT)
+    head = backend.get(name, ALIGNMENT) or b""
     offset = data_offset(name, head)
     if offset > ALIGNMENT:
-        head += read(ALIGNMENT, offset)
-    header = parse_header(name, head)
-    check_name(name, header)
-    return header
+        head = backend.get(name, offset) or b""
+    return parse_header(name, head)
 
 
-def read_page(name: str, file: OpenFile, memory_of: MemoryOf) -> PageHeader:
+def read_page(name: str, file: OpenFile, file_bytes: int, memory_of: MemoryOf) -> PageHeader:
     """Read a file from its beginning to its end, and check all of its digests and sizes.
 
     Its data goes to the memory that ``memory_of`` returns for its header, or nowhere if that is
@@ -60,21 +54,23 @@ def read_page(name: str, file: OpenFile, memory_of: MemoryOf) -> PageHeader:
     before the bytes for which they ask are read. Raises as :func:`read_header` does.
     """
 
-    def read(start: int, stop: int) -> bytes:
-        memory = memoryview(bytearray(max(0, min(stop, file.num_bytes) - start)))
-        return bytes(memory[: read_fully(file, memory)])
+    def read(num_bytes: int) -> bytes:
+        memory = memoryview(bytearray(num_bytes))
+        return bytes(memory[: read_fully(name, file, memory)])
 
-    header = read_header(name, read)
+    head = read(min(ALIGNMENT, file_bytes))
+    rest_bytes = min(data_offset(name, head), file_bytes) - len(head)
+    header = parse_header(name, head + read(rest_bytes))
     num_bytes = header.data_offset + header.num_bytes
-    if file.num_bytes != num_bytes:
-        raise damaged(name, f"a file of {num_bytes} bytes", f"{file.num_bytes}")
+    if file_bytes != num_bytes:
+        raise damaged(name, f"a file of {num_bytes} bytes", f"{file_bytes}")
     memory = memory_of(header)
     scratch = memoryview(b"" if memory is not None else bytearray(PIECE_BYTES))
     digest = DataDigest()
     for start in range(0, header.num_bytes, PIECE_BYTES):
         stop = min(start + PIECE_BYTES, header.num_bytes)
         piece = scratch[: stop - start] if memory is None else memory[start:stop]
-        if read_fully(file, piece) < stop - start:
+        if read_fully(name, file, piece) < stop - start:
             raise damaged(name, f"{header.num_bytes} bytes of data", "fewer")
         # a piece is still in the processor's cache
         digest.update(piece)
@@ -126,9 +122,10 @@ def check_file(backend: Backend, name: str) -> PageHeader:
 
 
 def read_whole(backend: Backend, name: str, memory_of: MemoryOf) -> PageHeader:
-    file = backend.open(name)
-    if file is None:
+    opened = backend.open(name)
+    if opened is None:
         action = f"read page {name}"
         raise KVPlanError("PAGE", action, expected="a file", got="none, or an evicted one")
+    file, file_bytes = opened
     with contextlib.closing(file):
-        return read_page(name, file, memory_of)
+        return read_page(name, file, file_bytes, memory_of)

@@ -117,7 +117,7 @@ class StoreReader(PageReads):
         if name not in self._parts and len(name) == NAME_DIGITS:
             file = f"{chain.space}/{key}/{name}"
             try:
-                header = read_header(file, lambda *span: self.backend.get(file, *span) or b"")
+                header = read_header(self.backend, file)
             except KVPlanError as error:
                 if error.code == "BACKEND":
                     raise
