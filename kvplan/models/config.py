@@ -60,9 +60,9 @@ QUANTIZATION: Final = "quantization_config"
 NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys under which a file has its decoder."""
 
+VIEWS: Final = "describe its tensors as Views of Workers, and give a file of their offers"
 WAY_OUT: Final = (
-    "layers=40,kv_heads=10,head_dim=128 if it keeps K and V of each head, else Views of Workers "
-    "and a file of their offers"
+    f"layers=40,kv_heads=10,head_dim=128 if it keeps K and V of each head; else {VIEWS}"
 )
 LIKE: Final = f"add --like llama if it caches as a llama does; {WAY_OUT}"
 """What to do about a type that is not known."""
@@ -368,11 +368,11 @@ def _model_type(config: Config, registry: Registry, like: str | None) -> str:
     model_type = registry.outer.get(plain(model_type), model_type)
     reason = registry.refused.get(plain(model_type))
     if flag_of(config, "is_encoder_decoder"):
-        reason = "the decoder also reads a cache of the encoder's outputs, which has no block table"
+        reason = registry.refused["whisper"]
     if reason:
         of_type = f" of type {model_type!r}"
-        expected = "a model whose cache is known"
-        raise refusal(of_type, expected, reason, WAY_OUT, model_type=model_type)
+        expected = "a cache that kvplan describes"
+        raise refusal(of_type, expected, reason, VIEWS, model_type=model_type)
     if like is not None and (model_type is None or isinstance(model_type, str)):
         if model_type in families:
             expected = "one of an unknown type"

@@ -291,8 +291,8 @@ def test_indexers_that_are_refused(stated: dict[str, Any], text: str) -> None:
     ("model_type", "reason"),
     [
         ("bert", "keeps no cache"),
-        ("t5", "reads a cache of the encoder's outputs"),
-        ("mllama_text_model", "attends to the outputs of an encoder"),
+        ("t5", "keys and values of an encoder's outputs"),
+        ("mllama_text_model", "keys and values of an encoder's outputs"),
         ("rwkv", "recurrent state has a shape of its own"),
         ("deepseek_v4", "at several ratios"),
     ],

@@ -321,8 +321,11 @@ def supported() -> Any:
     return ModelRegistry.get_supported_archs()
 
 
-def built(config: dict[str, Any], ranks: int) -> tuple[Any, dict[str, Any], Any]:
-    """vLLM's configuration of a model on the last rank, the spec of each layer that caches, and the model."""
+def built(config: dict[str, Any], ranks: int, block_size: int | None = None) -> tuple[Any, dict[str, Any], Any]:
+    """vLLM's configuration of a model on the last rank, the spec of each layer that caches, and the model.
+
+    With a ``block_size``, states have the dtype that they have on a GPU; without one float32, as on a CPU.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -338,9 +341,17 @@ def built(config: dict[str, Any], ranks: int) -> tuple[Any, dict[str, Any], Any]
             "enforce_eager": True,
             "max_model_len": 512,
             "language_model_only": True,
+            "block_size": block_size,
         }
         vllm = EngineArgs(folder, tensor_parallel_size=ranks, **arguments).create_engine_config()
         vllm.cache_config.kv_cache_layout = "LBHNC"
+        if block_size is not None:
+            from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+            vllm.cache_config.mamba_ssm_cache_dtype = "auto"
+            rule = MODELS_CONFIG_MAP.get(config["architectures"][0])
+            if hasattr(rule, "update_mamba_ssm_cache_dtype"):
+                rule.verify_and_update_config(vllm)
         start(vllm, ranks)
         with set_current_vllm_config(vllm), torch.device("cpu" if model_type in ON_CPU else "meta"):
             model = initialize_model(vllm)
