@@ -56,7 +56,7 @@ bootstrap.ANSWER_S = 60  # type: ignore[misc, attr-defined]
 room_contents.ANSWER_S = 60  # type: ignore[misc, attr-defined]
 
 UNUSED = 60
-"""A block of prefill that no request of the trials reaches."""
+"""A block of prefill that no request of the trials reaches, as the ones after it."""
 
 
 class Side(NamedTuple):
@@ -591,8 +591,10 @@ def unwritten(entry: Mapping[str, Any], key: SharedKey | None = None) -> dict[st
     """An entry with blocks that nobody has written, signed again."""
     key = key or host_key()
     handoff = Handoff.of_params(entry["handoff"], key)
+    # groups of vLLM share their memory
     unused = {
-        group: Blocks([UNUSED] * (blocks.stop - blocks.first), blocks.first) for group, blocks in handoff.blocks.items()
+        group: Blocks([UNUSED + number] * (blocks.stop - blocks.first), blocks.first)
+        for number, (group, blocks) in enumerate(handoff.blocks.items())
     }
     return {**entry, "handoff": attrs.evolve(handoff, blocks=unused).params(key)}
 
