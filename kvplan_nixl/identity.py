@@ -6,7 +6,7 @@ starts, and later by updates of its weights. The identity is a mapping of these 
 values:
 
 ==========================  ======================================================================
-``weights``                 a fingerprint of the tensors, and of Python code beside them
+``weights``                 a fingerprint of the tensors, and of Python code in their folder
 ``config.KEY``              the model's ``config.json``, key by key, with the engine's overrides
 ``processor.FILE.KEY``      how images, audio and videos become inputs of the model
 ``dtype``, ``quantization`` options of the engine that change values, where the files do not say so
@@ -369,7 +369,6 @@ def _without_harmless(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_one_form(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration, and those nested in it, with rotary embeddings in one form."""
     new = dict(config)
     for key, value in new.items():
         if isinstance(value, Mapping) and _is_nested(key):
@@ -388,8 +387,8 @@ def _without(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, An
 def _with_rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration with ``rope_theta`` and ``rope_scaling`` as ``rope_parameters``.
 
-    Transformers has renamed them: the same model has either. Parameters by kind of layer, and
-    files that have both, stay as they are.
+    Transformers has renamed them, so files of one model have either. Parameters by kind of layer,
+    and files that have both, stay as they are.
     """
     scaling = config.get("rope_scaling")
     parameters = config.get("rope_parameters")
@@ -433,7 +432,7 @@ def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _has_paths(value: Any) -> bool:
-    """Return whether the values of a mapping are facts of their own, by path."""
+    """Return whether each value of a mapping is a fact of its own."""
     if not isinstance(value, Mapping) or not 0 < len(value) <= MAX_KEYS:
         return False
     # a key with a dot could be mistaken for a path
@@ -441,7 +440,7 @@ def _has_paths(value: Any) -> bool:
 
 
 def _canonical(value: Any) -> Any:
-    """Return a JSON value in one form: a whole number is an integer. Others are their text."""
+    """Return the JSON form of a value: whole numbers are integers, unknown types their text."""
     match value:
         case float() if value.is_integer() and abs(value) < 1 << 53:
             return int(value)
@@ -459,7 +458,7 @@ def _canonical(value: Any) -> Any:
 
 
 def _brief(value: Any) -> Any:
-    """Return a value, or what it is with its digest if its text is long."""
+    """Return a value, or its kind and digest if its text is long."""
     text = _text(value)
     if len(text) <= MAX_VALUE:
         return value

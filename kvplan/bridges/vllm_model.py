@@ -27,7 +27,7 @@ something else is refused, with what it declares.
 
 Tensors are named by the number in vLLM's name of a layer (``layers.3.attn``), as
 :class:`~kvplan.Model` names them. Where a name has no number, or several, or where one number has
-several caches of one kind, the tensors have vLLM's name in theirs.
+several caches of one kind, their names include vLLM's name of the layer.
 """
 
 from __future__ import annotations
@@ -393,7 +393,7 @@ def _states(layer: CachedLayer, module: Any, info: RankInfo, conv: str) -> Layer
 
 
 def _whole(tensors: Layer, ranks: int, info: RankInfo) -> Layer:
-    """Return tensors undivided, if every rank holds them whole."""
+    """Mark tensors as undivided if every rank holds them whole."""
     if ranks == info.tp:
         return tensors
     return tuple(attrs.evolve(tensor, sharded=None, shards=1) for tensor in tensors)
@@ -403,7 +403,6 @@ StateSizes = list[tuple[int, ...]]
 
 
 def _conv_sizes(shape: tuple[int, ...], conv: str) -> tuple[int, int]:
-    """Return the channels and steps of a convolution's state."""
     channels, steps = shape if conv == "DS" else shape[::-1]
     return channels, steps
 

@@ -102,7 +102,7 @@ HARMLESS: Final = MappingProxyType(
             "weight_cache_socket weight_cache_timeout enable_weights_cpu_backup "
             "enable_draft_weights_cpu_backup"
         ),
-        "what is written beside the weights": "modelopt_checkpoint_save_path modelopt_export_path",
+        "files that are written": "modelopt_checkpoint_save_path modelopt_export_path",
         "Python code of the folder, which its fingerprint has": "trust_remote_code",
         "limits of length, apart from rope.is_long": "context_length allow_auto_truncate",
         "dtypes of tensors, which a plan compares one by one": (
@@ -190,7 +190,7 @@ HARMLESS: Final = MappingProxyType(
             "enable_linear_replayssm linear_replayssm_cache_len enable_linear_replayssm_spec "
             "lora_backend max_lora_chunk_size lora_use_virtual_experts"
         ),
-        "how states are kept beside those that move": (
+        "states that are not transferred": (
             "mamba_max_states_per_path mamba_cache_philox_rounds mamba_radix_cache_strategy "
             "uses_mamba_radix_cache mamba_track_interval int8_mamba_ckpt_size"
         ),
@@ -332,7 +332,6 @@ def facts_of(names: ModelNames, *, has_draft_cache: bool = False) -> Facts:
 
 
 def _model_facts(config: Any, load_format: str, overrides: Any, weights: str = "") -> Facts:
-    """Return the facts of a model's files: its weights, its configuration, and its processors."""
     facts = Facts()
     folder = folder_of(config.model_path, config.revision)
     is_read = load_format in READ_FORMATS
@@ -391,7 +390,6 @@ def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
 
 
 def _read(config: Any, folder: Path, overrides: Any) -> dict[str, Any]:
-    """Return a configuration as SGLang reads it."""
     from sglang.srt.utils.hf_transformers.config import get_config
 
     # ``ModelConfig`` reads remote code too, unless it is told not to
@@ -407,7 +405,7 @@ def _read(config: Any, folder: Path, overrides: Any) -> dict[str, Any]:
 
 
 def _without_type(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without the older name of ``rope_type``, which SGLang adds to it."""
+    """Drop the older name of ``rope_type``, which SGLang adds."""
     new = {}
     for key, value in config.items():
         if key != "type" or "rope_type" not in config:
@@ -432,7 +430,6 @@ def _length_facts(config: Any) -> Facts:
 
 
 def _draft_facts(config: Any, overrides: Any) -> Facts:
-    """Return the facts of a draft whose cache moves with that of the model."""
     arguments = get_server_args()
     # as SGLang has resolved them: a draft in the model's own files has their path
     spec = get_spec()

@@ -232,7 +232,7 @@ def worker_of(
 
 
 def _num_layers(config: VllmConfig) -> int | None:
-    """Return how many layers the model has before those of a draft, None if nothing drafts."""
+    """Return the number of the first layer of a draft, None without drafts."""
     if config.speculative_config is None:
         return None
     return int(config.model_config.get_total_num_hidden_layers())

@@ -67,5 +67,5 @@ def check_drafts(config: VllmConfig, cache: KVCacheConfig) -> None:
 
 
 def _refusal(expected: str, got: str) -> KVPlanError:
-    action = "transfer beside speculative decoding"
+    action = "transfer with speculative decoding"
     return KVPlanError("LAYOUT", action, expected=expected, got=got)

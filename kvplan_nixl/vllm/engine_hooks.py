@@ -115,12 +115,11 @@ def _unwatched(label: str, expected: str, got: str, needed: str) -> KVPlanError:
 
 
 def _definer(kind: type[Any], name: str) -> type[Any]:
-    """Return the class that defines a method of a class."""
     return next((base for base in kind.__mro__ if name in vars(base)), kind)
 
 
 def _wrap(owner: type[Any], name: str, wrapper: Callable[[Any], Callable[..., Any]]) -> bool:
-    """Wrap a method once, and return whether there is one."""
+    """Wrap a method once. Returns whether the class defines it."""
     method = vars(owner).get(name)
     if method is None:
         return False
@@ -271,7 +270,7 @@ def _with_reports(method: Any) -> Callable[..., Any]:
 
 
 def _outdated(scheduler: Any) -> list[Any]:
-    """Return the requests whose adapter was overwritten between their load and its own."""
+    """Return requests whose adapter was overwritten after their cache was read."""
     states = [*_states(scheduler)]
     outdated = []
     for request in scheduler.running:
@@ -299,7 +298,6 @@ def _with_loads(method: Any) -> Callable[..., Any]:
 
 
 def _local(path: str) -> str:
-    """Return the folder of an adapter, which may be in a hub."""
     from vllm.lora.utils import get_adapter_absolute_path
 
     try:

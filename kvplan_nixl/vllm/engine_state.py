@@ -77,7 +77,7 @@ class EngineState:
         self._has_old_weights = False
         self._explains_reset = False
         self._old_names: set[str] = set()
-        # by request; None of one whose cache may be older than what is loaded now
+        # by request; None where blocks of the prefix cache may be older than what is loaded
         self._origins: dict[str, _Origin | None] = {}
         # requests whose cache comes from another engine, or from a store
         self._loaded: set[str] = set()
@@ -146,7 +146,7 @@ class EngineState:
         self._contents[adapter.name] = adapter.content
         self._adapters[adapter.adapter_id] = adapter
 
-    # What is asked of requests
+    # What connectors ask
 
     def begin(self, request: Request, num_cached: int) -> None:
         """Note what decides a request that begins after positions of the prefix cache."""
@@ -158,7 +158,7 @@ class EngineState:
         self._origins[request.request_id] = None if is_old and num_cached else origin
 
     def is_current(self, request: Request) -> bool:
-        """Return whether a request was computed by what is loaded now, from its beginning on."""
+        """Return whether all of a request was computed with what is loaded now."""
         now = _Origin(self.identity.version, self.adapter_of(request))
         return self._origins.get(request.request_id, now) == now
 

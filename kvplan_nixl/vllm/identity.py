@@ -73,7 +73,7 @@ HARMLESS: Final[Mapping[str, Reasons]] = MappingProxyType(
             "compilation_config": "how the same code is compiled, and which operations are fused",
             "profiler_config": "profiles",
             "kv_transfer_config": "the connector itself, which has settings of its own",
-            "kv_events_config": "what is told to routers",
+            "kv_events_config": "events for routers",
             "ec_transfer_config": "who computes the outputs of encoders",
             "ec_manager_config": MEMORY,
             "instance_id": "a name",
@@ -358,7 +358,6 @@ def _dtype(dtype: Any) -> str:
 
 
 def _model_facts(model: Any, load: Any, overrides: Any, weights: str = "") -> Facts:
-    """Return the facts of a model's files: its weights, its configuration, and its processors."""
     facts = Facts()
     loaded = model.model_weights or model.model
     folder = folder_of(model.model, model.revision)
@@ -413,7 +412,7 @@ def _config_facts(model: Any, overrides: Any) -> Facts:
 
 
 def _read(folder: Path, model: Any, overrides: Any) -> dict[str, Any] | None:
-    """Return a configuration as vLLM reads it, None if it cannot: ``ModelConfig.__post_init__``."""
+    """Read a configuration as ``ModelConfig.__post_init__`` does, None if vLLM cannot read it."""
     from vllm.transformers_utils.config import get_config
 
     texts: dict[str, Any] = {}
@@ -438,7 +437,7 @@ def _read(folder: Path, model: Any, overrides: Any) -> dict[str, Any] | None:
 
 
 def _is_mistral(model: Any, folder: Path | None) -> bool:
-    """Return whether vLLM reads a model's configuration in Mistral's format: ``get_config``."""
+    """Decide as ``get_config`` of vLLM does whether a configuration is in Mistral's format."""
     from vllm.transformers_utils.repo_utils import is_mistral_model_repo
 
     kind = str(getattr(model.config_format, "value", model.config_format))
@@ -466,7 +465,6 @@ def _length_facts(model: Any) -> Facts:
 
 
 def _draft_facts(config: VllmConfig, settings: ModelSettings) -> Facts:
-    """Return the facts of a draft whose cache moves with that of the model, if there is one."""
     speculative: Any = config.speculative_config
     if speculative is None or speculative.method not in WITH_CACHE:
         return {}
@@ -483,7 +481,7 @@ def _draft_facts(config: VllmConfig, settings: ModelSettings) -> Facts:
 
 
 def _field_facts(config: Any) -> Facts:
-    """Return the fields of a configuration that are facts, unless they have their defaults."""
+    """Return the fields of a configuration in neither list, unless they have their defaults."""
     kind = type(config).__name__
     facts = Facts()
     for field in dataclasses.fields(config):

@@ -177,7 +177,7 @@ def _check_default(label: str, value: Any, default: Any, hint: str) -> None:
 UNSUPPORTED_BY_ENGINE: Final = MappingProxyType(
     {
         "enable_return_routed_experts": (
-            "decode would return the experts of the tokens alone that it computes"
+            "decode would return the experts only of tokens that it computes itself"
         ),
         "enable_sleep_mode": "an engine that wakes up has other memory than it had registered",
     }
