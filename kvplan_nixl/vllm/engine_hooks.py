@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -63,62 +63,52 @@ RELEASING_CALLS: Final = ("discard", "sleep")
 """Calls to workers that release memory."""
 
 
+Wrapper = Callable[[Any], Callable[..., Any]]
+
+
 def watch_engine(config: VllmConfig) -> None:
     """Wrap what the engine core and the scheduler of this process do. Raises ``SETTING``."""
     from vllm.v1.engine.core import EngineCore
 
+    weights = {
+        "collective_rpc": _with_calls,
+        "set_weight_version": _with_versions,
+        "reset_prefix_cache": _with_resets,
+    }
+    adapters = {"add_lora": _with_added_adapters, "remove_lora": _with_removed_adapters}
+    memory = {"sleep": _with_sleep, "release_kv_cache_memory": _with_release}
+    has_allocator = getattr(config.model_config, "enable_cumem_allocator", False)
+    has_adapters = config.lora_config is not None
     scheduler = _definer(config.scheduler_config.get_scheduler_cls(), "update_from_output")
-    are_weights_watched = all(
-        (
-            _wrap(EngineCore, "collective_rpc", _with_calls),
-            _wrap(EngineCore, "set_weight_version", _with_versions),
-            _wrap(EngineCore, "reset_prefix_cache", _with_resets),
-        )
-    )
-    are_adapters_watched = all(
-        (
-            _wrap(EngineCore, "add_lora", _with_added_adapters),
-            _wrap(EngineCore, "remove_lora", _with_removed_adapters),
-            _wrap(scheduler, "update_from_output", _with_reports),
-        )
-    )
-    is_memory_watched = all(
-        (
-            _wrap(EngineCore, "sleep", _with_sleep),
-            _wrap(EngineCore, "release_kv_cache_memory", _with_release),
-        )
-    )
-    if getattr(config.model_config, "enable_cumem_allocator", False) and not is_memory_watched:
-        needed = "an engine core with release_kv_cache_memory"
-        raise _unwatched("enable_cumem_allocator", "False", "True", needed)
-    if config.weight_transfer_config is not None and not are_weights_watched:
-        given = f"{config.weight_transfer_config}"
-        raise _unwatched(
-            "weight_transfer_config", "None", given, "an engine core with collective_rpc"
-        )
-    if config.lora_config is not None and not are_adapters_watched:
-        raise _unwatched("enable_lora", "False", "True", "an engine core with add_lora")
+    _watch(EngineCore, weights, "weight_transfer_config", config.weight_transfer_config)
+    _watch(EngineCore, adapters, "enable_lora", has_adapters)
+    _watch(EngineCore, memory, "enable_cumem_allocator", has_allocator)
+    _watch(scheduler, {"update_from_output": _with_reports}, "enable_lora", has_adapters)
 
 
 def watch_adapters(config: VllmConfig) -> None:
     """Wrap how workers of this process load adapters. Raises ``SETTING``."""
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    is_watched = _wrap(WorkerLoRAManager, "_load_adapter", _with_loads)
-    if config.lora_config is not None and not is_watched:
-        raise _unwatched("enable_lora", "False", "True", "workers with _load_adapter")
+    has_adapters = config.lora_config is not None
+    _watch(WorkerLoRAManager, {"_load_adapter": _with_loads}, "enable_lora", has_adapters)
 
 
-def _unwatched(label: str, expected: str, got: str, needed: str) -> KVPlanError:
-    hint = f"this release of vLLM has no {needed}, by which kvplan learns what changes values"
-    return KVPlanError("SETTING", f"set {label}", expected=expected, got=got, hint=hint)
+def _watch(owner: type[Any], wrappers: Mapping[str, Wrapper], option: str, given: Any) -> None:
+    """Wrap methods of a class. Raises ``SETTING`` if some are missing and their option is set."""
+    missing = [name for name, wrapper in wrappers.items() if not _wrap(owner, name, wrapper)]
+    if missing and given:
+        methods = ", ".join(f"{owner.__name__}.{name}" for name in missing)
+        hint = f"this release of vLLM has no {methods}, by which kvplan learns of changes"
+        action = f"set {option}"
+        raise KVPlanError("SETTING", action, expected="the default", got=f"{given}", hint=hint)
 
 
 def _definer(kind: type[Any], name: str) -> type[Any]:
     return next((base for base in kind.__mro__ if name in vars(base)), kind)
 
 
-def _wrap(owner: type[Any], name: str, wrapper: Callable[[Any], Callable[..., Any]]) -> bool:
+def _wrap(owner: type[Any], name: str, wrapper: Wrapper) -> bool:
     """Wrap a method once. Returns whether the class defines it."""
     method = vars(owner).get(name)
     if method is None:

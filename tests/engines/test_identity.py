@@ -468,5 +468,5 @@ def test_a_release_that_may_release_memory_unseen_is_refused(folder: Path, metho
     config.model_config.enable_cumem_allocator = True
     watch_engine(config)
     delattr(methods["release_kv_cache_memory"], "release_kv_cache_memory")
-    with pytest.raises(KVPlanError, match=r"^SETTING: cannot set enable_cumem_allocator: expected False, got True"):
+    with pytest.raises(KVPlanError, match=r"^SETTING: cannot set enable_cumem_allocator: .*, got True"):
         watch_engine(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -582,8 +583,9 @@ def test_a_worker_reports_what_it_loads_and_drops() -> None:
 
 
 def test_an_engine_that_cannot_tell_is_refused() -> None:
-    """A class without a method is not wrapped."""
-    assert not HOOKS._wrap(SimpleNamespace, "collective_rpc", HOOKS._with_calls)
-    error = HOOKS._unwatched("weight_transfer_config", "None", "nccl", "an engine core with collective_rpc")
-    assert isinstance(error, KVPlanError)
-    assert str(error).startswith("SETTING: cannot set weight_transfer_config: expected None, got nccl (this release")
+    """A class without a method is not wrapped, which matters if the option is set."""
+    wrappers = {"collective_rpc": HOOKS._with_calls}
+    HOOKS._watch(SimpleNamespace, wrappers, "weight_transfer_config", None)
+    text = "SETTING: cannot set weight_transfer_config: expected the default, got nccl (this release of vLLM has no "
+    with pytest.raises(KVPlanError, match=re.escape(f"{text}SimpleNamespace.collective_rpc")):
+        HOOKS._watch(SimpleNamespace, wrappers, "weight_transfer_config", "nccl")
