@@ -53,34 +53,27 @@ def actions(source: Source, leases: list[str], access: Access) -> Mapping[str, C
 
 def main() -> None:
     """Print a table of what each message costs."""
-    spawned = multiprocessing.get_context("spawn")
-    times: dict[str, dict[str, list[float]]] = {}
-    kinds: dict[str, Mapping[str, Callable[[], Any]]] = {}
-    pipes: dict[str, Any] = {}
-    for kind, access in (("a key", Access(key=KEY)),):
-        pipe, server_pipe = spawned.Pipe()
-        spawned.Process(target=serve, args=(server_pipe, access), daemon=True).start()
-        source, leases = pipe.recv()
-        kinds[kind] = actions(source, leases, access)
-        pipes[kind] = pipe
+    access = Access(key=KEY)
+    pipe, server_pipe = multiprocessing.get_context("spawn").Pipe()
+    multiprocessing.get_context("spawn").Process(target=serve, args=(server_pipe, access), daemon=True).start()
+    source, leases = pipe.recv()
+    by_name = actions(source, leases, access)
+    times: dict[str, list[float]] = {name: [] for name in by_name}
 
-    def spent(kind: str) -> float:
-        pipes[kind].send(True)
-        return time.process_time() + float(pipes[kind].recv())
+    def spent() -> float:
+        pipe.send(True)
+        return time.process_time() + float(pipe.recv())
 
     for _ in range(ROUNDS):
-        for kind, by_name in kinds.items():
-            for name, action in by_name.items():
-                began = spent(kind)
-                for _ in range(MESSAGES):
-                    action()
-                microseconds = 1e6 * (spent(kind) - began) / MESSAGES
-                times.setdefault(name, {}).setdefault(kind, []).append(microseconds)
-    print(f"| microseconds | {' | '.join(kinds)} |\n|---|{'---:|' * len(kinds)}")
-    for name, rounds in times.items():
-        print(f"| {name} | {' | '.join(f'{statistics.median(rounds[kind]):.0f}' for kind in kinds)} |")
-    for pipe in pipes.values():
-        pipe.send(False)
+        for name, action in by_name.items():
+            began = spent()
+            for _ in range(MESSAGES):
+                action()
+            times[name].append(1e6 * (spent() - began) / MESSAGES)
+    print("| message | microseconds |\n|---|---:|")
+    for name, microseconds in times.items():
+        print(f"| {name} | {statistics.median(microseconds):.0f} |")
+    pipe.send(False)
 
 
 if __name__ == "__main__":

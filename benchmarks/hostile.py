@@ -21,7 +21,6 @@ import attrs
 from kvplan import (
     Axis,
     Budget,
-    Context,
     Group,
     KVPlanError,
     Model,
@@ -79,82 +78,6 @@ def layers(
     return worker(engine, ((f"layers.{i}", group, axes(i), 2, stride) for i in range(number)))
 
 
-def large_blocks() -> Pair:
-    """80 layers, blocks of 1,048,573 and 1,048,571 tokens, five block strides."""
-    sides = []
-    for engine, slots in (("d", 1048573), ("s", 1048571)):
-        group = Group("kv", slots)
-        views = ((f"layers.{i}", group, token(slots), 2, (1 << 30) + 4 * (i % 5)) for i in range(80))
-        sides.append(worker(engine, views))
-    return sides[0], sides[1:]
-
-
-def states_in_boxes() -> Pair:
-    """A state of three axes, in a thousand boxes along its diagonal."""
-    size = 1 << 20
-    edge = 997
-    state = Group("state")
-    whole = [axis(name, size, size**n) for name, n in (("a", 2), ("b", 1), ("c", 0))]
-    boxes = list[OneView]()
-    for start in range(0, 1000 * 1000, 1000):
-        box = [Axis(name, start, start + edge, size, edge**n) for name, n in (("a", 2), ("b", 1), ("c", 0))]
-        boxes.append(("t", state, box, 1, 0))
-    return worker("d", [("t", state, whole, 1, 0)]), [worker("s", boxes)]
-
-
-def long_cycle() -> Pair:
-    """Contexts of 1024 ranks at an interleave of 1024."""
-    group = Group("kv", 16, Context(0, 1024, 1024))
-    return layers("d", 8, group, lambda i: token(16, 4 + 4 * i)), [
-        layers("s", 8, group, lambda i: token(16, 4 + 4 * i))
-    ]
-
-
-def many_contexts() -> Pair:
-    """250 ranks' positions of one tensor on one side, 256 on the other."""
-    sides = []
-    for engine, ranks in (("d", 250), ("s", 256)):
-        groups = [Group(f"g{rank}", 16, Context(rank, ranks)) for rank in range(ranks)]
-        sides.append(worker(engine, (("t", group, token(16), 4, 1 << 20) for group in groups)))
-    return sides[0], sides[1:]
-
-
-def missing_comb() -> Pair:
-    """A source that has every other one of half a million coordinates."""
-    state = Group("state")
-    half = 1 << 18
-    comb = [axis("a", half, 2), Axis("a", 0, 1, 2, 1)]
-    return worker("d", [("t", state, [axis("a", 2 * half, 1)], 1, 0)]), [worker("s", [("t", state, comb, 1, 0)])]
-
-
-def missing_halves() -> Pair:
-    """A thousand tensors with long names and different sizes, of which the source has four bytes each."""
-    state = Group("state")
-    names = ["x" * 240 + f".{i}" for i in range(1000)]
-    whole = worker("d", ((name, state, [axis("a", 8 + i, 1)], 1, 0) for i, name in enumerate(names)))
-    return whole, [worker("s", ((name, state, [Axis("a", 0, 4, 8 + i, 1)], 1, 0) for i, name in enumerate(names)))]
-
-
-def bytes_apart() -> Pair:
-    """80 layers whose tokens are 65,536 bytes, next to each other on one side and two apart on the other."""
-    size = 1 << 16
-    group = Group("kv", 16)
-
-    def side(engine: str, step: int) -> Worker:
-        return layers(engine, 80, group, lambda _: [axis("token", 16, size * step), axis("dim", size, step)])
-
-    return side("d", 1), [side("s", 2)]
-
-
-def many_lengths() -> Pair:
-    """500 layers with tokens of 1 to 500 bytes, in blocks of 1021 and 1031 tokens."""
-
-    def side(engine: str, slots: int) -> Worker:
-        return layers(engine, 500, Group("kv", slots), lambda i: [axis("token", slots, i + 1), axis("dim", i + 1, 1)])
-
-    return side("d", 1021), [side("s", 1031)]
-
-
 def many_groups() -> Pair:
     """250 groups, each with block sizes that have a long period."""
 
@@ -172,23 +95,6 @@ def many_rows() -> Pair:
         return layers(engine, 60, Group("kv", slots), lambda _: axes)
 
     return side("d", 4096, (64, 64 * 4096)), [side("s", 4095, (64 * 32, 64))]
-
-
-def many_segments() -> Pair:
-    """A hundred tensors of 131,072 segments, each with another stride."""
-    state = Group("state")
-    views = list[OneView]()
-    for i in range(100):
-        views.append((f"t.{i}", state, [axis("a", 1 << 17, 8 + i), axis("a", 2, 2)], 1, 0))
-    return worker("d", views), [worker("s", views)]
-
-
-def many_holders() -> Pair:
-    """A tensor whose bytes a thousand views share in turns."""
-    state = Group("state")
-    turns = 1 << 10
-    views = (("t", state, [axis("a", turns, 1), Axis("a", i, i + 1, 4096, 1)], 1, 0) for i in range(1000))
-    return worker("d", [("t", state, [axis("a", turns * 4096, 1)], 1, 0)]), [worker("s", views)]
 
 
 def transposed() -> Pair:
@@ -212,91 +118,6 @@ def coprime_blocks() -> Pair:
     return side("d", (1 << 21) - 1), [side("s", 1 << 21)]
 
 
-def shared_pool() -> Pair:
-    """250 groups, each of which shares bytes with each other one."""
-
-    def side(engine: str) -> Worker:
-        groups = [Group(f"g{i}", 16) for i in range(250)]
-        views = [View(f"t.{i}", group, "pool", "uint8", token(16), 4, 64) for i, group in enumerate(groups)]
-        return Worker(engine, 0, [Region("pool", 0, 4 * 64)], groups, views)
-
-    return side("d"), [side("s")]
-
-
-def long_interleave() -> Pair:
-    """Contexts of 7 and 5 ranks in turns of 4093 and 4091 tokens, in blocks of 4096 and 4095."""
-
-    def side(engine: str, slots: int, context: Context) -> Worker:
-        return layers(engine, 80, Group("kv", slots, context), lambda _: token(slots))
-
-    return side("d", 4096, Context(0, 7, 4093)), [side("s", 4095, Context(0, 5, 4091))]
-
-
-def unrelated_combs() -> Pair:
-    """A state of which the destination has every second coordinate and the source every third one."""
-    state = Group("state")
-    size = 3 << 18
-
-    def side(engine: str, step: int) -> Worker:
-        axes = [axis("a", size // step, 1), Axis("a", 0, 1, step, 1)]
-        return worker(engine, [("t", state, axes, 1, 0)])
-
-    return side("d", 2), [side("s", 3)]
-
-
-def endless_pools() -> Pair:
-    """A thousand layers with pools of 2**30 blocks of one byte."""
-    state = Group("state")
-    views = [(f"t.{i}", state, [axis("a", 1, 0)], 1 << 30, 1) for i in range(1000)]
-    return worker("d", views), [worker("s", views)]
-
-
-def reversed_axes() -> Pair:
-    """A state of 16 axes of two coordinates each in a thousand tensors, in opposite order on the two sides."""
-    state = Group("state")
-    names = [f"a{i}" for i in range(16)]
-
-    def side(engine: str, order: Sequence[str]) -> Worker:
-        axes = [axis(name, 2, 1 << i) for i, name in enumerate(order)]
-        return worker(engine, ((f"t.{i}", state, axes, 2, 1 << 20) for i in range(1000)))
-
-    return side("d", names), [side("s", names[::-1])]
-
-
-def many_geometries() -> Pair:
-    """A thousand tensors of sizes of their own, each in two halves at a thousand strides."""
-    state = Group("state")
-
-    def side(engine: str, gap: int) -> Worker:
-        views = ((f"t.{i}", state, [axis("b", 2, 5000 + gap), axis("a", 8 + i, 1)], 4, 20000) for i in range(1000))
-        return worker(engine, views)
-
-    return side("d", 0), [side("s", 1)]
-
-
-def many_ranks() -> Pair:
-    """300 source workers that hold 300 heads, each worker all of them but one."""
-    state = Group("state")
-    number = 300
-    whole = worker("d", [("t", state, [axis("head", number, 1)], 1, 0)])
-    ranks = list[Worker]()
-    for rank in range(number):
-        parts = [part for part in ((0, rank), (rank + 1, number)) if part[0] < part[1]]
-        source = worker("s", (("t", state, [Axis("head", *part, number, 1)], 1, 0) for part in parts))
-        ranks.append(Worker("s", rank, source.regions, source.groups, source.views))
-    return whole, ranks
-
-
-def scattered_tokens() -> Pair:
-    """Token axes of 15 digits of two, in opposite order on the two sides."""
-
-    def side(engine: str, order: Sequence[int]) -> Worker:
-        axes = [axis("token", 2, 4 << i) for i in order]
-        return layers(engine, 1, Group("kv", 1 << 15), lambda _: [*axes, axis("dim", 4, 1)])
-
-    return side("d", range(15)), [side("s", range(15)[::-1])]
-
-
 def many_spans() -> Pair:
     """1000 layers whose blocks of 1021 and 1019 tokens begin at different offsets in each layer."""
 
@@ -305,17 +126,6 @@ def many_spans() -> Pair:
         return worker(engine, ((f"l.{i}", Group("kv", slots), axes, 2, 9000 + step * i) for i in range(1000)))
 
     return side("d", 1021, 8), [side("s", 1019, 16)]
-
-
-def all_names() -> Pair:
-    """4000 tensors that the source lacks, with names of 240 characters."""
-    state = Group("state")
-
-    def side(engine: str, name: str) -> Worker:
-        views = ((name * 240 + f".{i}", state, [axis("a", 8, 1)], 1, 0) for i in range(4000))
-        return worker(engine, views)
-
-    return side("d", "x"), [side("s", "y")]
 
 
 def answer(engine: str, workers: Iterable[Worker]) -> list[Worker]:
@@ -346,22 +156,6 @@ def long_blocks_of_sixteen() -> Pair:
     return scattered_heads("d", 16, range(8), 32, 0), answer("s", [*sources, *sources])
 
 
-def half_on_both_sides() -> Pair:
-    """Both sides have half of the slots that one may have."""
-    return scattered_heads("d", 1 << 14, range(8), 32, 2), [scattered_heads("s", 1 << 14, range(8), 32, 1)]
-
-
-def many_states() -> Pair:
-    """A state of 1,048,576 runs of one byte, which step differently on the two sides."""
-    state = Group("state")
-
-    def side(engine: str, step: int) -> Worker:
-        axes = [axis("a", 1 << 10, step << 10), axis("b", 1 << 10, step)]
-        return worker(engine, ((f"t.{i}", state, axes, 2, 1 << 24) for i in range(2)))
-
-    return side("d", 2), [side("s", 3)]
-
-
 def long_period() -> Pair:
     """Twenty layers with blocks of 1,021 and 1,019 tokens, whose period is a million positions."""
 
@@ -371,40 +165,11 @@ def long_period() -> Pair:
     return side("d", 1021), [side("s", 1019)]
 
 
-def long_period_of_groups() -> Pair:
-    """64 groups with a period of 300,000 positions each."""
-
-    def side(engine: str, slots: int) -> Worker:
-        views = ((f"t.{i}", Group(f"g{i}", slots + i), token(slots + i), 2, 1 << 30) for i in range(64))
-        return worker(engine, views)
-
-    return side("d", 509), [side("s", 613)]
-
-
 def replicas() -> Pair:
     """Ten thousand workers, each with the whole of one tensor."""
     state = Group("state")
     whole = worker("d", [("t", state, [axis("a", 8, 1)], 1, 0)])
     return whole, answer("s", [whole] * 10_000)
-
-
-def strangers() -> Pair:
-    """Ten thousand workers with tensors of their own, which nobody needs."""
-    state = Group("state")
-    whole = worker("d", [("t", state, [axis("a", 8, 1)], 1, 0)])
-    others = [worker("s", [(f"t.{i}", state, [axis("a", 8, 1)], 1, 0)]) for i in range(10_000)]
-    return whole, answer("s", [whole, *others])
-
-
-def unlike_replicas() -> Pair:
-    """Three thousand workers that hold one tensor, each in another geometry and beside another one."""
-    state = Group("state")
-    whole = worker("d", [("t", state, [axis("a", 2, 1)], 1, 0)])
-    others = []
-    for i in range(3000):
-        views = [("t", state, [axis("a", 2, 1 + i)], 1, 0), (f"other.{i}", state, [axis("a", 2, 1)], 1, 0)]
-        others.append(worker("s", views))
-    return whole, answer("s", others)
 
 
 def rings() -> Pair:
@@ -414,77 +179,6 @@ def rings() -> Pair:
     whole = worker("d", [("t", state, [axis("a", number, 1)], 1, 0)])
     sources = [worker("s", [("t", state, [Axis("a", i, i + 2, number, 1)], 1, 0)]) for i in range(number - 1)]
     return whole, answer("s", sources)
-
-
-def two_ways_of_parts() -> Pair:
-    """A tensor of two axes, cut into 120 times 120 cells by a worker for each row and each column."""
-    state = Group("state")
-    number = 120
-    whole = worker("d", [("t", state, [axis("a", number, number), axis("b", number, 1)], 1, 0)])
-    sources = []
-    for i in range(number):
-        row = [Axis("a", i, i + 1, number, number), axis("b", number, 1)]
-        column = [axis("a", number, number), Axis("b", i, i + 1, number, 1)]
-        sources += [worker("s", [("t", state, axes, 1, 0)]) for axes in (row, column)]
-    return whole, answer("s", sources)
-
-
-def overlaid_groups() -> Pair:
-    """250 groups of sixteen views, which share all bytes."""
-
-    def side(engine: str) -> Worker:
-        groups = [Group(f"g{i}", 16) for i in range(250)]
-        views = []
-        for i, group in enumerate(groups):
-            views += [View(f"t.{i}.{j}", group, "pool", "uint8", token(16), 4, 1024, 64 * j) for j in range(16)]
-        return Worker(engine, 0, [Region("pool", 0, 4 * 1024)], groups, views)
-
-    return side("d"), [side("s")]
-
-
-def steps_of_fibonacci() -> Pair:
-    """Two views between whose blocks the search for a shared byte takes longest."""
-    fibonacci = [1, 1]
-    while fibonacci[-1] < 1 << 60:
-        fibonacci.append(fibonacci[-1] + fibonacci[-2])
-    group = Group("kv", 4)
-    views = []
-    for i, stride in enumerate(fibonacci[58:60]):
-        views.append(
-            View(f"v{i}", group, "r", "uint8", [axis("token", 4, 1), axis("x", 32, 12)], 1 << 20, stride, 4 * i)
-        )
-    return worker("d", []), [Worker("s", 0, [Region("r", 0, 1 << 62)], [group], views)]
-
-
-def many_positions() -> Pair:
-    """Contexts of 1,021 and 1,019 ranks, of which every pair shares few positions."""
-
-    def side(engine: str, size: int) -> Worker:
-        return layers(engine, 8, Group("kv", 16, Context(0, size)), lambda _: token(16))
-
-    return side("d", 1021), [side("s", 1019)]
-
-
-def many_cells_missing() -> Pair:
-    """16,000 cells of a tensor, none of which has a holder but one."""
-    state = Group("state")
-    number = 126
-    whole = worker("d", [("t", state, [axis("a", number, number), axis("b", number, 1)], 1, 0)])
-    sources = []
-    for i in range(number):
-        box = [Axis("a", i, i + 1, number, number), Axis("b", i, i + 1, number, 1)]
-        sources.append(worker("s", [("t", state, box, 1, 0)]))
-    return whole, answer("s", sources)
-
-
-def many_digits() -> Pair:
-    """An axis of twenty digits, each of two coordinates with a gap."""
-    state = Group("state")
-
-    def side(engine: str, order: Iterable[int]) -> Worker:
-        return worker(engine, [("t", state, [axis("a", 2, 2 << i) for i in order], 1, 0)])
-
-    return side("d", range(15)), [side("s", reversed(range(15)))]
 
 
 def real_pair(
@@ -540,46 +234,16 @@ REAL: dict[str, Callable[[], Pair]] = {
 """Pairs of engines as they are deployed, for comparison."""
 
 HOSTILE = (
-    large_blocks,
-    states_in_boxes,
-    long_cycle,
-    many_contexts,
-    missing_comb,
-    missing_halves,
-    bytes_apart,
-    many_lengths,
     many_groups,
     many_rows,
-    many_segments,
-    many_holders,
     transposed,
     coprime_blocks,
-    shared_pool,
-    long_interleave,
-    unrelated_combs,
-    endless_pools,
-    reversed_axes,
-    many_geometries,
-    many_ranks,
-    scattered_tokens,
     many_spans,
-    all_names,
     long_blocks,
     long_blocks_of_sixteen,
-    half_on_both_sides,
-    many_states,
     long_period,
-    long_period_of_groups,
     replicas,
-    strangers,
-    unlike_replicas,
     rings,
-    two_ways_of_parts,
-    overlaid_groups,
-    steps_of_fibonacci,
-    many_positions,
-    many_cells_missing,
-    many_digits,
 )
 
 

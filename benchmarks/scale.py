@@ -67,6 +67,14 @@ def received(*workers: Worker) -> Callable[[], list[Worker]]:
     return lambda: [kvplan.decode(offer) for offer in offers]
 
 
+def described(layout: str) -> float:
+    """Time the construction of nine workers, with all checks, which every handshake needs before it plans."""
+    sources = attention(80).engine("prefill", tp=8, layout=layout, num_blocks=4096)
+    local = attention(80).engine("decode", tp=4, layout=layout, num_blocks=4096)[1]
+    fields = [(w.engine_id, w.rank, w.regions, w.groups, w.views) for w in (local, *sources)]
+    return median(lambda: [Worker(*each) for each in fields])
+
+
 def cold(model: Model, num_blocks: int = 4096, layout: str = "LBHNC") -> float:
     """Time planning of one of 4 destinations with 8 sources."""
     sources = model.engine("prefill", tp=8, layout=layout, num_blocks=num_blocks)
@@ -149,7 +157,8 @@ def main() -> None:
     """Print the figures, the mesh first, because its memory is the growth of the process."""
     print_mesh()
     for layout in ("LBHNC", "LBNHC"):
-        print(f"plan, 80 layers, TP 8 -> 4, {layout}: {cold(attention(80), layout=layout) * 1e3:.2f} ms")
+        figures = f"{cold(attention(80), layout=layout) * 1e3:.2f} ms, describe {described(layout) * 1e3:.2f} ms"
+        print(f"plan, 80 layers, TP 8 -> 4, {layout}: {figures}")
     by_layers = [cold(attention(layers)) for layers in LAYERS]
     print(f"plan, by layers {LAYERS}: exponent {exponent(LAYERS, by_layers):.2f}")
     by_pool = [cold(attention(80), blocks) for blocks in POOLS]

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
@@ -31,7 +30,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import attrs
 import numpy as np
 
 from benchmarks.peers import environment, kvplan_rows, table
@@ -49,23 +47,13 @@ Peers = Callable[[World], Callable[[Request], Iterator[Row | Refusal]]]
 def main(arguments: Sequence[str]) -> int:
     """Measure, here or in the environment, and print."""
     options = _parser().parse_args(arguments)
-    if not environment.is_there():
+    with_peers = environment.is_there()
+    if not with_peers:
         print(ABSENT, file=sys.stderr)
-        report = run(options)
-    elif environment.PYTHON.parent.parent.samefile(sys.prefix):
-        report = run(options, with_peers=True)
-    else:
-        # the same command in the environment of the peers
-        command = [str(environment.PYTHON), "-m", "benchmarks.side_by_side", *arguments, "--json"]
-        process = subprocess.run(command, cwd=environment.ROOT, stdout=subprocess.PIPE, check=True, text=True)
-        report = json.loads(process.stdout)
-    sections = [_section(**section) for section in report["sections"]]
-    if options.json:
-        print(json.dumps(report))
-    elif options.markdown:
-        print(table.markdown(sections, report["caption"], options.short))
-    else:
-        table.show(sections, report["caption"], options.short)
+    elif not environment.PYTHON.parent.parent.samefile(sys.prefix):
+        command = [str(environment.PYTHON), "-m", "benchmarks.side_by_side", *arguments]
+        return subprocess.run(command, cwd=environment.ROOT).returncode
+    print(table.markdown(list(run(options, with_peers)), caption(with_peers), options.short))
     return 0
 
 
@@ -75,25 +63,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--case", nargs="+", default=[""], metavar="WORDS", help="cases with these words in their name")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each case and size; five rounds at least")
     parser.add_argument("--short", action="store_true", help="one line for each case and size")
-    parser.add_argument("--markdown", action="store_true", help="Markdown in place of a table for the terminal")
-    parser.add_argument("--json", action="store_true", help="all figures, in seconds, as JSON")
     return parser
 
 
-def run(options: argparse.Namespace, with_peers: bool = False) -> dict[str, Any]:
-    """Measure the sections that the options select, and return them as plain data."""
+def run(options: argparse.Namespace, with_peers: bool = False) -> Iterator[Section]:
+    """Measure the sections that the options select."""
     cases = [case for case in CASES if any(words in case.name for words in options.case)]
     peers = _peers() if with_peers else {}
-    sections = list[dict[str, Any]]()
     for case in cases:
         world = World.of(case)
         peer_rows = peers[case.peers](world) if peers else _no_rows
         for blocks in options.blocks:
             print(f"{case.name}, {blocks} blocks", file=sys.stderr)
             request = Request.of(case, blocks)
-            rows = [*kvplan_rows.rows(world, request), *peer_rows(request)]
-            sections.append(attrs.asdict(section(world, request, rows, options.seconds)))
-    return {"caption": caption(with_peers), "sections": sections}
+            yield section(world, request, [*kvplan_rows.rows(world, request), *peer_rows(request)], options.seconds)
 
 
 def _no_rows(request: Request) -> Iterator[Row | Refusal]:
@@ -160,13 +143,6 @@ def _processor() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
-
-
-def _section(figures: Any, refusals: Any, **fields: Any) -> Section:
-    """Return a section that was plain data."""
-    all_figures = tuple(Figure(**figure) for figure in figures)
-    all_refusals = tuple(Refusal(**refusal) for refusal in refusals)
-    return Section(**fields, figures=all_figures, refusals=all_refusals)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 
 import attrs
 import numpy as np
@@ -137,22 +136,11 @@ def test_markdown_has_a_table_notes_and_the_caption(is_short: bool) -> None:
     assert text.endswith("\n\na caption")
 
 
-@pytest.mark.parametrize("is_short", [False, True])
-def test_a_terminal_shows_every_function_or_every_case(is_short: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    """The terminal shows all functions, or with --short one line for each case, and the caption."""
-    table.show([SECTION], "a caption", is_short)
-    shown = capsys.readouterr().out
-    assert "a caption" in shown
-    assert ("a case (vLLM)" if is_short else "vLLM NIXL, _compute_desc_ids") in shown
-
-
 def test_without_peers_there_are_our_rows_and_a_line_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """The command runs without peers on one small request."""
     arguments = ["--blocks", "8", "--case", "BLHNC", "--seconds", "0"]
-    assert side_by_side.main([*arguments, "--markdown"]) == 0
+    assert side_by_side.main(arguments) == 0
     shown = capsys.readouterr()
     assert f"| {BIND} |" in shown.out
     assert "vLLM" not in shown.out
     assert shown.err.startswith("no peers here, so their rows are missing: `python -m benchmarks.peers")
-    assert side_by_side.main([*arguments, "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["sections"]) == 2

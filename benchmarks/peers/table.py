@@ -1,10 +1,9 @@
-"""The comparison as a table: for a terminal, or as Markdown."""
+"""The comparison as a table."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 from benchmarks.peers.rows import BASES, BIND, DESCRIPTORS, FLOOR, OF_BLOCKS, Figure, Section
 
@@ -140,25 +139,3 @@ def _head(columns: Line) -> list[str]:
 
 def _row(cells: Line) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def show(sections: Sequence[Section], caption: str, is_short: bool) -> None:
-    """Print everything on a terminal; as Markdown where there is no rich."""
-    try:
-        table, console, box = (importlib.import_module(f"rich.{name}") for name in ("table", "console", "box"))
-    except ImportError:
-        print(markdown(sections, caption, is_short))
-        return
-    out: Any = console.Console(width=None if console.Console().is_terminal else 140)
-    for part in [sections] if is_short else [[section] for section in sections]:
-        shown = table.Table(
-            title=None if is_short else title(part[0]), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
-        )
-        for i, name in enumerate(SHORT if is_short else COLUMNS):
-            shown.add_column(name, justify="right" if i else "left", no_wrap=not is_short)
-        for cells in map(short, part) if is_short else lines(part[0]):
-            shown.add_row(*cells)
-        out.print(shown)
-    for note in _notes(sections, is_short):
-        out.print(f"- {note}", highlight=False, markup=False)
-    out.print(caption, style="dim", highlight=False, markup=False)

@@ -1,10 +1,9 @@
-"""NIXL: the cost of kvplan_nixl beside calls by hand, and the cost of layouts, between two processes of one machine.
+"""What kvplan_nixl costs beside calls by hand, and what layouts cost: ``python -m benchmarks.over_nixl``.
+
+All is between two processes of one machine.
 
 kvplan_nixl binds and starts a request. In turns with it the same descriptors go to NIXL's own calls, with ids from a
 bind just before. Both times contain NIXL's post, which gives each descriptor to UCX: most of the time of 40,960.
-
-The cost of events is measured without copies: a transfer is made and not posted, without a callback, with a callback
-that stores the last event, and with a log of all events.
 
 A connector's reads hand over many descriptors in several steps. An engine whose steps take 10 ms reads a request of
 40,960 descriptors, so, and handed over at once.
@@ -15,12 +14,9 @@ piece. There the whole request is timed, from its start until it is done.
 
 from __future__ import annotations
 
-import io
 import logging
-import random
 import statistics
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,15 +24,14 @@ from typing import Any, TypeVar, cast
 
 import attrs
 import numpy as np
-import pytest
 
 from benchmarks.real_memory import PeerProcess, placed
 from kvplan import Blocks, Model, ReadSpec, TransferPlan, Worker, plan_reads
 from kvplan.plan.bind import MAX_IDS
 from kvplan.protocol import Claims, Connections, Offers, Pending, Read, Reads, Source
+from kvplan.protocol import read as read_module
 from kvplan.protocol.read import MAX_TRANSFER_IDS
-from kvplan_nixl import UCX, NixlExecutor, TransferEvent, settle
-from kvplan_nixl.agent import Agent
+from kvplan_nixl import UCX, NixlExecutor, settle
 from kvplan_nixl.envelope import Envelope
 from kvplan_nixl.executor import NixlTransfer
 from kvplan_nixl.serving import Driver
@@ -44,8 +39,6 @@ from kvplan_nixl.serving import Driver
 LOGGER = logging.getLogger("benchmark")
 
 TIMEOUT_S = 60.0
-
-Write = Callable[[str], None]
 
 T = TypeVar("T")
 
@@ -55,17 +48,6 @@ def worker(engine_id: str, layers: int, blocks: int) -> Worker:
     keys = {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": 16, "num_attention_heads": 4}
     (only_worker,) = Model.from_config(keys).engine(engine_id, tokens_per_block=4, num_blocks=blocks)
     return only_worker
-
-
-@pytest.fixture
-def write(capsys: pytest.CaptureFixture[str]) -> Write:
-    """Prints a line although pytest captures output."""
-
-    def show(line: str) -> None:
-        with capsys.disabled():
-            print(f"\n{line}")
-
-    return show
 
 
 @attrs.frozen
@@ -109,8 +91,7 @@ def median_us(seconds: list[float]) -> float:
     return statistics.median(seconds) * 1e6
 
 
-@pytest.mark.parametrize(("layers", "blocks", "rounds"), [(2, 32, 1000), (80, 512, 10)], ids=["64", "40960"])
-def test_overhead(layers: int, blocks: int, rounds: int, write: Write) -> None:
+def overhead(layers: int, blocks: int, rounds: int) -> None:
     """Bind, make and post by kvplan_nixl, and make and post by hand, in turns."""
     pool = 2 * blocks
     tokens = 4 * blocks
@@ -155,7 +136,7 @@ def test_overhead(layers: int, blocks: int, rounds: int, write: Write) -> None:
     kvplan_us = median_us(kvplan_s)
     by_hand_us = median_us(by_hand_s)
     more_us = kvplan_us - by_hand_us
-    write(
+    print(
         f"{layers * blocks} descriptors: {kvplan_us:.0f} us, of which bind {median_us(bind_s):.0f} us, "
         f"by hand {by_hand_us:.0f} us, {more_us:+.0f} us, {100 * more_us / by_hand_us:+.1f}% "
         f"(medians of {rounds} in turns)"
@@ -181,7 +162,7 @@ def at_once(answer: T) -> Callable[..., Awaitable[T]]:
     return give
 
 
-def test_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_steps() -> None:
     """The longest time in a step of the engine, and the time until the request is read."""
     layers, blocks, rounds = 80, 512, 8
     local, _ = placed(worker("decode", layers, 2 * blocks))
@@ -202,7 +183,7 @@ def test_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         reads = Reads(local, executor, LOGGER, connections=connections, claims=claims, system=Driver())
         for number in range(2 * rounds + 2):
             limit = (MAX_TRANSFER_IDS, MAX_IDS)[number % 2]
-            monkeypatch.setattr("kvplan.protocol.read.MAX_TRANSFER_IDS", limit)
+            read_module.MAX_TRANSFER_IDS = limit  # type: ignore[misc]
             request = Read(
                 request=f"{number}",
                 source=source,
@@ -228,46 +209,10 @@ def test_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, label in ((MAX_TRANSFER_IDS, "in steps"), (MAX_IDS, "at once")):
         longest = statistics.median(longest_ms[limit])
         total = statistics.median(total_ms[limit])
-        write(f"{layers * blocks} descriptors {label}: longest step {longest:.0f} ms, request {total:.0f} ms")
+        print(f"{layers * blocks} descriptors {label}: longest step {longest:.0f} ms, request {total:.0f} ms")
 
 
-@pytest.mark.parametrize(("layers", "blocks", "rounds"), [(2, 32, 2000), (80, 512, 200)], ids=["64", "40960"])
-def test_events(layers: int, blocks: int, rounds: int, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start a transfer that moves nothing, with and without a callback or a log, in turns."""
-    monkeypatch.setattr(Agent, "post", lambda agent, handle: True)
-    remote, _ = placed(worker("prefill", layers, 2 * blocks))
-    local, _ = placed(worker("decode", layers, 2 * blocks))
-    plan = plan_reads(local, [remote])
-    local_blocks, remote_blocks = scattered(2 * blocks, blocks)
-    (spec,) = plan.bind(local={"attn": local_blocks}, remote={"attn": remote_blocks}, tokens=(0, 4 * blocks))
-    logger = logging.getLogger("kvplan_nixl")
-    order = random.Random(1)
-    monkeypatch.setattr(logger, "propagate", False)
-    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(io.StringIO())])
-    seconds: dict[str, list[float]] = {"neither": [], "a callback": [], "the log": []}
-    with NixlExecutor(local, progress_thread=False) as executor:
-        executor.attach(remote)
-        executor.prepare(plan)
-        for _ in range(rounds):
-            for name in order.sample([*seconds], len(seconds)):
-                executor._on_event = deque[TransferEvent](maxlen=1).append if name == "a callback" else None
-                logger.setLevel(logging.DEBUG if name == "the log" else logging.WARNING)
-                began = time.perf_counter()
-                transfer = executor.start(spec, "request")
-                seconds[name].append(time.perf_counter() - began)
-                executor.release(transfer)
-    logger.setLevel(logging.NOTSET)
-    neither, callback, log = map(median_us, seconds.values())
-    write(
-        f"{layers * blocks} descriptors: start without posting {neither:.1f} us, {callback - neither:+.1f} us with a "
-        f"callback, {log - neither:+.1f} us with a log of all events (medians of {rounds} in turns)"
-    )
-
-
-@pytest.mark.parametrize(
-    ("model", "tp"), [("llama-3.1-8b", 8), ("qwen2.5-1.5b", 2), ("qwen2.5-1.5b", 1), ("qwen3-0.6b", 1)]
-)
-def test_layers_together(model: str, tp: int, write: Write) -> None:
+def layers_together(model: str, tp: int) -> None:
     """The same request with a page for each layer and with all layers of a block in one piece."""
     blocks = 64
     rounds = 10
@@ -290,8 +235,20 @@ def test_layers_together(model: str, tp: int, write: Write) -> None:
     assert specs["LBHNC"].num_bytes == specs["BLHNC"].num_bytes
     apart_s = medians_s["LBHNC"]
     together_s = medians_s["BLHNC"]
-    write(
+    print(
         f"{model} tp={tp}, {specs['LBHNC'].num_bytes / 1e6:.1f} MB: layers apart {specs['LBHNC'].num_descriptors} "
         f"descriptors {apart_s * 1e3:.2f} ms, together {specs['BLHNC'].num_descriptors} descriptors "
         f"{together_s * 1e3:.2f} ms, {apart_s / together_s:.2f}x (medians of {rounds})"
     )
+
+
+def main() -> None:
+    for layers, blocks, rounds in ((2, 32, 1000), (80, 512, 10)):
+        overhead(layers, blocks, rounds)
+    in_steps()
+    for model, tp in (("llama-3.1-8b", 8), ("qwen2.5-1.5b", 2), ("qwen2.5-1.5b", 1), ("qwen3-0.6b", 1)):
+        layers_together(model, tp)
+
+
+if __name__ == "__main__":
+    main()
