@@ -1,7 +1,8 @@
 """What a release knows of itself: where the project is, and a README whose links work anywhere.
 
-The build runs this (``pyproject.toml``). ``KVPLAN_URL`` says where the repository of the release is; without it there
-is a placeholder. Links of the README are relative in a checkout, and lead to the repository in a release.
+The build runs this (``pyproject.toml``). ``KVPLAN_URL`` says where the repository of the release is. Links of the
+README are relative in a checkout, and lead to that repository in a release. Without it, a release has no addresses, and
+the texts of links alone.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-PLACEHOLDER = "https://example.org/kvplan"
-
 IMAGE = r"(!\[[^\]]*\]\()(?=[^):#]+\))"
 LINK = r"(?<!!)(\[[^\]]*\]\()(?=[^):#]+[)#])"
 
@@ -25,14 +24,23 @@ def absolute(readme: str, repository: str) -> str:
     return re.sub(LINK, rf"\1{repository}/blob/HEAD/", readme)
 
 
+def without_links(readme: str) -> str:
+    """Return a page without relative links and images."""
+    readme = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)", "", readme)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", readme)
+
+
 class Release(MetadataHookInterface):
     """Adds the README and the project's addresses to the metadata."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Add them."""
-        repository = os.environ.get("KVPLAN_URL", PLACEHOLDER).rstrip("/")
-        text = absolute(Path(self.root, "README.md").read_text(encoding="utf-8"), repository)
+        repository = os.environ.get("KVPLAN_URL", "").rstrip("/")
+        text = Path(self.root, "README.md").read_text(encoding="utf-8")
+        text = absolute(text, repository) if repository else without_links(text)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
+        if not repository:
+            return
         metadata["urls"] = {
             "Repository": repository,
             "Documentation": f"{repository}/blob/HEAD/docs/index.md",

@@ -203,13 +203,17 @@ class _Probe:
             for worker, view, positions in held:
                 table = blocks.get(view.group)
                 places = window(memory, worker, view, self.labels[view.name], table, positions)
-                if places.positions.size < positions.size or not positions.size:
-                    raise _without_blocks(worker, view)
+                if table is None or places.positions.size < positions.size:
+                    needs = f"blocks of group {view.group!r} with all tokens"
+                    raise KVPlanError("BLOCKS", ACTION, expected=needs, got=f"{table}")
                 self.windows[worker.key].append(places)
                 for start, labels in places.chunks():
                     offset = np.add.outer(start, np.arange(labels.shape[-1]))
                     expected = labels.astype(np.int64)
                     self.chunks.append(_Chunk(worker, view, places.labels, expected, offset))
+
+        if not self.chunks:
+            raise KVPlanError("RANGE", ACTION, expected="a request with tokens", got="none")
 
     def values(self, number: int) -> Values:
         """Return the values of a pass."""
@@ -286,11 +290,6 @@ class _Probe:
             if labels.base <= found[at] < labels.end:
                 what = f"holds {labels.describe(int(found[at]))}"
         return f"{chunk.labels.describe(int(chunk.expected[at]))} ({place}) {what}"
-
-
-def _without_blocks(worker: Worker, view: View) -> KVPlanError:
-    expected = f"blocks of group {view.group!r} with all tokens of {view.name}"
-    return KVPlanError("BLOCKS", f"{ACTION} of {worker.label}", expected=expected, got="fewer")
 
 
 def _dtype_of(chunk: _Chunk, end: int) -> str:

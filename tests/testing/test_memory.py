@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Axis, Blocks, Group, KVPlanError, Region, View, Worker, plan_mesh, region_of, view_of
+from kvplan import Axis, Blocks, Context, Group, KVPlanError, Region, View, Worker, plan_mesh, region_of, view_of
 from kvplan.describe import ITEMSIZE
 from kvplan.testing import Values, assert_memory
 from kvplan.testing.memory import _base, _numbers, region_bytes
@@ -139,6 +139,23 @@ def test_strides_of_another_layout() -> None:
     assert "384 bytes: positions 0,4,8: position p holds position p+1, head 1 holds head 0" in seen
 
 
+def test_a_rank_of_a_context_that_has_no_token() -> None:
+    """Ranks hold 4 positions in turn; of 4 tokens, the second has none."""
+    engine = Engine(tp=1)
+    first, second = engine.worker(name="first"), engine.worker(name="second")
+    turns = [
+        attrs.evolve(worker, groups=[Group("attn", TOKENS, Context(rank, 2, TOKENS))])
+        for rank, worker in enumerate((first, second))
+    ]
+
+    def write(values: Values) -> None:
+        for layer, cache in enumerate(engine.caches):
+            for kv in range(2):
+                cache[5, kv] = values(f"layers.{layer}", "head token dim", kv=kv)
+
+    assert_memory(turns, write, blocks={"attn": Blocks([5])}, tokens=(0, 4))
+
+
 CONV = {"x": 4, "B": 2, "C": 2}
 
 
@@ -241,9 +258,10 @@ def test_what_is_no_request_is_refused() -> None:
     refusal("NAME", lambda values: values("layers.9", "token head dim", kv=0))
     for dimensions in ("token head dim", "token head kv", "token head kv dim dim", "token head kv dim page"):
         refusal("NAME", lambda values, dimensions=dimensions: values("layers.0", dimensions))
-    few: list[dict[str, Any]] = [{"blocks": {}}, {"blocks": {"attn": Blocks([5])}}, {"tokens": (3, 3)}]
+    few: list[dict[str, Any]] = [{"blocks": {}}, {"blocks": {"attn": Blocks([5])}}]
     for changed in few:
         refusal("BLOCKS", lambda values: None, **changed)
+    refusal("RANGE", lambda values: None, tokens=(3, 3))
     with pytest.raises(KVPlanError, match="tensor_at"):
         region_bytes(Region("kv", 1 << 40, 64, "VRAM", 0))
 
