@@ -49,6 +49,23 @@ def _ids_of_blocks_for_kernel_blocks(block: int, kernel: int) -> tuple[Look, Loo
     return lambda: verify(wrong, **request), lambda: verify(plan, **request)
 
 
+@exhibit("C12", "vLLM 0.33.0, mooncake_connector.py", "verify: VALUE, COVER")
+def test_unequal_blocks_of_a_replicated_cache() -> tuple[Look, Look]:
+    """Lengths of blocks were not compared where ranks hold whole latents, so unequal blocks paired from the tail."""
+    (prefill,), (decode,) = (
+        engine(name, heads=1, tokens=tokens, order="NH", layers=1, blocks=20)
+        for name, tokens in (("prefill", 2), ("decode", 4))
+    )
+    # decode's blocks, each with the tokens of one of prefill's
+    axes = [attrs.evolve(a, stop=2, size=2) if a.name == "token" else a for a in decode.views[0].axes]
+    half = attrs.evolve(decode, groups=[Group("attn", 2)], views=[attrs.evolve(decode.views[0], axes=axes)])
+    plan, as_equal = (plan_reads(local, [prefill]) for local in (decode, half))
+    local, remote = [8, 1, 5], [3, 9, 4, 0, 7, 2]
+    wrong = moving(plan, as_equal, **asking({"attn": Blocks(local)}, {"attn": Blocks(remote[-3:])}, (0, 6)))
+    request = asking({"attn": Blocks(local)}, {"attn": Blocks(remote)}, (0, 12))
+    return lambda: verify(wrong, **request), lambda: verify(plan, **request)
+
+
 @accepted("C2", "vllm-project/vllm#28925, vllm-project/vllm#28890")
 def test_blocks_that_both_kernels_split() -> Look:
     """Blocks of 128 tokens, 2 kernel blocks on both sides, were taken for unequal, and the handshake failed."""
