@@ -172,15 +172,18 @@ class Manager(BaseKVManager):
     def _windows(self, queue: Any, worker: Worker) -> dict[str, int | None]:
         """Return the window of each token group, None of full attention.
 
-        Prefill keeps what its scheduler says, decode needs what its layers attend to.
+        Prefill keeps what its scheduler says. Decode needs what its layers attend to, which may be
+        less, unless its prefix cache takes all of that as valid for later requests.
         """
-        num_kept = queue.scheduler.sliding_window_size
-        if not self._is_prefill:
-            num_kept = attended_window(queue.scheduler.tp_worker.model_runner.model) or num_kept
+        scheduler = queue.scheduler
         token_group, *state_groups = (group.name for group in worker.groups)
         windows: dict[str, int | None] = {token_group: None}
         for group, kind in zip(state_groups, self._table_kinds(), strict=True):
             if kind == "swa":
+                num_kept = scheduler.sliding_window_size
+                if not self._is_prefill and not self._caches_prefixes:
+                    attended = attended_window(scheduler.tp_worker.model_runner.model)
+                    num_kept = min(num_kept, attended or num_kept)
                 windows[group] = num_kept + 1
         if len(windows) > 1 and self.kv_args.page_size == 1:
             # SGLang's tree keeps one position of a window that no backend transfers.

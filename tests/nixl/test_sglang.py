@@ -590,13 +590,28 @@ def test_windows_that_decode_alone_keeps_are_read(
     receiver.clear()
 
 
-def test_a_reader_needs_what_its_layers_attend_to(plugin: SimpleNamespace) -> None:
-    """SGLang's scheduler keeps one position more for a model that does not say its window, as Laguna."""
-    layers = [SimpleNamespace(layer_id=n, tp_k_head_num=2, sliding_window_size=size) for n, size in ((0, 6), (1, -1))]
-    for mode, window in (("prefill", 7), ("decode", 6)):
-        side = Side(plugin, mode, 16, 7, modules=layers)
-        worker = side.manager.rank.memory.executor.worker
-        assert json.loads(worker.extensions)["kvplan.windows"] == {"swa": window}
+@pytest.mark.parametrize(
+    ("mode", "attended", "caches_prefixes", "window"),
+    [("prefill", 6, False, 7), ("decode", 6, False, 6), ("decode", 8, False, 7), ("decode", 6, True, 7)],
+)
+def test_a_reader_needs_what_its_layers_attend_to(
+    plugin: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    attended: int,
+    caches_prefixes: bool,
+    window: int,
+) -> None:
+    """SGLang's scheduler keeps one position more for a model that does not say its window, as Laguna.
+
+    A prefix cache takes all that it keeps as valid, also for requests that share less of the prompt.
+    """
+    monkeypatch.setattr(SETTINGS, "disaggregation_decode_enable_radix_cache", caches_prefixes, raising=False)
+    sizes = enumerate((attended, -1))
+    layers = [SimpleNamespace(layer_id=n, tp_k_head_num=2, sliding_window_size=size) for n, size in sizes]
+    side = Side(plugin, mode, 16, 7, modules=layers)
+    worker = side.manager.rank.memory.executor.worker
+    assert json.loads(worker.extensions)["kvplan.windows"] == {"swa": window}
 
 
 def test_a_prompt_without_its_last_token_is_refused_with_the_reason(
