@@ -62,7 +62,6 @@ HARMLESS_CALLS: Final = MappingProxyType(
 RELEASING_CALLS: Final = ("discard", "sleep")
 """Calls to workers that release memory."""
 
-
 Wrapper = Callable[[Any], Callable[..., Any]]
 
 
@@ -233,17 +232,14 @@ def _with_reports(method: Any) -> Callable[..., Any]:
         metadata = getattr(reports, "kv_connector_worker_meta", None)
         connectors = [*_connectors(getattr(scheduler, "connector", None))]
         parts = getattr(metadata, "metadata", None) or (metadata,) * len(connectors)
-        outdated = list[Any]()
+        failed = list[Any]()
         for part in parts:
             if changes := changes_of(part):
                 for state in _states(scheduler):
                     state.adapters_changed(changes)
-                outdated = _outdated(scheduler)
-        if outdated:
-            names = {request.request_id for request in outdated}
-            scheduler.finish_requests(names, RequestStatus.FINISHED_ERROR)
+                failed += _fail_outdated(scheduler)
         outputs = method(scheduler, scheduled, output)
-        for request in outdated:
+        for request in failed:
             answers = outputs.setdefault(request.client_index, EngineCoreOutputs())
             answers.outputs.append(
                 EngineCoreOutput(
@@ -259,15 +255,21 @@ def _with_reports(method: Any) -> Callable[..., Any]:
     return update_from_output
 
 
-def _outdated(scheduler: Any) -> list[Any]:
-    """Return requests whose adapter was overwritten after their cache was read."""
+def _fail_outdated(scheduler: Any) -> list[Any]:
+    """End requests whose adapter was overwritten after their cache was read, and return them.
+
+    vLLM does the same with requests whose grammar does not compile, in ``update_from_output``.
+    """
     states = [*_states(scheduler)]
-    outdated = []
+    failed = []
     for request in scheduler.running:
         if any(state.is_loaded_wrongly(request) for state in states):
             logger.error("request %r fails: %s", request.request_id, OUTDATED)
-            outdated.append(request)
-    return outdated
+            failed.append(request)
+    if failed:
+        names = {request.request_id for request in failed}
+        scheduler.finish_requests(names, RequestStatus.FINISHED_ERROR)
+    return failed
 
 
 def _with_loads(method: Any) -> Callable[..., Any]:
