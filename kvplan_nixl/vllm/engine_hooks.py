@@ -258,18 +258,18 @@ def _with_reports(method: Any) -> Callable[..., Any]:
 def _fail_outdated(scheduler: Any) -> list[Any]:
     """End requests whose adapter was overwritten after their cache was read, and return them.
 
-    vLLM does the same with requests whose grammar does not compile, in ``update_from_output``.
+    They may still be read, while the first step of another one loads the adapter.
     """
     states = [*_states(scheduler)]
-    failed = []
-    for request in scheduler.running:
-        if any(state.is_loaded_wrongly(request) for state in states):
-            logger.error("request %r fails: %s", request.request_id, OUTDATED)
-            failed.append(request)
-    if failed:
-        names = {request.request_id for request in failed}
-        scheduler.finish_requests(names, RequestStatus.FINISHED_ERROR)
-    return failed
+    names = {
+        name
+        for name, request in scheduler.requests.items()
+        if any(state.is_loaded_wrongly(request) for state in states)
+    }
+    if not names:
+        return []
+    logger.error("requests %s fail: %s", ", ".join(sorted(names)), OUTDATED)
+    return [*scheduler.finish_requests(names, RequestStatus.FINISHED_ERROR)]
 
 
 def _with_loads(method: Any) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -12,6 +13,7 @@ from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.sampling_params import RequestOutputKind
@@ -51,6 +53,18 @@ def error_of(function: Callable[..., Any], *arguments: Any) -> str:
 def adapter_of(name: str, model: str) -> LoRARequest:
     """A LoRA adapter in the folder of its model."""
     return LoRARequest(name, int(name), f"{model}/adapter-{name}")
+
+
+def overwrite_before_load(model: str) -> None:
+    """Another adapter is written into the folder of adapter 3 just before vLLM loads it."""
+    load = WorkerLoRAManager._load_adapter
+
+    def load_adapter(manager: Any, lora_request: LoRARequest) -> Any:
+        if lora_request.lora_name == "3":
+            shutil.copytree(f"{model}/adapter-2", f"{model}/adapter-3", dirs_exist_ok=True)
+        return load(manager, lora_request)
+
+    WorkerLoRAManager._load_adapter = load_adapter
 
 
 def reload(engine: LLMEngine, folder: str) -> None:
@@ -100,11 +114,14 @@ def serve(
     notes = Notes()
     if settings.pop("stages", False):
         notes.install()
+    overwrites = settings.pop("overwrites", False)
     WeightTransferEngineFactory.register_engine("folder", WeightsInFolder)
     config = EngineArgs(**settings).create_engine_config()
     # vLLM turns it off on a CPU, whatever the settings say.
     config.scheduler_config.async_scheduling = settings.get("async_scheduling", False)
     engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+    if overwrites:
+        overwrite_before_load(settings["model"])
     scheduler = engine.engine_core.engine_core.scheduler
     preempted: set[str] = set()
     flips: dict[str, int] = {}

@@ -474,6 +474,9 @@ PAIRS |= {
     "llama, adapter replaced, times kept": Pair(
         "llama", side(**ADAPTERS), side(**ADAPTERS), "adapter_replaced_times_kept", lease_s=30
     ),
+    "llama, adapter overwritten between read and load": Pair(
+        "llama", side(**ADAPTERS), side(**ADAPTERS, overwrites=True), "adapter_overwritten", lease_s=30
+    ),
     "llama, weights reloaded": Pair("llama", side(), side(), "weights_reloaded", lease_s=30),
     "llama, weights updated": Pair("llama", side(**TRAINED), side(**TRAINED), "weights_updated", lease_s=30),
 }

@@ -732,6 +732,15 @@ def replaced(start: Start, *, times_kept: bool) -> Outcome:
     return [answer for found in answers for answer in found], expected
 
 
+def adapter_overwritten(start: Start) -> Outcome:
+    """Another adapter is written into a folder when decode has read, and before it loads it: no request is answered."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    put_adapter(prefill, 1, times_kept=False)
+    computed = prefill.generate(prompts(1), 1, [ASK] * len(LENGTHS), adapter="3")
+    answers = decode.generate(prompts(1), TOKENS, [offered(answer) for answer in computed], adapter="3")
+    return answers, [[]] * len(answers)
+
+
 def weights_reloaded(start: Start) -> Outcome:
     """Running engines load other weights from a folder."""
     return weights_changed(start, "reload")

@@ -361,19 +361,18 @@ def test_an_adapter_that_is_overwritten_after_a_claim_refuses_the_read(engines: 
 
 
 class Running:
-    """A scheduler of vLLM with requests that a step has computed, as far as it is wrapped."""
+    """A scheduler of vLLM with requests that a step has computed, or that are read, as far as it is wrapped."""
 
     def __init__(self, state: Any, *requests: Any) -> None:
-        self.connector, self.running = SimpleNamespace(state=state), [*requests]
+        self.connector = SimpleNamespace(state=state)
+        self.requests = {request.request_id: request for request in requests}
 
     def finish_requests(self, names: set[str], status: str) -> list[Any]:
         assert status is STORE.RequestStatus.FINISHED_ERROR
-        finished = [request for request in self.running if request.request_id in names]
-        self.running = [request for request in self.running if request not in finished]
-        return finished
+        return [self.requests.pop(name) for name in names]
 
     def update_from_output(self, scheduled: Any, output: Any) -> dict[int, Any]:
-        answers = [SimpleNamespace(request_id=request.request_id, new_token_ids=[7]) for request in self.running]
+        answers = [SimpleNamespace(request_id=name, new_token_ids=[7]) for name in self.requests]
         return {0: SimpleNamespace(outputs=answers)} if answers else {}
 
 
@@ -541,7 +540,7 @@ def test_what_workers_have_loaded_is_known_before_requests_end() -> None:
     seen = []
 
     class Scheduler:
-        connector, running = SimpleNamespace(state=state), ()
+        connector, requests = SimpleNamespace(state=state), {}
 
         def update_from_output(self, scheduled: Any, output: Any) -> str:
             seen.append(state.adapter_of(request_of(SAID, lora_request=lora())))
