@@ -540,7 +540,7 @@ def test_what_workers_have_loaded_is_known_before_requests_end() -> None:
     seen = []
 
     class Scheduler:
-        connector, requests = SimpleNamespace(state=state), {}
+        connector, requests = SimpleNamespace(state=state), dict[str, Any]()
 
         def update_from_output(self, scheduled: Any, output: Any) -> str:
             seen.append(state.adapter_of(request_of(SAID, lora_request=lora())))
