@@ -45,34 +45,26 @@ location_argument = click.argument("location", metavar="STORE", type=click.Path(
 class PartEntry:
     """A part of a store, with the number of its files and the end of the longest prefix."""
 
-    space: str
     part: StoredPart
     num_files: int = 0
     num_bytes: int = 0
     longest: int = 0
 
-    def lines(self) -> Iterator[str]:
-        """Yield the lines that ``ls`` prints."""
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
         views = self.part.worker.views
         # axes of which the part has all say nothing
         axes = {axis.name: axis for axis in views[0].axes if axis.extent < axis.size}
-        held = ", ".join(
-            f"{axis.name} {intervals(range(axis.start, axis.stop))} of {axis.size}"
-            for axis in axes.values()
-        )
-        names = fold(view.name for view in views)
-        dtypes = "/".join(dict.fromkeys(view.dtype for view in views))
-        yield f"    {self.part.name}: {names} {dtypes}{f', {held}' if held else ''}"
-        yield f"      {count(self.num_files, 'file')} of {size(self.part.num_bytes)}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        worker = self.part.worker
         return {
             "part": self.part.name,
-            "tensors": list(worker.tensors),
-            "dtypes": list(dict.fromkeys(view.dtype for view in worker.views)),
+            "tensors": list(self.part.worker.tensors),
+            "dtypes": list(dict.fromkeys(view.dtype for view in views)),
+            "holds": [
+                f"{axis.name} {intervals(range(axis.start, axis.stop))} of {axis.size}"
+                for axis in axes.values()
+            ],
             "files": self.num_files,
+            "file_bytes": self.part.num_bytes,
             "bytes": self.num_bytes,
             "longest_prefix": self.longest,
         }
@@ -90,21 +82,6 @@ class ModelEntry:
     num_bytes: int = 0
     parts: dict[str, PartEntry] = attrs.field(factory=dict)
 
-    def lines(self) -> Iterator[str]:
-        """Yield the lines that ``ls`` prints."""
-        of_tokens = "" if self.tokens_per_page is None else f" of {self.tokens_per_page} tokens"
-        pinned = f", {len(self.pinned)} pinned" if self.pinned else ""
-        yield f"  {printable(self.model)}, space {self.name}"
-        pages = f"{count(len(self.pages), 'page')}{of_tokens}{pinned}"
-        yield f"    {pages}, {size(self.num_bytes)}, prefixes of up to {self.longest} tokens"
-        for part in self.parts.values():
-            yield from part.lines()
-
-    @property
-    def longest(self) -> int:
-        """The tokens up to the end of the page that is furthest from a beginning."""
-        return max((part.longest for part in self.parts.values()), default=0)
-
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         return {
@@ -114,9 +91,22 @@ class ModelEntry:
             "pages": len(self.pages),
             "pinned": len(self.pinned),
             "bytes": self.num_bytes,
-            "longest_prefix": self.longest,
+            "longest_prefix": max((part.longest for part in self.parts.values()), default=0),
             "parts": [part.to_json() for part in self.parts.values()],
         }
+
+
+def space_lines(space: dict[str, Any]) -> Iterator[str]:
+    """Yield what ``ls`` prints of a model's pages."""
+    of_tokens = f" of {space['tokens_per_page']} tokens" if space["tokens_per_page"] else ""
+    pinned = f", {space['pinned']} pinned" if space["pinned"] else ""
+    yield f"  {printable(space['model'])}, space {space['space']}"
+    pages = f"{count(space['pages'], 'page')}{of_tokens}{pinned}, {size(space['bytes'])}"
+    yield f"    {pages}, prefixes of up to {space['longest_prefix']} tokens"
+    for part in space["parts"]:
+        words = ", ".join([f"{fold(part['tensors'])} {'/'.join(part['dtypes'])}", *part["holds"]])
+        yield f"    {part['part']}: {words}"
+        yield f"      {count(part['files'], 'file')} of {size(part['file_bytes'])}"
 
 
 def opened(location: str) -> Backend:
@@ -170,7 +160,7 @@ def spaces_of(backend: Backend) -> tuple[list[ModelEntry], list[str]]:
             # equal names have equal descriptions, so one of them is read
             if part_name not in space.parts:
                 part = header.part
-                space.parts[part_name] = PartEntry(space_name, part)
+                space.parts[part_name] = PartEntry(part)
                 space.model = part.worker.model
                 space.tokens_per_page = part.tokens_per_page or space.tokens_per_page
         except KVPlanError as error:
@@ -193,13 +183,13 @@ def ls_command(location: str, as_json: bool) -> int:
 
     Exit status: 0 listed, 1 some files cannot be read, 2 refused.
     """
-    spaces, faults = spaces_of(opened(location))
+    entries, faults = spaces_of(opened(location))
+    spaces = [entry.to_json() for entry in entries]
     if as_json:
-        echo_json({"spaces": [space.to_json() for space in spaces], "faults": faults})
+        echo_json({"spaces": spaces, "faults": faults})
     else:
         print_lines([f"{location}: {count(len(spaces), 'model')}"])
-        for space in spaces:
-            print_lines(space.lines())
+        print_lines(line for space in spaces for line in space_lines(space))
         print_lines(f"  {printable(fault)}" for fault in faults)
     return 1 if faults else 0
 

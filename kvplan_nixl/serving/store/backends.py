@@ -219,7 +219,6 @@ class MemoryBackend:
         self._num_bytes = 0
 
     def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
-        """Keep a copy of the chunks."""
         page, _, part = checked_name(name).rpartition("/")
         data = b"".join(checked_chunks(chunks))
         with self._lock:
@@ -232,19 +231,16 @@ class MemoryBackend:
             return True
 
     def get(self, name: str, num_bytes: int | None = None) -> bytes | None:
-        """Return the first bytes, or all."""
         page, _, part = checked_name(name).rpartition("/")
         stop = None if num_bytes is None else integer(num_bytes, "num_bytes")
         file = self._files.get(page, {}).get(part)
         return None if file is None else file.data[:stop]
 
     def open(self, name: str) -> tuple[OpenFile, int] | None:
-        """Open a file."""
         data = self.get(name)
         return None if data is None else (io.BytesIO(data), len(data))
 
     def delete(self, name: str) -> bool:
-        """Forget a file."""
         page, _, part = checked_name(name).rpartition("/")
         with self._lock:
             file = self._files.get(page, {}).pop(part, None)
@@ -254,11 +250,9 @@ class MemoryBackend:
         return file is not None
 
     def files(self, page: str) -> tuple[str, ...]:
-        """Return the ends of the names of a page's files."""
         return tuple(self._files.get(checked_page(page), ()))
 
     def touch(self, pages: Sequence[str], used_s: float, first_page: int = 0) -> None:
-        """Set the times of files."""
         with self._lock:
             for page, page_used_s in checked_uses(pages, used_s, first_page):
                 for part, file in self._files.get(page, {}).items():
@@ -266,7 +260,6 @@ class MemoryBackend:
                         file.used_s = page_used_s
 
     def entries(self, faults: list[str] | None = None) -> Iterator[FileEntry]:
-        """Yield the files of one moment."""
         with self._lock:
             kept = {page: dict(files) for page, files in self._files.items()}
         for page, files in kept.items():

@@ -51,27 +51,14 @@ PAGES_AT_ONCE: Final = 32
 
 
 @attrs.frozen(eq=False)
-class _PageRun:
-    """Pages in a row that have equal parts: their plan, and the positions that move."""
-
-    page_plan: PagePlan
-    pages: range
-    positions: Range
-
-
-@attrs.frozen(eq=False)
 class _FileMemory:
     """A file of a page, and where its data is in the buffer."""
 
-    space: str
+    name: str
     key: str
-    page: int
+    stop: int
     part: StoredPart
     memory: memoryview
-
-    @property
-    def name(self) -> str:
-        return f"{self.space}/{self.key}/{self.part.name}"
 
 
 class StoreClient(StoreReader):
@@ -159,15 +146,14 @@ class StoreClient(StoreReader):
             self._move(page_plan, group, table, run, span)
             files = self._files(chain, page_plan, run)
             outcomes = in_parallel(self._write_file, files, self._files_at_once)
-            by_page: defaultdict[int, list[bool | KVPlanError]] = defaultdict(list)
+            of_page: defaultdict[int, set[bool | None]] = defaultdict(set)
             for file, outcome in zip(files, outcomes, strict=True):
-                by_page[file.page].append(outcome)
+                of_page[file.stop].add(outcome)
             # what another writer has written, or is writing, is not new
             num_saved += sum(
-                any(written) and not any(isinstance(one, KVPlanError) for one in written)
-                for written in by_page.values()
+                True in written and None not in written for written in of_page.values()
             )
-            if any(isinstance(outcome, KVPlanError) for outcome in outcomes):
+            if None in outcomes:
                 self.faults["BACKEND"] += 1
                 break
         return num_saved
@@ -176,25 +162,27 @@ class StoreClient(StoreReader):
         """Return the files of pages in the buffer: each part of each page is one."""
         files = []
         for slot, page in enumerate(pages):
+            key, page_stop = chain.keys[page], (page + 1) * self.tokens_per_page
             for part, offset in zip(page_plan.parts, page_plan.offsets, strict=True):
                 start = offset + slot * part.num_bytes
                 memory = self._buffer.data[start : start + part.num_bytes]
-                files.append(_FileMemory(chain.space, chain.keys[page], page, part, memory))
+                name = f"{chain.space}/{key}/{part.name}"
+                files.append(_FileMemory(name, key, page_stop, part, memory))
         return files
 
     @property
     def _files_at_once(self) -> int:
         return max(self.backend.at_once, FILES_AT_ONCE)
 
-    def _write_file(self, file: _FileMemory) -> bool | KVPlanError:
-        """Write a file. Return whether it was, or the error of a backend that has failed."""
-        stop = (file.page + 1) * self.tokens_per_page
+    def _write_file(self, file: _FileMemory) -> bool | None:
+        """Write a file. Return whether it was, ``None`` if the backend has failed."""
         try:
-            return self.backend.put(file.name, pack(file.key, stop, file.part, file.memory))
+            chunks = pack(file.key, file.stop, file.part, file.memory)
+            return self.backend.put(file.name, chunks)
         except KVPlanError as error:
             if error.code != "BACKEND":
                 raise
-            return error
+            return None
         finally:
             self.num_steps += 1
 
@@ -241,17 +229,19 @@ class StoreClient(StoreReader):
         """
         instance(Chain, chain, "chain")
         for group, table, span in self._ranges(tables, positions):
-            for run in self._runs(chain, group, span):
-                files = self._files(chain, run.page_plan, run.pages)
+            for page_plan, pages, part_span in self._runs(chain, group, span):
+                files = self._files(chain, page_plan, pages)
                 try:
                     in_parallel(self._read_file, files, self._files_at_once)
                 except KVPlanError as error:
                     self.faults[error.code] += 1
                     raise
-                self._move(run.page_plan, group, table, run.pages, run.positions)
+                self._move(page_plan, group, table, pages, part_span)
 
-    def _runs(self, chain: Chain, group: Group, positions: Range) -> Iterator[_PageRun]:
-        """Yield the pages of a range in runs that fit the buffer."""
+    def _runs(
+        self, chain: Chain, group: Group, positions: Range
+    ) -> Iterator[tuple[PagePlan, range, Range]]:
+        """Yield the pages of a range in runs of equal parts that fit the buffer."""
         listings: Listings = {}
         size = self.tokens_per_page
         pages = self.pages(group, positions)
@@ -276,7 +266,7 @@ class StoreClient(StoreReader):
             run = pages[start:stop]
             low = max(positions[0], run.start * size)
             high = min(positions[1], run.stop * size)
-            yield _PageRun(page_plan, run, (low, high))
+            yield page_plan, run, (low, high)
             start = stop
 
     def _read_file(self, file: _FileMemory) -> None:
@@ -284,7 +274,7 @@ class StoreClient(StoreReader):
 
         def memory_of(header: PageHeader) -> memoryview:
             check_size(file.name, header, file.part)
-            check_stop(file.name, header, (file.page + 1) * self.tokens_per_page)
+            check_stop(file.name, header, file.stop)
             return file.memory
 
         try:
@@ -306,8 +296,8 @@ class StoreClient(StoreReader):
         used_s = time.time()
         has_failed = False
         for first_page in range(0, len(pages), PAGES_AT_ONCE):
-            used_pages = pages[first_page : first_page + PAGES_AT_ONCE]
             try:
+                used_pages = pages[first_page : first_page + PAGES_AT_ONCE]
                 self.backend.touch(used_pages, used_s, first_page)
             except KVPlanError as error:
                 if error.code != "BACKEND":
@@ -318,8 +308,8 @@ class StoreClient(StoreReader):
             self.faults["BACKEND"] += 1
 
     def _page_names(self, chain: Chain, stop: int) -> list[str]:
-        """Return the names of the pages of a prefix."""
-        self._check_prefix(chain, stop)
+        num_tokens = instance(Chain, chain, "chain").num_tokens
+        integer(stop, "stop of a prefix", high=num_tokens + chain.tokens_per_page)
         return [f"{chain.space}/{key}" for key in chain.keys[: stop // self.tokens_per_page]]
 
     def pin(self, chain: Chain, stop: int, owner: str = "") -> None:

@@ -22,7 +22,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
 from logging import Logger
 from typing import Final
@@ -61,10 +61,17 @@ class Limits:
 
     __repr__ = brief_repr
 
-    @property
-    def are_none(self) -> bool:
-        """Whether there is no limit at all."""
-        return self == Limits()
+    def reduced(self) -> Limits:
+        """Return limits of the share of bytes that is used, rule store.V4.
+
+        >>> Limits(max_bytes=1000, max_age_s=60.0).reduced()
+        Limits(max_bytes=900, max_model_bytes=None, max_age_s=60.0, max_pinned_bytes=None)
+        """
+        max_bytes, max_model_bytes = (
+            None if total is None else int(total * KEPT_SHARE)
+            for total in (self.max_bytes, self.max_model_bytes)
+        )
+        return attrs.evolve(self, max_bytes=max_bytes, max_model_bytes=max_model_bytes)
 
 
 @attrs.frozen
@@ -84,28 +91,18 @@ class Evicted:
     __repr__ = brief_repr
 
 
-@attrs.define
-class _PageFiles:
-    name: str
-    files: list[FileEntry] = attrs.field(factory=list)
+class _Page:
+    """The files of a page, which leave together."""
 
-    @property
-    def space(self) -> str:
-        return self.name.partition("/")[0]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.num_bytes for file in self.files)
-
-    @property
-    def used_s(self) -> float:
-        return max(file.used_s for file in self.files)
-
-    @property
-    def pinned_s(self) -> float | None:
-        """When the page was pinned first, ``None`` if it is not."""
-        times = [file.used_s for file in self.files if is_pin(file.name.rpartition("/")[2])]
-        return min(times, default=None)
+    def __init__(self, name: str, files: Sequence[FileEntry]) -> None:
+        self.name = name
+        self.files = files
+        self.space = name.partition("/")[0]
+        self.num_bytes = sum(file.num_bytes for file in files)
+        self.used_s = max(file.used_s for file in files)
+        # when it was pinned first, if it is
+        pins = (file.used_s for file in files if is_pin(file.name.rpartition("/")[2]))
+        self.pinned_s = min(pins, default=None)
 
 
 def evict(
@@ -120,36 +117,34 @@ def evict(
     instance(Limits, limits, "limits of a store")
     faults: list[str] = []
     unfinished = backend.sweep(unfinished_s)
-    pages: dict[str, _PageFiles] = {}
+    files: dict[str, list[FileEntry]] = {}
     for entry in backend.entries(faults):
-        pages.setdefault(entry.page, _PageFiles(entry.page)).files.append(entry)
-    # the bytes that are left of each model, while pages go
-    of_model = Counter[str]()
-    for page in pages.values():
-        of_model[page.space] += page.num_bytes
+        files.setdefault(entry.page, []).append(entry)
+    pages = [_Page(name, page_files) for name, page_files in files.items()]
     # from the newest on, so that their order stays
-    ahead = sorted((page.used_s, page.name) for page in pages.values())[::-1]
-    names = [name for used_s, name in ahead if used_s > now_s + AHEAD_S]
+    ahead = sorted(((page.used_s, page.name) for page in pages), reverse=True)
     try:
-        backend.touch(names, now_s)
+        backend.touch([name for used_s, name in ahead if used_s > now_s + AHEAD_S], now_s)
     except KVPlanError as error:
         note(faults, f"{error}")
-    waiting = [*_oldest_first(pages.values(), limits)]
-    num_pages = 0
-    num_bytes = 0
+    # the bytes that are left of each model, while pages go
+    of_model = Counter[str]()
+    for page in pages:
+        of_model[page.space] += page.num_bytes
     left_bytes = of_model.total()
+    deleted: list[_Page] = []
 
-    def is_beyond(page: _PageFiles) -> bool:
+    def is_beyond(page: _Page) -> bool:
         return (
             (limits.max_age_s is not None and now_s - page.used_s > limits.max_age_s)
             or _exceeds(of_model[page.space], limits.max_model_bytes)
             or _exceeds(left_bytes + unfinished.left_bytes, limits.max_bytes)
         )
 
-    # where some cannot be deleted, the next ones go
+    waiting = _oldest_first(pages, limits)
     while waiting:
-        chosen: list[_PageFiles] = []
-        staying: list[_PageFiles] = []
+        chosen: list[_Page] = []
+        staying: list[_Page] = []
         for page in waiting:
             if not is_beyond(page):
                 staying.append(page)
@@ -157,20 +152,20 @@ def evict(
             chosen.append(page)
             of_model[page.space] -= page.num_bytes
             left_bytes -= page.num_bytes
-        waiting = staying if chosen else []
         # files that came since the list was made stay
         outcomes = in_parallel(partial(_delete, backend), chosen, backend.at_once)
         for page, fault in zip(chosen, outcomes, strict=True):
             if fault is None:
-                num_pages += 1
-                num_bytes += page.num_bytes
-            else:
-                note(faults, f"{fault}")
-                of_model[page.space] += page.num_bytes
-                left_bytes += page.num_bytes
+                deleted.append(page)
+                continue
+            note(faults, f"{fault}")
+            of_model[page.space] += page.num_bytes
+            left_bytes += page.num_bytes
+        # where some cannot be deleted, the next ones go
+        waiting = staying if chosen else []
     return Evicted(
-        num_pages,
-        num_bytes,
+        len(deleted),
+        sum(page.num_bytes for page in deleted),
         unfinished.num_deleted,
         left_bytes,
         unfinished.left_bytes,
@@ -178,7 +173,23 @@ def evict(
     )
 
 
-def _delete(backend: Backend, page: _PageFiles) -> KVPlanError | None:
+def _oldest_first(pages: Sequence[_Page], limits: Limits) -> list[_Page]:
+    """Sort the pages that no pin keeps, rule store.V2, by their last use."""
+    kept: set[str] = set()
+    pinned_bytes = 0
+    pinned = [(page.pinned_s, page.name, page) for page in pages if page.pinned_s is not None]
+    for _, name, page in sorted(pinned, key=lambda each: each[:2]):
+        if not _exceeds(pinned_bytes + page.num_bytes, limits.max_pinned_bytes):
+            kept.add(name)
+            pinned_bytes += page.num_bytes
+    return sorted((page for page in pages if page.name not in kept), key=lambda page: page.used_s)
+
+
+def _exceeds(number: int, limit: int | None) -> bool:
+    return limit is not None and number > limit
+
+
+def _delete(backend: Backend, page: _Page) -> KVPlanError | None:
     """Delete the files of a page, as many as can be, and return the error of another one."""
     fault = None
     for file in page.files:
@@ -189,15 +200,12 @@ def _delete(backend: Backend, page: _PageFiles) -> KVPlanError | None:
     return fault
 
 
-EvictionReport = Callable[[Evicted | KVPlanError], None]
-"""Takes what was evicted, or the error of a backend that has failed."""
-
-
 class BackgroundEviction:
     """Keeps a store within limits from a thread of its own, rule store.V4, until it is closed.
 
-    It looks at all files about every ``look_s``, less often if a look takes long. Any number of
-    engines may do so for one store.
+    It looks at all files about every ``look_s``, less often if a look takes long, and hands what
+    it has evicted, or the error of a backend that has failed, to ``report``. Any number of engines
+    may do so for one store.
 
     >>> from kvplan_nixl.serving.store import MemoryBackend
     >>> eviction = BackgroundEviction(MemoryBackend(), Limits(max_bytes=1 << 40), print)
@@ -205,15 +213,19 @@ class BackgroundEviction:
     """
 
     def __init__(
-        self, backend: Backend, limits: Limits, report: EvictionReport, *, look_s: float = LOOK_S
+        self,
+        backend: Backend,
+        limits: Limits,
+        report: Callable[[Evicted | KVPlanError], None],
+        *,
+        look_s: float = LOOK_S,
     ) -> None:
         self._backend = having("entries", backend, "backend of a store", "a Backend")
-        self._limits = _reduced(instance(Limits, limits, "limits of a store"))
+        self._limits = instance(Limits, limits, "limits of a store").reduced()
         self._report = having("__call__", report, "report of an eviction", "a function")
         self._look_s = seconds(look_s, "look_s")
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvplan eviction", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="kvplan eviction", daemon=True).start()
 
     def _run(self) -> None:
         pause_s = self._look_s
@@ -242,42 +254,12 @@ class BackgroundEviction:
         self._is_closed.set()
 
 
-def _reduced(limits: Limits) -> Limits:
-    """Return limits of the share of bytes that is used, rule store.V4.
-
-    >>> _reduced(Limits(max_bytes=1000, max_age_s=60.0))
-    Limits(max_bytes=900, max_model_bytes=None, max_age_s=60.0, max_pinned_bytes=None)
-    """
-    max_bytes = None if limits.max_bytes is None else int(limits.max_bytes * KEPT_SHARE)
-    max_model_bytes = limits.max_model_bytes
-    if max_model_bytes is not None:
-        max_model_bytes = int(max_model_bytes * KEPT_SHARE)
-    return attrs.evolve(limits, max_bytes=max_bytes, max_model_bytes=max_model_bytes)
-
-
-def _oldest_first(pages: Iterable[_PageFiles], limits: Limits) -> Iterator[_PageFiles]:
-    """Yield the pages that no pin keeps, rule store.V2, by their last use."""
-    kept: set[str] = set()
-    pinned_bytes = 0
-    pinned = [(page.pinned_s, page.name, page) for page in pages if page.pinned_s is not None]
-    for _, name, page in sorted(pinned):
-        if not _exceeds(pinned_bytes + page.num_bytes, limits.max_pinned_bytes):
-            kept.add(name)
-            pinned_bytes += page.num_bytes
-    by_use = sorted(pages, key=lambda page: page.used_s)
-    return (page for page in by_use if page.name not in kept)
-
-
-def _exceeds(number: int, limit: int | None) -> bool:
-    return limit is not None and number > limit
-
-
 def evict_beside(backend: Backend, limits: Limits, logger: Logger) -> BackgroundEviction | None:
     """Keep a store within limits beside an engine, which logs what was evicted.
 
     Return ``None`` if there are no limits.
     """
-    if limits.are_none:
+    if limits == Limits():
         return None
 
     def report(evicted: Evicted | KVPlanError) -> None:

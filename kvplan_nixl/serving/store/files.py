@@ -108,7 +108,6 @@ class FileBackend:
         return self.folder.joinpath(*_folders(page), part)
 
     def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
-        """Write a file under another name, then rename it."""
         page, _, part = checked_name(name).rpartition("/")
         chunks = checked_chunks(chunks)
         with _failing("write", name, f"a file in {self.folder}"), self._root() as root:
@@ -149,7 +148,6 @@ class FileBackend:
         return True
 
     def get(self, name: str, num_bytes: int | None = None) -> bytes | None:
-        """Read the beginning of a file, or all of it."""
         most = None if num_bytes is None else integer(num_bytes, "num_bytes")
         opened = self.open(name)
         if opened is None:
@@ -192,7 +190,6 @@ class FileBackend:
         return is_there
 
     def files(self, page: str) -> tuple[str, ...]:
-        """List the folder of a page."""
         checked_page(page)
         names: list[str] = []
         with (
@@ -311,7 +308,6 @@ class _Root:
         raise NotADirectoryError(errno.ENOTDIR, f"folder {label} belongs to another user")
 
     def has(self, page: str, part: str) -> bool:
-        """Return whether a file is there."""
         try:
             with self.folder(*_folders(page)) as folder:
                 return self.is_file(_status(folder, part))
@@ -342,7 +338,6 @@ class _Root:
     def entries_of(
         self, space: str, outer: str, key: str, faults: list[str] | None
     ) -> list[FileEntry]:
-        """Return the files of a page."""
         page = f"{space}/{key}"
         entries: list[FileEntry] = []
         with _noting(faults, page), self.folder(space, outer, key) as folder:

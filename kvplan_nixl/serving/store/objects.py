@@ -137,7 +137,6 @@ class ObjectBackend:
         obstore.put(self._store, name, data, use_multipart=False)
 
     def get(self, name: str, num_bytes: int | None = None) -> bytes | None:
-        """Get the beginning of an object, or all of it, in one request."""
         checked_name(name)
         stop = None if num_bytes is None else integer(num_bytes, "num_bytes")
         try:

@@ -107,11 +107,6 @@ class StoreReader(PageReads):
         for key, parts in zip(keys, in_parallel(self.backend.files, names, at_once), strict=True):
             listings[key] = frozenset(part for part in parts if len(part) == NAME_DIGITS)
 
-    def _check_prefix(self, chain: Chain, stop: int) -> None:
-        """Refuse what is no chain, or a prefix of it that has more pages. Raises ``RANGE``."""
-        num_tokens = instance(Chain, chain, "chain").num_tokens
-        integer(stop, "stop of a prefix", high=num_tokens + chain.tokens_per_page)
-
     def _part(self, chain: Chain, key: str, name: str) -> StoredPart | None:
         """Return the part of a name if this worker may read it, rule store.R2."""
         if name not in self._parts and len(name) == NAME_DIGITS:
