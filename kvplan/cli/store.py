@@ -194,26 +194,16 @@ def ls_command(location: str, as_json: bool) -> int:
     return 1 if faults else 0
 
 
-@attrs.frozen
-class FileCheck:
-    """A file, its header, and what is wrong with it, if anything is."""
-
-    entry: FileEntry
-    header: PageHeader | None = None
-    fault: str = ""
-    is_gone: bool = False
-
-
-def check_of(backend: Backend, entry: FileEntry) -> FileCheck:
-    """Read a file and check its digests."""
+def check_of(backend: Backend, entry: FileEntry) -> PageHeader | str | None:
+    """Read a file and check its digests: its header, or its fault, or ``None`` if it is gone."""
     try:
-        return FileCheck(entry, check_file(backend, entry.name))
+        return check_file(backend, entry.name)
     except KVPlanError as error:
-        is_gone = False
         # an evictor may have deleted the file since it was listed
         with contextlib.suppress(KVPlanError):
-            is_gone = backend.get(entry.name, 0) is None
-        return FileCheck(entry, None, f"{error}", is_gone)
+            if backend.get(entry.name, 0) is None:
+                return None
+        return f"{error}"
 
 
 @attrs.define
@@ -262,30 +252,24 @@ class PageChecks:
 
 def lacking(parts: Iterable[StoredPart]) -> str:
     """Return what parts lack of the tensors that they have, or an empty text."""
-    held: dict[tuple[str, str, int], set[int]] = {}
-    ranks: dict[tuple[str, int], set[int]] = {}
-    sizes: dict[tuple[str, str, int], int] = {}
+    held: dict[tuple[str, str, int, int], set[int]] = {}
     for part in parts:
-        worker = part.worker
+        worker, context = part.worker, part.group.context
         for view, index in zip(worker.views, worker.geometry_of, strict=True):
+            of_ranks = ("context rank", view.name, context.size, 0)
+            held.setdefault(of_ranks, set()).add(context.rank)
             geometry = worker.geometries[index]
-            context = part.group.context
-            ranks.setdefault((view.name, context.size), set()).add(context.rank)
             for axis in geometry.sizes.keys() & {*DIVIDED}:
-                tensor = (view.name, axis, part.group.context.rank)
-                sizes[tensor] = geometry.sizes[axis]
+                of_axis = held.setdefault(
+                    (axis, view.name, geometry.sizes[axis], context.rank), set()
+                )
                 for start, stop in geometry.segments[axis].covered:
-                    held.setdefault(tensor, set()).update(range(start, stop))
+                    of_axis.update(range(start, stop))
     missing: dict[str, None] = {}
-    for (name, axis, rank), total in sizes.items():
-        absent = sorted({*range(total)} - held.get((name, axis, rank), set()))
+    for (label, name, total, _), present in held.items():
+        absent = [f"{number}" for number in range(total) if number not in present]
         if absent:
-            missing[f"{axis} {few(list(map(str, absent)), ', ')} of {total} of {name}"] = None
-    for (name, total), present in ranks.items():
-        absent = sorted({*range(total)} - present)
-        if absent:
-            text = few(list(map(str, absent)), ", ")
-            missing[f"context rank {text} of {total} of {name}"] = None
+            missing[f"{label} {few(absent, ', ')} of {total} of {name}"] = None
     return few([*missing], ", ")
 
 
@@ -311,15 +295,15 @@ def verify_files_command(location: str, delete: bool, as_json: bool) -> int:
         bar.add_task("verify", total=None)
         files = filter(is_part, backend.entries(unlisted))
         # a piece of each file that is read at once is in memory
-        for check in in_batches(partial(check_of, backend), files, backend.at_once):
-            if check.is_gone:
-                continue
-            num_files += 1
-            num_bytes += check.entry.num_bytes
-            if check.header is None:
-                damaged[check.entry.name] = check.fault
-            else:
-                pages.add(check.entry.name, check.header)
+        for entry, check in in_batches(
+            lambda entry: (entry, check_of(backend, entry)), files, backend.at_once
+        ):
+            num_files += check is not None
+            num_bytes += entry.num_bytes if check is not None else 0
+            if isinstance(check, PageHeader):
+                pages.add(entry.name, check)
+            elif check is not None:
+                damaged[entry.name] = check
     damaged |= pages.misplaced()
     undeleted = deleted_of(backend, damaged) if delete else []
     # pages with damaged files are named once

@@ -114,17 +114,16 @@ class StoredPart:
         if self.worker.model != instance(Worker, worker, "worker of a reader").model:
             own, other = model_values(self.worker.model, worker.model)
             return f"it is of {own}, not {other}"
-        own_tensors = _shared_facts(worker)
+        own_facts = _facts_of(worker)
         # a tensor that the worker lacks is of another stage, and does no harm
-        for name, tensor in self._facts.items():
-            own_tensor = own_tensors.get(name, tensor)
-            if own_tensor != tensor:
-                return f"{name} is {_facts_text(tensor)}, not {_facts_text(own_tensor)}"
+        for name, facts in self._facts.items():
+            if own_facts.get(name, facts) != facts:
+                return f"{name} is {facts}, not {own_facts[name]}"
         return ""
 
     @cached_property
-    def _facts(self) -> Mapping[str, _SharedFacts]:
-        return _shared_facts(self.worker)
+    def _facts(self) -> Mapping[str, str]:
+        return _facts_of(self.worker)
 
     def placed(self, key: tuple[str, int], region: Region, num_pages: int) -> Worker:
         """Return a worker whose blocks are ``num_pages`` such pages, one after another."""
@@ -152,27 +151,15 @@ def name_of(offer: bytes) -> str:
     return hashlib.sha256(offer).hexdigest()[:NAME_DIGITS]
 
 
-@attrs.frozen
-class _SharedFacts:
-    """What has to be equal on both sides: the dtype of a tensor, and the sizes of its axes."""
-
-    dtype: str
-    sizes: tuple[tuple[str, int], ...]
-
-
-def _facts_text(tensor: _SharedFacts) -> str:
-    sizes = ", ".join(f"{axis} {size}" for axis, size in tensor.sizes)
-    return tensor.dtype if not sizes else f"{tensor.dtype} [{sizes}]"
-
-
-def _shared_facts(worker: Worker) -> dict[str, _SharedFacts]:
-    by_geometry = []
+def _facts_of(worker: Worker) -> dict[str, str]:
+    """Return what has to be equal on both sides of each tensor: its dtype, and sizes of axes."""
+    facts = []
     for geometry in worker.geometries:
         # a page and a block have other token axes, of which plans take care
-        sizes = tuple(sorted(item for item in geometry.sizes.items() if item[0] != TOKEN))
-        by_geometry.append(_SharedFacts(geometry.dtype, sizes))
+        sizes = [f"{axis} {size}" for axis, size in sorted(geometry.sizes.items()) if axis != TOKEN]
+        facts.append(f"{geometry.dtype} [{', '.join(sizes)}]" if sizes else geometry.dtype)
     names = [view.name for view in worker.views]
-    return {name: by_geometry[index] for name, index in zip(names, worker.geometry_of, strict=True)}
+    return {name: facts[index] for name, index in zip(names, worker.geometry_of, strict=True)}
 
 
 def _not_a_part(got: str) -> KVPlanError:

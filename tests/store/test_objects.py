@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -169,7 +169,6 @@ def test_a_url_is_one_of_s3(monkeypatch: pytest.MonkeyPatch) -> None:
         open_backend("ftp://x")
     with pytest.raises(KVPlanError, match="BACKEND: cannot open s3:// of a store: expected the URL of a bucket"):
         open_backend("s3://")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("kvplan_nixl.serving.store.locations.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "kvplan_nixl.serving.store.objects", None)
     with pytest.raises(KVPlanError, match=r"BACKEND: cannot open s3://kv: .* got none \(pip install 'kvplan\[s3\]'\)"):
         open_backend("s3://kv")

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from importlib.util import find_spec
-from typing import Any, Final
-
 from kvplan import KVPlanError
 from kvplan._checks import name
 from kvplan._text import shown
 from kvplan_nixl.serving.store.backends import Backend
 from kvplan_nixl.serving.store.files import FileBackend
-
-SCHEMES: Final = ("s3",)
-"""The schemes of URLs of object stores."""
 
 
 def open_backend(location: str) -> Backend:
@@ -39,18 +32,17 @@ def open_backend(location: str) -> Backend:
             got="a URL with a user, a password or parameters, which is not shown",
             hint="AWS's variables of the environment say who asks",
         )
-    if scheme not in SCHEMES:
-        expected = f"a folder or a URL of {' or '.join(SCHEMES)}"
+    if scheme != "s3":
+        expected = "a folder or a URL of s3"
         raise KVPlanError("NAME", "open a store", expected=expected, got=shown(location))
-    if find_spec("obstore") is None:
+    try:
+        from kvplan_nixl.serving.store.objects import ObjectBackend
+    except ImportError as error:
         raise KVPlanError(
             "BACKEND",
             f"open {location}",
             expected="the package obstore",
             got="none",
             hint="pip install 'kvplan[s3]'",
-        )
-    # loaded where it is needed alone
-    objects: Any = importlib.import_module("kvplan_nixl.serving.store.objects")
-    backend: Backend = objects.ObjectBackend.of_url(location)
-    return backend
+        ) from error
+    return ObjectBackend.of_url(location)

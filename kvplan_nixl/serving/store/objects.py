@@ -44,7 +44,7 @@ from kvplan_nixl.serving.store.parallel import Returned, in_parallel
 from kvplan_nixl.serving.store.stalls import PAUSE_S
 
 if TYPE_CHECKING:
-    from obstore import GetResult
+    from obstore import GetResult, PutResult
 
 MARK: Final = re.compile(r"used\.(\d{1,12}\.\d{5})")
 """The name of a mark, rule store.O2."""
@@ -109,16 +109,14 @@ class ObjectBackend:
             raise failed("open", url, "the URL of a bucket", _reason(error)) from error
         return cls(store, url, pause_s=pause_s)
 
-    def _ask(self, verb: str, name: str, request: Callable[[], Returned]) -> Returned:
-        """Return the answer to a request. Raises ``BACKEND``, and FileNotFoundError."""
+    def _ask(self, verb: str, name: str, request: Callable[[], Returned]) -> Returned | None:
+        """Return the answer to a request, ``None`` if it is that nothing is there."""
         if time.monotonic() < self._paused_until_s:
-            got = "none a moment ago"
-            raise failed(verb, name, f"an answer of {self.place}", got)
+            raise failed(verb, name, f"an answer of {self.place}", "none a moment ago")
         try:
             return request()
-        # an answer, which says that there is no such object
         except FileNotFoundError:
-            raise
+            return None
         except (BaseError, OSError, ValueError) as error:
             self._paused_until_s = time.monotonic() + self._pause_s
             raise failed(verb, name, f"an answer of {self.place}", _reason(error)) from error
@@ -127,22 +125,17 @@ class ObjectBackend:
         """Put an object in one request, rule store.O1."""
         checked_name(name)
         data = b"".join(checked_chunks(chunks))
-        try:
-            self._ask("write", name, lambda: self._put(name, data))
-        except FileNotFoundError as error:
-            raise failed("write", name, f"a bucket at {self.place}", _reason(error)) from error
+        if self._ask("write", name, lambda: self._put(name, data)) is None:
+            raise failed("write", name, f"a bucket at {self.place}", "none")
         return True
 
-    def _put(self, name: str, data: bytes) -> None:
-        obstore.put(self._store, name, data, use_multipart=False)
+    def _put(self, name: str, data: bytes) -> PutResult:
+        return obstore.put(self._store, name, data, use_multipart=False)
 
     def get(self, name: str, num_bytes: int | None = None) -> bytes | None:
         checked_name(name)
         stop = None if num_bytes is None else integer(num_bytes, "num_bytes")
-        try:
-            return self._ask("read", name, lambda: self._read(name, stop))
-        except FileNotFoundError:
-            return None
+        return self._ask("read", name, lambda: self._read(name, stop))
 
     def _read(self, name: str, stop: int | None) -> bytes:
         if stop is None:
@@ -160,25 +153,19 @@ class ObjectBackend:
     def open(self, name: str) -> tuple[OpenFile, int] | None:
         """Ask for an object in one request, whose bytes come while they are read."""
         checked_name(name)
-        try:
-            answer = self._ask("read", name, lambda: obstore.get(self._store, name))
-        except FileNotFoundError:
-            return None
-        return OpenedObject(self, name, answer), answer.meta["size"]
+        answer = self._ask("read", name, lambda: obstore.get(self._store, name))
+        return None if answer is None else (OpenedObject(self, name, answer), answer.meta["size"])
 
     def delete(self, name: str) -> bool:
-        """Delete an object. Return true: S3 does not say whether it was there."""
+        """Delete an object. S3 does not say whether it was there."""
         checked_name(name)
-        try:
-            self._ask("delete", name, lambda: obstore.delete(self._store, name))
-        except FileNotFoundError:
-            return False
+        self._ask("delete", name, lambda: obstore.delete(self._store, name))
         return True
 
     def files(self, page: str) -> tuple[str, ...]:
         """List the objects of a page in one request."""
         checked_page(page)
-        return self._ask("list", page, lambda: tuple(self._names(page)))
+        return self._ask("list", page, lambda: tuple(self._names(page))) or ()
 
     def _names(self, page: str) -> Iterator[str]:
         for objects in obstore.list(self._store, prefix=page):
@@ -224,7 +211,7 @@ class ObjectBackend:
 
     def _all(self) -> Iterator[FileEntry]:
         lists = self._ask("list", "all", lambda: iter(obstore.list(self._store)))
-        while objects := self._ask("list", "all", lambda: next(lists, None)):
+        while lists and (objects := self._ask("list", "all", lambda: next(lists, None))):
             for entry in objects:
                 if FILE_NAME.fullmatch(entry["path"]):
                     used_s = entry["last_modified"].timestamp()
@@ -247,10 +234,8 @@ class OpenedObject:
     def readinto(self, memory: memoryview, /) -> int:
         """Copy bytes that have come, or wait for some."""
         if not self._rest:
-            try:
-                self._rest = memoryview(self._ask(lambda: next(self._chunks, b"")))
-            except FileNotFoundError:  # it was deleted meanwhile
-                return 0
+            # none if it was deleted meanwhile
+            self._rest = memoryview(self._ask(lambda: next(self._chunks, b"")) or b"")
         num_bytes = min(len(memory), len(self._rest))
         memory[:num_bytes] = self._rest[:num_bytes]
         self._rest = self._rest[num_bytes:]
