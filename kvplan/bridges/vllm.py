@@ -18,7 +18,6 @@ from typing import Any, Final, NamedTuple
 
 from kvplan._checks import instance, is_one_of
 from kvplan.bridges.assembly import (
-    CONTENT,
     Assembly,
     MemoryInterval,
     ObservedModel,
@@ -42,28 +41,16 @@ from kvplan.bridges.vllm_model import (
 from kvplan.bridges.vllm_rows import PAGE
 from kvplan.describe.views import TOKEN
 from kvplan.describe.worker import Worker
-from kvplan.models.layouts import HEAD, KV, LAYER, LocalTensor, Page
+from kvplan.models.layouts import HEAD, KV, LocalTensor, Page
 from kvplan.models.model import Model
 from kvplan.models.pools import k_or_v
 from kvplan.models.tensors import STATE
 
 PATTERN: Final = "block head token content"
-"""Dimensions of an attention cache, from 0.32 on."""
+"""Dimensions of an attention cache."""
 
 RING: Final = "block slot position byte"
 """Dimensions of a ring, in bytes. Where ranks divide it, its slot is a head."""
-
-LATENTS: Final = (PATTERN, "block token content")
-HEADS: Final = (PATTERN, "kv block token head content", "block kv token head content")
-"""Dimensions of a cache of latents, and of K and V, also in older releases."""
-
-ALL_LAYERS: Final = (
-    "block layer token content",
-    "block layer kv token head content",
-    "block head layer kv token content",
-    "block kv head layer token content",
-)
-"""Dimensions of one cache of all layers in older releases: ``get_kv_cache_stride_order``."""
 
 KV_LAYOUTS: Final = MappingProxyType(
     {
@@ -126,10 +113,6 @@ def from_vllm(
     of ``DRAFT_MODULES``. A Model cannot describe layers of which vLLM numbers the states apart
     from the attention, as Falcon-H1 and Zamba2 do.
 
-    Older releases have caches ``[2, block, slot, head, dim]`` or ``[block, 2, slot, head, dim]``
-    and latents ``[block, slot, dim]``, all of layout ``content``. The argument of
-    ``register_cross_layers_kv_cache``, one tensor of all layers, takes the place of ``kv_caches``.
-
     Raises ``NAME`` for a layer that has no cache, or not exactly one number in its name; ``LAYOUT``
     for a backend or a shape that is not known; ``SIZE`` for kernel blocks that make up no whole
     number of blocks; ``BOUNDS`` if the caches do not lie in one allocation as the config says.
@@ -157,10 +140,8 @@ def from_vllm(
         raise contradiction("LAYOUT", "read kv_layout", expected, repr(kv_layout))
     assembly = Assembly(model, info)
     layers = instance(Mapping, layers, "layers")
-    tensors = kv_cache_config.kv_cache_tensors
-    places = _places(tensors)
-    if not isinstance(kv_caches, Mapping):
-        kv_caches = _by_layer(kv_caches, tensors)
+    places = _places(kv_cache_config.kv_cache_tensors)
+    kv_caches = instance(Mapping, kv_caches, "kv_caches")
     tables = groupby(cached_layers(kv_cache_config), lambda layer: layer.group)
     for _, cached in tables:
         # A block table has a group for the values of single tokens, one for those of four, ...
@@ -182,7 +163,8 @@ def from_vllm(
                     raise contradiction("NAME", action, "a cache for each", f"none for {name!r}")
                 first_view = len(assembly.views)
                 _add_layer(assembly, layer, _key_of(layer, model), kv_caches, layers, kv_layout)
-                if hasattr(places[name].tensor, "layers"):
+                # Other objects than vLLM's may know no strides.
+                if hasattr(places[name].tensor, "block_stride"):
                     _check_place(assembly, name, first_view, places[name])
     return assembly.finish()
 
@@ -198,51 +180,9 @@ def _places(tensors: Sequence[Any]) -> dict[str, TensorPlace]:
     """Return the place of each layer, by its name."""
     places = {}
     for tensor in tensors:
-        for number, name in enumerate(_names(tensor)):
+        for number, name in enumerate(tensor.layers):
             places[name] = TensorPlace(tensor, number)
     return places
-
-
-def _names(tensor: Any) -> Sequence[str]:
-    """Return the layers of a ``KVCacheTensor``. In older releases they share its bytes."""
-    names: Sequence[str] = tensor.layers if hasattr(tensor, "layers") else tensor.shared_by
-    return names
-
-
-def _pattern(cache: Any, patterns: Sequence[str], num_layers: int = 0) -> list[str]:
-    """Return the dimensions of a cache: those of the one pattern that fits its shape."""
-    shape = tuple(cache.shape)
-    lengths = {KV: 2, LAYER: num_layers}
-    fitting = []
-    for names in map(str.split, patterns):
-        # Dimensions of any other name may have any length.
-        expected = [lengths.get(name, length) for name, length in zip(names, shape, strict=False)]
-        if len(names) == len(shape) and expected == [*shape]:
-            fitting.append(names)
-    if len(fitting) != 1:
-        shapes = f"the shape of one of {', '.join(map(repr, patterns))}"
-        raise contradiction("LAYOUT", "read a cache of vLLM", shapes, shape)
-    return fitting[0]
-
-
-def _by_layer(cache: Any, tensors: Sequence[Any]) -> dict[str, Any]:
-    """Return one cache of all layers as a cache for each.
-
-    Its dimensions are among those of :data:`LATENTS` or :data:`HEADS`.
-    """
-    names = _pattern(cache, ALL_LAYERS, len(tensors))
-    raw = view_at_addresses(cache, " ".join(names), "layers", "layers")
-    axes = {axis.name: axis for axis in raw.axes}
-    # Of each layer: blocks first, then the dimensions of HEADS or LATENTS in their order.
-    inner = [axes[name] for name in (KV, TOKEN, HEAD, CONTENT) if name in axes]
-    shape = (raw.num_blocks, *(axis.extent for axis in inner))
-    strides = (raw.block_stride_bytes, *(axis.stride_bytes for axis in inner))
-    caches = {}
-    for index, tensor in enumerate(tensors):
-        address = raw.offset_bytes + index * axes[LAYER].stride_bytes
-        layer_cache = strided_memory(cache, raw.dtype, address, shape, strides)
-        caches.update(dict.fromkeys(_names(tensor), layer_cache))
-    return caches
 
 
 def _add_layer(
@@ -279,13 +219,14 @@ def _add_layer(
         return
     tensor = assembly.attention(key, "index")
     has_kv = tensor.has(KV)
-    names = _pattern(cache, HEADS if has_kv else LATENTS)
-    num_slots = assembly.groups[-1].num_slots
-    kernel_blocks = _kernel_blocks(layer, num_slots, cache.shape[names.index(TOKEN)])
+    if len(cache.shape) != len(PATTERN.split()):
+        got = tuple(cache.shape)
+        raise contradiction("LAYOUT", "read a cache of vLLM", f"dimensions {PATTERN!r}", got)
+    kernel_blocks = _kernel_blocks(layer, assembly.groups[-1].num_slots, cache.shape[2])
     # A backend may keep K and V of a head apart, but not inside of a row of bytes.
     halves = KV_LAYOUTS[kv_layout or _kv_layout(name, layers.get(name))] if has_kv else None
     if halves is None:
-        assembly.add(cache, " ".join(names), tensor, kernel_blocks=kernel_blocks)
+        assembly.add(cache, PATTERN, tensor, kernel_blocks=kernel_blocks)
         return
     # K and V are views of their own.
     for half, dims in enumerate(halves):

@@ -131,8 +131,7 @@ def cached_layers(kv_cache_config: Any) -> Iterator[CachedLayer]:
     """Yield the layers of groups that are transferred, without those that use another's cache."""
     held = set[str]()
     for tensor in kv_cache_config.kv_cache_tensors:
-        # In older releases the layers of a tensor share its bytes.
-        held.update(tensor.layers if hasattr(tensor, "layers") else tensor.shared_by)
+        held.update(tensor.layers)
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         if getattr(group, "enable_kv_transfer", True):
             # The layers of a group may have specs of their own.

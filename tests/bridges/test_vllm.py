@@ -38,7 +38,6 @@ from tests.engine_memory import (
     slots,
     sparse_row,
     states_of,
-    values_of,
 )
 from tests.stand_in import StandIn
 
@@ -221,78 +220,13 @@ def test_caches_that_no_cpu_backend_fills(zeros: Any, shape: dict[str, int], tex
     assert str(caught.value).startswith(text)
 
 
-@attrs.frozen
-class SharedTensor:
-    """A ``KVCacheTensor`` of older releases: layers that share the same bytes."""
-
-    size: int
-    shared_by: Sequence[str]
-
-
-def older(names: Sequence[str]) -> Any:
-    """The config of layers that have a tensor each, as older releases describe them."""
-    return KVCacheConfig([SharedTensor(0, [name]) for name in names], [KVCacheGroupSpec(names, AttentionSpec(8))])
-
-
-def filled(cache: Any, layer: int) -> Any:
-    """A cache [kv, block, slot, head, dim] with K and V of the request."""
-    for _, half, head, block, slot, value in values_of([layer], range(HEADS), 8, TABLES["attn"]):
-        cache[half, block, slot, head] = value
-    return cache
-
-
-@pytest.mark.parametrize("order", ["kv block token head dim", "block kv token head dim", "block kv head token dim"])
-def test_older_caches_of_a_layer(zeros: Any, order: str) -> None:
-    """K and V outside or inside blocks, also with heads outside slots in memory, which only strides show."""
-    lengths, names = {"kv": 2, "block": BLOCKS, "token": 8, "head": HEADS, "dim": DIM}, names_of(range(3))
-    shown = [*order.split()[:2], "token", "head", "dim"]
-    caches = {}
-    for layer, name in enumerate(names):
-        memory = zeros(*[lengths[dim] for dim in order.split()])
-        filled(np.einsum(f"{letters(order)}->{letters('kv block token head dim')}", memory), layer)
-        caches[name] = np.einsum(f"{letters(order)}->{letters(' '.join(shown))}", memory)
-    worker = in_content(GQA, RankInfo("prefill"), older(names), caches)
-    assert [region.size_bytes for region in worker.regions] == [2 * BLOCKS * 8 * HEADS * DIM * 4] * 3
-    check(GQA, [worker])
-
-
-def letters(dims: str) -> str:
-    """The dimensions of an operand of einsum."""
-    return "".join(dim[0] for dim in dims.split())
-
-
-@pytest.mark.parametrize(
-    "order",
-    ["block layer kv token head dim", "block head layer kv token dim", "block kv head layer token dim"],
-)
-def test_one_older_cache_of_all_layers(zeros: Any, order: str) -> None:
-    """The cross-layer tensor of FlashAttention or FlashInfer, with heads inside or outside slots."""
-    lengths = {"layer": 3, "kv": 2, "block": BLOCKS, "token": 8, "head": HEADS, "dim": DIM}
-    memory = zeros(*[lengths[dim] for dim in order.split()])
-    for layer, cache in enumerate(np.einsum(f"{letters(order)}->lkbthd", memory)):
-        filled(cache, layer)
-    worker = in_content(GQA, RankInfo("prefill"), older(names_of(range(3))), memory)
-    assert [region.size_bytes for region in worker.regions] == [memory.nbytes]
-    check(GQA, [worker])
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_older_latents(zeros: Any, together: bool) -> None:
-    """A latent without heads, in a tensor for each layer or one for all."""
-    memory, names = zeros(BLOCKS, 3, 8, 8), names_of(range(3))
-    for layer, block, slot, value in latents_of(range(3), TABLES["attn"]):
-        memory[block, layer, slot] = value
-    caches = memory if together else {name: memory[:, i] for i, name in enumerate(names)}
-    check(MLA, [from_vllm(MLA, RankInfo("prefill"), older(names), caches)])
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 8, HEADS, DIM), (BLOCKS, 3, 8, HEADS, DIM), (BLOCKS, 8, 64), (3, 8, 8)])
-def test_shapes_that_say_too_little(zeros: Any, shape: tuple[int, ...]) -> None:
-    """Where two patterns fit a shape, or none does, nothing is guessed."""
-    cache, names = zeros(*shape), names_of([0])
-    for caches in (dict.fromkeys(names, cache), cache):
-        with pytest.raises(KVPlanError, match=r"LAYOUT: cannot read a cache of vLLM: expected the shape of one of"):
-            in_content(GQA, RankInfo("prefill"), older(names), caches)
+@pytest.mark.parametrize("shape", [(2, BLOCKS, 8, HEADS, DIM), (BLOCKS, 8, 8)])
+def test_a_cache_of_another_shape(zeros: Any, shape: tuple[int, ...]) -> None:
+    """Older releases have K and V outside of blocks, and no heads in latents."""
+    caches = laid_out(zeros, "LBHNC", L=1, B=BLOCKS, H=HEADS, N=8, C=2 * DIM)
+    config, _ = vllm(caches, names_of([0]), AttentionSpec(8))
+    with pytest.raises(KVPlanError, match=r"LAYOUT: cannot read a cache of vLLM: expected dimensions 'block head"):
+        in_content(GQA, RankInfo("prefill"), config, dict.fromkeys(names_of([0]), zeros(*shape)))
 
 
 def test_latents(zeros: Any) -> None:

@@ -294,7 +294,7 @@ def test_values_of_several_tokens_have_a_group_of_their_own(zeros: Any) -> None:
     caches = {NAMES[0]: zeros(5, 1, 16, 8), NAMES[1]: zeros(5, 1, 4, 8)}
     group = SimpleNamespace(layer_names=NAMES[:2], kv_cache_spec=SimpleNamespace(block_size=16, kv_cache_specs=specs))
     config = SimpleNamespace(
-        kv_cache_groups=[group], kv_cache_tensors=[SimpleNamespace(shared_by=[name]) for name in NAMES[:2]]
+        kv_cache_groups=[group], kv_cache_tensors=[SimpleNamespace(layers=[name]) for name in NAMES[:2]]
     )
     info = RankInfo("prefill")
     worker = from_vllm(vllm_model("any", info, config, {}), info, config, caches)
@@ -309,9 +309,6 @@ def test_layers_with_attention_and_a_state_of_other_numbers(zeros: Any) -> None:
     specs = {names[0]: attention_spec(), names[1]: state_spec("LINEAR", (4, 8, 8), dtypes=["torch.float32"])}
     caches = {names[0]: zeros(4, 2, 8, 16), names[1]: [zeros(4, 4, 8, 8, dtype=np.float32)]}
     config = config_of(specs)
-    for tensor, name in zip(config.kv_cache_tensors, names, strict=True):
-        del tensor.layers
-        tensor.shared_by = [name]
     info = RankInfo("prefill")
     worker = from_vllm(vllm_model("any", info, config, {}), info, config, caches, kv_layout="content")
     assert sorted(worker.tensors) == ["layers.0.attn", "layers.1.ssm"]

@@ -44,7 +44,7 @@ def module_of(backend: str, **fields: Any) -> Any:
 def worker_of(engine: str, specs: dict[str, Any], caches: dict[str, Any], tp: int = 1, **options: Any) -> Worker:
     """The worker of a rank whose layers have a group each."""
     groups = [SimpleNamespace(layer_names=[name], kv_cache_spec=spec) for name, spec in specs.items()]
-    tensors = [SimpleNamespace(shared_by=[name]) for name in specs]
+    tensors = [SimpleNamespace(layers=[name]) for name in specs]
     config = SimpleNamespace(kv_cache_groups=groups, kv_cache_tensors=tensors)
     modules = options.pop("layers", {})
     info = RankInfo(engine, 0, 0, tp)
