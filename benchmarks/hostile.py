@@ -3,8 +3,8 @@
     python -m benchmarks.hostile [CASE ...]
 
 For each case this prints the bytes of the answer, and how many CPU seconds and how much memory a worker needs for all
-that it may do with it in one budget: decode, plan, count the cost, certify, choose a strategy, explain and show. Each
-case runs in a process of its own. Errors are shown with their code; any other exception is a fault.
+that it may do with it: decode, plan and choose a strategy in one budget; count the cost, certify, explain and show.
+Each case runs in a process of its own. Errors are shown with their code; any other exception is a fault.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from kvplan import (
     plan_reads,
     show,
 )
+from kvplan.budget import MESSAGE_BYTES
 from kvplan.plan import TransferPlan
 from kvplan.staging import choose
 
@@ -253,12 +254,14 @@ def staged_region(local: Worker) -> Worker:
     return attrs.evolve(local, regions=(*local.regions, Region("staging", end + 4096, 256 << 20)))
 
 
-def uses(local: Worker, remotes: Sequence[Worker], plan: TransferPlan) -> dict[str, Callable[[], object]]:
+def uses(
+    local: Worker, remotes: Sequence[Worker], plan: TransferPlan, budget: Budget
+) -> dict[str, Callable[[], object]]:
     """Return what may be done with a plan, by name."""
     return {
         "cost": plan.cost,
         "certify": lambda: certify(plan),
-        "choose": lambda: choose(staged_region(local), remotes, tokens=1024, staging="staging"),
+        "choose": lambda: choose(staged_region(local), remotes, tokens=1024, staging="staging", budget=budget),
         "explain": lambda: explain(plan, detail="rows"),
         "show": lambda: show(plan),
     }
@@ -275,19 +278,20 @@ def outcome(action: Callable[[], object]) -> str:
     return "ok"
 
 
-def steps(pair: Pair) -> Iterator[str]:
+def steps(pair: Pair, budget: Budget) -> Iterator[str]:
     """Do all that may be done with the answer of a pair, and yield what each step ends in."""
     local, sources = pair
     offers = [encode(member) for member in sources]
     del sources
     yield f"{sum(map(len, offers)):8} bytes"
+    budget.take(sum(map(len, offers)), "bytes of offers", MESSAGE_BYTES, "open offers")
     remotes = list[Worker]()
     yield outcome(lambda: remotes.extend(map(decode, offers)))
     plans = list[TransferPlan]()
     if remotes:
-        yield outcome(lambda: plans.append(plan_reads(local, remotes)))
+        yield outcome(lambda: plans.append(plan_reads(local, remotes, budget=budget)))
     for plan in plans:
-        for use in uses(local, remotes, plan).values():
+        for use in uses(local, remotes, plan, budget).values():
             yield outcome(use)
 
 
@@ -303,12 +307,12 @@ def measure(case: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()
     print(f"{case}:", end="")
-    with Budget() as budget:
-        for end in steps(pair):
-            now = time.process_time()
-            peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / (1 << 10)
-            print(f" {end} {now - start:.2f}s {peak:.0f}M", end=",", flush=True)
-            start = now
+    budget = Budget()
+    for end in steps(pair, budget):
+        now = time.process_time()
+        peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / (1 << 10)
+        print(f" {end} {now - start:.2f}s {peak:.0f}M", end=",", flush=True)
+        start = now
     print(f" {budget.num_taken / (1 << 20):.0f}M taken")
 
 

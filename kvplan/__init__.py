@@ -22,7 +22,7 @@ plan              plan_reads, plan_writes: a TransferPlan; plan_mesh: a MeshPlan
 bind a request    plan.bind with a Request of Blocks (and a Workspace): each ReadSpec;
                   tails: bytes to set to zero
 check             verify, verify_together, certify
-shake hands       encode, decode, problems, compare; Budget: what peers may cost
+shake hands       encode, decode, problems, compare; Budget: what plans with peers may cost
 execute           Executor, with a Transfer of a Status, and a Notice
 look              explain, show; plan.cost()
 errors            KVPlanError; PeerError, for a peer's message

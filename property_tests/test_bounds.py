@@ -75,9 +75,7 @@ def test_planning_is_bounded(pair: tuple[Worker, Worker]) -> None:
     outcome = "planned"
     tracemalloc.start()
     try:
-        with Budget(BUDGET):
-            plan = plan_reads(local, [remote])
-            plan.cost()
+        plan = plan_reads(local, [remote], budget=Budget(BUDGET))
         plan.bind(local={"g": Blocks([0])}, remote={"g": Blocks(range(4))}, tokens={"g": (0, 1)})
     except KVPlanError as error:
         outcome = error.code

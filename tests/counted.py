@@ -21,9 +21,8 @@ class CountingBudget(Budget):
         self.numbers[unit] += number
 
 
-def numbers_of(action: Callable[[], object]) -> Counter[str]:
-    """Return how many units an action takes, by their name."""
+def numbers_of(action: Callable[[Budget], object]) -> Counter[str]:
+    """Return how many units an action takes of the budget that it is given, by their name."""
     budget = CountingBudget()
-    with budget:
-        action()
+    action(budget)
     return budget.numbers

@@ -25,7 +25,6 @@ import numpy as np
 from kvplan._arrays import Ints
 from kvplan._checks import at_most
 from kvplan._text import count, fold, intervals, split
-from kvplan.budget import spend
 from kvplan.describe.views import Group, View
 from kvplan.describe.worker import Worker
 
@@ -34,9 +33,6 @@ TENSOR: Final = "tensor"
 
 MAX_CELLS: Final = 1 << 16
 """Cells of a block at most."""
-
-CELL_BYTES: Final = 500
-"""What a cell takes of a budget."""
 
 
 @attrs.frozen
@@ -171,7 +167,6 @@ def _cells_of(view: View, axes: Sequence[str], title: str) -> tuple[Ints, ...]:
     shape = [view.axes[number].extent for number in outer]
     num_cells = int(np.prod(shape, dtype=object)) if shape else 1
     at_most(MAX_CELLS, num_cells, "cells of a block", f"draw {title}")
-    spend(num_cells, "cells of a block", CELL_BYTES, f"draw {title}")
     index = np.indices(shape).reshape(len(shape), num_cells)
     start = np.zeros(num_cells, np.int64)
     low = np.zeros((num_cells, len(axes)), np.int64)

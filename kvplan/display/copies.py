@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 
 from kvplan._text import count, size, sizes
-from kvplan.budget import spend
+from kvplan.budget import Budget
 from kvplan.describe.axes import segments
 from kvplan.describe.blocks import Blocks, Range
 from kvplan.describe.views import TOKEN, Group
@@ -37,6 +37,9 @@ MAX_EXAMPLE_BLOCKS: Final = 4
 
 COPY_BYTES: Final = 20_000
 """What a copy that is drawn takes of a budget."""
+
+RANGE_BYTES: Final = 200
+"""What the range of a group takes of it, each time that another group is bound."""
 
 MAX_POSITIONS: Final = 1024
 
@@ -187,6 +190,10 @@ def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tupl
         plan.bind(**request)
     remotes = [layers_of(worker) for worker in plan.remotes]
     layers = layers_of(plan.local)
+    budget = Budget()
+    # each group of a peer is bound by itself, with ranges for all groups
+    number = len(plan.local.groups) ** 2 * sum(len(worker.groups) for worker in plan.remotes)
+    budget.take(number, "ranges of groups", RANGE_BYTES, f"draw {plan.local.label}")
     drawn: dict[Any, Panel] = {}
     for group in plan.local.groups:
         part = excerpt(plan, group, request)
@@ -197,7 +204,7 @@ def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tupl
         is_token_group = group.tokens_per_block is not None
         tokens = bind_request["tokens"][group.name] if is_token_group else None
         held = [layer for layer in layers if layer.group == group]
-        for rows in _rows_by_layer(plan, bind_request, held, remotes):
+        for rows in _rows_by_layer(plan, bind_request, held, remotes, budget):
             places = tuple(
                 (row.local[1], row.local[3], row.remote_index, row.length) for row in rows
             )
@@ -221,7 +228,7 @@ def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tupl
                 asked=asked,
                 operation=plan.operation,
                 is_example=request is None,
-                copies=tuple(_copies(plan, rows)),
+                copies=tuple(_copies(plan, rows, budget)),
             )
     return tuple(drawn.values())
 
@@ -372,9 +379,10 @@ def _rows_by_layer(
     request: Mapping[str, Any],
     local_layers: Sequence[Layer],
     remotes: Sequence[Sequence[Layer]],
+    budget: Budget,
 ) -> Iterator[list[_Row]]:
     """Yield what descriptors move of each local layer, in order of the local side."""
-    local = _Index(plan.local, local_layers, request["local"])
+    local = _Index(plan.local, local_layers, request["local"], budget)
     found: dict[Any, list[_Row]] = {layer.key: [] for layer in local_layers}
     for name, group_plan in by_remote_group(plan):
         for number, spec in enumerate(group_plan.bind(**request)):
@@ -391,7 +399,9 @@ def _rows_by_layer(
                 for skip, part, place in local.cut(device, address, length):
                     key = place[0].key
                     if key not in indices:
-                        indices[key] = _Index(plan.remotes[number], by_key[key], request["remote"])
+                        indices[key] = _Index(
+                            plan.remotes[number], by_key[key], request["remote"], budget
+                        )
                     for more, num_bytes, far in indices[key].cut(
                         far_device, far_address + skip, part
                     ):
@@ -416,7 +426,11 @@ class _Index:
     """The contiguous bytes of a request's blocks on one worker, by device and address."""
 
     def __init__(
-        self, worker: Worker, layers: Sequence[Layer], tables: Mapping[str, Blocks]
+        self,
+        worker: Worker,
+        layers: Sequence[Layer],
+        tables: Mapping[str, Blocks],
+        budget: Budget,
     ) -> None:
         pieces: list[tuple[tuple[int, int], int, _Place]] = []
         for layer in layers:
@@ -424,7 +438,7 @@ class _Index:
             table = tables.get(layer.group.name, Blocks([]))
             ids, first = np.unique(table.ids, return_index=True)  # a source may have a block twice
             spans = [*layer.cells.pieces]
-            spend(
+            budget.take(
                 len(spans) * ids.size, "pieces of blocks", COPY_BYTES // 20, f"draw {worker.label}"
             )
             for block, ordinal in zip(ids.tolist(), table.ordinals[first].tolist(), strict=True):
@@ -448,9 +462,9 @@ class _Index:
             at += 1
 
 
-def _copies(plan: TransferPlan, rows: Sequence[_Row]) -> Iterator[BoxCopy]:
+def _copies(plan: TransferPlan, rows: Sequence[_Row], budget: Budget) -> Iterator[BoxCopy]:
     """Yield the copies of one layer, as large as boxes of both sides can be."""
-    spend(len(rows), "copies", COPY_BYTES, f"draw {plan.local.label}")
+    budget.take(len(rows), "copies", COPY_BYTES, f"draw {plan.local.label}")
     for row in rows:
         ends = [(place[0].cells, place[3]) for place in (row.local, row.remote)]
         # Both sides cut where a cell of either begins.

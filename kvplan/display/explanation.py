@@ -13,7 +13,7 @@ import numpy as np
 
 from kvplan._checks import integer, is_one_of
 from kvplan._text import WIDTH, count, fold, intervals, shown, size, sizes
-from kvplan.budget import limited, spend
+from kvplan.budget import Budget
 from kvplan.describe.blocks import Blocks
 from kvplan.describe.views import Group, Region, View
 from kvplan.describe.worker import Worker, label_of
@@ -95,13 +95,12 @@ def explain(value: object, *, detail: Detail = "workers", width: int = WIDTH) ->
         raise KVPlanError("NAME", "explain a value", expected=expected, got=shown(detail))
     lines = _lines(value, detail == "rows")
     width = integer(width, "width of an explanation", low=40)
-    with limited():
-        if detail == "line":
-            line = next(lines)
-            return line if len(line) <= width else f"{line[: width - 3]}..."
-        if detail == "workers":
-            lines = itertools.chain.from_iterable(wrap_line(line, width) for line in lines)
-        return "\n".join(lines)
+    if detail == "line":
+        line = next(lines)
+        return line if len(line) <= width else f"{line[: width - 3]}..."
+    if detail == "workers":
+        lines = itertools.chain.from_iterable(wrap_line(line, width) for line in lines)
+    return "\n".join(lines)
 
 
 def wrap_line(line: str, width: int = WIDTH) -> list[str]:
@@ -278,7 +277,7 @@ def rows_of(table: Table) -> Iterator[dict[str, Any]]:
 
 def _columns(table: Table) -> Iterator[str]:
     """Yield every row of a table, below heads."""
-    spend(len(table.rows), "rows", ROW_BYTES, "explain a table")
+    Budget().take(len(table.rows), "rows", ROW_BYTES, "explain a table")
     lines: list[Sequence[str]] = [TABLE_HEADS]
     for row in rows_of(table):
         ids = f"[{row['first_id']}, {row['stop_id']})"

@@ -9,7 +9,6 @@ import attrs
 
 from kvplan._checks import integer, name
 from kvplan._text import WIDTH, count, fold, size
-from kvplan.budget import limited
 from kvplan.describe.blocks import Blocks, Request, Tokens
 from kvplan.describe.worker import Worker
 from kvplan.display.blocks import Layer, facts, folded, layers_of
@@ -99,8 +98,7 @@ def show(
     """  # noqa: E501  a picture stands in the example as it is printed
     about = "" if isinstance(about, str) and not about else name(about, "about of a picture")
     width = integer(width, "width of a picture", low=1)
-    with limited():
-        return _shown(value, local, remote, tokens, about, width)
+    return _shown(value, local, remote, tokens, about, width)
 
 
 def _shown(

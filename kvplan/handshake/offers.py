@@ -34,13 +34,12 @@ import hashlib
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import attrs
 
 from kvplan._checks import INT64_END, name, wrong_type
 from kvplan._text import count, join, split
-from kvplan.budget import limited, spend
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import Context, Geometry, Group, Region, View
 from kvplan.describe.worker import Key, Worker
@@ -59,9 +58,6 @@ from kvplan.handshake.schema import (
 )
 
 Value = TypeVar("Value", bound=Hashable)
-
-BYTE_BYTES: Final = 200
-"""What a byte of a message takes of a budget, whatever it says."""
 
 
 def encode(worker: Worker) -> bytes:
@@ -222,8 +218,7 @@ def decode(data: bytes) -> Worker:
     memories[0].size_bytes: expected an integer in [0, 9223372036854775808), got -1
     """
     findings = Findings()
-    with limited():
-        worker = _read_worker(data, findings)
+    worker = _read_worker(data, findings)
     if findings.first:
         raise findings.error
     assert isinstance(worker, Worker)
@@ -242,8 +237,7 @@ def problems(data: bytes) -> tuple[Problem, ...]:
     rank: TYPE: cannot read rank: expected an integer, got True
     """
     findings = Findings()
-    with limited():
-        _read_worker(data, findings)
+    _read_worker(data, findings)
     return findings.problems
 
 
@@ -267,9 +261,6 @@ class _PlacedView:
 
 def _read_worker(data: bytes, findings: Findings) -> Any:
     """Return the worker of a message; BAD, or one that lacks parts, if there are problems."""
-    # a message that is too long is refused before anything in it is read
-    length = min(len(data), MAX_BYTES) if isinstance(data, bytes) else 0
-    spend(length, "bytes of a message", BYTE_BYTES, "read a message")
     message = parse(data, findings)
     if message is BAD:
         return BAD

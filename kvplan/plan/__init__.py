@@ -75,10 +75,10 @@ everything but base addresses.
 Bounds
 ======
 
-Workers come from the offers of peers, and a small offer can describe much. So what planning lists
-is taken from a :class:`kvplan.Budget` before it is listed: stretches of axes, cells, runs of one
-token, their slots on both sides, block pairs, rows, and the descriptors of a cost or a certificate.
-A plan that would take more is refused with ``RANGE``. ``python -m benchmarks.hostile`` shows what
+Workers come from the offers of peers, and a small offer can describe much. So **estimate** counts
+what each stage is about to list: stretches of axes, cells, runs of one token, their slots on both
+sides, block pairs and rows. A plan whose estimate exceeds its :class:`kvplan.Budget` is refused
+with ``RANGE``. The stages themselves know no budget. ``python -m benchmarks.hostile`` shows what
 offers cost that are made to cost much.
 
 Longer runs are optional: where more than 2**20 pieces of a period would have to be joined, tokens

@@ -15,7 +15,6 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints, distinct, heads, integers_in
-from kvplan.budget import spend
 from kvplan.describe.axes import Segments
 from kvplan.describe.blocks import POSITION_END
 from kvplan.describe.views import Group
@@ -25,9 +24,6 @@ MAX_JOINED: Final = 1 << 20
 """The most block pairs and runs of a period that are listed to join runs of one token.
 
 Where there would be more, these move token by token."""
-
-PIECE_BYTES: Final = 250
-"""What a block pair, or a piece of one, takes of a budget."""
 
 
 @attrs.frozen(eq=False)
@@ -59,6 +55,14 @@ class TokenChains:
     stop: Ints
 
 
+def most_pairs(groups: Sequence[Group], intervals: Ints, cycle: int, num_positions: int) -> int:
+    """Return a bound of the number of :func:`block_pairs`: blocks and intervals of a period."""
+    num_blocks = [num_positions // (group.context.size * slots(group)) for group in groups]
+    # without context parallelism every position moves: one interval
+    moves_all = intervals[0, 1] - intervals[0, 0] == cycle
+    return sum(num_blocks) + (1 if moves_all else num_positions // cycle * len(intervals))
+
+
 def block_pairs(
     groups: Sequence[Group],
     intervals: Ints,
@@ -84,8 +88,6 @@ def block_pairs(
     num_intervals = num_positions // cycle * len(intervals)
     if max(*num_blocks, num_intervals) > limit or num_positions > POSITION_END:
         return None
-    number = sum(num_blocks) + num_intervals
-    spend(number, "block pairs", PIECE_BYTES, f"pair blocks of group {groups[0].name!r}")
     first_of_cycle = np.arange(0, num_positions, cycle)
     starts, stops = np.add.outer(first_of_cycle, intervals).reshape(-1, 2).T
     block_starts = []
@@ -132,7 +134,6 @@ def cut_at_segments(
             return None
         if total == num_pieces.size:
             continue
-        spend(total, "pieces of block pairs", PIECE_BYTES, "pair blocks")
         # One element for each new piece: the piece that it is cut from, its number there, and its
         # first and end token, counted from the first one of that piece.
         whole = np.repeat(np.arange(num_pieces.size), num_pieces)

@@ -21,7 +21,6 @@ import difflib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
 
 import attrs
 import numpy as np
@@ -30,19 +29,12 @@ import numpy.typing as npt
 from kvplan._arrays import Bools, Ints
 from kvplan._checks import at_most
 from kvplan._text import FEW, few, split
-from kvplan.budget import spend
 from kvplan.describe.axes import MAX_SEGMENTS
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import cycle
 from kvplan.plan.match import Match, Part
-
-CELL_BYTES: Final = 20_000
-"""What a cell takes of a budget, beside what each of its source views and sources takes."""
-
-HOLDER_BYTES: Final = 20
-"""What the answer whether a view or worker holds a cell takes of a budget."""
 
 
 @attrs.frozen(eq=False)
@@ -116,8 +108,6 @@ def cells(matches: Sequence[Match]) -> tuple[Cell, ...]:
         return ()
     destination, sources = matches[0].workers
     candidates = list(_all_cells(matches))
-    action = f"choose the sources of {destination.label}"
-    spend(len(candidates) * len(sources), "holders of cells", HOLDER_BYTES, action)
     # One row for each cell: whether each source holds it.
     held = np.zeros((len(candidates), len(sources)), bool)
     for cell, holders in zip(candidates, held, strict=True):
@@ -132,14 +122,9 @@ def _all_cells(matches: Iterable[Match]) -> Iterator[Cell]:
     plan.C2.
     """
     for match in matches:
-        label = match.workers[0].label
         for view in range(len(match.destination)):
             axes = parts(match, view)
-            num_positions = _cycle(match, view)
-            # what all products take, before one of them is made
-            num_cells = math.prod(len(axis_parts) for axis_parts in axes.values())
-            cell_bytes = CELL_BYTES + HOLDER_BYTES * len(match.sources.views)
-            spend(num_cells, "cells", cell_bytes, f"plan for {label}")
+            num_positions = cycle_of(match, view)
             for product in itertools.product(*axes.values()):
                 box = dict(zip(axes, product, strict=True))
                 yield Cell(match, view, -1, box, num_positions)
@@ -206,11 +191,11 @@ def parts(match: Match, view: int) -> dict[str, tuple[Part, ...]]:
     """Return the parts of each axis of one destination view, the token axis last."""
     geometry = match.destination[view]
     axes = [axis for axis in geometry.sizes if axis != TOKEN]
-    num_positions = _cycle(match, view)
+    num_positions = cycle_of(match, view)
     return {axis: match.sources.parts(geometry, axis, num_positions) for axis in (*axes, TOKEN)}
 
 
-def _cycle(match: Match, view: int) -> int:
+def cycle_of(match: Match, view: int) -> int:
     """Return the cycle of the contexts of a destination view and all sources, in positions."""
     num_positions = cycle(match.destination[view].group, *match.sources.groups)
     subject = f"align the contexts of tensor {match.names[0]!r}"
@@ -237,10 +222,6 @@ def choose_sources(
     """
     # plan.C3: sources that are the only holder of a set, then greedily until every set has one.
     chosen = held[held.sum(1) == 1].any(0)
-    # The loop looks at all sets and sources for each set that has no source yet, if it must.
-    num_open = int((~(held & chosen).any(1)).sum())
-    num_steps = min(num_open, held.shape[1])
-    spend(num_steps * held.size, "comparisons of replica sets", 1, "choose sources")
     while not (served := (held & chosen).any(1)).all():
         new_bytes = set_bytes[~served] @ held[~served]
         chosen[_break_tie(np.flatnonzero(new_bytes == new_bytes.max()), rank)] = True

@@ -19,7 +19,7 @@ import numpy as np
 from kvplan._arrays import Ints
 from kvplan._checks import instance, integer
 from kvplan._text import brief_repr, count
-from kvplan.budget import limited, spend
+from kvplan.budget import Budget
 from kvplan.describe.blocks import POSITION_END
 from kvplan.describe.worker import Key, label_of
 from kvplan.plan.align import in_slots, in_tokens
@@ -158,14 +158,15 @@ def cost(
                 tokens = math.lcm(tokens, period_tokens)
     else:
         tokens = integer(tokens, "tokens of a request", high=POSITION_END)
-    with limited():
-        pair_costs = [_pair_cost(direction, *pair, tokens) for pair in keys_and_pairs]
+    budget = Budget()
+    for _, pair in keys_and_pairs:
+        take_listed(budget, pair, tokens)
+    pair_costs = [_pair_cost(direction, *pair, tokens) for pair in keys_and_pairs]
     return Cost(direction.operation, tokens, tuple(pair_costs))
 
 
 def _pair_cost(direction: Direction, local: Key, pair: Pair, tokens: int) -> PairCost:
     """Return the cost of one pair."""
-    _take_listed(pair, tokens)
     tables = direction.by_role(pair.local_table, pair.remote_table)
     num_ids = 0
     lengths = Counter[int]()
@@ -209,8 +210,8 @@ def _periods(pair: GroupPair, num_positions: int) -> list[tuple[int, int]]:
     return [(times, stop) for times, stop in parts if times and stop]
 
 
-def _take_listed(pair: Pair, tokens: int) -> None:
-    """Take what the descriptors need that are listed. Raises ``RANGE``."""
+def take_listed(budget: Budget, pair: Pair, tokens: int) -> None:
+    """Take what the descriptors need that are listed, as those of a hostile peer may be many."""
     num_listed = 0
     for group_pair in pair.group_pairs:
         _, num_positions = in_slots(group_pair.groups[0], (0, tokens))
@@ -218,7 +219,7 @@ def _take_listed(pair: Pair, tokens: int) -> None:
             for series, (low, high) in group_pair.moves(0, stop):
                 num_listed += series.base.shape[1] * series.num_starts(low, high)
     subject = f"count the descriptors with {label_of(pair.remote)}"
-    spend(num_listed, "descriptors", DESCRIPTOR_BYTES, subject)
+    budget.take(num_listed, "descriptors", DESCRIPTOR_BYTES, subject)
 
 
 def _count_listed(tables: tuple[Table, Table], pair: GroupPair, stop: int) -> GroupCost:

@@ -27,7 +27,6 @@ import numpy as np
 
 from kvplan._arrays import Bools, Ints, distinct
 from kvplan._text import FEW, few
-from kvplan.budget import spend
 from kvplan.describe.axes import global_sizes
 from kvplan.describe.model import model_values
 from kvplan.describe.views import TOKEN, Geometry, Group
@@ -36,15 +35,6 @@ from kvplan.errors import KVPlanError
 from kvplan.plan.align import held_positions, num_turns
 
 UNEQUAL_SLOTS: Final = "a value of several tokens cannot be divided or merged"
-
-INTERVAL_BYTES: Final = 400
-"""What an interval of coordinates that a view holds takes of a budget."""
-
-STRETCH_BYTES: Final = 1000
-"""What a stretch of an axis takes of a budget, beside what each source view takes of it."""
-
-HELD_BYTES: Final = 8
-"""What the answer whether a source view holds a stretch takes of a budget."""
 
 Intervals = tuple[tuple[int, int], ...]
 
@@ -142,18 +132,10 @@ class SourceViews:
         The token axis counts positions in ``[0, cycle)``. Coordinates that the same source views
         hold make one part.
         """
-        action = f"divide axis {axis!r}"
-        number = _num_intervals(destination, axis, cycle)
-        spend(number, "intervals", INTERVAL_BYTES, action)
         covered = _covered(destination, axis, cycle)
         key = (axis, cycle, covered)
         if key not in self._parts:
-            needed = IntervalSets.of([covered])
-            sources = self._sets(axis, cycle)
-            # A stretch lies between neighbouring bounds: the ends of all intervals on both sides.
-            bounds = distinct(np.concatenate([needed.intervals, sources.intervals]))
-            stretch_bytes = STRETCH_BYTES + HELD_BYTES * len(self.views)
-            spend(bounds.size, "stretches", stretch_bytes, action)
+            needed, sources, bounds = self._bounds(covered, axis, cycle)
             stretches = np.stack([bounds[:-1], bounds[1:]], axis=1)
             is_needed = _inside(bounds, needed)[0]
             # (sets, stretches) to (stretches, views), for the stretches that are needed
@@ -161,12 +143,32 @@ class SourceViews:
             self._parts[key] = _by_holders(stretches[is_needed], held)
         return self._parts[key]
 
+    def num_intervals(self, destination: Geometry, axis: str, cycle: int) -> int:
+        """Return how many intervals of an axis :meth:`num_stretches` lists, or a few more."""
+        number = _num_intervals(destination, axis, cycle)
+        if (axis, cycle) not in self._interval_sets:
+            number += sum(_num_intervals(geometry, axis, cycle) for _, geometry in self.views)
+        return number
+
+    def num_stretches(self, destination: Geometry, axis: str, cycle: int) -> int:
+        """Return how many stretches of an axis :meth:`parts` lists."""
+        covered = _covered(destination, axis, cycle)
+        if (axis, cycle, covered) in self._parts:
+            return 0
+        *_, bounds = self._bounds(covered, axis, cycle)
+        return bounds.size
+
+    def _bounds(
+        self, covered: Intervals, axis: str, cycle: int
+    ) -> tuple[IntervalSets, IntervalSets, Ints]:
+        """Return the intervals of both sides, and all their ends: stretches lie between two."""
+        needed, sources = IntervalSets.of([covered]), self._sets(axis, cycle)
+        return needed, sources, distinct(np.concatenate([needed.intervals, sources.intervals]))
+
     def _sets(self, axis: str, cycle: int) -> IntervalSets:
         """Return what the views hold of an axis."""
         key = (axis, cycle)
         if key not in self._interval_sets:
-            number = sum(_num_intervals(geometry, axis, cycle) for _, geometry in self.views)
-            spend(number, "intervals", INTERVAL_BYTES, f"divide axis {axis!r}")
             covered = [_covered(geometry, axis, cycle) for _, geometry in self.views]
             self._interval_sets[key] = IntervalSets.of(covered)
         return self._interval_sets[key]

@@ -15,10 +15,10 @@ import attrs
 
 from kvplan._checks import members
 from kvplan._text import brief_repr
-from kvplan.budget import BUDGET_BYTES, limited
+from kvplan.budget import Budget
 from kvplan.describe.worker import Key, Worker, checked_names
 from kvplan.plan.cost import Cost, cost
-from kvplan.plan.pairs import plan_pairs, shares
+from kvplan.plan.pairs import budget_of, plan_pairs, shares
 from kvplan.plan.specs import READ, direction_of
 from kvplan.plan.transfer import TransferPlan, checked_workers
 
@@ -86,6 +86,7 @@ def plan_mesh(
     operation: Literal["READ", "WRITE"] = "READ",
     *,
     not_transferred: Iterable[str] = (),
+    budget: Budget | None = None,
 ) -> MeshPlan:
     """Return the plans of two whole engines: every destination's reads, or every source's writes.
 
@@ -97,9 +98,9 @@ def plan_mesh(
     senders = checked_workers("sources", sources, *receivers)
     skipped = checked_names(not_transferred, *receivers, *senders)
     local_workers, remotes = direction.by_role(receivers, senders)
-    # each destination may cost as much as one that plans alone
-    with limited(max(len(receivers), 1) * BUDGET_BYTES):
-        pairs = plan_pairs(direction, local_workers, remotes, shares(receivers, senders, skipped))
+    budget = budget_of(budget, len(receivers))
+    exchanged = shares(receivers, senders, skipped, budget)
+    pairs = plan_pairs(direction, local_workers, remotes, exchanged, budget)
     plans = []
     for i, local in enumerate(local_workers):
         # a writer plans with its siblings
@@ -114,6 +115,7 @@ def contacts(
     sources: Iterable[Worker],
     *,
     not_transferred: Iterable[str] = (),
+    budget: Budget | None = None,
 ) -> Mapping[Key, tuple[Key, ...]]:
     """Return, for each worker of both engines, the workers that it exchanges bytes with.
 
@@ -133,8 +135,7 @@ def contacts(
     senders = checked_workers("sources", sources, *receivers)
     skipped = checked_names(not_transferred, *receivers, *senders)
     contacts_of: dict[Key, list[Key]] = {worker.key: [] for worker in (*receivers, *senders)}
-    with limited(max(len(receivers), 1) * BUDGET_BYTES):
-        for share in shares(receivers, senders, skipped):
-            contacts_of[share.destination.key].append(share.source.key)
-            contacts_of[share.source.key].append(share.destination.key)
+    for share in shares(receivers, senders, skipped, budget_of(budget, len(receivers))):
+        contacts_of[share.destination.key].append(share.source.key)
+        contacts_of[share.source.key].append(share.destination.key)
     return {key: tuple(keys) for key, keys in contacts_of.items()}

@@ -6,32 +6,23 @@ other heads in the same layout, share ids and rows, which are computed once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import attrs
 
 from kvplan._arrays import Ints
-from kvplan.budget import spend
-from kvplan.describe.axes import most_segments
+from kvplan._checks import instance
+from kvplan.budget import BUDGET_BYTES, Budget
 from kvplan.describe.worker import Key, Worker
 from kvplan.plan.cells import Cell, cells
+from kvplan.plan.estimate import ROW_BYTES, take_cells, take_geometry, take_runs, take_workers
 from kvplan.plan.match import Sources, match
 from kvplan.plan.rows import assign_ids
 from kvplan.plan.runs import cell_geometry, group_runs
 from kvplan.plan.series import GroupPair
 from kvplan.plan.specs import Direction, Pair, idle_pair
 from kvplan.plan.tables import Table
-
-SEGMENT_BYTES: Final = 300
-"""What a segment of an axis takes of a budget."""
-
-WORKER_BYTES: Final = 20_000
-"""What a worker takes of a budget, beside its segments and the views that are compared."""
-
-
-ROW_BYTES: Final = 60
-"""What a row takes of a budget, here and where it is handed to a transfer backend."""
 
 
 class Share(NamedTuple):
@@ -43,34 +34,35 @@ class Share(NamedTuple):
 
 
 def shares(
-    destinations: Iterable[Worker], sources: Iterable[Worker], skipped: Collection[str]
+    destinations: Iterable[Worker],
+    sources: Iterable[Worker],
+    skipped: Collection[str],
+    budget: Budget,
 ) -> Iterator[Share]:
     """Yield every destination and source that exchange bytes, with their cells.
 
     ``skipped`` names tensors that are not transferred. Sources are sorted by their keys, so that
-    every worker computes the same choice.
+    every worker computes the same choice. Raises ``RANGE`` for more than is left of the budget.
     """
     receivers = tuple(destinations)
     senders = sorted(sources, key=lambda worker: worker.key)
-    _take_workers([*receivers, *senders])
+    take_workers(budget, [*receivers, *senders])
     offered = Sources(senders)
     for destination in receivers:
         cells_by_source: dict[int, list[Cell]] = {}
-        for cell in cells(match(destination, offered, skipped)):
+        matches = match(destination, offered, skipped)
+        take_cells(budget, matches)
+        for cell in cells(matches):
             cells_by_source.setdefault(cell.source_worker, []).append(cell)
         for source, source_cells in sorted(cells_by_source.items()):
             yield Share(destination, offered.workers[source], source_cells)
 
 
-def _take_workers(workers: Sequence[Worker]) -> None:
-    """Take what workers need of a budget, whatever they exchange. Raises ``RANGE``."""
-    spend(len(workers), "workers", WORKER_BYTES, "plan")
-    for worker in workers:
-        number = sum(most_segments(geometry.axes) for geometry in worker.geometries)
-        spend(number, "segments of axes", SEGMENT_BYTES, f"plan with {worker.label}")
-    for worker in workers:
-        # each request asks for it, and it is found here, within the budget
-        _ = worker.overlaid
+def budget_of(budget: Budget | None, num_destinations: int = 1) -> Budget:
+    """Return the caller's budget, or else as much as each destination may cost that plans alone."""
+    if budget is None:
+        return Budget(max(num_destinations, 1) * BUDGET_BYTES)
+    return instance(Budget, budget, "budget")
 
 
 @attrs.frozen(eq=False)
@@ -87,24 +79,27 @@ class PlannedGeometry:
 
 
 class PairPlanner:
-    """Plans pairs of workers, each geometry once."""
+    """Plans pairs of workers, each geometry once, within a budget."""
 
-    def __init__(self, direction: Direction) -> None:
+    def __init__(self, direction: Direction, budget: Budget) -> None:
         self._direction = direction
+        self._budget = budget
         self._planned: dict[tuple[Any, ...], PlannedGeometry] = {}
 
     def pair(self, share: Share) -> Pair:
         """Return the pair of the two workers of a share."""
+        take_geometry(self._budget, share.cells)
         geometry = cell_geometry(share.cells)
         planned = self._planned.get(geometry.key)
         if planned is None:
+            take_runs(self._budget, share.cells)
             group_pairs, rows = assign_ids(group_runs(share.cells))
             planned = PlannedGeometry(group_pairs, rows, geometry.base_offset)
             self._planned[geometry.key] = planned
         # Rows of an equal geometry begin elsewhere: they are moved by the difference.
         shift = geometry.base_offset - planned.base_offset
         num_rows = sum(map(len, planned.rows))
-        spend(num_rows, "rows", ROW_BYTES, f"plan for {share.destination.label}")
+        self._budget.take(num_rows, "rows", ROW_BYTES, f"plan for {share.destination.label}")
         tables = (
             Table.at(share.destination, planned.rows[0], shift[0]),
             Table.at(share.source, planned.rows[1], shift[1]),
@@ -119,13 +114,14 @@ def plan_pairs(
     local_workers: Iterable[Worker],
     remotes: Iterable[Worker],
     shares: Iterable[Share],
+    budget: Budget,
 ) -> Mapping[Key, tuple[Pair, ...]]:
     """Return the pairs of each local worker with all remotes, in their order.
 
     Shares of other local workers, such as siblings, are left out.
     """
     # Workers that exchange nothing keep an idle pair.
-    planner = PairPlanner(direction)
+    planner = PairPlanner(direction, budget)
     idle = {remote.key: idle_pair(remote) for remote in remotes}
     pairs = {local.key: dict(idle) for local in local_workers}
     for share in shares:

@@ -27,18 +27,11 @@ import numpy as np
 
 from kvplan._arrays import Ints, distinct, heads, integers_in, numbered, order_of_rows
 from kvplan._checks import ID_END
-from kvplan.budget import spend
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import blocks_and_slots, slots
 from kvplan.plan.runs import GroupRuns, Runs, TokenRuns
 from kvplan.plan.series import GroupPair, PeriodBlocks, RunSeries, TokenSeries
-
-SLOT_BYTES: Final = 130
-"""What a slot of a run of one token, or a longer run, takes of a budget on each side."""
-
-POSITION_BYTES: Final = 64
-"""What a position at which tokens move takes of a budget."""
 
 NUMBERED_END: Final = 1 << 62
 """The rows of one side have fewer descriptors than this, so that no sum of ids wraps."""
@@ -200,9 +193,6 @@ def assign_ids(group_runs: Sequence[GroupRuns]) -> tuple[tuple[GroupPair, ...], 
     """
     rows = []
     ids = []
-    number = sum(_num_offsets(group_runs, side) for side in BOTH_SIDES)
-    action = "number the descriptors of a pair of workers"
-    spend(number, "slots of runs", SLOT_BYTES, action)
     for side in BOTH_SIDES:
         side_rows, side_ids = assign_rows(list(_row_jobs(group_runs, side)))
         rows.append(side_rows)
@@ -230,16 +220,6 @@ def _group_pair(
     spans = tuple((start, stop) for start, stop in groups.spans.tolist())
     num_blocks = (at_destination, at_source)
     return GroupPair(groups.groups, num_blocks, groups.period, spans, tuple(runs), tuple(tokens))
-
-
-def _num_offsets(group_runs: Iterable[GroupRuns], side: int) -> int:
-    """Return the number of longer runs of one side, and of slots of its runs of one token."""
-    number = 0
-    for groups in group_runs:
-        number += groups.runs.length.size
-        for tokens in groups.tokens:
-            number += tokens.runs.length.size * slots(groups.groups[side])
-    return number
 
 
 def _row_jobs(group_runs: Iterable[GroupRuns], side: int) -> Iterator[RowJob]:
@@ -337,8 +317,6 @@ def _token_series(tokens: TokenRuns, ids: BothIds, dtype: type) -> Iterator[Toke
 
     Runs with the same steps, and to which all slots add the same, form one series.
     """
-    num_starts = int(np.diff(tokens.intervals).sum())
-    spend(num_starts, "positions of a cycle", POSITION_BYTES, "number tokens")
     starts = integers_in(tokens.intervals)
     base = np.stack([side.first[:, 0] for side in ids])
     slot_terms = [side.first - side.first[:, :1] for side in ids]

@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
 
 from kvplan._arrays import Bools, Ints, distinct, heads, integers_in
-from kvplan.budget import spend
 from kvplan.describe.axes import Segments
-from kvplan.describe.views import TOKEN, Geometry, Group
+from kvplan.describe.views import TOKEN, Group
 from kvplan.plan.align import period, slots
 from kvplan.plan.block_pairs import (
     MAX_JOINED,
@@ -37,15 +36,6 @@ from kvplan.plan.block_pairs import (
     cut_at_segments,
 )
 from kvplan.plan.cells import Cell
-
-RUN_BYTES: Final = 250
-"""What a run takes of a budget."""
-
-OFFSET_BYTES: Final = 16
-"""What the offset of a run takes of a budget, while those of one tensor are listed."""
-
-SEGMENT_BYTES: Final = 100
-"""What a segment of an axis takes of a budget where the geometries of cells are compared."""
 
 
 @attrs.frozen(eq=False)
@@ -124,7 +114,6 @@ class LongRuns:
     def over(cls, runs: Runs, chains: TokenChains) -> LongRuns:
         """Return every run of one token over every chain of tokens, run by run."""
         num_runs = runs.length.size
-        spend(num_runs * chains.num_tokens.size, "runs of a period", RUN_BYTES, "join runs")
         repeated = np.repeat(np.arange(num_runs), chains.num_tokens.size)
         longer = runs.take(
             repeated,
@@ -188,11 +177,6 @@ def cell_geometry(cells: Iterable[Cell]) -> CellGeometry:
     key: list[tuple[Any, ...]] = []
     base_offset = np.zeros(2, np.int64)
     for cell in cells:
-        num_segments = sum(len(part.intervals) for part in cell.parts.values())
-        for geometry in cell.sides:
-            num_segments += sum(segments.start.size for segments in geometry.segments.values())
-        action = f"compare {cell.match.names[0]!r} with others"
-        spend(num_segments, "segments of axes", SEGMENT_BYTES, action)
         # (2, tensors, 2): region and offset of every tensor, on each side.
         places = cell.match.places(cell.destination, cell.source)
         # Where the cell begins in the view of a tensor, on each side, and its layout from there.
@@ -226,43 +210,42 @@ def _strides(cell: Cell) -> tuple[Any, ...]:
     return tuple(key)
 
 
-def _content(cell: Cell) -> tuple[Ints, int]:
-    """Return the runs of one token of one tensor, by rule plan.R1.
+def _listed_axes(cell: Cell) -> tuple[list[str], int]:
+    """Return the axes along which the runs of one token are listed, and their common length.
 
-    They are offsets in slot 0, (2, n) int64, and the length that all have.
+    By rule plan.R1: all axes but tokens, without those that make the runs longer. An axis can only
+    continue finer ones, so they are looked at from the finest of the destination on.
     """
     destination, source = cell.sides
     length = destination.itemsize
-    offsets = np.zeros((2, 1), np.int64)
-    for axis in _axes_by_stride(cell, destination):
+    listed = []
+    axes = [axis for axis in cell.parts if axis != TOKEN]
+    for axis in sorted(axes, key=lambda axis: int(destination.segments[axis].stride[0])):
         part = cell.parts[axis]
-        segments = destination.segments[axis], source.segments[axis]
-        is_one_interval = len(part.intervals) == 1
-        if is_one_interval and all(side.steps(*part.span, length) for side in segments):
-            coordinates = part.intervals[0, :1]
+        sides = destination.segments[axis], source.segments[axis]
+        if len(part.intervals) == 1 and all(side.steps(*part.span, length) for side in sides):
             length *= part.size
         else:
-            action = f"plan {cell.match.names[0]!r}"
-            num_runs = offsets.shape[1] * part.size
-            spend(num_runs, "runs of one token", OFFSET_BYTES, action, axis=axis)
-            coordinates = integers_in(part.intervals)
-        # Every run so far at every listed coordinate of this axis.
-        axis_offsets = np.stack([side.at(coordinates) for side in segments])
-        offsets = (offsets[:, :, None] + axis_offsets[:, None, :]).reshape(2, -1)
-    return offsets, length
+            listed.append(axis)
+    return listed, length
 
 
-def _axes_by_stride(cell: Cell, geometry: Geometry) -> list[str]:
-    """Return all axes but tokens, the finest first: an axis can only continue finer ones."""
-    axes = [axis for axis in cell.parts if axis != TOKEN]
-    return sorted(axes, key=lambda axis: int(geometry.segments[axis].stride[0]))
+def count_runs(cell: Cell) -> int:
+    """Return the number of runs of one token of a cell, before any of them are joined."""
+    listed, _ = _listed_axes(cell)
+    return len(cell.match.names) * math.prod(cell.parts[axis].size for axis in listed)
 
 
 def _cell_runs(cell: Cell) -> Runs:
     """Return the runs of one token of every tensor of a cell, each at the tensor's own place."""
-    offsets, length = _content(cell)
-    number = offsets.shape[1] * len(cell.match.names)
-    spend(number, "runs of one token", RUN_BYTES, f"plan {cell.match.names[0]!r}")
+    listed, length = _listed_axes(cell)
+    # where the cell begins in the view of a tensor, then every run so far at every coordinate
+    offsets = np.zeros((2, 1), np.int64)
+    for axis in [*(axis for axis in cell.parts if axis not in (*listed, TOKEN)), *listed]:
+        intervals = cell.parts[axis].intervals
+        coordinates = integers_in(intervals) if axis in listed else intervals[0, :1]
+        axis_offsets = np.stack([side.segments[axis].at(coordinates) for side in cell.sides])
+        offsets = (offsets[:, :, None] + axis_offsets[:, None, :]).reshape(2, -1)
     places = cell.match.places(cell.destination, cell.source)
     num_runs = offsets.shape[1]
     # (2, tensors * runs): the runs of one tensor follow each other.

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvplan._arrays import read_only
 from kvplan._checks import instance, members, wrong_type
-from kvplan.budget import limited
+from kvplan.budget import Budget
 from kvplan.describe.blocks import Blocks, Range, Tokens, check_apart, check_blocks
 from kvplan.describe.worker import Key, Worker, checked_names
 from kvplan.errors import KVPlanError
@@ -33,7 +33,7 @@ from kvplan.plan.bind import (
     wanted,
 )
 from kvplan.plan.cost import Cost, cost
-from kvplan.plan.pairs import plan_pairs, shares
+from kvplan.plan.pairs import budget_of, plan_pairs, shares
 from kvplan.plan.series import GroupPair, SideTable, TablePair
 from kvplan.plan.specs import READ, WRITE, Direction, Pair, ReadSpec, direction_of
 
@@ -327,12 +327,13 @@ def plan_reads(
     remotes: Iterable[Worker],
     *,
     not_transferred: Iterable[str] = (),
+    budget: Budget | None = None,
 ) -> TransferPlan:
     """Return the plan by which ``local``, the destination, reads what it needs from ``remotes``.
 
     ``not_transferred`` names tensors of ``local`` that need no source. If several remotes hold the
     same bytes, one of them is chosen, so that remotes are few and descriptors long; both sides
-    compute the same choice.
+    compute the same choice. ``budget`` limits what planning may cost, by default to 1.25 GiB.
 
     >>> from kvplan import Model, plan_reads
     >>> model = Model.shipped("deepseek-v2-lite")  # 27 latents, which every rank has
@@ -346,7 +347,8 @@ def plan_reads(
     ``RANGE`` for what is too large to list.
     """
     sources = checked_workers("remotes", remotes, local)
-    return _plan(READ, local, sources, (), checked_names(not_transferred, local, *sources))
+    skipped = checked_names(not_transferred, local, *sources)
+    return _plan(READ, local, sources, (), skipped, budget_of(budget))
 
 
 def plan_writes(
@@ -355,6 +357,7 @@ def plan_writes(
     siblings: Iterable[Worker] = (),
     *,
     not_transferred: Iterable[str] = (),
+    budget: Budget | None = None,
 ) -> TransferPlan:
     """Return the plan by which ``local``, a source, writes its part of what ``remotes`` need.
 
@@ -364,7 +367,7 @@ def plan_writes(
     destinations = checked_workers("remotes", remotes, local)
     writers = checked_workers("siblings", siblings, local)
     skipped = checked_names(not_transferred, local, *writers, *destinations)
-    return _plan(WRITE, local, destinations, writers, skipped)
+    return _plan(WRITE, local, destinations, writers, skipped, budget_of(budget))
 
 
 def _plan(
@@ -373,9 +376,10 @@ def _plan(
     remotes: tuple[Worker, ...],
     siblings: tuple[Worker, ...],
     skipped: tuple[str, ...],
+    budget: Budget,
 ) -> TransferPlan:
     """Return the plan of one worker. A writer plans with its siblings."""
     destinations, sources = direction.by_role((local, *siblings), remotes)
-    with limited():
-        pairs = plan_pairs(direction, [local], remotes, shares(destinations, sources, skipped))
+    exchanged = shares(destinations, sources, skipped, budget)
+    pairs = plan_pairs(direction, [local], remotes, exchanged, budget)
     return TransferPlan(direction.operation, local, remotes, siblings, skipped, pairs[local.key])

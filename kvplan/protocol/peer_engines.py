@@ -26,7 +26,7 @@ import attrs
 
 from kvplan._checks import having, instance
 from kvplan._text import brief_repr
-from kvplan.budget import BUDGET_BYTES, Budget
+from kvplan.budget import BUDGET_BYTES, MESSAGE_BYTES, Budget
 from kvplan.describe.blocks import Request
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
@@ -66,7 +66,7 @@ class Connections:
     worker in an offer. ``connect`` makes that worker known to the executor, or changes nothing
     where it is known; ``disconnect`` makes the executor forget it. ``fetch_digests`` returns the
     digests of what an engine has lent, within seconds. ``plan`` plans how to read from all workers
-    of an engine. ``open_offer`` and ``plan`` may be called on another thread, the others where
+    of an engine, within a ``budget``. ``open_offer`` and ``plan`` may be called on another thread, the others where
     :class:`~kvplan.protocol.Reads` is polled.
     """
 
@@ -75,7 +75,7 @@ class Connections:
     disconnect: Callable[[Worker], None]
     fetch_offers: Callable[[Source, float], Awaitable[Offers]]
     fetch_digests: Callable[[Source, DigestRequest, float], Awaitable[list[Mapping[str, Any]]]]
-    plan: Callable[[Worker, Sequence[Worker]], TransferPlan] = plan_reads
+    plan: Callable[..., TransferPlan] = plan_reads
 
     __repr__ = brief_repr
 
@@ -278,8 +278,9 @@ class PeerEngines:
 
     def _open(self, source: Source, offers: Sequence[bytes], budget: Budget) -> list[Worker]:
         """Return the workers in offers."""
-        with budget:
-            workers = [self._connections.open_offer(offer) for offer in offers]
+        num_bytes = sum(map(len, offers))
+        budget.take(num_bytes, "bytes of offers", MESSAGE_BYTES, f"open the offers of {source}")
+        workers = [self._connections.open_offer(offer) for offer in offers]
         for worker in workers:
             _check_engine(source, worker)
         return workers
@@ -300,13 +301,9 @@ class PeerEngines:
 
     def _fastest_plan(self, workers: list[Worker], budget: Budget) -> TransferPlan | StagedPlan:
         """Return the plan that takes the least time, within a budget."""
-        with budget:
-            return self._choose_plan(workers)
-
-    def _choose_plan(self, workers: list[Worker]) -> TransferPlan | StagedPlan:
         if self._pipeline is None:
-            return self._connections.plan(self._worker, workers)
-        shared = Shares.of(READ, self._worker, workers, (), ())
+            return self._connections.plan(self._worker, workers, budget=budget)
+        shared = Shares.of(READ, self._worker, workers, (), (), budget)
         staging = self._pipeline.staging
         try:
             choice = choice_of(shared, STRATEGIES["READ"], staging, USUAL_TOKENS, self._rates)

@@ -49,7 +49,7 @@ import numpy as np
 from kvplan._arrays import Ints, distinct
 from kvplan._checks import INT64_END, instance, name
 from kvplan._text import fold, meant
-from kvplan.budget import spend
+from kvplan.budget import Budget
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import TOKEN, Group, Region, View
 from kvplan.describe.worker import Worker
@@ -152,7 +152,7 @@ class StagingBuffer:
         """Return the cells between the buffer and its worker, given those of peer and worker."""
         return self._replacing(self.side, cells)
 
-    def transfer_step(self, peer: Worker, cells: Iterable[Cell]) -> list[Cell]:
+    def transfer_step(self, peer: Worker, cells: Iterable[Cell], budget: Budget) -> list[Cell]:
         """Return the cells between the buffer and the peer, given those of worker and peer.
 
         A worker writes just what is needed, and reads all that the buffer has room for: then runs
@@ -165,7 +165,7 @@ class StagingBuffer:
         for (_, source_group), group in self.groups.items():
             destination = _only(self.worker, group)
             source = _only(peer, source_group)
-            for share in shares([destination], [source], ()):
+            for share in shares([destination], [source], (), budget):
                 transferred += share.cells
         return transferred
 
@@ -235,6 +235,7 @@ def pools(
     peer: Worker,
     cells: Iterable[Cell],
     side: int,
+    budget: Budget,
     whole: bool = False,
 ) -> dict[BothGroups, tuple[Pool, ...]]:
     """Return the pools for a peer's side of these cells, by rules staging.S1 to staging.S4."""
@@ -244,7 +245,9 @@ def pools(
         for number, spans in spans_by_view.items():
             view = peer.views[number]
             views.append(PeerView(number, view if whole else _trimmed(view, spans)))
-        pools_of[groups] = tuple(chain.from_iterable(map(_pools, _frames(views))))
+        pools_of[groups] = tuple(
+            chain.from_iterable(_pools(frame, budget) for frame in _frames(views))
+        )
     return pools_of
 
 
@@ -442,10 +445,10 @@ def _frames(views: Iterable[PeerView]) -> Iterator[list[PeerView]]:
         yield frame
 
 
-def _pools(frame: Sequence[PeerView]) -> Iterator[Pool]:
+def _pools(frame: Sequence[PeerView], budget: Budget) -> Iterator[Pool]:
     """Yield the pool of a frame by rule staging.S3, or of each of its views by rule staging.S4."""
-    spend(len(frame), "views to pack", VIEW_BYTES, f"stage {frame[0].view.name!r}")
-    if len(frame) > 1 and (pool := _packed_together(frame)):
+    budget.take(len(frame), "views to pack", VIEW_BYTES, f"stage {frame[0].view.name!r}")
+    if len(frame) > 1 and (pool := _packed_together(frame, budget)):
         yield pool
     else:
         for peer_view in frame:
@@ -500,7 +503,7 @@ class _RunMap:
         return attrs.evolve(view, axes=axes, num_blocks=1, offset_bytes=offset_bytes)
 
 
-def _packed_together(frame: Sequence[PeerView]) -> Pool | None:
+def _packed_together(frame: Sequence[PeerView], budget: Budget) -> Pool | None:
     """Return the pool of a frame without the bytes between its runs.
 
     Return None where strides cannot express it.
@@ -511,7 +514,7 @@ def _packed_together(frame: Sequence[PeerView]) -> Pool | None:
     num_runs = [view.block_bytes // length for view, length in zip(views, run_bytes, strict=True)]
     if sum(num_runs) > MAX_RUNS:
         return None
-    spend(sum(num_runs), "runs of a frame", RUN_BYTES, f"stage {views[0].name!r}")
+    budget.take(sum(num_runs), "runs of a frame", RUN_BYTES, f"stage {views[0].name!r}")
     run_starts = list(map(_run_starts, views, run_bytes))
     run_map = _RunMap.of(np.concatenate(run_starts), np.repeat(run_bytes, num_runs))
     packed_views = []

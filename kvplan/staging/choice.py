@@ -28,7 +28,7 @@ from kvplan._checks import (
     seconds,
 )
 from kvplan._text import brief_repr, count, shown, size
-from kvplan.budget import limited
+from kvplan.budget import Budget
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.cost import Cost
@@ -261,6 +261,7 @@ def choose(
     siblings: Iterable[Worker] = (),
     rates: Rates | None = None,
     not_transferred: Iterable[str] = (),
+    budget: Budget | None = None,
 ) -> Choice:
     """Return the strategies by which ``local`` reads from ``remotes``, or writes to them.
 
@@ -286,7 +287,7 @@ def choose(
     <StagedPlan decode/0: 1 source, 288 positions at a time>
 
     Raises what planning does. ``"auto"`` leaves out strategies that have too little memory, or that
-    a :class:`kvplan.Budget` has no room for. Raises ``NAME`` for an unknown operation or strategy,
+    the budget has no room for. Raises ``NAME`` for an unknown operation or strategy,
     and for staging without a region.
     """
     tokens = integer(tokens, "tokens of a request")
@@ -301,10 +302,9 @@ def choose(
         expected = f"one of {', '.join((AUTO, *STRATEGIES[operation]))}"
         raise KVPlanError("NAME", action, expected=expected, got=shown(strategy))
     writers = siblings if operation == "WRITE" else ()
-    with limited():
-        shared = Shares.of(DIRECTIONS[operation], local, remotes, writers, not_transferred)
-        candidates = _candidates(operation, strategy, staging)
-        return choice_of(shared, candidates, staging, tokens, rates)
+    direction = DIRECTIONS[operation]
+    shared = Shares.of(direction, local, remotes, writers, not_transferred, budget)
+    return choice_of(shared, _candidates(operation, strategy, staging), staging, tokens, rates)
 
 
 def choice_of(

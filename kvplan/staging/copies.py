@@ -27,7 +27,7 @@ import numpy as np
 
 from kvplan._arrays import Ints, distinct, integers_in, read_only
 from kvplan._text import count, fold
-from kvplan.budget import spend
+from kvplan.budget import Budget
 from kvplan.describe.axes import Segments
 from kvplan.describe.blocks import Blocks, places
 from kvplan.describe.views import TOKEN, Geometry, Group, Region
@@ -206,24 +206,26 @@ def _copy_side(
     return CopySide(tuple(side_origins), offsets, tuple([dim[1 + side] for dim in dims]))
 
 
-def copy_templates(regions: Sequence[Region], cells: Iterable[Cell]) -> tuple[CopyTemplate, ...]:
+def copy_templates(
+    regions: Sequence[Region], cells: Iterable[Cell], budget: Budget
+) -> tuple[CopyTemplate, ...]:
     """Return the templates of the copies of cells within one worker, one for each paging."""
     # cells of equal paging share the slots that they copy, so all their boxes form one template
     by_paging: dict[Hashable, list[Cell]] = {}
     for cell in cells:
+        action = f"stage {cell.match.names[0]!r}"
+        budget.take(cell.parts[TOKEN].size, "positions of a cycle", POSITION_BYTES, action)
         by_paging.setdefault(_paging(cell), []).append(cell)
-    return tuple([_template(regions, paged_alike) for paged_alike in by_paging.values()])
+    return tuple([_template(regions, paged_alike, budget) for paged_alike in by_paging.values()])
 
 
 def _paging(cell: Cell) -> Hashable:
     """Return what cells share whose positions lie in the same slots of the same blocks."""
-    action = f"stage {cell.match.names[0]!r}"
-    spend(cell.parts[TOKEN].size, "positions of a cycle", POSITION_BYTES, action)
     sides = [(side.group, side.block_stride_bytes, _token_steps(side)) for side in cell.sides]
     return (*sides, cell.cycle, _carried(cell).tobytes())
 
 
-def _template(regions: Sequence[Region], cells: Sequence[Cell]) -> CopyTemplate:
+def _template(regions: Sequence[Region], cells: Sequence[Cell], budget: Budget) -> CopyTemplate:
     """Return the template of the copies that carry out cells of equal paging."""
     first_cell = cells[0]
     destination, source = first_cell.sides
@@ -234,7 +236,7 @@ def _template(regions: Sequence[Region], cells: Sequence[Cell]) -> CopyTemplate:
         period=first_cell.cycle,
         sides=(destination, source),
         run_tokens=run_tokens,
-        boxes={num_tokens: _boxes(regions, cells, num_tokens) for num_tokens in {run_tokens, 1}},
+        boxes={number: _boxes(regions, cells, number, budget) for number in {run_tokens, 1}},
     )
 
 
@@ -276,7 +278,9 @@ def _run_tokens(cell: Cell) -> int:
     return math.gcd(*multiples)
 
 
-def _boxes(regions: Sequence[Region], cells: Iterable[Cell], num_tokens: int) -> Boxes:
+def _boxes(
+    regions: Sequence[Region], cells: Iterable[Cell], num_tokens: int, budget: Budget
+) -> Boxes:
     """Return the boxes of runs of ``num_tokens`` tokens of cells of equal paging, by staging.S9 and
     staging.S10.
     """
@@ -284,7 +288,7 @@ def _boxes(regions: Sequence[Region], cells: Iterable[Cell], num_tokens: int) ->
     for cell in cells:
         itemsize = cell.sides[0].itemsize
         run_dim = (num_tokens, *(int(side.segments[TOKEN].stride[0]) for side in cell.sides))
-        token_boxes = list(_token_boxes(cell))
+        token_boxes = list(_token_boxes(cell, budget))
         shapes = [joined_dims(itemsize, [run_dim, *token_box.dims]) for token_box in token_boxes]
         # for each tensor of the cell, the region and the offset of its view on both sides
         destinations, sources = cell.match.places(cell.destination, cell.source).tolist()
@@ -310,12 +314,12 @@ class _Interval(NamedTuple):
     dim: Dim
 
 
-def _token_boxes(cell: Cell) -> Iterator[_TokenBox]:
+def _token_boxes(cell: Cell, budget: Budget) -> Iterator[_TokenBox]:
     """Yield the boxes of one token of one tensor, by rule staging.S9."""
     axes = [axis for axis in cell.parts if axis != TOKEN]
-    intervals_by_axis = [_intervals(cell, axis) for axis in axes]
+    intervals_by_axis = [_intervals(cell, axis, budget) for axis in axes]
     number = math.prod(map(len, intervals_by_axis)) * len(cell.match.names)
-    spend(number, "boxes to copy", BOX_BYTES, f"stage {cell.match.names[0]!r}")
+    budget.take(number, "boxes to copy", BOX_BYTES, f"stage {cell.match.names[0]!r}")
     for intervals in itertools.product(*intervals_by_axis):
         destination_offset = sum(interval.offsets[0] for interval in intervals)
         source_offset = sum(interval.offsets[1] for interval in intervals)
@@ -323,13 +327,14 @@ def _token_boxes(cell: Cell) -> Iterator[_TokenBox]:
         yield _TokenBox((destination_offset, source_offset), dims)
 
 
-def _intervals(cell: Cell, axis: str) -> list[_Interval]:
+def _intervals(cell: Cell, axis: str, budget: Budget) -> list[_Interval]:
     """Return the intervals of one axis, by rule staging.S9."""
     destination, source = (side.segments[axis] for side in cell.sides)
     # each interval looks at all segments
     num_segments = destination.start.size + source.start.size
     number = num_segments * (len(cell.parts[axis].intervals) + num_segments)
-    spend(number, "segments of an axis", SEGMENT_BYTES, f"stage {cell.match.names[0]!r}")
+    action = f"stage {cell.match.names[0]!r}"
+    budget.take(number, "segments of an axis", SEGMENT_BYTES, action)
     intervals = []
     for low, high in cell.parts[axis].intervals.tolist():
         # both sides step evenly between neighbouring bounds

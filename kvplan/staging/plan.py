@@ -29,7 +29,7 @@ import numpy as np
 from kvplan._arrays import Ints
 from kvplan._checks import ID_END, having, instance, integer
 from kvplan._text import count
-from kvplan.budget import limited
+from kvplan.budget import Budget
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens
 from kvplan.describe.views import Group, Region
 from kvplan.describe.worker import Worker, checked_names
@@ -37,7 +37,7 @@ from kvplan.errors import KVPlanError
 from kvplan.plan.align import in_tokens, position_of, slots
 from kvplan.plan.bind import range_of, wanted
 from kvplan.plan.cells import Cell
-from kvplan.plan.pairs import PairPlanner, Share, plan_pairs, shares
+from kvplan.plan.pairs import PairPlanner, Share, budget_of, plan_pairs, shares
 from kvplan.plan.specs import READ, WRITE, Direction, ReadSpec
 from kvplan.plan.transfer import SIDE_NAMES, TransferPlan, checked_workers
 from kvplan.staging.buffers import (
@@ -141,8 +141,7 @@ class StagedPlan:
         ``None``: the fewest positions after which the direct plan repeats. Raises what
         :func:`kvplan.plan.cost.cost` does.
         """
-        with limited():
-            return staged_cost(self.direct.cost(tokens), self.peers, self.num_positions)
+        return staged_cost(self.direct.cost(tokens), self.peers, self.num_positions)
 
     def bind(
         self,
@@ -375,11 +374,12 @@ def _windows(group: Group, table: Blocks, low: int, high: int, window: int) -> I
 class Shares:
     """The ``direct`` plan of a worker, and the ``cells`` that it exchanges with each peer.
 
-    They are planned once for all strategies.
+    They are planned once for all strategies, within one ``budget``.
     """
 
     direct: TransferPlan
     cells: tuple[tuple[Worker, Sequence[Cell]], ...]
+    budget: Budget
 
     @classmethod
     def of(
@@ -389,6 +389,7 @@ class Shares:
         remotes: Iterable[Worker],
         siblings: Iterable[Worker],
         not_transferred: Iterable[str],
+        budget: Budget | None = None,
     ) -> Shares:
         """Return what a worker reads or, with its siblings, writes.
 
@@ -399,31 +400,34 @@ class Shares:
         skipped = checked_names(not_transferred, local, *writers, *peers)
         # a writer plans with its siblings, so that they agree which of them writes what all hold
         destinations, sources = direction.by_role((local, *writers), peers)
+        budget = budget_of(budget)
         local_shares = []
         cells = list[tuple[Worker, Sequence[Cell]]]()
-        for share in shares(destinations, sources, skipped):
+        for share in shares(destinations, sources, skipped, budget):
             worker, peer = direction.by_role(share.destination, share.source)
             if worker is local:
                 local_shares.append(share)
                 cells.append((peer, share.cells))
-        pairs = plan_pairs(direction, [local], peers, local_shares)[local.key]
+        pairs = plan_pairs(direction, [local], peers, local_shares, budget)[local.key]
         direct = TransferPlan(direction.operation, local, peers, writers, skipped, pairs)
-        return cls(direct, tuple(cells))
+        return cls(direct, tuple(cells), budget)
 
     def staged(self, region: Region, whole: bool = False) -> StagedPlan:
         """Return the plan in two steps, through a region of the local worker."""
         local = self.direct.local
         peer_side = self.direct.direction.remote
-        pools_of_peers = [pools(peer, cells, peer_side, whole) for peer, cells in self.cells]
+        pools_of_peers = [
+            pools(peer, cells, peer_side, self.budget, whole) for peer, cells in self.cells
+        ]
         fitted = fit(_demands(pools_of_peers, peer_side), region.size_bytes)
         # pools lie one after the other in the region, peer by peer
         places = iter(fitted.places)
-        planner = PairPlanner(self.direct.direction)
+        planner = PairPlanner(self.direct.direction, self.budget)
         peers = list[StagedPeer]()
         for (peer, cells), pools_of in zip(self.cells, pools_of_peers, strict=True):
             buffer = staging_buffer(local, peer, peer_side, region.name, pools_of, places)
             transfer = self._transfer(buffer, peer, cells, planner)
-            templates = copy_templates(local.regions, buffer.local_step(cells))
+            templates = copy_templates(local.regions, buffer.local_step(cells), self.budget)
             peers.append(StagedPeer(buffer, transfer, templates))
         return StagedPlan(self.direct, tuple(peers), fitted.num_positions, region.name)
 
@@ -438,7 +442,9 @@ class Shares:
         local = self.direct.local
         staging_worker = attrs.evolve(buffer.worker, engine_id=local.engine_id, rank=local.rank)
         destination, source = self.direct.direction.by_role(staging_worker, peer)
-        pair = planner.pair(Share(destination, source, buffer.transfer_step(peer, cells)))
+        pair = planner.pair(
+            Share(destination, source, buffer.transfer_step(peer, cells, self.budget))
+        )
         return attrs.evolve(self.direct, local=staging_worker, remotes=(peer,), pairs=(pair,))
 
 
@@ -461,6 +467,7 @@ def stage(
     staging: str,
     whole: bool = False,
     not_transferred: Iterable[str] = (),
+    budget: Budget | None = None,
 ) -> StagedPlan:
     """Return the plan by which ``local`` reads into its region ``staging``, and copies from there.
 
@@ -494,8 +501,7 @@ def stage(
     """
     region = checked_staging(local, staging)
     instance(bool, whole, "whole")
-    with limited():
-        return Shares.of(READ, local, remotes, (), not_transferred).staged(region, whole)
+    return Shares.of(READ, local, remotes, (), not_transferred, budget).staged(region, whole)
 
 
 def stage_writes(
@@ -505,6 +511,7 @@ def stage_writes(
     *,
     staging: str,
     not_transferred: Iterable[str] = (),
+    budget: Budget | None = None,
 ) -> StagedPlan:
     """Return the plan by which ``local`` copies into its region ``staging``, and writes from there.
 
@@ -525,5 +532,4 @@ def stage_writes(
     Raises what :func:`plan_writes` does, and what :func:`stage` does for a staging region.
     """
     region = checked_staging(local, staging)
-    with limited():
-        return Shares.of(WRITE, local, remotes, siblings, not_transferred).staged(region)
+    return Shares.of(WRITE, local, remotes, siblings, not_transferred, budget).staged(region)

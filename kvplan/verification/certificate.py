@@ -29,15 +29,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import attrs
 import numpy as np
 
-from kvplan._checks import ID_END
+from kvplan._checks import ID_END, at_most
 from kvplan._text import brief_repr
-from kvplan.budget import BUDGET_BYTES, limited, spend
 from kvplan.describe.views import TOKEN, Geometry, Group, View
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.verification.labels import (
     Weights,
     local_slots,
+    num_pieces_of_slot,
     numbering,
     pieces_of_slot,
     positions_of,
@@ -59,11 +59,8 @@ if TYPE_CHECKING:
     from kvplan.plan.series import GroupPair, RunSeries, TokenSeries
     from kvplan.plan.transfer import TransferPlan
 
-PIECE_BYTES: Final = 100
-"""What a piece of a worker's tensors takes of a budget."""
-
-PART_BYTES: Final = 100
-"""What a descriptor that is followed takes of a budget, and a part of it."""
+MAX_FOLLOWED: Final = 1 << 22
+"""The most descriptors and pieces of a period that are followed, for each plan: 1.25 GB."""
 
 SIDES: Final = (0, 1)
 """The destination and the source: indices into all that has one value for each side."""
@@ -102,12 +99,6 @@ def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certifica
     descriptor on both sides.
     """
     plans = plans_of(plan)
-    with limited(max(len(plans), 1) * BUDGET_BYTES):
-        return _certify(plans)
-
-
-def _certify(plans: Sequence[TransferPlan]) -> Certificate:
-    """Return the proof for some plans."""
     workers: dict[Key, Worker] = {}
     writers: dict[KeyPair, Worker] = {}  # by their own key and that of a destination
     skipped: dict[Key, tuple[str, ...]] = {}  # the tensors that are not transferred, by destination
@@ -119,10 +110,13 @@ def _certify(plans: Sequence[TransferPlan]) -> Certificate:
         for pair in pairs_of(checked):
             pairs.setdefault(pair.sides[0].worker.key, []).append(pair)
     complete = _have_all_writers(plans)
+    proofs = {key: _Proof(workers[key], names, complete) for key, names in skipped.items()}
+    num_followed = sum(proof.num_followed(pairs.get(key, ())) for key, proof in proofs.items())
+    limit = MAX_FOLLOWED * max(len(plans), 1)
+    at_most(limit, num_followed, "descriptors and pieces of a period", "certify a plan")
     num_bytes = 0
     num_parts = 0
-    for key, names in skipped.items():
-        proof = _Proof(workers[key], names, complete)
+    for key, proof in proofs.items():
         for moved in proof.moved_by_group(pairs.get(key, ())):
             num_bytes += int(moved.length.sum())
             num_parts += moved.length.size
@@ -204,7 +198,8 @@ class Pieces:
         if (low < 0).any():
             return None
         num_parts = high - low
-        _take(int(num_parts.sum()), "parts of descriptors", PART_BYTES)
+        action = "certify a plan"  # a wrong one may have the same bytes in many descriptors
+        at_most(MAX_FOLLOWED, int(num_parts.sum()), "parts of descriptors", action)
 
         # A part is what a range and a piece have in common.
         range_of_part = np.repeat(np.arange(start.size), num_parts)
@@ -234,23 +229,34 @@ def _elements(view: View | Geometry) -> tuple[object, ...]:
     return view.dtype, sizes
 
 
-def _pieces(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) -> Pieces:
-    """Return the pieces that a worker has of ``tensors``, by name, in a group."""
-    # Views of one geometry and one numbering have the same pieces at different offsets.
+def _views_alike(
+    worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]
+) -> dict[tuple[int, Weights], list[int]]:
+    """Return views with the same pieces at different offsets: of one geometry and one numbering."""
     alike: dict[tuple[int, Weights], list[int]] = {}
     for view_index, geometry_index in enumerate(worker.geometry_of):
         tensor = tensors.get(worker.views[view_index].name)
         if tensor and worker.geometries[geometry_index].group == group:
             alike.setdefault((geometry_index, tensor.weights), []).append(view_index)
+    return alike
 
+
+def _num_pieces(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) -> int:
+    """Return the number of pieces that a worker has of ``tensors`` in a block of a group."""
+    number = 0
+    for (geometry_index, weights), views in _views_alike(worker, group, tensors).items():
+        _check_elements(worker, worker.geometries[geometry_index], views, tensors)
+        number += len(views) * num_pieces_of_slot(worker.geometries[geometry_index], weights)
+    return number * slots_of(group)
+
+
+def _pieces(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) -> Pieces:
+    """Return the pieces that a worker has of ``tensors``, by name, in a group."""
     starts = region_starts(worker)
     columns = [np.empty((7, 0), np.int64)]
-    for (geometry_index, weights), view_indices in alike.items():
+    for (geometry_index, weights), view_indices in _views_alike(worker, group, tensors).items():
         geometry = worker.geometries[geometry_index]
-        _check_elements(worker, geometry, view_indices, tensors)
         offset, number, length = pieces_of_slot(geometry, weights)
-        num_pieces = slots_of(group) * offset.size * len(view_indices)
-        _take(num_pieces, f"pieces of {worker.label}", PIECE_BYTES)
         slot_offset = slots_of_block(geometry)
         region, view_offset = worker.places[view_indices].T
         view_start = starts[region] + view_offset
@@ -367,6 +373,21 @@ class _Proof:
         for index, view in enumerate(views):
             self.tensors[view.name] = ProofTensor(index, view, numbering(view))
 
+    def num_followed(self, pairs: Sequence[PairTables]) -> int:
+        """Return how many descriptors and pieces of a period are followed, before any is listed."""
+        number = 0
+        for group in self.worker.groups:
+            ids_by_pair = list(_ids_of_group(pairs, group))
+            period = math.lcm(period_of(group), *(ids.period for _, ids in ids_by_pair))
+            num_blocks = period // (group.context.size * slots_of(group))
+            number += num_blocks * _num_pieces(self.worker, group, self.tensors)
+            for pair, ids in ids_by_pair:
+                number += _num_pieces(pair.sides[1].worker, ids.groups[1], self.tensors)
+                for series in (*ids.runs, *ids.tokens):
+                    num_starts = period // series.period * series.starts.size
+                    number += num_starts * series.base.shape[1]
+        return number
+
     def moved_by_group(self, pairs: Sequence[PairTables]) -> Iterator[PlacedRanges]:
         """Yield what all pairs move into each group in a period, when it is proved."""
         for group in self.worker.groups:
@@ -442,9 +463,7 @@ class _Proof:
         return PlacedTokenRanges(_placed(tables, sides[0], parts), num_blocks)
 
     def positions(self, tables: GroupTables, ids: RunSeries | TokenSeries, starts: Ints) -> Ints:
-        """Return where the descriptors of a series begin in a period, and count them."""
-        num_descriptors = tables.period // ids.period * starts.size * ids.base.shape[1]
-        _take(num_descriptors, f"descriptors of {tables.pair}", PART_BYTES)
+        """Return where the descriptors of a series begin in a period."""
         # By period of the series, then by start.
         return np.add.outer(np.arange(0, tables.period, ids.period), starts).reshape(-1)
 
@@ -713,8 +732,3 @@ def _places(pair: PairTables, *rows: int) -> dict[str, Any]:
     for table, row in zip(pair.sides, rows, strict=True):
         regions.append(table.worker.regions[table.region[row]].name)
     return {"row": tuple(map(int, rows)), "region": tuple(regions)}
-
-
-def _take(number: int, unit: str, bytes_each: int) -> None:
-    """Take what is to be followed from the budget. Raises ``RANGE``."""
-    spend(number, unit, bytes_each, f"certify {unit}")

@@ -29,7 +29,6 @@ import attrs
 import numpy as np
 
 from kvplan._checks import INT64_END, at_most
-from kvplan.budget import spend
 from kvplan.describe.axes import Axis
 from kvplan.describe.blocks import Blocks, Range
 from kvplan.describe.views import TOKEN, Geometry, Group, Region, View
@@ -41,9 +40,6 @@ if TYPE_CHECKING:
 
 CHUNK_CELLS: Final = 1 << 22
 """Labels are made for at most this many cells at a time, or for one position."""
-
-PIECE_BYTES: Final = 50
-"""What a piece of a slot takes of a budget, and a slot."""
 
 Weights = tuple[tuple[str, int], ...]
 """By how much the number of a byte grows along each axis of a tensor but the token axis."""
@@ -100,12 +96,23 @@ def pieces_of_slot(
         if extent and offset.size == 1 and axis.stride_bytes == weight == length:
             length *= extent
         elif extent != 1:
-            spend(extent * offset.size, "pieces", PIECE_BYTES, "number the bytes of a tensor")
             # Every piece so far, once for each coordinate of this axis.
             steps = np.arange(extent, dtype=np.int64)
             offset = np.add.outer(steps * axis.stride_bytes, offset).reshape(-1)
             number = np.add.outer(steps * weight, number).reshape(-1)
     return offset, number, length
+
+
+def num_pieces_of_slot(view: View | Geometry, weights: Weights) -> int:
+    """Return the number of the pieces of one slot that :func:`pieces_of_slot` lists."""
+    number = 1
+    length = view.itemsize
+    for axis, weight in sorted(_weighted(view.axes, dict(weights)), key=_stride_of_weighted):
+        if number == 1 and axis.stride_bytes == weight == length:
+            length *= axis.extent
+        else:
+            number *= axis.extent
+    return number
 
 
 def slots_of_block(view: View | Geometry) -> Ints:
@@ -114,7 +121,6 @@ def slots_of_block(view: View | Geometry) -> Ints:
     for axis in view.axes:
         if axis.name == TOKEN:
             # Every slot of the coarser digits, once for each value of this digit.
-            spend(axis.extent * offset.size, "slots", PIECE_BYTES, "list the slots of a block")
             steps = np.arange(axis.extent, dtype=np.int64) * axis.stride_bytes
             offset = np.add.outer(offset, steps).reshape(-1)
     return offset

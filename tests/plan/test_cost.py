@@ -6,8 +6,8 @@ import pytest
 
 from kvplan import Axis, Blocks, Group, KVPlanError, Model, Region, View, Worker, explain, plan_mesh, plan_reads
 from kvplan.plan import Cost
-from kvplan.plan.cost import PairCost
-from tests.counted import numbers_of
+from kvplan.plan.cost import PairCost, take_listed
+from tests.counted import CountingBudget
 from tests.small import HEAD_BYTES, engine
 
 PREFILL = engine("prefill", tp=2, heads=4, tokens=4, layers=2)
@@ -132,4 +132,7 @@ def test_descriptors_are_counted_before_they_are_listed(
     """The ids of one period, of runs and of single tokens, are as many as are listed."""
     plan = plan_reads(DECODE, engine("prefill", tp=2, contexts=contexts, order=order))
     number = sum(pair.num_ids for pair in plan.cost(tokens).pairs)
-    assert numbers_of(lambda: plan.cost(tokens))["descriptors"] == number
+    budget = CountingBudget()
+    for pair in plan.pairs:
+        take_listed(budget, pair, plan.cost(tokens).tokens)
+    assert budget.numbers["descriptors"] == number

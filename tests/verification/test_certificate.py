@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kvplan import (
     Axis,
     Blocks,
-    Budget,
     Context,
     Group,
     KVPlanError,
@@ -29,9 +28,8 @@ from kvplan import (
     verify,
 )
 from kvplan._arrays import heads, integers_in
-from kvplan.verification import Certificate
+from kvplan.verification import Certificate, certificate
 from kvplan.verification.certificate import Pieces
-from tests.counted import numbers_of
 from tests.small import engine
 
 ONE_BLOCK = {"attn": Blocks([1])}
@@ -486,8 +484,9 @@ def test_a_plan_that_moves_nothing_is_proved():
     assert certify(plan_reads(mine, [], not_transferred=["layers.0"])) == Certificate(0, 0, True)
 
 
-def test_a_plan_too_large_to_follow_is_refused():
-    """The budget holds for every direction, before parts are listed."""
+def test_a_plan_too_large_to_follow_is_refused(monkeypatch):
+    """The limit holds for every direction, before parts are listed."""
+    monkeypatch.setattr(certificate, "MAX_FOLLOWED", 0)
     destinations, sources = engine("d", tp=2), engine("p")
     plans = (
         plan_reads(destinations[0], sources),
@@ -495,22 +494,20 @@ def test_a_plan_too_large_to_follow_is_refused():
         plan_mesh(destinations, sources),
     )
     for plan in plans:
-        with Budget(0), pytest.raises(KVPlanError, match=r"RANGE: cannot .*: expected work of at most 0 bytes"):
+        with pytest.raises(KVPlanError, match=r"^RANGE: cannot certify a plan: expected at most 0 desc"):
             certify(plan)
 
 
-def test_the_pieces_of_a_worker_are_counted_before_they_are_listed():
-    """A token of a layer has four heads: of two layers, in blocks of four tokens, these are 32 pieces."""
-    assert numbers_of(lambda: certify(PLANS["equal blocks"]))["pieces of d/0"] == 32
-
-
-@pytest.mark.parametrize(("name", "number"), [("pieces of larger blocks", 416), ("contexts", 296)])
-def test_all_starts_of_all_periods_are_counted(name, number):
-    """Runs that begin at four positions are followed four times; a cycle of the contexts, as often as they repeat."""
-    numbers = numbers_of(lambda: certify(PLANS[name]))
-    descriptors = sum(number for unit, number in numbers.items() if unit.startswith("descriptors of"))
-    # each part is counted when it is cut at the destination, and again at the source
-    assert descriptors + numbers["parts of descriptors"] // 2 == number
+@pytest.mark.parametrize(
+    ("name", "number"), [("equal blocks", 98), ("pieces of larger blocks", 416), ("contexts", 296)]
+)
+def test_what_is_followed_is_counted(monkeypatch, name, number):
+    """Of equal blocks 32 heads of four tokens on either side, as many tokens, and a run for each of two layers."""
+    monkeypatch.setattr(certificate, "MAX_FOLLOWED", number)
+    certify(PLANS[name])
+    monkeypatch.setattr(certificate, "MAX_FOLLOWED", number - 1)
+    with pytest.raises(KVPlanError, match=rf"^RANGE: cannot certify a plan: .*, got {number}$"):
+        certify(PLANS[name])
 
 
 Range = tuple[int, int]
@@ -523,11 +520,13 @@ def made(ranges: list[Range]) -> Pieces:
     return Pieces(start, length, *[np.zeros_like(start)] * 5)
 
 
-def test_parts_are_counted_before_they_are_listed():
+def test_parts_are_counted_before_they_are_listed(monkeypatch):
     """A range over two pieces is two parts."""
     pieces, start, length = made([(0, 4), (4, 4)]), np.array([0]), np.array([8])
-    assert numbers_of(lambda: pieces.cut(start, length))["parts of descriptors"] == 2
-    with Budget(1), pytest.raises(KVPlanError, match=r"RANGE: cannot certify parts of descriptors: .* with 2 parts"):
+    monkeypatch.setattr(certificate, "MAX_FOLLOWED", 2)
+    assert pieces.cut(start, length)
+    monkeypatch.setattr(certificate, "MAX_FOLLOWED", 1)
+    with pytest.raises(KVPlanError, match=r"RANGE: cannot certify a plan: expected at most 1 parts .*, got 2$"):
         pieces.cut(start, length)
 
 
@@ -641,7 +640,7 @@ def test_a_period_of_many_positions_is_refused_before_it_is_listed():
         for name, each in zip("dp", axes, strict=True)
     )
     with pytest.raises(
-        KVPlanError, match=r"RANGE: cannot certify descriptors of .*: expected work of at most 1.25 GiB"
+        KVPlanError, match=r"RANGE: cannot certify a plan: expected at most 4194304 descriptors and pieces"
     ):
         certify(plan_reads(mine, [other]))
 

@@ -10,6 +10,7 @@ from typing import Final
 
 import attrs
 
+from kvplan.budget import Budget
 from kvplan.describe import Region, Worker
 from kvplan.handshake import encode
 from kvplan.models import Model
@@ -215,9 +216,11 @@ class Catalog:
         """Return the worker in an offer that the catalog has made."""
         return self._by_offer[offer]
 
-    def plan(self, local: Worker, remotes: Sequence[Worker]) -> TransferPlan:
+    def plan(
+        self, local: Worker, remotes: Sequence[Worker], *, budget: Budget | None = None
+    ) -> TransferPlan:
         """Return the plan by which a worker of the catalog reads from others."""
         key = (id(local), *map(id, remotes))
         if key not in self._plans:
-            self._plans[key] = plan_reads(local, remotes)
+            self._plans[key] = plan_reads(local, remotes, budget=budget)
         return self._plans[key]
