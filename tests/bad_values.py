@@ -191,7 +191,7 @@ def calls() -> Calls:
     yield "view_of", kvplan.view_of, {**view, "region": kvplan.region_of(TENSOR), "parts": {"head": (0, 2, 4)}}
 
     sides = {"destinations": [OURS], "sources": [THEIRS]}
-    options = {"not_transferred": ()}
+    options = {"not_transferred": (), "budget": Budget()}
     yield "contacts", kvplan.contacts, {**sides, **options}
     yield "plan_mesh", plan_mesh, {**sides, "operation": "READ", **options}
     yield "plan_reads", plan_reads, {"local": OURS, "remotes": [THEIRS], **options}
