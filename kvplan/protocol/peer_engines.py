@@ -66,8 +66,8 @@ class Connections:
     worker in an offer. ``connect`` makes that worker known to the executor, or changes nothing
     where it is known; ``disconnect`` makes the executor forget it. ``fetch_digests`` returns the
     digests of what an engine has lent, within seconds. ``plan`` plans how to read from all workers
-    of an engine, within a ``budget``. ``open_offer`` and ``plan`` may be called on another thread, the others where
-    :class:`~kvplan.protocol.Reads` is polled.
+    of an engine, within a ``budget``. ``open_offer`` and ``plan`` may be called on another thread,
+    the others where :class:`~kvplan.protocol.Reads` is polled.
     """
 
     open_offer: Callable[[bytes], Worker]

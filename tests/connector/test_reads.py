@@ -716,7 +716,8 @@ def test_an_engine_is_planned_within_a_budget() -> None:
     world.reads.begin(world.read())
     error = world.until(1)["r"].error
     assert error is not None
-    assert error.code == "RANGE" and error.action.startswith("open the offers of prefill")
+    assert error.code == "RANGE"
+    assert error.action.startswith("open the offers of prefill")
 
 
 def test_a_request_that_finds_its_connection_lost_shakes_hands_again(one: Callable[..., World]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, partial
 
+from kvplan.budget import Budget
 from kvplan.describe import Worker
 from kvplan.staging import StagedPlan, stage
 from kvplan.testing.simulation import LeaseConnector, Site
@@ -24,7 +25,7 @@ class StagedConnector(LeaseConnector):
         super().__init__(site, is_staged=True)
         for reads in self._reads:
             # choose the staged plan
-            setattr(reads._peers, "_choose_plan", partial(self._plan, reads.worker))  # noqa: B010
+            setattr(reads._peers, "_fastest_plan", partial(self._plan, reads.worker))  # noqa: B010
 
-    def _plan(self, local: Worker, remotes: Sequence[Worker]) -> StagedPlan:
+    def _plan(self, local: Worker, remotes: Sequence[Worker], budget: Budget) -> StagedPlan:
         return staged_plan(local, tuple(remotes))
