@@ -88,7 +88,6 @@ EXCEPTIONS = {
 """What single modules of pure rooms use."""
 
 STATE = {
-    "budget": {"_CURRENT"},  # the budget of the block that a thread is in, as numpy keeps its error state
     "staging.pipeline": {"Pipeline._by_region"},  # the pipelines in use, by staging region, held weakly
     "models.families": {"_TABLE"},  # lists of the data file, of which frozen values are made at once
 }
