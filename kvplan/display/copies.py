@@ -41,6 +41,9 @@ COPY_BYTES: Final = 20_000
 RANGE_BYTES: Final = 200
 """What the range of a group takes of it, each time that another group is bound."""
 
+PIECE_BYTES: Final = 1000
+"""What contiguous bytes of a request's blocks take of it."""
+
 MAX_POSITIONS: Final = 1024
 
 
@@ -393,33 +396,23 @@ def _rows_by_layer(
                 if layer.group.name == name:
                     by_key.setdefault(layer.key, []).append(layer)
             indices: dict[Any, _Index] = {}
-            for (address, length, device), (far_address, _, far_device) in zip(
-                *(side.tolist() for side in spec.descriptors()), strict=True
-            ):
-                for skip, part, place in local.cut(device, address, length):
-                    key = place[0].key
+            for here, there in zip(*(side.tolist() for side in spec.descriptors()), strict=True):
+                for skip, part, (layer, ordinal, block, offset) in local.cut(*here):
+                    key = layer.key
                     if key not in indices:
-                        indices[key] = _Index(
-                            plan.remotes[number], by_key[key], request["remote"], budget
-                        )
-                    for more, num_bytes, far in indices[key].cut(
-                        far_device, far_address + skip, part
-                    ):
-                        layer, ordinal, block, offset = place
-                        here = layer, ordinal, block, offset + more
-                        found[key].append(_Row(here, far, number, num_bytes, length))
+                        tables = request["remote"]
+                        indices[key] = _Index(plan.remotes[number], by_key[key], tables, budget)
+                    remote_parts = indices[key].cut(there[0] + skip, part, there[2])
+                    for more, num_bytes, far in remote_parts:
+                        place = layer, ordinal, block, offset + more
+                        found[key].append(_Row(place, far, number, num_bytes, here[1]))
     order = {id(layer): number for number, layer in enumerate(local_layers)}
-    for rows in found.values():
-        if rows:
-            yield sorted(
-                rows,
-                key=lambda row: (
-                    order[id(row.local[0])],
-                    row.local[1],
-                    row.remote_index,
-                    row.local[3],
-                ),
-            )
+
+    def place_of(row: _Row) -> tuple[int, ...]:
+        layer, ordinal, _, offset = row.local
+        return order[id(layer)], ordinal, row.remote_index, offset
+
+    yield from (sorted(rows, key=place_of) for rows in found.values() if rows)
 
 
 class _Index:
@@ -438,9 +431,8 @@ class _Index:
             table = tables.get(layer.group.name, Blocks([]))
             ids, first = np.unique(table.ids, return_index=True)  # a source may have a block twice
             spans = [*layer.cells.pieces]
-            budget.take(
-                len(spans) * ids.size, "pieces of blocks", COPY_BYTES // 20, f"draw {worker.label}"
-            )
+            number = len(spans) * ids.size
+            budget.take(number, "pieces of blocks", PIECE_BYTES, f"draw {worker.label}")
             for block, ordinal in zip(ids.tolist(), table.ordinals[first].tolist(), strict=True):
                 base = region.address + layer.offset + block * layer.block_stride_bytes
                 for start, stop in spans:
@@ -449,7 +441,7 @@ class _Index:
         self._pieces = sorted(pieces, key=lambda piece: piece[0])
         self._starts = [start for start, _, _ in self._pieces]
 
-    def cut(self, device: int, address: int, length: int) -> Iterator[tuple[int, int, _Place]]:
+    def cut(self, address: int, length: int, device: int) -> Iterator[tuple[int, int, _Place]]:
         """Yield the parts of a range of bytes: bytes before each, its length, its place."""
         at = bisect.bisect_right(self._starts, (device, address)) - 1
         skip = 0
@@ -483,15 +475,9 @@ def _copies(plan: TransferPlan, rows: Sequence[_Row], budget: Budget) -> Iterato
             for box in boxes(sides, np.diff(start)[first:stop], itemsize):
                 part = slice(first + box.start, first + box.stop)
                 span = int(start[part.start]), int(start[part.stop])
-                local, remote = (
-                    _end(worker, place, span, each, part)
-                    for worker, place, each in zip(
-                        (plan.local, plan.remotes[row.remote_index]),
-                        (row.local, row.remote),
-                        found,
-                        strict=True,
-                    )
-                )
+                local = _end(plan.local, row.local, span, found[0], part)
+                remote_worker = plan.remotes[row.remote_index]
+                remote = _end(remote_worker, row.remote, span, found[1], part)
                 yield BoxCopy(local, remote, row.remote_index, row.run_bytes)
 
 

@@ -8,7 +8,8 @@ first coordinates and the last, and those at which something changes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Literal
 
 import attrs
@@ -35,7 +36,6 @@ OPENED: Final = (TENSOR, "token", "head", "kv")
 
 Labels = tuple[str, ...]
 """The texts above a column, the slowest axis first: all, or those of what it is within."""
-
 
 Fill = Literal["bytes", "rest", "fold"]
 """Bytes that are shown; bytes that are not copied or of others; bytes that are left out."""
@@ -109,7 +109,7 @@ class _Box:
     stop: int
     intervals: Mapping[str, Interval | str]
     number: int
-    hover: str
+    hover: Callable[[], str]
     colour: str
 
 
@@ -133,6 +133,10 @@ def block_drawing(title: str, facts: str, layers: Sequence[Layer]) -> Drawing:
     return Drawing(title, facts, choices)
 
 
+def _in_block(start: int, stop: int) -> str:
+    return f"{count(stop - start, 'byte')} at byte {start} of the block"
+
+
 def _boxes(layer: Layer) -> Iterator[_Box]:
     """Yield the boxes of a block: cells side by side that differ along the fastest axes alone."""
     cells = layer.cells
@@ -146,22 +150,19 @@ def _boxes(layer: Layer) -> Iterator[_Box]:
         lengths = (cells.stop - cells.start)[first:stop]
         for box in boxes(sides, lengths, int(cells.itemsize[first])):
             part = slice(first + box.start, first + box.stop)
-            lows, highs = (
-                cells.low[part].min(axis=0).tolist(),
-                cells.high[part].max(axis=0).tolist(),
-            )
+            lows, highs = cells.low[part].min(axis=0).tolist(), cells.high[part].max(axis=0)
             sizes = layer.views[int(cells.view[first])].sizes
             intervals: dict[str, Interval | str] = {}
-            for axis, low, high in zip(cells.axes, lows, highs, strict=True):
+            for axis, low, high in zip(cells.axes, lows, highs.tolist(), strict=True):
                 if axis == TENSOR:
                     intervals[axis] = cells.names[low]
                 elif sizes.get(axis, 1) > 1:
                     intervals[axis] = Interval(axis, low, high)
             begin, end = int(cells.start[part.start]), int(cells.stop[part.stop - 1])
             where = ", ".join(f"{axis} {held}" for axis, held in intervals.items())
-            hover = f"{where}\n{count(end - begin, 'byte')} at byte {begin} of the block"
+            hover = f"{where}\n{_in_block(begin, end)}"
             colour = " ".join(str(intervals[axis]) for axis in (TENSOR, "kv") if axis in intervals)
-            yield _Box(begin, end, intervals, next(number), hover, colour)
+            yield _Box(begin, end, intervals, next(number), partial(str, hover), colour)
 
 
 def _rows(layer: Layer, intervals: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -215,11 +216,7 @@ def _side(panel: Panel, ends: Sequence[CopyEnd]) -> tuple[Labels, Labels, list[_
         block = sorted(by_block[key], key=lambda member: member[1].start)
         _, end = block[0]
         ordinal = f"{end.ordinal}" if panel.is_example else f"{end.ordinal} (id {end.block})"
-        labels = (
-            end.worker.label,
-            *[end.region] * has_regions,
-            *[ordinal] * has_blocks,
-        )
+        labels = (end.worker.label, *[end.region] * has_regions, *[ordinal] * has_blocks)
         found = []
         for number, end in block:
             copy = panel.copies[number]
@@ -231,7 +228,8 @@ def _side(panel: Panel, ends: Sequence[CopyEnd]) -> tuple[Labels, Labels, list[_
             }
             intervals[TENSOR] = name_in_layer(end.layer.views[end.view])
             colour = copy.remote.worker.label
-            found.append(_Box(end.start, end.stop, intervals, number, panel.details(copy), colour))
+            hover = partial(panel.details, copy)
+            found.append(_Box(end.start, end.stop, intervals, number, hover, colour))
         rows |= dict.fromkeys(_rows(end.layer, [box.intervals for box in found]))
         strips.append((labels, end.layer.size_bytes, found))
     # where all copies of each block have the same positions, the block says it
@@ -249,8 +247,7 @@ def _diagram(
     def between(fill: Fill, labels: Labels, start: int, stop: int) -> None:
         if fill == "fold" and columns and columns[-1].fill == "fold":
             labels = common(columns.pop().labels, labels)
-        hover = f"{count(stop - start, 'byte')} at byte {start} of the block"
-        columns.append(Column(fill, labels, start, stop, hover))
+        columns.append(Column(fill, labels, start, stop, _in_block(start, stop)))
 
     for block, size, found in strips:
         before: Labels = block
@@ -267,7 +264,7 @@ def _diagram(
             elif reached < box.start:
                 between("rest", within, reached, box.start)
             columns.append(
-                Column("bytes", labels, box.start, box.stop, box.hover, box.colour, box.number)
+                Column("bytes", labels, box.start, box.stop, box.hover(), box.colour, box.number)
             )
             before, reached, is_left_out = labels, box.stop, False
         if is_left_out:
