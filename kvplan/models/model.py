@@ -135,7 +135,7 @@ expected a value for key 'hidden_size', got no such key
             raise KVPlanError(
                 "NAME",
                 "load a shipped model",
-                expected="one of Model.names()",
+                expected="one that 'kvplan models' lists",
                 got=shown(model_name),
                 hint=meant(plain(model_name), configs),
                 name=plain(model_name),

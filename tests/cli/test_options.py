@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Model
+from kvplan.cli.inputs import Side
 from kvplan.cli.model_files import load, load_engines, quantize_model
 from kvplan.cli.options import token_range
 from kvplan.models.options import MAX_TOKENS, EngineOptions
@@ -293,12 +294,35 @@ def test_a_model_of_a_file_has_its_name(tmp_path: Path) -> None:
         ("deepseek-v3", "fp8", 576),
         ("qwen3-8b", "fp8", 2048),
         ("qwen3-8b", "fp8_e5m2", 2048),
+        ("qwen3-8b", "bf16", 4096),
+        ("qwen3-8b", "fp16", 4096),
+        ("qwen3-8b", "auto", 4096),
     ],
 )
 def test_words_of_engines_are_dtypes(model: str, word: str, num_bytes: int) -> None:
     """fp8 is one byte for a value, and rows of 656 bytes for a model with an indexer."""
     cached = EngineOptions.parse(f"dtype={word}", "a side").cached(Model.shipped(model))
     assert cached.tensor_bytes(tokens_per_block=1)[0]["attn"] == num_bytes
+
+
+def test_engines_resolve_dtypes() -> None:
+    """Sparse latents are rows of fp8 only if fp8 is asked for, by a setting or by the model's file."""
+    sparse = Model.shipped("deepseek-v3.2")
+    for engine in ("vllm", "sglang"):
+        for keys, num_bytes in (("", 1152), (",dtype=auto", 1152), (",dtype=fp8", 656)):
+            options = Side.parse(f"{engine}{keys}", "--src").options(sparse)
+            assert options.cached(sparse).tensor_bytes(tokens_per_block=1)[0]["attn"] == num_bytes
+        stated = attrs.evolve(sparse, dtype="float8_e4m3fn")
+        assert (
+            Side.parse(engine, "--src").options(stated).cached(stated).tensor_bytes(tokens_per_block=1)[0]["attn"]
+            == 656
+        )
+
+
+def test_a_rank_of_data_parallel_engines_is_an_engine() -> None:
+    """A request is on one of them, also with spaces between keys."""
+    model = Model.shipped("qwen3-0.6b")
+    assert EngineOptions.parse("dp=4, tp=2", "--src").engine(model, "e") == EngineOptions(tp=2).engine(model, "e")
 
 
 def test_rows_are_of_sparse_latents() -> None:

@@ -271,7 +271,7 @@ def test_an_unknown_shipped_model_is_refused_with_similar_names() -> None:
     with pytest.raises(KVPlanError) as caught:
         Model.shipped("Qwen3-0.5B")
     assert str(caught.value) == (
-        "NAME: cannot load a shipped model: expected one of Model.names(), got 'Qwen3-0.5B' "
+        "NAME: cannot load a shipped model: expected one that 'kvplan models' lists, got 'Qwen3-0.5B' "
         "(did you mean 'qwen3-0.6b', 'qwen3-1.7b' or 'qwen3-8b'?)"
     )
     assert caught.value.details == {"name": "Qwen3-0.5B"}
