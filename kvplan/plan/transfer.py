@@ -85,9 +85,11 @@ class TransferPlan:
 
         ``local`` and ``remote`` are block tables by group name. ``tokens`` is one range of
         positions for all token groups, or a range for each local group by name; the range of a
-        state group counts states. A group without a range moves every position in the destination's
-        blocks, and its source lists no more blocks than they need. A ``workspace`` provides the
-        memory for the ids; each thread needs its own.
+        state group counts states. With a range, tables may list more blocks than it needs: engines
+        allocate ahead, and a prompt moves in chunks. A group without a range moves every position
+        in the destination's blocks, and its source lists no more blocks than they need: more would
+        mean that one side counts blocks of another size. A ``workspace`` provides the memory for
+        the ids; each thread needs its own.
 
         Raises ``NAME``, ``TYPE``, ``BLOCKS``, ``TOKENS`` or ``INT``, or ``RANGE`` for over 2**28
         ids with one worker.
