@@ -36,7 +36,7 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")  # one test makes a network for a
 MISSING = [name for name in ("nixl", "obstore", "sglang", "torch", "transformers", "vllm") if find_spec(name) is None]
 collect_ignore_glob = ["kvplan_nixl/vllm/[!p]*"] if "vllm" in MISSING else []  # all but the proxy
 collect_ignore_glob += ["kvplan_nixl/sglang/[!_bs]*", "kvplan_nixl/sglang/store*"] if "sglang" in MISSING else []
-collect_ignore_glob += ["tests/nixl/*", "kvplan_nixl/demo.py"] if {"nixl", "torch"} & {*MISSING} else []
+collect_ignore_glob += ["tests/nixl/*"] if {"nixl", "torch"} & {*MISSING} else []
 collect_ignore_glob += (
     ["kvplan_nixl/[!s]*", "kvplan_nixl/s[!e]*", "kvplan_nixl/settings.py"] if "nixl" in MISSING else []
 )

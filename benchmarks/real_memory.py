@@ -82,7 +82,6 @@ class NixlCluster:
     """A :class:`kvplan.testing.executors.Cluster` of NIXL executors in memory of one device, all in this process.
 
     Each executor connects to those workers of other engines that ``contacts`` lists, by default to all of them.
-    Executors have no progress thread, because there are many of them; tests poll all of them.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class NixlCluster:
         for worker in workers:
             placed_worker, self.memory[worker.key] = placed(worker, device)
             self.workers.append(placed_worker)
-        self.nixl = {worker.key: NixlExecutor(worker, backends, progress_thread=False) for worker in self.workers}
+        self.nixl = {worker.key: NixlExecutor(worker, backends) for worker in self.workers}
         self.executors: dict[Key, Executor] = dict(self.nixl)
         envelopes = {key: executor.envelope() for key, executor in self.nixl.items()}
         for key, executor in self.nixl.items():
@@ -123,6 +122,10 @@ class NixlCluster:
         self.memory[worker.key][region.name].copy_(torch.from_numpy(np.ascontiguousarray(values)))
         synchronized(self.device)
 
+    def lose(self, worker: Worker) -> None:
+        """Close the executor of a worker."""
+        self.nixl[worker.key].close()
+
 
 def serve(
     channel: Connection,
@@ -141,7 +144,6 @@ def serve(
     here, memory = placed(worker, device)
     fill(worker, memory, device)
     executor = NixlExecutor(here, backends)
-    notices: list[Any] = []
     written: list[Transfer] = []
 
     def write(envelope: bytes, blocks: int, wait: bool) -> Status:
@@ -157,12 +159,6 @@ def serve(
             settle(executor, written, TIMEOUT_S)
         return written[-1].status
 
-    def wait_for_notices(count: int) -> tuple[Any, ...]:
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(notices) < count and time.monotonic() < deadline:
-            notices.extend(executor.notices())
-        return tuple(notices)
-
     def clear() -> None:
         for tensor in memory.values():
             tensor.zero_()
@@ -170,7 +166,6 @@ def serve(
 
     commands: dict[str, Callable[..., Any]] = {
         "envelope": executor.envelope,
-        "notices": wait_for_notices,
         "clear": clear,
         "digests": lambda: digests(memory),
         "write": write,

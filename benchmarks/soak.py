@@ -2,10 +2,10 @@
 
     python -m benchmarks.soak --seconds 3600
 
-Prefill has 2 workers, decode 3 by default, with other blocks and another axis order. Decode reads requests, prefill
-writes others, directly or through staging buffers. Meanwhile workers are killed (``kill -9``), suspended, replaced
-while they hang, and closed under their transfers; requests are cancelled, time out and are tried again; notices are
-lost, doubled and repeated. The scheduler of both engines, this process, allocates blocks and maps all memory:
+Prefill has 2 workers, decode 3 by default, with other blocks and another axis order. Decode reads requests, directly or
+through staging buffers. Meanwhile workers are killed (``kill -9``), suspended, replaced while they hang, and closed
+under their transfers; requests are cancelled, time out and are tried again. The scheduler of both engines, this
+process, allocates blocks and maps all memory:
 
 - Every byte of a request that is DONE is compared, when its last transfer is settled and when its blocks are evicted.
   Blocks of any other request hold what was there before, or the right bytes.
@@ -35,7 +35,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -43,16 +43,13 @@ import numpy.typing as npt
 
 from benchmarks.real_memory import forkserver
 from benchmarks.soak_worker import DIM, HEADS, LAYERS, PLANTS, Key, engines, mapped, serve
-from kvplan import Status, Worker, plan_mesh
+from kvplan import Status, Worker
 
 Words = npt.NDArray[np.uint16]
 
 MAX_REQUESTS: Final = 8
 STUCK_S: Final = 600.0
 """How long a request may take in the worst case, on a machine that does much else."""
-
-LEASE_S: Final = 3.0
-"""How long a passive worker may wait for a notice after all transfers of the request are settled: it may be lost."""
 
 EXPLAINED_S: Final = 20.0
 """How long the death of a worker may remain unnoticed, which explains why a request failed."""
@@ -63,11 +60,6 @@ ABORTED_S: Final = 60.0
 MAX_HANDLES: Final = 16
 MAX_GROWTH_MIB: Final = 64
 """A process grows by about 30 MiB until all its memory and UCX's buffers are in use."""
-
-OTHER: Final = {"prefill": "decode", "decode": "prefill"}
-Operation = Literal["READ", "WRITE"]
-
-ACTIVE: Final[dict[Operation, str]] = {"READ": "decode", "WRITE": "prefill"}
 
 
 def blocks_of(worker: Worker, memory: dict[str, Any]) -> list[Any]:
@@ -122,13 +114,12 @@ class Process:
 class Request:
     """A request under way, with the processes that it began with.
 
-    ``active`` are the workers that move it and have not ended it so far, ``passive`` those that await their notices,
-    ``unaware`` those that have not said so. In the beginning all words of the destination's blocks are ``before``.
+    ``active`` are the workers of decode that have not ended it so far. In the beginning all words of the destination's
+    blocks are ``before``.
     """
 
     name: str
     attempt: int
-    operation: Operation
     is_staged: bool
     tokens: tuple[int, int]
     tables: dict[str, list[int]]
@@ -136,12 +127,8 @@ class Request:
     before: int
     processes: dict[Key, Process] = attrs.field(repr=False)
     active: set[Key]
-    passive: set[Key]
-    unaware: set[Key]
     began: float
     deadline: float
-    is_started: bool = False
-    ended: float | None = None
     statuses: dict[Key, Status] = attrs.field(factory=dict)
     codes: list[str] = attrs.field(factory=list)
     freed: set[str] = attrs.field(factory=set)
@@ -198,11 +185,6 @@ class Soak:
         self.numbers = np.random.default_rng(seed)
         self.templates = engines(decode_tp)
         self.pools = {name: Pool(workers[0]) for name, workers in self.templates.items()}
-        operations: tuple[Literal["READ", "WRITE"], ...] = ("READ", "WRITE")
-        self.completions: dict[str, Any] = {
-            operation: plan_mesh(self.templates["decode"], self.templates["prefill"], operation).completions
-            for operation in operations
-        }
         self.spared = {(name, self.random.randrange(len(workers))) for name, workers in self.templates.items()}
         self.serials = itertools.count()
         self.names = itertools.count()
@@ -260,8 +242,7 @@ class Soak:
             self.time_out(now)
             if is_loaded:
                 self.admit()
-                is_moving = any(request.is_started for request in self.requests.values())
-                if self.closed >= self.next_event and is_moving:
+                if self.closed >= self.next_event and self.requests:
                     self.next_event = self.closed + self.random.randrange(20)
                     self.event()
                 if now > self.next_measure:
@@ -281,7 +262,7 @@ class Soak:
             cache[[*free]] = np.array([*free.values()], np.uint16)[:, None, None, None, None]
         channel, worker_channel = forkserver().Pipe()
         environment = {name: value for name, value in os.environ.items() if name.startswith(("UCX_", "NIXL_"))}
-        arguments = (worker_channel, path, key, self.decode_tp, self.random.randrange(1 << 30), self.plant, environment)
+        arguments = (worker_channel, path, key, self.decode_tp, self.plant, environment)
         process = forkserver().Process(target=serve, args=arguments, daemon=True)
         process.start()
         worker_channel.close()
@@ -293,12 +274,9 @@ class Soak:
         return [*self.present.values(), *self.replaced]
 
     def is_whole(self) -> bool:
-        """Return whether all workers are connected to all of the other engine."""
-        for process in self.present.values():
-            serials = {peer.serial for peer in self.present.values() if peer.key[0] != process.key[0]}
-            if not serials <= process.connected:
-                return False
-        return True
+        """Return whether all workers of decode are connected to all of prefill."""
+        serials = {process.serial for process in self.present.values() if process.key[0] == "prefill"}
+        return all(serials <= process.connected for process in self.present.values() if process.key[0] == "decode")
 
     def receive(self) -> None:
         """Take the messages of all processes, and see which have ended."""
@@ -316,14 +294,14 @@ class Soak:
                 self.bury(process)
 
     def on_ready(self, process: Process, envelope: bytes) -> None:
-        """Connect a new worker to all of the other engine."""
+        """Connect a new worker: decode's to all of prefill, prefill's to all of decode."""
         process.envelope = envelope
         if process in self.replaced:
             return
         for peer in self.present.values():
             if peer.key[0] != process.key[0] and peer.envelope:
-                peer.send("connect", process.key, process.serial, process.envelope)
-                process.send("connect", peer.key, peer.serial, peer.envelope)
+                reader, source = (peer, process) if peer.key[0] == "decode" else (process, peer)
+                reader.send("connect", source.key, source.serial, source.envelope)
 
     def on_connected(self, process: Process, serial: int) -> None:
         """A worker is connected to another."""
@@ -357,20 +335,9 @@ class Soak:
             del self.present[process.key]
             if not self.is_over:
                 self.spawn(process.key)
-        # requests that the process had to do with, and those of them that it moved
-        requests = [request for request in self.requests.values() if request.processes[process.key] is process]
-        moving = [request for request in requests if process.key[0] == ACTIVE[request.operation]]
-        attempts = [(request.name, request.attempt) for request in moving]
-        for peer in self.everybody():
-            if peer.key[0] != process.key[0]:
-                peer.send("dead", process.key, process.serial, attempts)
-        for request in requests:
-            if not request.is_started:
-                self.abandon(request)
-            if process.key in request.active:
+        for request in [*self.requests.values()]:
+            if request.processes[process.key] is process and process.key in request.active:
                 self.end(request, process, Status.FAILED, "KILLED")
-            if process.key in request.passive:
-                self.release(request, process, Status.FAILED)
 
     # What disturbs them
 
@@ -426,10 +393,6 @@ class Soak:
             if request.deadline <= now:
                 request.deadline = now + 1
                 self.cancel(request)
-            if request.ended is not None and now - request.ended > LEASE_S:
-                request.ended = now
-                for key in request.passive:
-                    request.processes[key].send("discard", request.name)
             if now - request.began > STUCK_S:
                 self.defects.append(f"a request does not end: {request}")
         for request in [request for request, deadline in self.unexplained.items() if deadline <= now]:
@@ -444,12 +407,10 @@ class Soak:
         if len(self.requests) < MAX_REQUESTS and self.is_whole():
             start = self.random.choice((0, 0, self.random.randrange(60)))
             tokens = start, start + self.random.randrange(1, 220)
-            self.offer(
-                f"request {next(self.names)}", 0, self.random.choice([*ACTIVE]), self.random.random() < 0.3, tokens
-            )
+            self.offer(f"request {next(self.names)}", 0, self.random.random() < 0.3, tokens)
 
-    def offer(self, name: str, attempt: int, operation: Operation, is_staged: bool, tokens: tuple[int, int]) -> None:
-        """Allocate blocks and fill them, and tell the passive workers."""
+    def offer(self, name: str, attempt: int, is_staged: bool, tokens: tuple[int, int]) -> None:
+        """Allocate blocks and fill them, and let decode read."""
         need = {engine: -(-tokens[1] // pool.tokens) for engine, pool in self.pools.items()}
         for engine, pool in self.pools.items():
             while len(pool.free) < need[engine]:
@@ -459,21 +420,16 @@ class Soak:
         tables = {engine: self.allocate(engine, count) for engine, count in need.items()}
         content = self.numbers.integers(0, 1 << 16, (LAYERS, tokens[1], 2, HEADS, DIM), np.uint16)
         now = time.monotonic()
-        completions = self.completions[operation]
-        passive = {key for key in self.present if key[0] != ACTIVE[operation] and completions[key].awaits}
         request = self.requests[name] = Request(
             name,
             attempt,
-            operation,
             is_staged,
             tokens,
             tables,
             content,
             before=self.random.randrange(1 << 16),
             processes=dict(self.present),
-            active={key for key in self.present if key[0] == ACTIVE[operation]},
-            passive=passive,
-            unaware=set(passive),
+            active={key for key in self.present if key[0] == "decode"},
             began=now,
             deadline=now + self.random.choice((8.0,) * 19 + (0.05 * self.random.random(),)),
         )
@@ -488,35 +444,16 @@ class Soak:
                     cache[blocks] = words.reshape(len(blocks), *cache.shape[1:])
                 else:
                     cache[blocks] = request.before
-        for key in passive:
-            self.present[key].send("wait", name, attempt, list(completions[key].awaits))
-        self.counts[f"{'staged ' * is_staged}{operation.lower()}s"] += 1
-
-    def on_waiting(self, process: Process, name: str, attempt: int) -> None:
-        """A passive worker awaits a request's notices. When all do, the active workers start."""
-        request = self.requests.get(name)
-        if request is None or request.attempt != attempt or request.processes[process.key] is not process:
-            return
-        request.unaware.discard(process.key)
-        if not request.unaware and not request.is_started:
-            request.is_started = True
-            engine = ACTIVE[request.operation]
-            tables = request.tables[engine], request.tables[OTHER[engine]]
-            serials = {key: mover.serial for key, mover in request.processes.items()}
-            for key in request.active:
-                request.processes[key].send("start", name, attempt, request.is_staged, serials, tables, request.tokens)
-
-    def abandon(self, request: Request) -> None:
-        """A worker died before the request was started."""
-        request.is_started = True
-        for key in [*request.active]:
-            self.end(request, request.processes[key], Status.FAILED, "REPLACED")
-        for key in request.passive:
-            request.processes[key].send("discard", request.name)
+        serials = {key: process.serial for key, process in request.processes.items()}
+        for key in request.active:
+            request.processes[key].send(
+                "start", name, attempt, is_staged, serials, (tables["decode"], tables["prefill"]), tokens
+            )
+        self.counts[f"{'staged ' * is_staged}reads"] += 1
 
     def cancel(self, request: Request) -> None:
         """Ask the active workers to stop."""
-        self.counts["cancels"] += request.is_started and bool(request.active)
+        self.counts["cancels"] += bool(request.active)
         for key in request.active:
             request.processes[key].send("cancel", request.name)
 
@@ -526,7 +463,7 @@ class Soak:
         if request is None or request.attempt != attempt or request.processes[process.key] is not process:
             return
         if process.key in request.active:
-            self.check(request, process, "READ", whole=status is Status.DONE)
+            self.check(request, process, whole=status is Status.DONE)
             self.end(request, process, status, code)
 
     def end(self, request: Request, process: Process, status: Status, code: str) -> None:
@@ -535,42 +472,26 @@ class Soak:
         request.statuses[process.key] = status
         if status is not Status.DONE:
             request.codes.append(code or status.name)
-        if not request.active:
-            request.ended = time.monotonic()
-            self.give_back(request, ACTIVE[request.operation])
-        elif self.plant == "early" and request.operation == "READ":
+        if not request.active or self.plant == "early":
             self.give_back(request, "prefill")
+        if not request.active:
+            self.give_back(request, "decode")
+            self.close(request)
 
-    def on_released(self, process: Process, name: str, attempt: int, status: Status) -> None:
-        """A passive worker has all notices of a request, or awaits no more of them."""
-        request = self.requests.get(name)
-        if request is not None and request.attempt == attempt and request.processes[process.key] is process:
-            self.check(request, process, "WRITE", whole=status is Status.DONE or request.is_done)
-            self.release(request, process, status)
-
-    def release(self, request: Request, process: Process, status: Status) -> None:
-        """No other worker touches the blocks of a request in a passive one any more."""
-        request.passive.discard(process.key)
-        if not request.passive:
-            self.give_back(request, OTHER[ACTIVE[request.operation]])
-
-    def check(self, request: Request, process: Process, operation: Operation, *, whole: bool) -> None:
-        """Compare every byte in the destination's blocks, where that is the engine of this worker."""
-        if request.operation == operation and process.key[0] == "decode":
-            self.counts["bytes compared"] += sum(cache[request.tables["decode"]].nbytes for cache in process.caches)
-            if not request.is_right(process, whole=whole):
-                self.defects.append(f"wrong bytes in {process.key} {'of a request that is DONE' * whole}: {request}")
+    def check(self, request: Request, process: Process, *, whole: bool) -> None:
+        """Compare every byte in the destination's blocks."""
+        self.counts["bytes compared"] += sum(cache[request.tables["decode"]].nbytes for cache in process.caches)
+        if not request.is_right(process, whole=whole):
+            self.defects.append(f"wrong bytes in {process.key} {'of a request that is DONE' * whole}: {request}")
 
     def give_back(self, request: Request, engine: str) -> None:
         """An engine needs the blocks of a request no more, or keeps them until it needs others."""
         if engine not in request.freed:
             request.freed.add(engine)
-            if engine == "decode" and request.is_done and not request.passive:
+            if engine == "decode" and request.is_done:
                 self.pools[engine].kept.append(request)
             else:
                 self.free(request, engine)
-        if len(request.freed) == 2 and not request.active and not request.passive:
-            self.close(request)
 
     def close(self, request: Request) -> None:
         """All is over of a request, which may be tried again."""
@@ -586,7 +507,7 @@ class Soak:
             self.unexplained[request] = time.monotonic() + EXPLAINED_S
         if not request.is_staged and self.is_whole() and self.random.random() < 0.5:
             self.counts["requests tried again"] += 1
-            self.offer(request.name, request.attempt + 1, request.operation, False, request.tokens)
+            self.offer(request.name, request.attempt + 1, False, request.tokens)
 
     # Blocks
 

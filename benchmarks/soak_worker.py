@@ -1,14 +1,12 @@
-"""A worker of the soak in a process of its own: it moves, awaits and gives up requests as the scheduler says.
+"""A worker of the soak in a process of its own: it reads requests, and gives them up, as the scheduler says.
 
-It is as a connector should be. A request ends when all its transfers are settled; where it is not DONE, the worker
-tells the others. A worker that has died is lost when a notice to it fails, and from then on none of its bytes land.
+It is as a connector should be: a request ends when all its transfers are settled, and then the scheduler is told.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import random
 import time
 import traceback
 from collections import deque
@@ -22,10 +20,8 @@ import attrs
 import numpy as np
 import torch
 
-from kvplan import Blocks, KVPlanError, Model, Notice, Region, Status, Worker, plan_reads, plan_writes
-from kvplan.executor import PendingRequests
-from kvplan.plan import completions
-from kvplan.staging import Pipeline, StagedTransfer, stage, stage_writes
+from kvplan import Blocks, Model, Region, Status, Worker, plan_reads
+from kvplan.staging import Pipeline, StagedTransfer, stage
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.rearrange import TorchCopier
 
@@ -35,9 +31,9 @@ HEADS: Final = 12
 DIM: Final = 32
 STAGING_BYTES: Final = 1 << 17
 SECRET: Final = b"the key of both engines"
-PLANTS: Final = ("early", "count", "byte", "late", "leak", "silent")
-"""Faults to plant: the source's blocks freed with the first reader's end, or by counting notices; a wrong byte; a late
-byte; transfers that are not released; a request whose end is not reported."""
+PLANTS: Final = ("early", "byte", "late", "leak", "silent")
+"""Faults to plant: the source's blocks freed with the first reader's end; a wrong byte; a late byte; transfers that are
+not released; a request whose end is not reported."""
 
 
 def engines(decode_tp: int) -> dict[str, tuple[Worker, ...]]:
@@ -76,31 +72,25 @@ def mapped(path: Path, template: Worker) -> tuple[Worker, dict[str, Any]]:
 
 @attrs.define(eq=False)
 class Moving:
-    """A request that this worker reads or writes: a transfer for each remote worker, or a staged one for all."""
+    """A request that this worker reads: a transfer for each remote worker, or a staged one for all."""
 
     name: str
     attempt: int
     transfers: list[Any]
-    remotes: tuple[Key, ...]
     local_ids: Sequence[int]
 
 
 class Rank:
     """One worker's process."""
 
-    def __init__(self, channel: Connection, path: Path, key: Key, decode_tp: int, seed: int, plant: str) -> None:
+    def __init__(self, channel: Connection, path: Path, key: Key, decode_tp: int, plant: str) -> None:
         self.channel = channel
         self.plant = plant
-        self.random = random.Random(seed)
         sides = engines(decode_tp)
         self.worker, self.memory = mapped(path, sides[key[0]][key[1]])
-        self.siblings = [worker for worker in sides[key[0]] if worker.key != key]
         self.wanted = {worker.key for name, workers in sides.items() if name != key[0] for worker in workers}
-        self.operation = "READ" if key[0] == "decode" else "WRITE"
-        self.executor = NixlExecutor(self.worker, progress_thread=key[1] % 2 == 0, key=SECRET)
+        self.executor = NixlExecutor(self.worker, key=SECRET)
         self.copier = TorchCopier({name: torch.from_numpy(part) for name, part in self.memory.items()})
-        self.pending = PendingRequests()
-        self.awaited = dict[str, tuple[int, set[Key]]]()
         self.serials: dict[Key, int] = {}
         self.peers: dict[Key, Worker] = {}
         self.plan: Any = None
@@ -108,9 +98,6 @@ class Rank:
         self.moving: dict[str, Moving] = {}
         self.held: list[Any] = []
         self.late: deque[tuple[float, int]] = deque()
-        self.seen: deque[Notice] = deque(maxlen=20)
-        self.dead: dict[Key, list[tuple[str, int]]] = {}
-        self.successors: dict[Key, tuple[int, bytes]] = {}
         self.connections = 0
         self.say("ready", self.executor.envelope())
 
@@ -122,7 +109,7 @@ class Rank:
         """Obey until told to close."""
         is_open = True
         while is_open:
-            while is_open and self.channel.poll(0 if self.moving or self.dead else 0.002):
+            while is_open and self.channel.poll(0 if self.moving else 0.002):
                 command, *arguments = self.channel.recv()
                 is_open = command != "close"
                 if is_open:
@@ -132,9 +119,6 @@ class Rank:
 
     def step(self) -> None:
         """One step of an engine."""
-        self.notices()
-        for key in list(self.dead):
-            self.bury(key)
         self.pipeline.poll()
         for request in list(self.moving.values()):
             statuses = [self.status_of(transfer) for transfer in request.transfers]
@@ -153,9 +137,6 @@ class Rank:
 
     def on_connect(self, key: Key, serial: int, envelope: bytes) -> None:
         """Connect to a worker of the other engine, which may replace one that hangs or is dead."""
-        if key in self.dead:
-            self.successors[key] = serial, envelope
-            return
         if key in self.peers:
             self.executor.disconnect(self.peers[key], force=True)
         self.peers[key] = self.executor.connect(envelope)
@@ -165,42 +146,10 @@ class Rank:
         self.plan = None
         if self.peers.keys() == self.wanted:
             remotes = [self.peers[key] for key in sorted(self.peers)]
-            plans = (
-                (plan_reads(self.worker, remotes), stage(self.worker, remotes, staging="staging"))
-                if (self.operation == "READ")
-                else (
-                    plan_writes(self.worker, remotes, self.siblings),
-                    stage_writes(self.worker, remotes, self.siblings, staging="staging"),
-                )
-            )
-            self.plan, self.staged = plans
+            self.plan, self.staged = plan_reads(self.worker, remotes), stage(self.worker, remotes, staging="staging")
             self.executor.prepare(self.plan)
             self.pipeline.prepare(self.staged)
-            self.remotes = completions([self.plan])[self.worker.key].sends
         self.say("connected", serial)
-
-    def on_dead(self, key: Key, serial: int, requests: list[tuple[str, int]]) -> None:
-        """The process of a worker has ended, with these requests under way."""
-        if self.serials.get(key) == serial:
-            self.dead[key] = requests
-        else:  # another one took its name before
-            self.give_up(key, requests)
-
-    def bury(self, key: Key) -> None:
-        """Once a notice to a dead worker fails, nothing that it sent lands any more."""
-        try:
-            self.executor.notify(key, "are you there", Status.FAILED)
-        except KVPlanError:
-            self.executor.disconnect(self.peers.pop(key), force=True)
-            del self.serials[key]
-            self.plan = None
-            self.give_up(key, self.dead.pop(key))
-            if key in self.successors:
-                self.on_connect(key, *self.successors.pop(key))
-
-    def give_up(self, key: Key, requests: list[tuple[str, int]]) -> None:
-        """A dead worker sends no notice."""
-        self.receive([Notice(*key, name, attempt, Status.FAILED) for name, attempt in requests])
 
     # -- requests that this worker moves
 
@@ -213,25 +162,22 @@ class Rank:
         tables: tuple[list[int], list[int]],
         tokens: tuple[int, int],
     ) -> None:
-        """Begin to read or write."""
+        """Begin to read."""
         arguments: Any = {
             "local": {"attn": Blocks(tables[0])},
             "remote": {"attn": Blocks(tables[1])},
             "tokens": tokens,
         }
-        request = Moving(name, attempt, [], (), tables[0])
+        request = Moving(name, attempt, [], tables[0])
         self.moving[name] = request
         if self.plan is None or any(self.serials[key] != serials[key] for key in self.serials):
             self.end(request, "REPLACED")
             return
-        request.remotes = self.remotes
         # while requests with earlier peers have the staging region, which may hang, others move directly
         if is_staged and all(staged.plan is self.staged for staged in self.pipeline._requests.values()):
             request.transfers.append(self.pipeline.submit(self.staged, name, **arguments))
             return
-        for spec in self.plan.bind(**arguments):
-            if spec.remote in self.remotes:
-                request.transfers.append(self.executor.start(spec, name, attempt=attempt))
+        request.transfers += [self.executor.start(spec, name) for spec in self.plan.bind(**arguments)]
 
     def on_cancel(self, name: str) -> None:
         """Ask a request to stop."""
@@ -243,23 +189,19 @@ class Rank:
                 self.executor.cancel(transfer)
 
     def end(self, request: Moving, code: str = "") -> None:
-        """A request is settled: tell the other workers unless it is DONE, and the scheduler."""
+        """A request is settled: tell the scheduler."""
         del self.moving[request.name]
         errors = [transfer.error for transfer in request.transfers if transfer.error is not None]
         ended = {transfer.status for transfer in request.transfers}
         status = Status.DONE if ended == {Status.DONE} else Status.FAILED if errors or code else Status.CANCELLED
-        if status is not Status.DONE:
-            for key in request.remotes:
-                with suppress(KVPlanError):  # it may be gone
-                    self.executor.notify(key, request.name, status, attempt=request.attempt)
         for transfer in request.transfers:
             if self.plant == "leak":
                 self.held.append(transfer)
             elif not isinstance(transfer, StagedTransfer):
                 self.executor.release(transfer)
-        if self.plant == "byte" and self.operation == "READ":
+        if self.plant == "byte":
             self.scribble(request.local_ids[-1])
-        if self.plant == "late" and self.operation == "READ":
+        if self.plant == "late":
             self.late.append((time.monotonic() + 0.2, request.local_ids[-1]))
         if self.plant != "silent":
             self.say("ended", request.name, request.attempt, status, errors[0].code if errors else code)
@@ -268,47 +210,6 @@ class Rank:
         """A wrong byte in a block."""
         region = self.worker.views[0].region
         self.memory[region][block * self.worker.views[0].block_stride_bytes] ^= 0xFF
-
-    # -- requests that others move
-
-    def on_wait(self, name: str, attempt: int, workers: list[Key]) -> None:
-        """Await a request's notices."""
-        self.pending.add(name, workers, attempt=attempt)
-        self.awaited[name] = attempt, set(workers)
-        self.say("waiting", name, attempt)
-
-    def on_discard(self, name: str) -> None:
-        """The lease of a request is over."""
-        if name in self.awaited:
-            self.pending.discard(name)
-            self.say("released", name, self.awaited.pop(name)[0], Status.CANCELLED)
-
-    def notices(self) -> None:
-        """Receive notices, of which some are lost, some come twice, and some come again late."""
-        arrived = []
-        for notice in self.executor.notices():
-            chance = self.random.random()
-            arrived += [] if chance < 0.005 else [notice, notice] if chance < 0.3 else [notice]
-        if self.seen and self.random.random() < 0.02:
-            arrived.append(self.random.choice(self.seen))
-        self.seen.extend(arrived)
-        if self.peers and self.random.random() < 0.001:
-            with suppress(KVPlanError):
-                self.executor.notify(self.random.choice([*self.peers]), "a request of nobody", Status.FAILED)
-        self.receive(arrived)
-
-    def receive(self, arrived: list[Notice]) -> None:
-        settled = self.pending.receive(arrived)
-        if self.plant == "count":  # as if notices had no sender
-            settled = {}
-            for notice in arrived:
-                attempt, workers = self.awaited.get(notice.request, (None, set()))
-                if attempt == notice.attempt and workers:
-                    workers.pop()
-                    if not workers:
-                        settled[notice.request] = notice.status
-        for name, status in settled.items():
-            self.say("released", name, self.awaited.pop(name)[0], status)
 
     # -- what the process holds
 
@@ -326,13 +227,13 @@ class Rank:
                 "handles": len(executor._agent._handles),
                 "transfers": sum(len(peer.held) for peer in peers),
                 "removed peers": len(executor._left),
-                "pending": len(self.pending) + len(self.moving),
+                "pending": len(self.moving),
                 "connections": self.connections,
             },
         )
 
 
-def serve(channel: Connection, path: Path, key: Key, decode_tp: int, seed: int, plant: str, environment: Any) -> None:
+def serve(channel: Connection, path: Path, key: Key, decode_tp: int, plant: str, environment: Any) -> None:
     """The process of a worker. What it raises goes to the scheduler."""
     os.environ.update(environment)
     with open(path.with_suffix(".err"), "wb") as log:
@@ -341,7 +242,7 @@ def serve(channel: Connection, path: Path, key: Key, decode_tp: int, seed: int, 
     gc.freeze()  # collecting what was imported takes seconds on a busy machine, in which a worker serves nobody
     try:
         with suppress(EOFError, BrokenPipeError):  # the scheduler has ended
-            Rank(channel, path, key, decode_tp, seed, plant).run()
+            Rank(channel, path, key, decode_tp, plant).run()
     except BaseException:
         channel.send(("crashed", traceback.format_exc()))
         raise

@@ -5,12 +5,12 @@
     python -m benchmarks.staging --device cuda:0    # all memory on a GPU
 
 Each row is a way to move the same request to one worker of the destination, from blocks to blocks in no order, through
-NIXL in main memory, or on a GPU. This process is the destination that reads, or the source that writes; the other one
-is a process of its own. All ways of one direction take turns, and every byte that any way leaves at the destination is
-compared with what the first one leaves. A time goes from the request's tables to its last byte in its place; it is the
-median of as many rounds as the time allows, three at least.
+NIXL in main memory, or on a GPU. This process is the destination; the source is a process of its own. All ways take
+turns, and every byte that any way leaves at the destination is compared with what the first one leaves. A time goes
+from the request's tables to its last byte in its place; it is the median of as many rounds as the time allows, three at
+least.
 
-Before all that, the machine's rates of reads and of writes are measured, as ``python -m kvplan_nixl calibrate`` does.
+Before all that, the machine's rates are measured, as ``python -m kvplan_nixl calibrate`` does.
 Below each table is what ``choose`` takes by them, and how fast bytes are put in order by itself, beside one plain copy
 of as many at a time. Torch has one thread, since two of NIXL's are never idle.
 """
@@ -22,7 +22,7 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -75,22 +75,20 @@ CASES: Final = (
 
 @attrs.frozen
 class World:
-    """A worker of this process that reads from one of another process, or writes to it, and one request."""
+    """A worker of this process that reads from one of another process, and one request."""
 
-    operation: str
     local: Worker
     remote: Worker
     memory: dict[str, Any]
     executor: Any
     pipeline: Pipeline
-    peer: Any
     request: dict[str, Any]
 
     @classmethod
     @contextmanager
-    def of(cls, operation: str, case: Case, blocks: int, staging_bytes: int, device: str) -> Iterator[World]:
+    def of(cls, case: Case, blocks: int, staging_bytes: int, device: str) -> Iterator[World]:
         """Yield the world of a case. Sources have bytes of no pattern, the same in each world."""
-        from benchmarks.real_memory import PeerProcess, fill, placed
+        from benchmarks.real_memory import PeerProcess, placed
         from kvplan_nixl import UCX, NixlExecutor
         from kvplan_nixl.rearrange import TorchCopier
 
@@ -98,31 +96,18 @@ class World:
         rng = np.random.default_rng(1)
         destination_blocks = {"attn": Blocks(rng.permutation(destination.views[0].num_blocks))}
         source_blocks = {"attn": Blocks(rng.permutation(source.views[0].num_blocks))}
-        request: dict[str, Any] = {"tokens": (0, 16 * blocks)}
-        if operation == "READ":
-            local = destination
-            remote = source
-            request |= {"local": destination_blocks, "remote": source_blocks}
-        else:
-            local = source
-            remote = destination
-            request |= {"local": source_blocks, "remote": destination_blocks}
+        request = {"tokens": (0, 16 * blocks), "local": destination_blocks, "remote": source_blocks}
         staging = Region(STAGING, 1 << 50, staging_bytes)
-        placed_local, memory = placed(attrs.evolve(local, regions=(*local.regions, staging)), device)
-        if operation == "WRITE":
-            fill(placed_local, memory, device)
-        with PeerProcess(remote, UCX, device=device) as peer, NixlExecutor(placed_local) as executor:
+        placed_local, memory = placed(attrs.evolve(destination, regions=(*destination.regions, staging)), device)
+        with PeerProcess(source, UCX, device=device) as peer, NixlExecutor(placed_local) as executor:
             pipeline = Pipeline(executor, STAGING, TorchCopier(memory))
             connected = executor.connect(peer.ask("envelope"))
-            yield cls(operation, placed_local, connected, memory, executor, pipeline, peer, request)
+            yield cls(placed_local, connected, memory, executor, pipeline, request)
 
     def clear(self) -> None:
         """Set the destination to zeros."""
-        if self.operation == "WRITE":
-            self.peer.ask("clear")
-        else:
-            for tensor in self._caches().values():
-                tensor.zero_()
+        for tensor in self._caches().values():
+            tensor.zero_()
         self.synchronize()
 
     def synchronize(self) -> None:
@@ -135,7 +120,7 @@ class World:
         """Return a digest of the bytes at the destination, region by region."""
         from benchmarks.real_memory import digests
 
-        return digests(self._caches()) if self.operation == "READ" else dict(self.peer.ask("digests"))
+        return digests(self._caches())
 
     def _caches(self) -> dict[str, Any]:
         return {name: tensor for name, tensor in self.memory.items() if name != STAGING}
@@ -168,7 +153,7 @@ def direct(world: World, plan: TransferPlan) -> Callable[[], None]:
 def staged(world: World, plan: StagedPlan) -> Callable[[], None]:
     """Return a function that moves the request in long runs.
 
-    It puts bytes in order in staging memory of this process: of the receiver, or of the sender.
+    It puts bytes in order in staging memory of this process.
     """
     world.pipeline.prepare(plan)
 
@@ -184,7 +169,7 @@ def staged(world: World, plan: StagedPlan) -> Callable[[], None]:
 
 def ways(world: World, tokens: int, rates: Rates) -> list[Way]:
     """Return all ways, the one first that is chosen."""
-    choice = choose(world.local, [world.remote], tokens=tokens, operation=world.operation, staging=STAGING, rates=rates)
+    choice = choose(world.local, [world.remote], tokens=tokens, staging=STAGING, rates=rates)
     all_ways = list[Way]()
     for option in choice.options:
         plan = option.plan
@@ -193,11 +178,9 @@ def ways(world: World, tokens: int, rates: Rates) -> list[Way]:
     return all_ways
 
 
-def check(world: World, ways: Sequence[Way], expected: dict[str, str]) -> dict[str, str]:
-    """Return the digests that all ways leave, each once by itself.
-
-    Raises RuntimeError unless they are equal, and equal to ``expected`` where that is not empty.
-    """
+def check(world: World, ways: Sequence[Way]) -> None:
+    """Make sure that all ways, each once by itself, leave the same bytes. Raises RuntimeError."""
+    expected: dict[str, str] = {}
     for way in ways:
         world.clear()
         way.once()
@@ -205,7 +188,6 @@ def check(world: World, ways: Sequence[Way], expected: dict[str, str]) -> dict[s
         expected = expected or digests
         if digests != expected:
             raise RuntimeError(f"{way.option.strategy} leaves other bytes than the first way")
-    return expected
 
 
 def measured(ways: Sequence[Way], seconds: float) -> list[list[float]]:
@@ -261,38 +243,33 @@ def median_copy_s(world: World, copy: Callable[[], object]) -> float:
     return statistics.median(rounds[1:])
 
 
-def table(case: Case, options: argparse.Namespace, rates: Mapping[str, Rates]) -> Iterator[str]:
+def table(case: Case, options: argparse.Namespace, rates: Rates) -> Iterator[str]:
     """Yield the lines of one case."""
     tokens = 16 * options.blocks
     yield f"\n{case.name}: {case.model}, {tokens} tokens, {options.staging} MiB of staging memory\n"
     yield "| way | descriptors | bytes each | MB moved | ms by rates | ms | GB/s of need | direct / this |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
-    expected: dict[str, str] = {}
-    remarks = list[str]()
-    for operation in rates:
-        # one world at a time: each has two threads that are never idle
-        with World.of(operation, case, options.blocks, options.staging << 20, options.device) as world:
-            all_ways = ways(world, tokens, rates[operation])
-            expected = check(world, all_ways, expected)
-            medians_s = [statistics.median(rounds) for rounds in measured(all_ways, options.seconds / 2)]
-            plans = [way.option.plan for way in all_ways]
-            rearranged = [in_order(world, plan) for plan in plans if isinstance(plan, StagedPlan)]
-        strategies = [way.option.strategy for way in all_ways]
-        direct_index = strategies.index("direct")
-        direct_s = medians_s[direct_index]
-        needed_bytes = all_ways[direct_index].option.num_bytes
-        for way, median_s in zip(all_ways, medians_s, strict=True):
-            option = way.option
-            yield (
-                f"| {operation.lower()}, {option.strategy} | {option.num_descriptors:,} "
-                f"| {option.num_bytes // option.num_descriptors:,} | {option.num_bytes / 1e6:.0f} "
-                f"| {option.seconds * 1e3:.0f} | {median_s * 1e3:.0f} "
-                f"| {needed_bytes / median_s / 1e9:.2f} | {direct_s / median_s:.2f} |"
-            )
-        slower = 100 * (medians_s[0] / min(medians_s) - 1)
-        remarks.append(f"{operation.lower()}: auto takes {strategies[0]}, {slower:.0f} % above the fastest")
-        remarks += rearranged
-    yield from ("", *remarks)
+    # each world has two threads that are never idle, so there is one at a time
+    with World.of(case, options.blocks, options.staging << 20, options.device) as world:
+        all_ways = ways(world, tokens, rates)
+        check(world, all_ways)
+        medians_s = [statistics.median(rounds) for rounds in measured(all_ways, options.seconds)]
+        plans = [way.option.plan for way in all_ways]
+        rearranged = [in_order(world, plan) for plan in plans if isinstance(plan, StagedPlan)]
+    strategies = [way.option.strategy for way in all_ways]
+    direct_index = strategies.index("direct")
+    direct_s = medians_s[direct_index]
+    needed_bytes = all_ways[direct_index].option.num_bytes
+    for way, median_s in zip(all_ways, medians_s, strict=True):
+        option = way.option
+        yield (
+            f"| {option.strategy} | {option.num_descriptors:,} "
+            f"| {option.num_bytes // option.num_descriptors:,} | {option.num_bytes / 1e6:.0f} "
+            f"| {option.seconds * 1e3:.0f} | {median_s * 1e3:.0f} "
+            f"| {needed_bytes / median_s / 1e9:.2f} | {direct_s / median_s:.2f} |"
+        )
+    slower = 100 * (medians_s[0] / min(medians_s) - 1)
+    yield from ("", f"auto takes {strategies[0]}, {slower:.0f} % above the fastest", *rearranged)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -310,9 +287,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--case", default="", metavar="WORDS", help="cases with these words in their name")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each case; three rounds of each way at least")
     options = parser.parse_args(arguments)
-    rates = {operation: calibrate(options.device, operation=operation) for operation in ("READ", "WRITE")}
-    for operation_rates in rates.values():
-        print(attrs.asdict(operation_rates))
+    rates = calibrate(options.device)
+    print(attrs.asdict(rates))
     for case in CASES:
         if options.case in case.name:
             for line in table(case, options, rates):

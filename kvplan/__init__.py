@@ -23,7 +23,7 @@ bind a request    plan.bind with a Request of Blocks (and a Workspace): each Rea
                   tails: bytes to set to zero
 check             verify, verify_together, certify
 shake hands       encode, decode, problems, compare; Budget: what plans with peers may cost
-execute           Executor, with a Transfer of a Status, and a Notice
+execute           Executor, with a Transfer of a Status
 look              explain, show; plan.cost()
 errors            KVPlanError; PeerError, for a peer's message
 
@@ -67,14 +67,14 @@ from kvplan.plan import (
 
 if TYPE_CHECKING:
     from kvplan.display import explain, show
-    from kvplan.executor import Executor, Notice, Status, Transfer
+    from kvplan.executor import Executor, Status, Transfer
     from kvplan.handshake import PeerError, compare, decode, encode, problems
     from kvplan.models import Model
     from kvplan.verification import certify, verify, verify_together
 
 LATER: Final = MappingProxyType(
     {
-        **dict.fromkeys(("Executor", "Notice", "Status", "Transfer"), "executor"),
+        **dict.fromkeys(("Executor", "Status", "Transfer"), "executor"),
         **dict.fromkeys(("PeerError", "compare", "decode", "encode", "problems"), "handshake"),
         "Model": "models",
         **dict.fromkeys(("explain", "show"), "display"),
@@ -99,7 +99,6 @@ __all__ = [
     "KVPlanError",
     "MeshPlan",
     "Model",
-    "Notice",
     "PeerError",
     "ReadSpec",
     "Region",

@@ -5,35 +5,29 @@ A plan says which bytes move, and an executor moves them. All executors follow t
 memory:
 
 - executor.E1: The caller polls a transfer until it settles. :meth:`Executor.poll` never waits.
-- executor.E2: A settled transfer touches no byte. Only then may the caller reuse its local blocks.
-- executor.E3: When a transfer is DONE, its executor sends the remote worker one notice with the
-  request's name and attempt, also where there was no byte to move. A transfer that is FAILED or
-  CANCELLED sends none: the caller may try again, or give the request up with
-  :meth:`Executor.notify`. Nor does a pair whose tables are empty, which nobody awaits, nor a
-  transfer started with ``notify=False``: where a request takes several transfers with one worker,
-  only the last one notifies, and the caller starts it when all others are done.
+- executor.E2: A settled transfer touches no byte on either side. Only then may the caller reuse its
+  local blocks, and tell the remote worker that its blocks are no longer read.
+- executor.E3: A transfer is DONE when all bytes of its spec are in place, and no other byte has
+  changed.
 - executor.E4: A failure under way becomes the transfer's ``error``. It raises nothing and affects
-  no other transfer.
+  no other transfer. The transfer is FAILED once its bytes have stopped; until then it stays
+  RUNNING, with the error, and holds its blocks.
 - executor.E5: The remote workers of a plan must equal the workers that the executor knows. Its
   local worker needs the same key and the same regions, but its views may differ. So the worker that
   owns a staging buffer can also prepare plans whose local worker describes only that buffer.
-- executor.E6: A notice names the connected worker that it came from, whatever its sender claims.
-  Notices of others are not delivered. :class:`PendingRequests` knows from whom a request still
-  awaits one.
+
+An executor tells the remote worker nothing: whoever lends blocks learns when they are free from
+the lease under which they are lent, :class:`kvplan.protocol.Leases`.
 """
 
 from __future__ import annotations
 
 import enum
-import importlib
-import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
 from kvplan import _checks
-from kvplan._text import brief_repr
 from kvplan.describe.worker import Key, Worker, key_of, label_of
 from kvplan.errors import KVPlanError
 from kvplan.plan.specs import direction_of
@@ -41,29 +35,16 @@ from kvplan.plan.specs import direction_of
 if TYPE_CHECKING:
     from kvplan.plan import ReadSpec, TransferPlan
 
-MAX_REQUEST: Final = 1024
-"""Characters of the name of a request, which travels in a notice."""
-
-
-def request_name(value: Any) -> str:
-    """Return ``value`` as the name of a request, printable and not too long.
-
-    Raises ``TYPE`` or ``NAME``.
-    """
-    request = _checks.name(value, "name of a request")
-    if len(request) > MAX_REQUEST:
-        raise KVPlanError(
-            "NAME",
-            "read name of a request",
-            expected=f"at most {MAX_REQUEST} characters",
-            got=f"{len(request)} characters",
-        )
-    return request
-
-
-def attempt_number(value: Any) -> int:
-    """Return ``value`` as the number of an attempt. Raises ``TYPE`` or ``RANGE``."""
-    return _checks.integer(value, "attempt")
+__all__ = [
+    "Executor",
+    "Status",
+    "Transfer",
+    "check_local",
+    "not_connected",
+    "not_planned_for",
+    "still_running",
+    "unprepared",
+]
 
 
 class Status(enum.Enum):
@@ -96,35 +77,26 @@ def _status(value: Any) -> Status:
     return status
 
 
-def _settled_status(value: Any) -> Status:
-    if not (isinstance(value, Status) and value.is_settled):
-        raise _checks.wrong_type("status of a notice", "a Status that is settled", value)
-    return value
-
-
 @attrs.define(eq=False)
 class Transfer:
     """One spec under way, for the request named ``request``.
 
     ``status`` is the result of the last poll. ``error`` is set where the status is FAILED, and
-    where a transfer has failed that is RUNNING, since its bytes may still move. ``notifies`` says
-    whether the remote worker gets a :class:`Notice` at the end, with ``attempt``.
+    where a transfer has failed that is RUNNING, since its bytes may still move.
     ``num_descriptors`` has moved the bytes of a transfer that is DONE, if its executor counts them.
-    Raises ``TYPE``, ``NAME`` or ``RANGE`` for what can name no request or attempt.
+    Raises ``TYPE`` or ``NAME`` for what can name no request.
     """
 
     spec: ReadSpec
-    request: str = attrs.field(converter=request_name)
+    request: str
     status: Status = attrs.field(default=Status.RUNNING, converter=_status)
     error: KVPlanError | None = None
-    notifies: bool = True
-    attempt: int = attrs.field(default=0, converter=attempt_number)
     num_descriptors: int = 0
 
     def __attrs_post_init__(self) -> None:
         _checks.having("local_table", self.spec, "spec of a transfer", "a ReadSpec")
+        _checks.name(self.request, "name of a request")
         direction_of(self.spec.operation, f"transfer request {self.request!r}")
-        _checks.instance(bool, self.notifies, "notify of a transfer")
         if self.error is not None:
             _checks.instance(KVPlanError, self.error, "error of a transfer")
 
@@ -137,107 +109,6 @@ class Transfer:
         return f"<Transfer {self.request!r} {self.status.value}: {self.spec!r}>"
 
 
-@attrs.frozen
-class Notice:
-    """A message to a worker: another one has read all bytes of a request from it, or written them.
-
-    ``engine_id`` and ``rank`` name the other worker. ``attempt`` is the number that it passed to
-    :meth:`Executor.start`. Where ``status`` is FAILED or CANCELLED it has given the request up, and
-    touches no byte of it any more.
-    """
-
-    engine_id: str
-    rank: int
-    request: str = attrs.field(converter=request_name)
-    attempt: int = attrs.field(default=0, converter=attempt_number)
-    status: Status = attrs.field(default=Status.DONE, converter=_settled_status)
-
-    __repr__ = brief_repr
-
-    def __attrs_post_init__(self) -> None:
-        key_of((self.engine_id, self.rank), "sender of a notice")
-
-
-@attrs.define(eq=False)
-class _PendingRequest:
-    """The workers that have not notified a request's attempt, and what has been said of it."""
-
-    attempt: int
-    workers: set[Key]
-    status: Status = Status.DONE
-
-    def receive(self, worker: Key, status: Status) -> None:
-        """Take what a worker has said, if it is awaited. The first status but DONE stays."""
-        if worker in self.workers:
-            self.workers.remove(worker)
-            if self.status is Status.DONE:
-                self.status = status
-
-
-class PendingRequests:
-    """The requests whose blocks must stay as they are until other workers have notified this one.
-
-    These are requests that others read from this worker, or write to it. A notice counts once for
-    each worker. One that comes twice, from a worker that is not awaited, of another attempt or of a
-    request that is not pending changes nothing, and nothing of it is kept. Not for several threads
-    at once.
-
-    >>> pending = PendingRequests()
-    >>> pending.add("request 1", [("decode", 0), ("decode", 1)])
-    >>> pending.receive([Notice("decode", 0, "request 1"), Notice("decode", 0, "request 1")])
-    {}
-    >>> pending.receive([Notice("decode", 1, "request 1")])
-    {'request 1': <Status.DONE: 'done'>}
-    """
-
-    def __init__(self) -> None:
-        self._awaited: dict[str, _PendingRequest] = {}
-
-    def add(self, request: str, workers: Iterable[Key], *, attempt: int = 0) -> None:
-        """Await a notice from each worker, before they can send one.
-
-        :class:`kvplan.plan.Completions` lists the workers.
-
-        Replaces an earlier attempt. Tell the workers the attempt together with the blocks: blocks
-        that are used again under the same name need another number. Raises ``TYPE``, ``NAME`` or
-        ``RANGE``.
-        """
-        keys = _checks.members(tuple, workers, "workers to await")
-        awaited = {key_of(key, "worker to await") for key in keys}
-        self._awaited[request_name(request)] = _PendingRequest(attempt_number(attempt), awaited)
-
-    def discard(self, request: str) -> None:
-        """Await nothing more of a request, if it is pending.
-
-        Its blocks are safe only if no worker can touch them.
-        """
-        self._awaited.pop(request_name(request), None)
-
-    def receive(self, notices: Iterable[Notice]) -> dict[str, Status]:
-        """Take notices, and return the requests whose blocks may be used again: they await none.
-
-        A request is DONE if all workers have said so, otherwise as the first other one has said.
-        """
-        for notice in _checks.members(Notice, notices, "notices"):
-            pending = self._awaited.get(notice.request)
-            # a notice of an earlier attempt may come late
-            if pending is not None and pending.attempt == notice.attempt:
-                pending.receive((notice.engine_id, notice.rank), notice.status)
-        settled = dict[str, Status]()
-        # a copy, because settled requests leave the table meanwhile
-        for request, pending in [*self._awaited.items()]:
-            if not pending.workers:
-                settled[request] = pending.status
-                del self._awaited[request]
-        return settled
-
-    def __len__(self) -> int:
-        return len(self._awaited)
-
-    def __repr__(self) -> str:
-        return f"<PendingRequests: {len(self)}>"
-
-
 class Executor(Protocol):
     """Carries out the specs of one local worker. Use an executor from one thread at a time."""
 
@@ -247,20 +118,11 @@ class Executor(Protocol):
         Raises ``PEER`` where a worker is not the one in the plan, rule executor.E5.
         """
 
-    def start(
-        self,
-        spec: ReadSpec,
-        request: str,
-        *,
-        attempt: int = 0,
-        notify: bool = True,
-    ) -> Transfer:
-        """Start to move the bytes of a spec.
+    def start(self, spec: ReadSpec, request: str) -> Transfer:
+        """Start to move the bytes of a spec for a request, whose name is for logs and errors.
 
-        With ``notify``, the remote worker gets a notice when all have moved.
-
-        Raises ``TRANSFER`` where the spec's plan is not prepared; ``TYPE``, ``NAME`` or ``RANGE``
-        for what can name no request or attempt.
+        Raises ``TRANSFER`` where the spec's plan is not prepared; ``TYPE`` or ``NAME`` for what can
+        name no request.
         """
 
     def poll(self, transfer: Transfer) -> Status:
@@ -271,16 +133,6 @@ class Executor(Protocol):
 
     def release(self, transfer: Transfer) -> None:
         """Free what a settled transfer holds. Raises ``TRANSFER`` for a running one."""
-
-    def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
-        """Send a worker a notice that this one gives a request up, FAILED or CANCELLED.
-
-        Do so when all transfers of the request with that worker are settled. Raises ``PEER`` for a
-        worker that is not connected; ``TYPE``, ``NAME`` or ``RANGE`` as :meth:`start` does.
-        """
-
-    def notices(self) -> tuple[Notice, ...]:
-        """Return the notices that have arrived from other workers since the last call."""
 
 
 def not_connected(key: Key) -> KVPlanError:
@@ -329,7 +181,7 @@ def not_planned_for(worker: Worker, present: Worker | None, side: str) -> KVPlan
         hint = "plan again with the worker's present offer"
     else:
         got = f"worker {present.label}"
-    equal_part = "regions" if side == "local" else "description"
+    equal_part = "regions" if _checks.name(side, "side") == "local" else "description"
     return KVPlanError(
         "PEER",
         f"prepare a plan with {side} worker {worker.label}",
@@ -345,16 +197,7 @@ def check_local(plan: TransferPlan, worker: Worker) -> None:
     ``PEER``.
     """
     _checks.having("pairs", plan, "plan", "a TransferPlan")
+    _checks.instance(Worker, worker, "worker")
     # its views may differ: a plan of a staging buffer has only those of the buffer
     if (plan.local.key, plan.local.regions) != (worker.key, worker.regions):
         raise not_planned_for(plan.local, worker, "local")
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """Return a fake from its home, so that a process which serves loads no oracle."""
-        if name in ("FakeExecutor", "FakeNetwork"):
-            return getattr(importlib.import_module("kvplan.testing"), name)
-        text = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(text, name=name, obj=sys.modules[__name__])

@@ -177,12 +177,10 @@ def checked_backends(value: Any) -> dict[str, dict[str, str]]:
 class Agent:
     """One NIXL agent. ``backends`` are options by backend name, in order of preference."""
 
-    def __init__(
-        self, name: str, backends: Mapping[str, Mapping[str, str]], progress_thread: bool
-    ) -> None:
+    def __init__(self, name: str, backends: Mapping[str, Mapping[str, str]]) -> None:
         self.name = name
         config = nixl.nixl_agent_config(
-            enable_prog_thread=progress_thread, backends=[], capture_telemetry=True
+            enable_prog_thread=True, backends=[], capture_telemetry=True
         )
         self._nixl_agent: Any = None
         text = ""
@@ -464,26 +462,14 @@ class Agent:
         """Return the backend that NIXL chose for a transfer."""
         return str(self._agent.query_xfer_backend(handle.nixl))
 
-    def notify(self, name: str, message: bytes) -> None:
-        """Send a message to a remote agent. Raises ``PEER``."""
-        action = f"notify NIXL agent {name!r}"
-        self._do(lambda agent: agent.send_notif(name, message), "PEER", action, "a reachable agent")
-
-    def messages(self) -> list[tuple[str, bytes]]:
-        """Return the messages that have arrived since the last call, with their senders' names.
-
-        Messages of one sender are in order.
-        """
-        messages_by_sender = self._do(
-            lambda agent: agent.get_new_notifs(),
-            "TRANSFER",
-            "read notifications",
+    def fence(self) -> None:
+        """Send this agent a message. UCX takes it only when copies that began before are over."""
+        self._do(
+            lambda agent: agent.send_notif(self.name, b""),
+            "PEER",
+            "send this agent a message",
             "a working agent",
         )
-        arrived = list[tuple[str, bytes]]()
-        for sender, messages in messages_by_sender.items():
-            arrived += [(sender, message) for message in messages]
-        return arrived
 
 
 def _partly_registered(wanted: MemoryRange, registered: MemoryRange) -> KVPlanError:

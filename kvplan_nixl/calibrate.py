@@ -1,13 +1,14 @@
 """Calibration: measures the :class:`~kvplan.staging.Rates` of this machine, between two processes.
 
-One process registers memory, the other one reads from it or writes to it: one descriptor, and then
-many of each length. The times of a transfer, a descriptor and a byte are those that explain all of
+One process registers memory, the other one reads from it: one descriptor, and then many of each
+length. The times of a transfer, a descriptor and a byte are those that explain all of
 these best. Copies go from token-major to head-major blocks, as in most staged requests: one block
 of each layer, and many.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import platform
@@ -19,6 +20,7 @@ from datetime import date
 from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Final
 
 import attrs
@@ -35,12 +37,10 @@ from kvplan import (
     View,
     Worker,
     plan_reads,
-    plan_writes,
     region_of,
 )
 from kvplan._arrays import Ints
-from kvplan._checks import integer, is_one_of, name
-from kvplan._text import shown
+from kvplan._checks import integer, name
 from kvplan.staging import Copy, Rates
 from kvplan.staging.copies import CopySide
 from kvplan_nixl.executor import NixlExecutor, settle
@@ -64,8 +64,6 @@ BLOCK: Final = HEADS * TOKENS * SMALL
 
 ROUNDS: Final = 15
 CALIBRATION_TIMEOUT_S: Final = 120.0
-
-PLANS: Final = {"READ": plan_reads, "WRITE": plan_writes}
 
 
 @attrs.frozen
@@ -240,24 +238,19 @@ def rates_of(amounts: Sequence[Sequence[int]], seconds: Sequence[float]) -> list
     return rates
 
 
-def calibrate(device: str = "cpu", size: int = SIZE, operation: str = "READ") -> Rates:
-    """Measure the rates of an operation, in some seconds. Nothing else should run on the machine.
+def calibrate(device: str = "cpu", size: int = SIZE) -> Rates:
+    """Measure the rates of reads, in some seconds. Nothing else should run on the machine.
 
     Allocates ``size`` bytes, at least 4 MiB, in another process, and three times as many in this
     one. ``device`` is the device of all memory, as torch names it. UCX chooses how to move bytes by
-    its own environment variables. Raises ``MEMORY`` where there is no such memory, and ``NAME`` for
-    an unknown operation.
+    its own environment variables. Raises ``MEMORY`` where there is no such memory.
     """
     logging.getLogger("nixl").setLevel(logging.WARNING)
     name(device, "device")
     integer(size, "size", low=MANY * SMALL)
-    if not is_one_of(operation, PLANS):
-        raise KVPlanError(
-            "NAME", "calibrate", expected=f"operation {' or '.join(PLANS)}", got=shown(operation)
-        )
     worker, _tensor = memory("local", device, size)  # the tensor is kept until all is measured
     with peer(device, size) as envelope, NixlExecutor(worker) as executor:
-        plan = PLANS[operation](worker, [executor.connect(envelope)])
+        plan = plan_reads(worker, [executor.connect(envelope)])
         moves = [*transfers(executor, plan, size)]
         num_moves = len(moves)
         measurements = [*moves, *copies(device, size)]
@@ -266,16 +259,16 @@ def calibrate(device: str = "cpu", size: int = SIZE, operation: str = "READ") ->
     transfer, descriptor, byte = rates_of(amounts[:num_moves], seconds[:num_moves])
     copy, copied = rates_of(amounts[num_moves:], seconds[num_moves:])
     where = platform.machine() if device == "cpu" else torch.cuda.get_device_name(device)
-    how = f"UCX of NIXL {version('nixl')} between two processes, {operation} of {device} memory"
+    how = f"UCX of NIXL {version('nixl')} between two processes, READ of {device} memory"
     measured = f"{how}, {where}, {date.today()}"
     return Rates(measured, transfer, descriptor, byte, copy, copied)
 
 
-def main(device: str, operation: str, path: str | None) -> int:
+def main(device: str, path: str | None) -> int:
     """Measure and print the rates, and save them if there is a path."""
-    rates = calibrate(device, operation=operation)
-    for key, value in attrs.asdict(rates).items():
+    rates = attrs.asdict(calibrate(device))
+    for key, value in rates.items():
         print(f"{key:15} {value if isinstance(value, str) else f'{value:.3g}'}")
     if path is not None:
-        rates.save(path)
+        Path(path).write_text(json.dumps(rates, indent=2) + "\n", encoding="utf-8")
     return 0

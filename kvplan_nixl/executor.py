@@ -17,8 +17,6 @@ strided descriptors, and indexes them by a spec's ids. It follows the rules of
 - nixl.N3: Handles are freed in this order: transfers, prepared rows, remote agents, registered
   memory, the agent. After :meth:`NixlExecutor.close` nothing of NIXL is left, whatever transfers
   and errors the caller keeps.
-- nixl.N4: A message counts as a notice if NIXL says that the agent of a connected worker sent it.
-  The latest :data:`MAX_EARLY` messages of other agents are kept, in case these connect.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ import hashlib
 import os
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
@@ -36,10 +33,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import attrs
 
-from kvplan import Executor, KVPlanError, Notice, ReadSpec, Status, Transfer, TransferPlan, Worker
+from kvplan import Executor, KVPlanError, ReadSpec, Status, Transfer, TransferPlan, Worker
 from kvplan._checks import having, instance, members, seconds
 from kvplan.describe.tensors import check_memory
-from kvplan.describe.worker import Key, key_of
+from kvplan.describe.worker import Key
 from kvplan.executor import check_local, not_connected, not_planned_for, still_running, unprepared
 from kvplan.plan import Pair, Table
 from kvplan.protocol.keys import SharedKey
@@ -47,7 +44,6 @@ from kvplan_nixl import cma
 from kvplan_nixl.agent import LOCAL, Agent, Handle, MemoryRange, checked_backends
 from kvplan_nixl.envelope import Envelope, agent_prefix
 from kvplan_nixl.events import UNWATCHED, Listener, Peer, Unwatched, call_listener, watch_for
-from kvplan_nixl.notices import MAX_MESSAGE_BYTES, message, notice_of
 from kvplan_nixl.rows import PreparedRows, memory_kind_of
 from kvplan_nixl.serving.host_key import AnyKey
 
@@ -64,9 +60,6 @@ by CUDA IPC: on a host without NVLinks UCX leaves it to writes, and reads over T
 ``UCX_TCP_CONN_NB``, ``UCX_TCP_SYN_CNT`` and ``UCX_CUDA_IPC_ENABLE_GET_ZCOPY`` in the environment
 take precedence.
 """
-
-MAX_EARLY: Final = 1024
-"""How many messages of agents that are not connected are kept."""
 
 PAUSE_S: Final = 50e-6
 """The pause between two polls of :func:`settle`."""
@@ -108,10 +101,9 @@ class NixlExecutor:
 
     ``backends`` are NIXL's backends by name, in order of preference, each with its options: ``UCX``
     for DRAM and VRAM, followed by ``POSIX`` for files. The worker's regions stay registered until
-    the executor is closed, so use it as a context manager, from one thread at a time. Without a
-    ``progress_thread`` it serves its peers' transfers and messages only while it polls or reads
-    notices. It calls ``on_event`` for each settled transfer, and ``on_peer`` when a remote worker
-    is connected, lost or disconnected. Envelopes are authenticated by ``key``, which all engines
+    the executor is closed, so use it as a context manager, from one thread at a time. It calls
+    ``on_event`` for each settled transfer, and ``on_peer`` when a remote worker is connected, lost
+    or disconnected. Envelopes are authenticated by ``key``, which all engines
     share: by default the one of this host's engines.
 
     Raises ``BACKEND`` for a backend that is missing or refuses the worker's memory.
@@ -142,7 +134,6 @@ class NixlExecutor:
         worker: Worker,
         backends: Backends = UCX,
         *,
-        progress_thread: bool = True,
         on_event: Listener | None = None,
         on_peer: Callable[[Peer], object] | None = None,
         key: AnyKey = None,
@@ -152,14 +143,13 @@ class NixlExecutor:
         self._key = None if key is None else SharedKey.of(key)
         self._on_event = _function_or_none(on_event, "on_event")
         self._on_peer = _function_or_none(on_peer, "on_peer")
-        instance(bool, progress_thread, "progress_thread")
         check_memory(worker.regions, f"register the memory of {worker.label}")
         self._process = cma.Process.current()
         named_process = "" if self._process is None else f"{self._process}."
         agent_name = f"{agent_prefix(worker)}{named_process}{uuid.uuid4().hex}"
         options = checked_backends(backends)
         self._uses_cma = "UCX" in options and cma.is_enabled(options["UCX"], os.environ)
-        self._agent = Agent(agent_name, options, progress_thread)
+        self._agent = Agent(agent_name, options)
         try:
             self._agent.register(worker.regions)
         except KVPlanError:
@@ -169,9 +159,6 @@ class NixlExecutor:
         # peers that were disconnected, as long as they have transfers
         self._left: set[_Peer] = set()
         self._local: WeakValueDictionary[tuple[str, str, bytes], Handle] = WeakValueDictionary()
-        # messages that have arrived, with their senders: of connected agents, and of others
-        self._unread: list[tuple[str, bytes]] = []
-        self._early: deque[tuple[str, bytes]] = deque(maxlen=MAX_EARLY)
 
     def __enter__(self) -> Self:
         return self
@@ -192,7 +179,7 @@ class NixlExecutor:
     def peers(self) -> tuple[Peer, ...]:
         """The remote workers that are connected or lost.
 
-        A worker that dies is lost when a transfer or notice fails.
+        A worker that dies is lost when a transfer fails.
         """
         peers = self._peers.values()
         return tuple(Peer(peer.worker, peer.lost is None, peer.lost) for peer in peers)
@@ -217,19 +204,13 @@ class NixlExecutor:
         peer = _Peer(opened.worker, opened.agent)
         self._open_memory(peer, opened.handles)
         self._add(peer)
-        # messages that the agent sent before it was connected can be read now
-        early_messages = self._early
-        self._early = deque(maxlen=MAX_EARLY)
-        for sender, data in early_messages:
-            messages = self._unread if sender == opened.agent else self._early
-            messages.append((sender, data))
         return opened.worker
 
     def _open_memory(self, peer: _Peer, handles: bytes) -> None:
         """Map the memory of a peer that connects, if handles tell where it is: not here."""
 
     def attach(self, worker: Worker) -> None:
-        """Connect to a worker of this process, such as that of a file. It receives no notices."""
+        """Connect to a worker of this process, such as that of a file."""
         self._make_room(instance(Worker, worker, "worker"))
         check_memory(worker.regions, f"register the memory of {worker.label}")
         self._add(_Peer(worker, self._agent.name, attached=self._agent.register(worker.regions)))
@@ -297,18 +278,13 @@ class NixlExecutor:
             self._local[key] = handle
         return handle
 
-    def start(
-        self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True
-    ) -> NixlTransfer:
-        """Start to move the bytes of a spec.
+    def start(self, spec: ReadSpec, request: str) -> NixlTransfer:
+        """Start to move the bytes of a spec, in the background.
 
-        The bytes move in the background. With ``notify``, the remote worker gets a notice when all
-        have moved. Raises ``PEER`` where the worker is not connected, ``TRANSFER`` where the plan
-        is not prepared; ``TYPE``, ``NAME`` or ``RANGE`` for what can name no request or attempt.
+        Raises ``PEER`` where the worker is not connected, ``TRANSFER`` where the plan is not
+        prepared; ``TYPE`` or ``NAME`` for what can name no request.
         """
-        transfer = NixlTransfer(
-            spec, request, notifies=notify, attempt=attempt, watch=watch_for(self._on_event)
-        )
+        transfer = NixlTransfer(spec, request, watch=watch_for(self._on_event))
         if not len(spec.local_table.rows):
             self._end(transfer)
             return transfer
@@ -327,7 +303,7 @@ class NixlExecutor:
         # a transfer of no ids, or one that NIXL carries out while it posts, is done at once
         try:
             if not spec.num_ids or self._post(transfer, peer, rows):
-                self._finish(transfer, peer)
+                self._finish(transfer)
             else:
                 transfer.watch.posted(transfer)
         except KVPlanError as error:
@@ -344,14 +320,10 @@ class NixlExecutor:
         transfer.watch.made()
         return self._agent.post(transfer.handle)
 
-    def _finish(self, transfer: NixlTransfer, peer: _Peer) -> None:
-        """Notify the peer that all bytes have moved, rule executor.E3, and settle the transfer."""
+    def _finish(self, transfer: NixlTransfer) -> None:
         # NIXL forgets its figures with the handle
         if transfer.handle is not None:
             transfer.num_descriptors = self._agent.num_descriptors(transfer.handle)
-        if transfer.notifies and peer.attached is None and not transfer.is_cancelled:
-            notice = Notice(*self.worker.key, transfer.request, transfer.attempt)
-            self._agent.notify(peer.agent, message(notice))
         self._end(transfer)
 
     def _fail(self, transfer: NixlTransfer, peer: _Peer, error: KVPlanError) -> None:
@@ -379,9 +351,8 @@ class NixlExecutor:
         # a number means nothing to a process that does not know its own namespace
         if process is None or self._process is None or not process.has_ended():
             return
-        # a copy that began before goes on to its end; UCX takes this message only after it
         with suppress(KVPlanError):
-            self._agent.notify(self._agent.name, b"")
+            self._agent.fence()
         self._end(transfer, transfer.error)
 
     def _end(self, transfer: NixlTransfer, error: KVPlanError | None = None) -> None:
@@ -419,7 +390,7 @@ class NixlExecutor:
                 return transfer.status
             try:
                 if self._has_moved(transfer):
-                    self._finish(transfer, transfer.peer)
+                    self._finish(transfer)
             except KVPlanError as error:
                 self._fail(transfer, transfer.peer, error)
         return transfer.status
@@ -463,44 +434,6 @@ class NixlExecutor:
                 self._agent.free(handle)
             finally:
                 self._forget_left()
-
-    def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
-        """Send a worker a notice without a transfer.
-
-        It says that this worker gives a request up, FAILED or CANCELLED.
-        """
-        notice = Notice(*self.worker.key, request, attempt, status)
-        peer = self._peers.get(key_of(worker, "worker of a notice"))
-        if peer is None or peer.attached is not None:
-            raise not_connected(worker)
-        try:
-            self._agent.notify(peer.agent, message(notice))
-        except KVPlanError as error:
-            self._lose(peer, error)
-            raise
-
-    def notices(self) -> tuple[Notice, ...]:
-        """Return the notices that have arrived from connected workers since the last call.
-
-        Ignores any other message.
-        """
-        unread = self._unread + self._agent.messages()
-        self._unread.clear()
-        if not unread:
-            return ()
-        # attached workers have this worker's own agent, and send nothing
-        peers = self._peers.items()
-        senders = {peer.agent: key for key, peer in peers if peer.attached is None}
-        notices = list[Notice]()
-        for agent, data in unread:
-            if agent in senders:
-                notice = notice_of(senders[agent], data)
-                if notice is not None:
-                    notices.append(notice)
-            # no notice is longer, so what is kept for agents that may connect is bounded
-            elif len(data) <= MAX_MESSAGE_BYTES:
-                self._early.append((agent, data))
-        return tuple(notices)
 
     def close(self) -> None:
         """Free everything in the order of rule nixl.N3.

@@ -33,7 +33,7 @@ class NixlMover:
         """Move the bytes of specs. Raises ``TRANSFER``, or the error of a transfer."""
         if self._is_stuck:
             raise _stuck()
-        transfers = [self._executor.start(spec, "page", notify=False) for spec in specs]
+        transfers = [self._executor.start(spec, "page") for spec in specs]
         if not settle(self._executor, transfers, TIMEOUT_S):
             self._is_stuck = True
             raise _stuck()

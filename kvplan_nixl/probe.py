@@ -49,14 +49,14 @@ def start_backends(*backends: str) -> None:
     Without ``backends`` they are all of NIXL's, whose names are told first, with its version.
     """
     if not backends:
-        agent = Agent("doctor", {}, progress_thread=False)
+        agent = Agent("doctor", {})
         backends = tuple(agent.plugins())
         agent.close()
         tell(version=version("nixl"), backends=backends)
     for backend in backends:
         error = ""
         try:
-            Agent("doctor", {backend: UCX.get(backend, {})}, progress_thread=False).close()
+            Agent("doctor", {backend: UCX.get(backend, {})}).close()
         except KVPlanError as refused:
             error = str(refused)
         tell(backend=backend, error=error)

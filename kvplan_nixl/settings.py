@@ -103,6 +103,26 @@ def backends_of(value: Any, subject: str) -> Backends:
     }
 
 
+def read_rates(path: str) -> Rates:
+    """Return the rates in a file of ``python -m kvplan_nixl calibrate --save``.
+
+    Raises ``MESSAGE`` for a file that cannot be read or is not JSON, ``KEY`` for another object,
+    and what :class:`~kvplan.staging.Rates` does.
+    """
+    action = f"read rates from {path}"
+    try:
+        rates = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        got = f"{error.strerror}"
+        raise KVPlanError("MESSAGE", action, expected="a file", got=got) from None
+    except ValueError as error:
+        raise KVPlanError("MESSAGE", action, expected="JSON", got=str(error)) from None
+    names = [field.name for field in attrs.fields(Rates)]
+    if not isinstance(rates, dict) or sorted(rates) != sorted(names):
+        raise KVPlanError("KEY", action, expected=f"the keys {', '.join(names)}", got=shown(rates))
+    return Rates(**rates)
+
+
 TEXTS: Final = (name, _secret)
 """The checks of settings that are text. Others are JSON where they are given as text."""
 
@@ -268,8 +288,8 @@ class Settings(NamedSettings):
     backends: Backends = setting(backends_of, UCX)  # noqa: RUF009
 
     def measured_rates(self) -> Rates | None:
-        """Return what the file ``rates`` has, if one is named. Raises as ``Rates.load`` does."""
-        return Rates.load(self.rates) if self.rates else None
+        """Return what the file ``rates`` has, if one is named, as :func:`read_rates` does."""
+        return read_rates(self.rates) if self.rates else None
 
     def access(self) -> Access:
         """Return the engine's access to the network.

@@ -13,9 +13,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan import Worker, certify
+from kvplan import certify
 from kvplan.describe.worker import Key
-from kvplan.staging import Chunk, StagedPlan, stage, stage_writes
+from kvplan.staging import Chunk, StagedPlan, stage
 from property_tests.labelled import (
     DESTINATION,
     SOURCE,
@@ -90,19 +90,15 @@ def carry_out(staged: StagedPlan, chunks: Iterable[Chunk], near: Memory, far: Me
     The first step of each chunk precedes the second step of the one before.
     """
     local, total = staged.direct.local.key, 0
-    waiting: list[tuple[Memory, Memory, list[tuple[Ranges, Ranges]]]] = []
+    waiting: list[list[tuple[Ranges, Ranges]]] = []
     for chunk in chunks:
         copies = [((writes, local), (reads, local)) for copy in chunk.copies for writes, reads in [copy.ranges()]]
         sides = [(spec.descriptors(), spec.remote) for spec in chunk.specs]
-        if staged.operation == "READ":
-            move(near, far, [((into, local), (out_of, remote)) for (into, out_of), remote in sides])
-            waiting.append((near, near, copies))
-        else:
-            move(near, near, copies)
-            waiting.append((far, near, [((into, remote), (out_of, local)) for (out_of, into), remote in sides]))
+        move(near, far, [((into, local), (out_of, remote)) for (into, out_of), remote in sides])
+        waiting.append(copies)
         if len(waiting) > 1:
-            total += move(*waiting.pop(0))
-    return total + sum(move(*second) for second in waiting)
+            total += move(near, near, waiting.pop(0))
+    return total + sum(move(near, near, copies) for copies in waiting)
 
 
 def counted(chunks: Iterable[Chunk], tally: Tally) -> Iterator[Chunk]:
@@ -112,63 +108,29 @@ def counted(chunks: Iterable[Chunk], tally: Tally) -> Iterator[Chunk]:
         yield chunk
 
 
-def staged_plans(operation: str, whole: bool, ours: Engine, theirs: Engine, more: int) -> list[StagedPlan]:
-    """The plans of all destinations, or of all sources, in regions of ``more`` bytes more than are needed."""
-    plans = []
-    for rank, worker in enumerate((ours if operation == "READ" else theirs).workers):
-
-        def plan(local: Worker) -> StagedPlan:
-            if operation == "READ":
-                return stage(local, theirs.workers, staging=NAME, whole=whole)
-            siblings = [worker for worker in theirs.workers if worker.key != local.key]
-            return stage_writes(local, ours.workers, siblings, staging=NAME)
-
-        plans.append(in_least_memory(worker, rank, more, plan))
-    return plans
-
-
-def check(operation: str, whole: bool, world: World, requests: Iterable[Request], more: int, tally: Tally) -> None:
-    """Stage for every destination worker, or for every source worker. Raises FaultError."""
+def check(whole: bool, world: World, requests: Iterable[Request], more: int, tally: Tally) -> None:
+    """Stage for every destination worker, in regions of ``more`` bytes more than are needed. Raises FaultError."""
     ours = engine(DESTINATION, world.heads, world.destination, world.positions)
     theirs = engine(SOURCE, world.heads, world.source, world.positions)
-    plans = staged_plans(operation, whole, ours, theirs, more)
+    staged = partial(stage, remotes=theirs.workers, staging=NAME, whole=whole)
+    plans = [in_least_memory(worker, rank, more, staged) for rank, worker in enumerate(ours.workers)]
     tally.worlds += 1
     tally.plans += len(plans)
-    if operation == "READ":
-        proofs = [certify(transfer) for plan in plans for transfer in plan.transfers]
-    else:
-        # the direct plan of a source without a share
-        proofs = [certify(transfer for plan in plans for transfer in plan.transfers or [plan.direct])]
-        if not proofs[0].complete:
-            raise FaultError("a certificate of writes that is not complete")
-    tally.certificates += len(proofs)
+    tally.certificates += len([certify(transfer) for plan in plans for transfer in plan.transfers])
     for request in requests:
-        wanted, offered = ours.tables(request.start), theirs.tables(request.start)
-        local, remote = (wanted, offered) if operation == "READ" else (offered, wanted)
-        tokens = (request.start, request.stop)
-        memory, total = Memory.of(ours, np.full(ours.label.size, UNTOUCHED, np.int32)), 0
+        local, remote = ours.tables(request.start), theirs.tables(request.start)
         for rank, plan in enumerate(plans):
-            chunks = counted(plan.bind(local=local, remote=remote, tokens=tokens), tally)
+            chunks = counted(plan.bind(local=local, remote=remote, tokens=(request.start, request.stop)), tally)
             size = plan.direct.local.regions[-1].size_bytes
-            if operation == "READ":
-                near = Memory.of(ours, np.full(ours.label.size, UNTOUCHED, np.int32), size)
-                moved = carry_out(plan, chunks, near, Memory.of(theirs, theirs.label))
-                near.compare(request, moved, slice(int(ours.begin[rank]), int(ours.begin[rank + 1])))
-            else:
-                near = Memory.of(theirs, theirs.label, size)
-                moved = carry_out(plan, chunks, near, memory)
-                if not np.array_equal(near.cells[: theirs.label.size], theirs.label):
-                    raise FaultError("a source has changed")
-            total += moved
-        if operation == "WRITE":
-            memory.compare(request, total)
-        tally.requests += len(plans) if operation == "READ" else 1
-        tally.num_bytes += total
+            near = Memory.of(ours, np.full(ours.label.size, UNTOUCHED, np.int32), size)
+            moved = carry_out(plan, chunks, near, Memory.of(theirs, theirs.label))
+            near.compare(request, moved, slice(int(ours.begin[rank]), int(ours.begin[rank + 1])))
+            tally.num_bytes += moved
+        tally.requests += len(plans)
 
 
 CHECKS: Mapping[str, Callable[[World, Iterable[Request], int, Tally], None]] = {
-    "receive-staged": partial(check, "READ", False),
-    "receive-staged-whole": partial(check, "READ", True),
-    "send-staged": partial(check, "WRITE", False),
+    "receive-staged": partial(check, False),
+    "receive-staged-whole": partial(check, True),
 }
 """The checks of worlds by strategy; they take the bytes that staging regions have beyond those they must have."""

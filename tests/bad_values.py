@@ -26,7 +26,6 @@ from kvplan import (
     Group,
     KVPlanError,
     Model,
-    Notice,
     Region,
     Status,
     Transfer,
@@ -48,7 +47,7 @@ from kvplan.bridges import (
     sglang_model,
     vllm_model,
 )
-from kvplan.executor import PendingRequests
+from kvplan.executor import check_local, not_connected, not_planned_for, still_running, unprepared
 from kvplan.protocol import (
     Claims,
     Connections,
@@ -65,7 +64,7 @@ from kvplan.protocol import (
     whole_blocks,
 )
 from kvplan.protocol.claims import ClaimMessage, answer_claims
-from kvplan.staging import Pipeline, Rates, choose, stage, stage_writes
+from kvplan.staging import Pipeline, Rates, choose, stage
 from kvplan.testing import FakeCopier, FakeNetwork, assert_copies
 from kvplan.verification import FakeMemory
 from kvplan_nixl.serving import Access, Driver, fingerprint, tls_contexts
@@ -76,7 +75,7 @@ Calls = Iterable[tuple[str, Callable[..., Any], dict[str, Any]]]
 """The name of every public function, the function, and the arguments of a right call, by name."""
 
 MADE: Final = """
-Certificate Choice Chunk Comparison Completions Copy Cost Difference EndedLeases HandshakeResult KVPlanError MeshPlan
+Certificate Choice Chunk Comparison Copy Cost Difference EndedLeases HandshakeResult KVPlanError MeshPlan
 Option Pair PairCost PeerError Picture Problem ReadResult ReadSpec Report StagedCost StagedPlan StagedTransfer Table
 Tail TransferPlan
 """
@@ -196,7 +195,6 @@ def calls() -> Calls:
     yield "plan_mesh", plan_mesh, {**sides, "operation": "READ", **options}
     yield "plan_reads", plan_reads, {"local": OURS, "remotes": [THEIRS], **options}
     yield "plan_writes", plan_writes, {"local": THEIRS, "remotes": [OURS], "siblings": [], **options}
-    yield "plan.completions", kvplan.plan.completions, {"plans": [PLAN]}
     yield "TransferPlan.bind", PLAN.bind, {**REQUEST, "workspace": Workspace()}
     yield "TransferPlan.check", PLAN.check, REQUEST
     yield "TransferPlan.requested", PLAN.requested, REQUEST
@@ -275,10 +273,8 @@ def calls() -> Calls:
 
     stages = {"local": STAGING, "remotes": [THEIRS], "staging": "staging", **options}
     yield "staging.stage", stage, {**stages, "whole": False}
-    writer = attrs.evolve(THEIRS, regions=(*THEIRS.regions, Region("staging", 1 << 50, 1 << 20)))
-    yield "staging.stage_writes", stage_writes, {**stages, "local": writer, "remotes": [OURS], "siblings": ()}
     rates = Rates("here", 1e-5, 1e-7, 1e-10, 1e-6, 1e-10)
-    chosen = {**stages, "tokens": 9, "operation": "READ", "strategy": "auto", "siblings": (), "rates": rates}
+    chosen = {**stages, "tokens": 9, "strategy": "auto", "rates": rates}
     yield "staging.choose", choose, chosen
     yield "staging.Rates", Rates, attrs.asdict(rates)
     counts = {"transfers": 1, "descriptors": 1, "num_bytes": 1, "copies": 1, "copied_bytes": 1}
@@ -293,7 +289,7 @@ def calls() -> Calls:
     yield "staging.Pipeline", Pipeline, {"executor": executor, "staging": "staging", "copier": copier}
     yield "staging.Pipeline.prepare", pipeline().prepare, {"plan": STAGED}
     submitted = {"plan": STAGED, "request": "r", **REQUEST}
-    yield "staging.Pipeline.submit", pipeline().submit, {**submitted, "notify": True}
+    yield "staging.Pipeline.submit", pipeline().submit, submitted
     line = pipeline()
     yield "staging.Pipeline.cancel", line.cancel, {"transfer": line.submit(**submitted)}
     yield "staging.Pipeline.release", line.release, {"transfer": line.submit(**submitted)}
@@ -312,24 +308,23 @@ def calls() -> Calls:
         },
     )
 
-    moving = {"spec": SPEC, "request": "r", "attempt": 0}
-    notice = {"request": "r", "attempt": 0, "status": Status.DONE}
-    yield "Transfer", Transfer, {**moving, "status": Status.RUNNING, "error": None, "notifies": True}
-    yield "Notice", Notice, {**notice, "engine_id": "d", "rank": 0}
+    moving = {"spec": SPEC, "request": "r"}
+    yield "Transfer", Transfer, {**moving, "status": Status.RUNNING, "error": None}
+    yield "executor.check_local", check_local, {"plan": PLAN, "worker": OURS}
+    yield "executor.not_connected", not_connected, {"key": OURS.key}
+    yield "executor.not_planned_for", not_planned_for, {"worker": OURS, "present": THEIRS, "side": "local"}
+    yield "executor.still_running", still_running, {"request": "r", "action": "release a transfer"}
+    yield "executor.unprepared", unprepared, {"spec": SPEC}
     yield "testing.FakeNetwork", FakeNetwork, {"workers": [OURS, THEIRS]}
     yield "testing.FakeNetwork.executor", FakeNetwork([OURS, THEIRS]).executor, {"worker": OURS}
+    yield "testing.FakeNetwork.lose", FakeNetwork([OURS, THEIRS]).lose, {"worker": OURS}
     executor, transfer = started()
     yield "testing.FakeExecutor.prepare", executor.prepare, {"plan": PLAN}
-    yield "testing.FakeExecutor.start", executor.start, {**moving, "notify": True}
+    yield "testing.FakeExecutor.start", executor.start, moving
     yield "testing.FakeExecutor.poll", executor.poll, {"transfer": transfer}
     yield "testing.FakeExecutor.cancel", executor.cancel, {"transfer": transfer}
     executor.poll(transfer)
     yield "testing.FakeExecutor.release", executor.release, {"transfer": transfer}
-    yield "testing.FakeExecutor.notify", executor.notify, {**notice, "worker": THEIRS.key}
-    pending = PendingRequests()
-    yield "executor.PendingRequests.add", pending.add, {"request": "r", "workers": [OURS.key], "attempt": 0}
-    yield "executor.PendingRequests.receive", pending.receive, {"notices": [Notice("d", 0, "r")]}
-    yield "executor.PendingRequests.discard", pending.discard, {"request": "r"}
 
     yield "protocol.Access", Access, {"key": b"a secret of all engines", "server_tls": None, "client_tls": None}
     files = ("certificate", "private_key", "authority")

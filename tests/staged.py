@@ -1,4 +1,4 @@
-"""The harness of staged requests: plans of either direction, carried out in fake memory at once or step by step.
+"""The harness of staged requests: plans carried out in fake memory at once or step by step.
 
 A source's memory is filled with numbers without a pattern. What a staged plan leaves in every worker's memory, but for
 the staging region, is compared with what direct plans leave there. A :class:`Rig` runs a pipeline whose transfers and
@@ -17,14 +17,13 @@ import numpy.typing as npt
 
 from kvplan import Axis, Blocks, KVPlanError, ReadSpec, Region, TransferPlan, View, Worker
 from kvplan.describe.worker import Key
-from kvplan.executor import Notice, Status, Transfer, still_running
-from kvplan.staging import Copy, Pipeline, StagedPlan, StagedTransfer, stage, stage_writes
+from kvplan.executor import Status, Transfer, still_running
+from kvplan.staging import Copy, Pipeline, StagedPlan, StagedTransfer, stage
 from kvplan.testing import FakeExecutor, FakeNetwork
 from kvplan.verification import FakeMemory
 from tests.small import engine
 
 NAME, ADDRESS = "staging", 1 << 50
-OPERATIONS = ("READ", "WRITE")
 GARBAGE = 0xEE
 
 Request = dict[str, Any]
@@ -48,46 +47,23 @@ def in_least_memory(worker: Worker, device_id: int, more: int, plan: Callable[[W
 
 
 def plans_of(
-    operation: str, sources: Sequence[Worker], destinations: Sequence[Worker], size: int = 0, **options: Any
+    sources: Sequence[Worker], destinations: Sequence[Worker], size: int = 0, **options: Any
 ) -> list[StagedPlan]:
-    """The plans of all readers or all writers, in regions of ``size`` bytes; of 0 bytes: in regions that they have."""
-    local = [with_staging(each, size) if size else each for each in (destinations, sources)[operation == "WRITE"]]
-    if operation == "READ":
-        return [stage(worker, sources, staging=NAME, **options) for worker in local]
-    return [
-        stage_writes(worker, destinations, [s for s in sources if s.key != worker.key], staging=NAME, **options)
-        for worker in local
-    ]
+    """The plans of all readers, in regions of ``size`` bytes; of 0 bytes: in regions that they have."""
+    local = [with_staging(each, size) if size else each for each in destinations]
+    return [stage(worker, sources, staging=NAME, **options) for worker in local]
 
 
 def staged(worker: Worker, sources: Sequence[Worker], size: int = 1 << 20, **options: Any) -> StagedPlan:
     """The plan of one destination."""
-    (plan,) = plans_of("READ", sources, [worker], size, **options)
+    (plan,) = plans_of(sources, [worker], size, **options)
     return plan
 
 
-def staged_writes(
-    sources: Sequence[Worker], destinations: Sequence[Worker], size: int = 1 << 20, **options: Any
-) -> list[StagedPlan]:
-    """The plans of all sources."""
-    return plans_of("WRITE", sources, destinations, size, **options)
-
-
-def request_of(operation: str, destination: Any, source: Any, tokens: Any = None) -> Request:
+def request_of(destination: Any, source: Any, tokens: Any = None) -> Request:
     """A request by the block tables of both sides, or those of their group ``attn``."""
-    ours, theirs = (side if isinstance(side, dict) else {"attn": side} for side in (destination, source))
-    local, remote = (ours, theirs) if operation == "READ" else (theirs, ours)
+    local, remote = (side if isinstance(side, dict) else {"attn": side} for side in (destination, source))
     return {"local": local, "remote": remote, "tokens": tokens}
-
-
-def sources(plan: StagedPlan) -> tuple[Worker, ...]:
-    """The workers that a plan moves bytes from."""
-    return plan.direct.remotes if plan.operation == "READ" else (plan.direct.local,)
-
-
-def destinations(plan: StagedPlan) -> tuple[Worker, ...]:
-    """The workers that a plan moves bytes to."""
-    return (plan.direct.local,) if plan.operation == "READ" else plan.direct.remotes
 
 
 def cells(memory: FakeMemory, worker: Worker) -> dict[str, npt.NDArray[Any]]:
@@ -126,12 +102,9 @@ def carry_out(plan: StagedPlan, memory: FakeMemory, request: Request) -> None:
     """Carry out a request in fake memory, chunk by chunk."""
     arrays = cells(memory, plan.direct.local)
     for chunk in plan.bind(**request):
-        if chunk.operation == "WRITE":
-            run(chunk.copies, arrays)
         for spec in chunk.specs:
             memory.execute(spec)
-        if chunk.operation == "READ":
-            run(chunk.copies, arrays)
+        run(chunk.copies, arrays)
 
 
 def same_as_direct(plans: Sequence[StagedPlan], request: Request, *, moves: bool = True) -> None:
@@ -141,7 +114,7 @@ def same_as_direct(plans: Sequence[StagedPlan], request: Request, *, moves: bool
     )
     with FakeMemory(every) as one, FakeMemory(every) as other:
         for memory in (one, other):
-            fill(memory, {worker.key: worker for plan in plans for worker in sources(plan)}.values())
+            fill(memory, {worker.key: worker for plan in plans for worker in plan.direct.remotes}.values())
         for plan in plans:
             for spec in plan.direct.bind(**request):
                 one.execute(spec)
@@ -149,7 +122,7 @@ def same_as_direct(plans: Sequence[StagedPlan], request: Request, *, moves: bool
         for worker in every:
             wanted, found = cells(one, worker), cells(other, worker)
             assert all(np.array_equal(wanted[name], found[name]) for name in wanted if name != NAME)
-        written = [cells(other, worker) for plan in plans for worker in destinations(plan)]
+        written = [cells(other, plan.direct.local) for plan in plans]
         assert any(array.any() for found in written for name, array in found.items() if name != NAME) == moves
 
 
@@ -195,13 +168,12 @@ class ManualExecutor:
         """As in fake memory."""
         self.inner.prepare(plan)
 
-    def start(self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True) -> Transfer:
+    def start(self, spec: ReadSpec, request: str) -> Transfer:
         """Start a transfer that runs until it is ended."""
         if self.refuses is not None and self.gone in (None, spec.remote):
             raise self.refuses
-        transfer = self.inner.start(spec, request, attempt=attempt, notify=notify)
-        side = 0 if spec.operation == "READ" else 1
-        spoil(self.inner.network.memory, (spec.local, spec.remote)[side], spec.descriptors()[side])
+        transfer = self.inner.start(spec, request)
+        spoil(self.inner.network.memory, spec.local, spec.descriptors()[0])
         self.running.append(transfer)
         return transfer
 
@@ -215,8 +187,6 @@ class ManualExecutor:
             self.inner.network.memory.execute(transfer.spec)
             transfer.status = Status.CANCELLED
         else:
-            others = [other for other in self.running if other.request == transfer.request]
-            assert not (transfer.notifies and any(other.spec.local_ids.size for other in others)), "notified too early"
             self.inner.poll(transfer)
 
     def poll(self, transfer: Transfer) -> Status:
@@ -235,14 +205,6 @@ class ManualExecutor:
         self.released.append(transfer)
         if self.not_released is not None:
             raise self.not_released
-
-    def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
-        """As in fake memory."""
-        self.inner.notify(worker, request, status, attempt=attempt)
-
-    def notices(self) -> tuple[Notice, ...]:
-        """As in fake memory."""
-        return self.inner.notices()
 
 
 @attrs.define(eq=False)
@@ -301,17 +263,16 @@ Places = set[tuple[Key, str, int]]
 """Blocks, by worker and region."""
 
 
-def rig_plan(blocks: int, operation: str = "READ", peers: int = PEERS, name: str = "peers") -> StagedPlan:
-    """The plan of a worker that reads from others, or writes to them."""
-    reads = operation == "READ"
+def rig_plan(blocks: int, peers: int = PEERS, name: str = "peers") -> StagedPlan:
+    """The plan of a worker that reads from others."""
     near, far = engine("local", order="HN", blocks=blocks), engine(name, tp=peers, order="NH", blocks=blocks)
-    (plan,) = plans_of(operation, *((far, near) if reads else (near, far)), ONE_BLOCK)
+    (plan,) = plans_of(far, near, ONE_BLOCK)
     return plan
 
 
-def rig_plans(blocks: int, operation: str) -> tuple[StagedPlan, StagedPlan]:
+def rig_plans(blocks: int) -> tuple[StagedPlan, StagedPlan]:
     """The plan of a rig and one with other peers, in the same staging region."""
-    return rig_plan(blocks, operation), rig_plan(blocks, operation, OTHERS, "others")
+    return rig_plan(blocks), rig_plan(blocks, OTHERS, "others")
 
 
 def rig_request(number: int, tokens: Any) -> Request:
@@ -330,13 +291,13 @@ def differing(network: FakeNetwork, moved: Sequence[tuple[StagedPlan, Mapping[in
     """The blocks of destinations that differ from what direct plans write for requests, by number their tokens."""
     with FakeMemory(tuple(network.workers.values())) as memory:
         for plan, requests in moved:
-            fill(memory, sources(plan))
+            fill(memory, plan.direct.remotes)
             for number, tokens in requests.items():
                 for spec in plan.direct.bind(**rig_request(number, tokens)):
                     memory.execute(spec)
         return {
             (worker.key, name, int(at) // worker.views[0].block_stride_bytes)
-            for worker in {worker.key: worker for plan, _ in moved for worker in destinations(plan)}.values()
+            for worker in {plan.direct.local.key: plan.direct.local for plan, _ in moved}.values()
             for name, found in cells(network.memory, worker).items()
             if name != NAME
             for at in np.flatnonzero(cells(memory, worker)[name] != found)
@@ -345,19 +306,17 @@ def differing(network: FakeNetwork, moved: Sequence[tuple[StagedPlan, Mapping[in
 
 def own_blocks(plan: StagedPlan, numbers: Iterable[int], chunks: int = 5) -> Places:
     """The blocks that destinations have for the first chunks of requests."""
-    side = "local" if plan.operation == "READ" else "remote"
     return {
-        (worker.key, region.name, int(block))
-        for worker in destinations(plan)
-        for region in worker.regions
+        (plan.direct.local.key, region.name, int(block))
+        for region in plan.direct.local.regions
         for number in numbers
-        for block in rig_request(number, None)[side]["attn"].ids[:chunks]
+        for block in rig_request(number, None)["local"]["attn"].ids[:chunks]
     }
 
 
 @attrs.define
 class Rig:
-    """A pipeline of a worker that reads from its peers, or writes to them. Its plans take requests in turn."""
+    """A pipeline of a worker that reads from its peers. Its plans take requests in turn."""
 
     plans: tuple[StagedPlan, ...]
     network: FakeNetwork
@@ -372,7 +331,7 @@ class Rig:
         executor, copier = ManualExecutor(network.executor(local)), ManualCopier(network.memory, local.key)
         pipeline = Pipeline(executor, NAME, copier)
         for plan in plans:
-            fill(network.memory, sources(plan))
+            fill(network.memory, plan.direct.remotes)
             pipeline.prepare(plan)
         return cls(plans, network, executor, copier, pipeline)
 
@@ -390,59 +349,29 @@ class Rig:
         return self.plans[number % len(self.plans)]
 
     @property
-    def reads(self) -> bool:
-        """Whether transfers fill buffer slots, and copies empty them."""
-        return self.plan.operation == "READ"
-
-    @property
     def moving(self) -> list[Transfer]:
-        """The transfers that run and move bytes."""
-        return [transfer for transfer in self.executor.running if transfer.spec.local_ids.size]
-
-    @property
-    def notifying(self) -> list[Transfer]:
-        """The transfers that run and move no bytes."""
-        return [transfer for transfer in self.executor.running if not transfer.spec.local_ids.size]
+        """The transfers that run."""
+        return [*self.executor.running]
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """How many chunks fill their buffer slot, and how many empty it, where each has a transfer with all peers."""
-        filling, emptying = len(self.moving) // PEERS, len(self.copier.running)
-        return (filling, emptying) if self.reads else (emptying, filling)
+        """How many chunks are read into their buffer slot, and how many are copied out of it."""
+        return len(self.moving) // PEERS, len(self.copier.running)
 
     def fill(self, which: int = 0) -> None:
-        """End the step that fills the buffer slot of a chunk; ``which`` of those under way, in order."""
-        self._end(self.reads, which)
+        """End the transfers of a chunk; ``which`` of those under way, in order."""
+        for transfer in self.moving[PEERS * which : PEERS * (which + 1)]:
+            self.executor.end(transfer)
 
     def empty(self, which: int = 0) -> None:
-        """End the step that empties the buffer slot of a chunk."""
-        self._end(not self.reads, which)
-
-    def _end(self, moving: bool, which: int) -> None:
-        if moving:
-            for transfer in self.moving[PEERS * which : PEERS * (which + 1)]:
-                self.executor.end(transfer)
-        else:
-            self.copier.end(self.copier.running[which])
+        """End the copies of a chunk."""
+        self.copier.end(self.copier.running[which])
 
     def go(self, steps: str) -> None:
         """Fill, f, or empty, e, the first buffer slot under way; then poll. Nothing is settled."""
         for step in steps:
             self.fill() if step == "f" else self.empty()
             assert self.pipeline.poll() == ()
-
-    def until_transfers(self, chunks: int = 1) -> list[Transfer]:
-        """Go on to where transfers of so many chunks run."""
-        if not self.reads:
-            self.go("f" * chunks)
-        assert len(self.moving) == PEERS * chunks
-        return self.moving
-
-    def until_copies(self) -> None:
-        """Go on to where copies run."""
-        if self.reads:
-            self.go("f")
-        assert self.copier.running
 
     def finish(self) -> list[StagedTransfer]:
         """Let everything go on to its end; return what is settled."""
@@ -454,13 +383,6 @@ class Rig:
                 self.copier.end(ticket)
             settled += self.pipeline.poll()
         return settled
-
-    def notified(self, which: int = 0) -> dict[int, list[str]]:
-        """By rank of a peer of a plan, the requests that it has been notified of since the last call."""
-        return {
-            peer.rank: [notice.request for notice in self.network.executor(peer).notices()]
-            for peer in self.plans[which].direct.remotes
-        }
 
     def wrong(self, requests: Mapping[int, Any]) -> Places:
         """The blocks of destinations that differ from what direct plans write for requests."""

@@ -226,14 +226,6 @@ def resolved(name: str) -> object:
     return getattr(importlib.import_module(f"kvplan.{room}".rstrip(".")), last)
 
 
-def test_the_demo_is_on_its_page(site: Path) -> None:
-    """The page on NIXL includes the whole demo to copy."""
-    words = re.sub(r"<[^>]*>", "", (site / "how-to" / "nixl.html").read_text())
-    names = re.findall(r"^(?:def|class) (\w+)", (ROOT / "kvplan_nixl" / "demo.py").read_text(), re.MULTILINE)
-    assert names
-    assert [name for name in names if f" {name}" not in words] == []
-
-
 def test_every_link_of_the_book_leads_somewhere(site: Path) -> None:
     """Each relative link leads to a file of the book, and to an id on that page if it names one."""
     pages = {path: Links(path) for path in site.rglob("*.html") if path.name != "404.html"}

@@ -12,14 +12,12 @@ from kvplan import (
     Blocks,
     Executor,
     KVPlanError,
-    Notice,
     ReadSpec,
     Region,
     Status,
     Worker,
     plan_reads,
 )
-from kvplan.executor import PendingRequests
 from kvplan.testing import FakeNetwork
 from kvplan.testing.executors import Bytes, ExecutorContract
 from tests.small import engine
@@ -42,6 +40,10 @@ class FakeCluster:
     def write(self, worker: Worker, region: Region, values: Bytes) -> None:
         """Set all bytes of a region."""
         self.network.memory.write(worker, region.address, values, region.device_id)
+
+    def lose(self, worker: Worker) -> None:
+        """Transfers with a worker fail from now on."""
+        self.network.lose(worker)
 
 
 class TestFakeExecutor(ExecutorContract):
@@ -66,14 +68,13 @@ def one_transfer() -> tuple[FakeNetwork, Executor, ReadSpec]:
     return network, executor, spec
 
 
-def test_a_cancelled_transfer_moves_no_byte_and_notifies_nobody() -> None:
+def test_a_cancelled_transfer_moves_no_byte() -> None:
     """A transfer that is cancelled before its first poll leaves memory as it is."""
     network, executor, spec = one_transfer()
     transfer = executor.start(spec, "request")
     executor.cancel(transfer)
     assert executor.poll(transfer) is Status.CANCELLED
     assert not len(network.memory.writes(("decode", 0)))
-    assert network.inbox["prefill", 0] == []
 
 
 def test_a_transfer_is_one_short_line() -> None:
@@ -93,27 +94,6 @@ def test_a_failed_copy_fails_its_transfer_alone() -> None:
     assert executor.poll(transfer) is Status.FAILED
     assert transfer.error is not None
     assert transfer.error.code == "MEMORY"
-
-
-def test_pending_requests_count_workers() -> None:
-    """Only the first notice of each awaited worker, for a pending request's present attempt, changes anything."""
-    first, second, third = (("decode", rank) for rank in range(3))
-    pending = PendingRequests()
-    pending.add("one", [first, second], attempt=1)
-    pending.add("none", [])
-    assert pending.receive([]) == {"none": Status.DONE}
-    wrong = [Notice(*first, "one"), Notice(*third, "one", 1), Notice(*first, "two", 1), Notice(*first, "none")]
-    assert pending.receive([*wrong, Notice(*first, "one", 1), Notice(*first, "one", 1, Status.FAILED)]) == {}
-    assert pending.receive([Notice(*second, "one", 1, Status.CANCELLED)]) == {"one": Status.CANCELLED}
-    assert pending.receive([Notice(*second, "one", 1)]) == {}
-    assert len(pending) == 0
-    pending.add("one", [first], attempt=2)
-    pending.add("one", [first], attempt=3)
-    assert pending.receive([Notice(*first, "one", 2)]) == {}
-    assert repr(pending) == "<PendingRequests: 1>"
-    pending.discard("one")
-    pending.discard("one")
-    assert pending.receive([Notice(*first, "one", 3)]) == {}
 
 
 @pytest.mark.parametrize("operation", ["COPY", "read", "", None])

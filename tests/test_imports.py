@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import importlib
 import re
 import subprocess
 import sys
@@ -82,17 +81,6 @@ def test_a_store_on_files_loads_no_engine_and_no_nixl() -> None:
     code = "import sys, kvplan_nixl.serving.store; print(*{name.partition('.')[0] for name in sys.modules})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {*run.stdout.split()} & {"nixl", "torch", "obstore", "click", "vllm", "sglang"}
-
-
-@pytest.mark.parametrize(
-    "name, where", [("FakeNetwork", "executor"), ("FakeExecutor", "executor"), ("FakeCopier", "staging")]
-)
-def test_a_fake_can_be_had_beside_its_protocol(name: str, where: str) -> None:
-    """A fake is in kvplan.testing; the module of its protocol has it too, but loads it only when it is asked for."""
-    module = importlib.import_module(f"kvplan.{where}")
-    assert getattr(module, name) is getattr(kvplan.testing, name)
-    with pytest.raises(AttributeError, match=f"^module 'kvplan.{where}' has no attribute 'FakeOther'$"):
-        _ = module.FakeOther
 
 
 @pytest.mark.parametrize("name", kvplan.__all__)

@@ -133,4 +133,4 @@ def test_wrong_values_end_in_typed_errors(name: str, tmp_path: Any, monkeypatch:
 def test_functions_methods_and_other_rooms_are_found() -> None:
     """Nothing is left out for want of a list."""
     assert {"kvplan.plan_reads", "kvplan.executor.not_planned_for", "kvplan.plan.PairCost.of"} <= {*CALLS}
-    assert {"kvplan.staging.Rates.load", "kvplan_nixl.serving.store.evict", "kvplan.PeerError"} <= {*CALLS}
+    assert {"kvplan.staging.choose", "kvplan_nixl.serving.store.evict", "kvplan.PeerError"} <= {*CALLS}

@@ -80,13 +80,6 @@ IMPURE = {
 }
 """The rooms that serve, print and drive, with all that their modules use."""
 
-EXCEPTIONS = {
-    "executor": {"interpreter"},  # the protocols lend their fakes
-    "staging": {"interpreter"},
-    "staging.choice": {"files"},  # rates are saved to the path that a caller names, and loaded from one
-}
-"""What single modules of pure rooms use."""
-
 STATE = {
     "staging.pipeline": {"Pipeline._by_region"},  # the pipelines in use, by staging region, held weakly
     "models.families": {"_TABLE"},  # lists of the data file, of which frozen values are made at once
@@ -117,8 +110,8 @@ def resources(module: ast.Module) -> set[str]:
 
 @pytest.mark.parametrize("module", PURE)
 def test_a_pure_module_touches_nothing_outside(module: str) -> None:
-    """No socket, thread, file, clock, random number, process, environment or log; exceptions are named above."""
-    assert resources(tree(module)) == EXCEPTIONS.get(module, set())
+    """No socket, thread, file, clock, random number, process, environment or log."""
+    assert resources(tree(module)) == set()
 
 
 @pytest.mark.parametrize("name", IMPURE)

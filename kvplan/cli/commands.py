@@ -41,7 +41,7 @@ from kvplan.handshake.messages import MAX_BYTES
 from kvplan.models import Model
 from kvplan.models.config import MAX_LAYERS
 from kvplan.models.options import read_decimal
-from kvplan.plan import MeshPlan, TransferPlan, plan_mesh, plan_reads
+from kvplan.plan import TransferPlan, plan_mesh, plan_reads
 
 STYLES: Final = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
 """Colours of source workers in a drawing; the seventh has the first again."""
@@ -141,8 +141,7 @@ def explain_command(
 ) -> int:
     """Describe both engines' memory and a plan's rows.
 
-    With --json: each worker's offer, each row, and the completions that each worker sends and
-    awaits.
+    With --json: each worker's offer, and each row.
 
     \b
     kvplan explain llama-3.1-8b --src tp=4 --dst tp=2,block=64 --detail line
@@ -152,7 +151,9 @@ def explain_command(
     mesh = plan_mesh(destinations, sources, not_transferred=drafts)
     if as_json:
         offers = {"src": _offers_json(sources), "dst": _offers_json(destinations)}
-        echo_json(engines.to_json() | {"offers": offers, **_mesh_json(mesh)})
+        echo_json(
+            engines.to_json() | {"offers": offers, "plans": list(map(_plan_json, mesh.plans))}
+        )
         return 0
     width = terminal_width()
     print_lines(engines.heading())
@@ -178,17 +179,6 @@ def explain_command(
 
 def _offers_json(workers: Sequence[Worker]) -> list[Any]:
     return [json.loads(encode(worker)) for worker in workers]
-
-
-def _mesh_json(mesh: MeshPlan) -> dict[str, Any]:
-    """Return the plans of all workers, and the completions that each of them sends and awaits."""
-    # keys of JSON objects are texts, so a worker is named by its label
-    completions = {}
-    for key, awaited in mesh.completions.items():
-        sends = list(map(label_of, awaited.sends))
-        awaits = list(map(label_of, awaited.awaits))
-        completions[label_of(key)] = {"sends": sends, "awaits": awaits}
-    return {"plans": list(map(_plan_json, mesh.plans)), "completions": completions}
 
 
 def _plan_json(plan: TransferPlan) -> dict[str, Any]:

@@ -333,7 +333,7 @@ class Worker:
 
     @property
     def key(self) -> Key:
-        """``(engine_id, rank)``, by which specs and completions name a worker.
+        """``(engine_id, rank)``, by which specs name a worker.
 
         >>> Worker("decode", 3, (), (), ()).key
         ('decode', 3)

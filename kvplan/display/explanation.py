@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from kvplan._checks import integer, is_one_of
-from kvplan._text import WIDTH, count, fold, intervals, shown, size, sizes
+from kvplan._text import WIDTH, count, fold, shown, size, sizes
 from kvplan.budget import Budget
 from kvplan.describe.blocks import Blocks
 from kvplan.describe.views import Group, Region, View
@@ -298,27 +298,10 @@ def _aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
 @_lines.register
 def _mesh(mesh: MeshPlan, rows: bool) -> Iterator[str]:
     pairs = [pair for plan in mesh.plans for pair in plan.pairs if pair.local_table.num_ids]
-    engines = f"{count(len(mesh.plans), 'plan')} for {count(len(mesh.completions), 'worker')}"
+    engines = f"{count(len(mesh.plans), 'plan')} for {count(mesh.num_workers, 'worker')}"
     yield f"{engines}, {count(len(pairs), 'pair')} with bytes to move: {_totals(pairs)}"
     for plan in mesh.plans:
         yield from _indented(_plan(plan, rows))
-    if rows:
-        for key, completions in mesh.completions.items():
-            sends = ", ".join(map(label_of, completions.sends)) or "nobody"
-            awaits = ", ".join(map(label_of, completions.awaits)) or "nobody"
-            yield f"  {label_of(key)} sends completions to {sends}, awaits those of {awaits}"
-        return
-    # Workers without a plan, folded where they await equally many completions.
-    planned = {plan.local.key for plan in mesh.plans}
-    awaiting = []
-    for key, completions in mesh.completions.items():
-        if key not in planned:
-            awaiting.append((*key, len(completions.awaits)))
-    for workers in _equal(awaiting, operator.itemgetter(0, 2)):
-        engine, _, number = workers[0]
-        ranks = intervals(rank for _, rank, _ in workers)
-        verb = ": each awaits" if len(workers) > 1 else " awaits"
-        yield f"  {engine}/{ranks}{verb} {count(number, 'completion')}"
 
 
 @_lines.register

@@ -1,10 +1,4 @@
-"""Meshes: plans of whole engines, and the completions that their workers exchange.
-
-The worker that moves bytes, a reader or a writer, notifies the other worker when a request is
-complete: one *completion* for each pair of workers that its plan has rows for, also in a request
-that moves no byte between them. Who notifies whom is read off the plans, so no second formula can
-disagree with them.
-"""
+"""Meshes: the plans of all workers of two engines, and who exchanges bytes with whom."""
 
 from __future__ import annotations
 
@@ -13,48 +7,12 @@ from typing import Literal
 
 import attrs
 
-from kvplan._checks import members
-from kvplan._text import brief_repr
 from kvplan.budget import Budget
 from kvplan.describe.worker import Key, Worker, checked_names
 from kvplan.plan.cost import Cost, cost
 from kvplan.plan.pairs import budget_of, plan_pairs, shares
 from kvplan.plan.specs import READ, direction_of
 from kvplan.plan.transfer import TransferPlan, checked_workers
-
-
-@attrs.frozen
-class Completions:
-    """The workers that one worker notifies of a completed request, and those it waits for.
-
-    Each is (engine id, rank). A worker that waits for nobody may free or use a request's blocks at
-    once: a replica that serves no destination.
-    """
-
-    sends: tuple[Key, ...]
-    awaits: tuple[Key, ...]
-
-    __repr__ = brief_repr
-
-
-def completions(plans: Iterable[TransferPlan]) -> Mapping[Key, Completions]:
-    """Return the completions of every worker in the plans, local and remote.
-
-    Pass the plans of a whole mesh, reads or writes: a worker waits for all others that move its
-    bytes.
-    """
-    sends: dict[Key, list[Key]] = {}
-    awaits: dict[Key, list[Key]] = {}
-    for plan in members(TransferPlan, plans, "plans"):
-        local = plan.local.key
-        sends.setdefault(local, [])
-        for pair in plan.pairs:
-            awaits.setdefault(pair.remote, [])
-            if pair.group_pairs:
-                sends[local].append(pair.remote)
-                awaits[pair.remote].append(local)
-    keys = {**sends, **awaits}
-    return {key: Completions(tuple(sends.get(key, ())), tuple(awaits.get(key, ()))) for key in keys}
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -64,9 +22,10 @@ class MeshPlan:
     plans: tuple[TransferPlan, ...]
 
     @property
-    def completions(self) -> Mapping[Key, Completions]:
-        """The completions of each worker of both engines."""
-        return completions(self.plans)
+    def num_workers(self) -> int:
+        """Workers of both engines."""
+        locals_ = {plan.local.key for plan in self.plans}
+        return len(locals_.union(*({pair.remote for pair in plan.pairs} for plan in self.plans)))
 
     def cost(self, tokens: int | None = None) -> Cost:
         """Return what a request costs in all plans; see :meth:`kvplan.TransferPlan.cost`."""
@@ -77,7 +36,7 @@ class MeshPlan:
         return cost(direction, pairs, tokens)
 
     def __repr__(self) -> str:
-        return f"<MeshPlan: {len(self.plans)} plans, {len(self.completions)} workers>"
+        return f"<MeshPlan: {len(self.plans)} plans, {self.num_workers} workers>"
 
 
 def plan_mesh(

@@ -32,7 +32,6 @@ from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor
 from kvplan.plan import TransferPlan, plan_reads
-from kvplan.plan.specs import READ
 from kvplan.protocol.digest_requests import DigestRequest
 from kvplan.protocol.handoff import Source
 from kvplan.protocol.listener import Offers
@@ -98,7 +97,7 @@ class PipelinePlan:
 
     def submit(self, name: str, request: Request) -> StagedTransfer:
         """Begin a request of the plan, or queue it. Nobody is notified of it."""
-        return self.pipeline.submit(self.plan, name, **request, notify=False)
+        return self.pipeline.submit(self.plan, name, **request)
 
 
 @attrs.frozen(eq=False)
@@ -303,10 +302,10 @@ class PeerEngines:
         """Return the plan that takes the least time, within a budget."""
         if self._pipeline is None:
             return self._connections.plan(self._worker, workers, budget=budget)
-        shared = Shares.of(READ, self._worker, workers, (), (), budget)
+        shared = Shares.of(self._worker, workers, (), budget)
         staging = self._pipeline.staging
         try:
-            choice = choice_of(shared, STRATEGIES["READ"], staging, USUAL_TOKENS, self._rates)
+            choice = choice_of(shared, STRATEGIES, staging, USUAL_TOKENS, self._rates)
             return choice.best.plan
         except KVPlanError as error:
             # There are more descriptors than can be counted.

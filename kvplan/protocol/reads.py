@@ -324,7 +324,7 @@ class Reads:
         while job.unposted and self._posted_s < POST_S:
             spec = job.unposted.popleft()
             began_at = self._system.monotonic()
-            job.transfers.append(self._executor.start(spec, job.read.request, notify=False))
+            job.transfers.append(self._executor.start(spec, job.read.request))
             posted_at = self._system.monotonic()
             self._posted_s += posted_at - began_at
             job.post_seconds = posted_at - job.began_at

@@ -1,9 +1,7 @@
 """Staging buffers: memory for what a worker exchanges with a peer, in the peer's own byte order.
 
 Runs are long where both sides store bytes in the same order. A destination of another order
-therefore reads long runs into a staging buffer, and then copies the bytes into place locally. A
-source copies bytes into a staging buffer in the destination's order, and then writes long runs from
-there.
+therefore reads long runs into a staging buffer, and then copies the bytes into place locally.
 
 - staging.S1: a staging buffer has a group for each pair of groups, of the destination and of the
   source, between which bytes move. It has the block size and the context of the peer's group.
@@ -59,7 +57,7 @@ from kvplan.plan.cells import Cell
 from kvplan.plan.pairs import shares
 from kvplan.plan.specs import Pair
 from kvplan.plan.transfer import TransferPlan
-from kvplan.staging.copies import DESTINATION, SOURCE, BothGroups, CopyTemplate, joined_dims
+from kvplan.staging.copies import SOURCE, BothGroups, CopyTemplate, joined_dims
 
 MAX_RUNS: Final = 1 << 18
 """The most runs of a frame that rule staging.S3 is applied to; larger frames are packed view by
@@ -136,31 +134,18 @@ class Pool:
 class StagingBuffer:
     """Staging memory for one peer, described as a worker under the peer's key.
 
-    ``side`` is the peer's: 0 for a destination, 1 for a source. ``groups`` has the buffer's group
-    for each pair of groups. The blocks of a group form two buffer slots of ``slot_blocks`` each, by
-    group name. ``view_indices`` has the index of a view, by the name of its group and the number of
-    the peer's view.
+    ``groups`` has the buffer's group for each pair of groups. The blocks of a group form two buffer
+    slots of ``slot_blocks`` each, by group name. ``view_indices`` has the index of a view, by the
+    name of its group and the number of the peer's view.
     """
 
     worker: Worker
-    side: int
     groups: Mapping[BothGroups, Group]
     slot_blocks: Mapping[str, int]
     view_indices: Mapping[tuple[str, int], int]
 
-    def local_step(self, cells: Iterable[Cell]) -> list[Cell]:
-        """Return the cells between the buffer and its worker, given those of peer and worker."""
-        return self._replacing(self.side, cells)
-
-    def transfer_step(self, peer: Worker, cells: Iterable[Cell], budget: Budget) -> list[Cell]:
-        """Return the cells between the buffer and the peer, given those of worker and peer.
-
-        A worker writes just what is needed, and reads all that the buffer has room for: then runs
-        are long.
-        """
-        if self.side == DESTINATION:
-            return self._replacing(SOURCE, cells)
-        # the buffer is planned as a destination of the peer, with all that both hold
+    def transfer_step(self, peer: Worker, budget: Budget) -> list[Cell]:
+        """Return the cells between the buffer and the peer: all that both hold, in long runs."""
         transferred = list[Cell]()
         for (_, source_group), group in self.groups.items():
             destination = _only(self.worker, group)
@@ -169,35 +154,27 @@ class StagingBuffer:
                 transferred += share.cells
         return transferred
 
-    def _replacing(self, side: int, cells: Iterable[Cell]) -> list[Cell]:
-        """Return cells with the buffer's views on one side, one for each geometry that these have.
+    def local_step(self, cells: Iterable[Cell]) -> list[Cell]:
+        """Return the cells between the buffer and its worker, given those of peer and worker.
 
+        The buffer's views take the place of the peer's, one cell for each geometry that they have.
         Coordinates and positions stay, so that no other byte moves.
         """
         replaced = list[Cell]()
         geometry_of = np.array(self.worker.geometry_of, np.int64)
         for cell in cells:
             # one element for each tensor: the buffer's view of it, and the index of its geometry
-            views = self._views(cell)
+            name = self.groups[_groups(cell)].name
+            numbers = source_views(cell).tolist()
+            views = np.array([self.view_indices[name, number] for number in numbers], np.int64)
             geometry_indices = geometry_of[views]
-            for geometry_index in distinct(geometry_indices).tolist():
-                has_geometry = geometry_indices == geometry_index
+            for index in distinct(geometry_indices).tolist():
+                has_geometry = geometry_indices == index
                 match = cell.match.of_tensors(has_geometry)
-                geometry = self.worker.geometries[geometry_index]
-                if side == SOURCE:
-                    match = match.with_source(self.worker, geometry, views[has_geometry])
-                    replaced.append(attrs.evolve(cell, match=match, source=0))
-                else:
-                    match = match.with_destination(self.worker, geometry, views[has_geometry])
-                    replaced.append(attrs.evolve(cell, match=match, destination=0))
+                geometry = self.worker.geometries[index]
+                match = match.with_source(self.worker, geometry, views[has_geometry])
+                replaced.append(attrs.evolve(cell, match=match, source=0))
         return replaced
-
-    def _views(self, cell: Cell) -> Ints:
-        """Return the index of the buffer's view of each tensor of a cell."""
-        group_name = self.groups[_groups(cell)].name
-        numbers = view_numbers(cell)[self.side].tolist()
-        indices = [self.view_indices[group_name, number] for number in numbers]
-        return np.array(indices, np.int64)
 
 
 @attrs.frozen(eq=False)
@@ -220,27 +197,24 @@ class StagedPeer:
 
     def templates_of(self, group: Group) -> list[CopyTemplate]:
         """Return the templates of the copies from or to a group of the buffer."""
-        side = self.buffer.side
-        return [template for template in self.templates if template.groups[side] == group]
+        return [template for template in self.templates if template.groups[SOURCE] == group]
 
 
-def view_numbers(cell: Cell) -> tuple[Ints, Ints]:
-    """Return the number of each tensor's view among the destination's, and among the source's."""
-    destination_views, source_views = cell.match.views
-    column = cell.match.sources.column[cell.source]
-    return destination_views[:, cell.destination], source_views[:, column]
+def source_views(cell: Cell) -> Ints:
+    """Return the number of each tensor's view among the source's."""
+    _, views = cell.match.views
+    return views[:, cell.match.sources.column[cell.source]]
 
 
 def pools(
     peer: Worker,
     cells: Iterable[Cell],
-    side: int,
     budget: Budget,
     whole: bool = False,
 ) -> dict[BothGroups, tuple[Pool, ...]]:
-    """Return the pools for a peer's side of these cells, by rules staging.S1 to staging.S4."""
+    """Return the pools for the source's side of these cells, by rules staging.S1 to staging.S4."""
     pools_of = {}
-    for groups, spans_by_view in _needed_spans(cells, side).items():
+    for groups, spans_by_view in _needed_spans(cells).items():
         views = []
         for number, spans in spans_by_view.items():
             view = peer.views[number]
@@ -251,12 +225,12 @@ def pools(
     return pools_of
 
 
-def _needed_spans(cells: Iterable[Cell], side: int) -> dict[BothGroups, dict[int, Spans]]:
+def _needed_spans(cells: Iterable[Cell]) -> dict[BothGroups, dict[int, Spans]]:
     """Return the spans that cells need, by pair of groups and by number of the peer's view."""
     needed: dict[BothGroups, dict[int, Spans]] = {}
     for cell in cells:
         spans_by_view = needed.setdefault(_groups(cell), {})
-        for number in view_numbers(cell)[side].tolist():
+        for number in source_views(cell).tolist():
             spans = spans_by_view.setdefault(number, {})
             for axis, part in cell.parts.items():
                 # several cells may need parts of one view: the span of all of them
@@ -362,7 +336,6 @@ def _laid_out(demands: Sequence[Demand], grain: int, window: int) -> _Layout:
 def staging_buffer(
     local: Worker,
     peer: Worker,
-    side: int,
     region: str,
     pools_of: Mapping[BothGroups, Sequence[Pool]],
     places: Iterator[PoolPlace],
@@ -374,7 +347,7 @@ def staging_buffer(
     view_indices: dict[tuple[str, int], int] = {}
     for both_groups, group_pools in pools_of.items():
         group_name = "<-".join(group.name for group in both_groups)
-        groups[both_groups] = attrs.evolve(both_groups[side], name=group_name)
+        groups[both_groups] = attrs.evolve(both_groups[SOURCE], name=group_name)
         for pool in group_pools:
             place = next(places)
             slot_blocks[group_name] = place.slot_blocks
@@ -384,7 +357,7 @@ def staging_buffer(
                 view_indices[group_name, number] = len(views)
                 views.append(view)
     worker = Worker(peer.engine_id, peer.rank, local.regions, groups.values(), views)
-    return StagingBuffer(worker, side, groups, slot_blocks, view_indices)
+    return StagingBuffer(worker, groups, slot_blocks, view_indices)
 
 
 def _groups(cell: Cell) -> BothGroups:

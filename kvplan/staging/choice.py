@@ -9,10 +9,7 @@ never more.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 import attrs
@@ -23,7 +20,6 @@ from kvplan._checks import (
     instance,
     integer,
     is_one_of,
-    members,
     name,
     seconds,
 )
@@ -32,19 +28,13 @@ from kvplan.budget import Budget
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.cost import Cost
-from kvplan.plan.specs import DIRECTIONS
 from kvplan.plan.transfer import TransferPlan
 from kvplan.staging.buffers import checked_staging
 from kvplan.staging.cost import StagedCost, staged_cost
 from kvplan.staging.plan import Shares, StagedPlan
 
 AUTO: Final = "auto"
-STRATEGIES: Final = MappingProxyType(
-    {
-        "READ": ("direct", "receive-staged", "receive-staged-whole"),
-        "WRITE": ("direct", "send-staged"),
-    }
-)
+STRATEGIES: Final = ("direct", "receive-staged", "receive-staged-whole")
 
 
 @attrs.frozen
@@ -89,36 +79,6 @@ class Rates:
         transfer_s = transfers * self.transfer_s + descriptors * self.descriptor_s
         transfer_s += num_bytes * self.byte_s
         return transfer_s + copies * self.copy_s + copied_bytes * self.copied_byte_s
-
-    def save(self, path: Path | str) -> None:
-        """Write the rates to a JSON file."""
-        _path(path).write_text(json.dumps(attrs.asdict(self), indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: Path | str) -> Rates:
-        """Read what :meth:`save` wrote.
-
-        Raises ``MESSAGE`` for a file that is not JSON, or that nobody can read, ``KEY`` for another
-        object, ``TYPE`` for what is no path.
-        """
-        file = _path(path)
-        action = f"read rates from {file}"
-        try:
-            rates = json.loads(file.read_text())
-        except OSError as error:
-            got = f"{error.strerror}"
-            raise KVPlanError("MESSAGE", action, expected="a file", got=got) from None
-        except ValueError as error:
-            raise KVPlanError("MESSAGE", action, expected="JSON", got=str(error)) from None
-        names = [field.name for field in attrs.fields(cls)]
-        if not isinstance(rates, dict) or sorted(rates) != sorted(names):
-            expected = f"the keys {', '.join(names)}"
-            raise KVPlanError("KEY", action, expected=expected, got=shown(rates))
-        return cls(**rates)
-
-
-def _path(path: Path | str) -> Path:
-    return path if isinstance(path, Path) else Path(name(path, "path of rates"))
 
 
 SHARED_MEMORY: Final = Rates(
@@ -222,7 +182,7 @@ class Option:
 
 @attrs.frozen(eq=False, repr=False)
 class Choice:
-    """The strategies for requests of ``tokens`` positions to or from one worker, the fastest first.
+    """The strategies for requests of ``tokens`` positions to one worker, the fastest first.
 
     ``refused`` has the errors of those that are not possible, by strategy.
     """
@@ -255,22 +215,20 @@ def choose(
     remotes: Iterable[Worker],
     *,
     tokens: int,
-    operation: str = "READ",
     strategy: str = AUTO,
     staging: str | None = None,
-    siblings: Iterable[Worker] = (),
     rates: Rates | None = None,
     not_transferred: Iterable[str] = (),
     budget: Budget | None = None,
 ) -> Choice:
-    """Return the strategies by which ``local`` reads from ``remotes``, or writes to them.
+    """Return the strategies by which ``local`` reads from ``remotes``.
 
     ``tokens`` is the number of positions of a usual request. ``staging`` names the region of
     ``local`` that staging may use; without one there is only the direct plan. ``strategy`` is
-    ``"auto"``, or the one strategy to plan: of reads ``"direct"``, ``"receive-staged"`` or
-    ``"receive-staged-whole"``, of writes ``"direct"`` or ``"send-staged"``. Other arguments are
-    those of :func:`plan_reads`, :func:`plan_writes` and :func:`stage`. Without ``rates`` they are
-    :data:`SHARED_MEMORY` or, where ``local`` has memory of a GPU, :data:`CUDA_IPC`.
+    ``"auto"``, or the one strategy to plan: ``"direct"``, ``"receive-staged"`` or
+    ``"receive-staged-whole"``. Other arguments are those of :func:`plan_reads` and :func:`stage`.
+    Without ``rates`` they are :data:`SHARED_MEMORY` or, where ``local`` has memory of a GPU,
+    :data:`CUDA_IPC`.
 
     >>> import attrs
     >>> from kvplan import Model, Region
@@ -287,24 +245,23 @@ def choose(
     <StagedPlan decode/0: 1 source, 288 positions at a time>
 
     Raises what planning does. ``"auto"`` leaves out strategies that have too little memory, or that
-    the budget has no room for. Raises ``NAME`` for an unknown operation or strategy,
-    and for staging without a region.
+    the budget has no room for. Raises ``NAME`` for an unknown strategy, and for staging without a
+    region.
     """
     tokens = integer(tokens, "tokens of a request")
     if rates is not None:
         instance(Rates, rates, "rates")
-    action = "choose a strategy"
-    if not is_one_of(operation, STRATEGIES):
-        expected = "operation READ or WRITE"
-        raise KVPlanError("NAME", action, expected=expected, got=shown(operation))
-    siblings = members(Worker, siblings, "siblings")
-    if not is_one_of(strategy, (AUTO, *STRATEGIES[operation])):
-        expected = f"one of {', '.join((AUTO, *STRATEGIES[operation]))}"
-        raise KVPlanError("NAME", action, expected=expected, got=shown(strategy))
-    writers = siblings if operation == "WRITE" else ()
-    direction = DIRECTIONS[operation]
-    shared = Shares.of(direction, local, remotes, writers, not_transferred, budget)
-    return choice_of(shared, _candidates(operation, strategy, staging), staging, tokens, rates)
+    if not is_one_of(strategy, (AUTO, *STRATEGIES)):
+        expected = f"one of {', '.join((AUTO, *STRATEGIES))}"
+        got = shown(strategy)
+        raise KVPlanError("NAME", "choose a strategy", expected=expected, got=got)
+    if strategy != AUTO:
+        candidates: Sequence[str] = (strategy,)
+    else:
+        # without a region nothing can be staged
+        candidates = STRATEGIES if staging is not None else ("direct",)
+    shared = Shares.of(local, remotes, not_transferred, budget)
+    return choice_of(shared, candidates, staging, tokens, rates)
 
 
 def choice_of(
@@ -334,14 +291,6 @@ def choice_of(
             refused[candidate] = error
     options.sort(key=lambda option: option.seconds)
     return Choice(shared.direct.local.label, tokens, rates, tuple(options), refused)
-
-
-def _candidates(operation: str, strategy: str, staging: str | None) -> tuple[str, ...]:
-    """Return the strategies to plan."""
-    if strategy != AUTO:
-        return (strategy,)
-    # without a region nothing can be staged
-    return ("direct",) if staging is None else STRATEGIES[operation]
 
 
 def _plan(shared: Shares, strategy: str, staging: str | None) -> TransferPlan | StagedPlan:

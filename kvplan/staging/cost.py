@@ -13,7 +13,7 @@ from kvplan._text import count
 from kvplan.describe.views import Group
 from kvplan.plan.align import before, in_slots, period, position_of, positions_between, slots
 from kvplan.plan.cost import Cost, PairCost, cost, of_groups
-from kvplan.plan.specs import DIRECTIONS, WRITE, Direction
+from kvplan.plan.specs import READ
 from kvplan.staging.buffers import StagedPeer
 from kvplan.staging.copies import DESTINATION, CopyTemplate, num_boxes, ordinals
 
@@ -26,7 +26,7 @@ class StagedCost:
     Staging also takes at most ``num_copies`` local copies, one for each origin, in at most
     ``num_chunks`` chunks, and ``staging_bytes`` of a staging region. Where chunks end inside
     blocks, more descriptors than these move between workers. See
-    :func:`kvplan.staging.stage_writes`.
+    :func:`kvplan.staging.stage`.
     """
 
     direct: Cost
@@ -37,7 +37,7 @@ class StagedCost:
 
     @property
     def read_amplification(self) -> float:
-        """Bytes that move between workers for each byte needed: above 1 only for reads."""
+        """Bytes that move between workers for each byte needed."""
         if not self.direct.num_bytes:
             return 1.0
         return self.transfers.num_bytes / self.direct.num_bytes
@@ -84,7 +84,7 @@ def staged_cost(direct: Cost, peers: Sequence[StagedPeer], num_positions: int) -
             staging_bytes = max(staging_bytes, view.end_bytes)
     return StagedCost(
         direct=direct,
-        transfers=_transfers(DIRECTIONS[direct.operation], peers, direct.tokens),
+        transfers=_transfers(peers, direct.tokens),
         num_copies=num_chunks * num_copies,
         num_chunks=num_chunks,
         staging_bytes=staging_bytes,
@@ -104,13 +104,11 @@ def _num_copies(template: CopyTemplate, tokens: int, window: int) -> int:
     return num_copies + num_boxes(template.boxes[1])
 
 
-def _transfers(direction: Direction, peers: Sequence[StagedPeer], tokens: int) -> Cost:
-    """Return what moves between workers. Reads skip source blocks from which nothing is needed."""
+def _transfers(peers: Sequence[StagedPeer], tokens: int) -> Cost:
+    """Return what moves between workers: not the blocks from which nothing is needed."""
     pairs = [(peer.transfer.local.key, peer.pair) for peer in peers]
     # as if every block of the peers were needed
-    all_blocks = cost(direction, pairs, tokens)
-    if direction is WRITE:
-        return all_blocks
+    all_blocks = cost(READ, pairs, tokens)
     pair_costs = zip(all_blocks.pairs, peers, strict=True)
     needed = [_needed_only(pair_cost, peer, tokens) for pair_cost, peer in pair_costs]
     return attrs.evolve(all_blocks, pairs=tuple(needed))

@@ -2,8 +2,7 @@
 
 A :class:`Pipeline` has a staging region, an :class:`~kvplan.Executor` for transfers and a
 :class:`Copier` for local copies. It takes requests of any plans that stage in this region, such as
-one for each remote engine. A chunk of a ``READ`` is transferred and then copied, one of a ``WRITE``
-the other way round.
+one for each remote engine. A chunk is transferred into a buffer slot, and then copied into place.
 
 - staging.D1: chunks go through the staging region in the order in which their requests were
   submitted, and alternate between the buffer slots, also from one request to the next. Requests
@@ -11,22 +10,18 @@ the other way round.
 - staging.D2: a buffer slot is refilled only when all transfers of its previous chunk are settled,
   and its copies are done. Each plan has its buffer slots elsewhere in the region, so a chunk of
   another plan waits until this holds of both slots.
-- staging.D3: the second step of a chunk begins when all of the first step is done; never if a
-  transfer or copy has failed.
-- staging.D4: each peer is notified once, under the request's name, when all chunks of the request
-  have been transferred, and never otherwise, unless the caller wants no notices. Notices need no
-  buffer slot: a request of no bytes may be done before earlier requests.
-- staging.D5: when a request fails, or the caller cancels it, its transfers are cancelled and no
+- staging.D3: the copies of a chunk begin when all its transfers are done; never if one has failed.
+- staging.D4: when a request fails, or the caller cancels it, its transfers are cancelled and no
   more of it begins. It is settled when its transfers are, and the copies that had begun are done.
   Only its own blocks may have been written. A transfer that cannot be stopped holds its buffer slot
   until it ends.
-- staging.D6: what fails under way becomes the request's ``error``, never an exception, and affects
+- staging.D5: what fails under way becomes the request's ``error``, never an exception, and affects
   no other request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
@@ -36,8 +31,7 @@ from kvplan._checks import having, instance, name
 from kvplan._text import count
 from kvplan.describe.blocks import Tokens
 from kvplan.errors import KVPlanError
-from kvplan.executor import Executor, Status, Transfer, request_name, still_running
-from kvplan.plan.specs import ReadSpec
+from kvplan.executor import Executor, Status, Transfer, still_running
 from kvplan.staging.copies import Copy
 from kvplan.staging.plan import BlockTables, Chunk, StagedPlan
 
@@ -69,11 +63,14 @@ class StagedTransfer:
     ``num_descriptors`` those of transfers that are done.
     """
 
-    request: str = attrs.field(converter=request_name)
+    request: str
     status: Status = Status.RUNNING
     error: KVPlanError | None = None
     num_bytes: int = 0
     num_descriptors: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        name(self.request, "name of a request")
 
     def __repr__(self) -> str:
         return f"<StagedTransfer {self.request!r} {self.status.value}>"
@@ -81,15 +78,11 @@ class StagedTransfer:
 
 @attrs.define(eq=False)
 class _StagedRequest:
-    """A request of a plan: ``chunks`` still to be made, None when all are, and how it will end.
-
-    ``notifies`` says whether its peers are still to be notified.
-    """
+    """A request of a plan: ``chunks`` still to be made, None when all are, and how it will end."""
 
     transfer: StagedTransfer
     plan: StagedPlan
     chunks: Iterator[Chunk] | None
-    notifies: bool
     ends: Status = Status.DONE
     error: KVPlanError | None = None
 
@@ -100,13 +93,12 @@ class _StagedRequest:
 
 @attrs.define(eq=False)
 class _Work:
-    """A chunk under way in a buffer slot, or the notices of a request, which need none."""
+    """A chunk under way in a buffer slot."""
 
     request: _StagedRequest
-    slot: int | None
+    slot: int
     steps: Iterator[None] = attrs.field(init=False)
     transfers: list[Transfer] = attrs.field(factory=list)
-    has_moved: bool = False
 
 
 class _PendingChunk(NamedTuple):
@@ -114,16 +106,6 @@ class _PendingChunk(NamedTuple):
 
     request: _StagedRequest
     chunk: Chunk
-
-
-def _in_turn(request: _StagedRequest, steps: Iterable[Iterator[None]]) -> Iterator[None]:
-    """Take steps by rule staging.D3: each begins when the one before is done, if nothing has
-    failed.
-    """
-    for step in steps:
-        if not request.is_stopped:
-            for _ in step:
-                yield
 
 
 class Pipeline:
@@ -151,9 +133,6 @@ class Pipeline:
     <StagedTransfer 'request 1' running>
     >>> pipeline.poll()  # once in each step of an engine
     (<StagedTransfer 'request 1' done>,)
-    >>> network.executor(prefill).notices()
-    (Notice(engine_id='decode', rank=0, request='request 1', attempt=0,
-            status=<Status.DONE: 'done'>),)
     """
 
     _by_region: ClassVar[WeakValueDictionary[tuple[int, str], Pipeline]] = WeakValueDictionary()
@@ -192,20 +171,14 @@ class Pipeline:
         local: BlockTables,
         remote: BlockTables,
         tokens: Tokens = None,
-        notify: bool = True,
     ) -> StagedTransfer:
         """Begin a request of a plan, or queue it.
 
-        With ``notify``, each peer gets a notice when all bytes have moved.
-
         Takes and raises what :meth:`StagedPlan.bind` does, before anything is queued; raises
         ``MEMORY`` for a plan that stages in another region. The request owns its blocks until it is
-        settled. Blocks that a writer sends must be filled by now; on a GPU,
-        :class:`kvplan_nixl.rearrange.TorchCopier` waits for what torch's present stream does. Ids
-        are made chunk by chunk.
+        settled. Ids are made chunk by chunk.
         """
         transfer = StagedTransfer(request)
-        notifies = instance(bool, notify, "notify")
         if instance(StagedPlan, plan, "plan").staging != self.staging:
             raise KVPlanError(
                 "MEMORY",
@@ -215,7 +188,7 @@ class Pipeline:
             )
         slots = self._slots()
         chunks = plan.bind(local=local, remote=remote, tokens=tokens, buffer_slots=slots)
-        self._requests[transfer] = _StagedRequest(transfer, plan, chunks, notifies)
+        self._requests[transfer] = _StagedRequest(transfer, plan, chunks)
         self._begin_chunks()
         return transfer
 
@@ -224,16 +197,13 @@ class Pipeline:
 
         Takes a step or two in each buffer slot.
         """
-        # chunks that end free slots for the next ones, and requests without further chunks notify
-        self._advance_all(in_slots=True)
+        self._under_way = [work for work in self._under_way if self._advance(work)]
+        # chunks that have ended leave their slots to the next ones
         self._begin_chunks()
-        self._notify()
-        self._advance_all(in_slots=False)
         settled = list[StagedTransfer]()
-        # nothing of a settled request is left to do, and no peer of a request that is done waits
         busy = self._busy()
         for request in [*self._requests.values()]:
-            if request not in busy and (request.is_stopped or not request.notifies):
+            if request not in busy:
                 request.transfer.status = request.ends
                 request.transfer.error = request.error
                 del self._requests[request.transfer]
@@ -258,18 +228,12 @@ class Pipeline:
         while True:
             yield 1 - self._last_slot
 
-    def _busy(self, but_moved: bool = False) -> set[_StagedRequest]:
-        """Return the requests with chunks to be made or carried out.
-
-        With ``but_moved``, leave out those whose transfers have all moved.
-        """
+    def _busy(self) -> set[_StagedRequest]:
+        """Return the requests with chunks to be made or carried out."""
         busy = {request for request in self._requests.values() if request.chunks is not None}
         if self._next is not None:
             busy.add(self._next.request)
-        for work in self._under_way:
-            if not (but_moved and work.has_moved):
-                busy.add(work.request)
-        return busy
+        return busy.union(work.request for work in self._under_way)
 
     def _begin_chunks(self) -> None:
         """Begin chunks by rules staging.D1 and staging.D2. One more than can begin is made, while
@@ -281,20 +245,18 @@ class Pipeline:
             self._last_slot = chunk.buffer_slot
             self.num_chunks += 1
             request.transfer.num_bytes += sum(copy.num_bytes for copy in chunk.copies)
-            # a peer that exchanges nothing of this chunk needs no transfer
-            specs = [spec for spec in chunk.specs if spec.local_ids.size]
-            self._begin(_Work(request, chunk.buffer_slot), specs, chunk.copies)
+            work = _Work(request, chunk.buffer_slot)
+            work.steps = self._steps(work, chunk)
+            self._under_way.append(work)
+            if not self._advance(work):
+                self._under_way.remove(work)
 
     def _may_begin(self, following: _PendingChunk) -> bool:
         """Return whether a chunk's buffer slot is free, and the other one is not another plan's."""
-        for work in self._under_way:
-            # notices need no buffer slot
-            if work.slot is None:
-                continue
-            is_same_plan = work.request.plan is following.request.plan
-            if work.slot == following.chunk.buffer_slot or not is_same_plan:
-                return False
-        return True
+        return all(
+            work.request.plan is following.request.plan and work.slot != following.chunk.buffer_slot
+            for work in self._under_way
+        )
 
     def _following(self) -> _PendingChunk | None:
         """Return the chunk to begin next, made if need be."""
@@ -315,36 +277,6 @@ class Pipeline:
         else:
             self._next = _PendingChunk(request, chunk)
 
-    def _notify(self) -> None:
-        """Notify the peers of requests whose chunks have all been transferred (staging.D4)."""
-        # a peer may reuse its blocks when all is transferred, while the last chunk is still copied
-        unmoved = self._busy(but_moved=True)
-        for request in self._requests.values():
-            if request.notifies and request not in unmoved and not request.is_stopped:
-                request.notifies = False
-                self._begin(_Work(request, slot=None), request.plan.closing)
-
-    def _begin(self, work: _Work, specs: Iterable[ReadSpec], copies: Sequence[Copy] = ()) -> None:
-        """Begin some work, and take its first step. A ``READ`` copies last, a ``WRITE`` first."""
-        # the first step fills the buffer slot, and the second one empties it
-        steps = [self._transfer(work, specs)]
-        if copies:
-            copying = self._copy(work, copies)
-            steps.insert(1 if work.request.plan.operation == "READ" else 0, copying)
-        work.steps = _in_turn(work.request, steps)
-        self._under_way.append(work)
-        if not self._advance(work):
-            self._under_way.remove(work)
-
-    def _advance_all(self, in_slots: bool) -> None:
-        """Continue what is under way in buffer slots, or the notices, and keep what is not over."""
-        unfinished = []
-        for work in self._under_way:
-            is_in_slot = work.slot is not None
-            if is_in_slot != in_slots or self._advance(work):
-                unfinished.append(work)
-        self._under_way = unfinished
-
     def _advance(self, work: _Work) -> bool:
         """Continue some work by one step, and return whether anything of it is left."""
         try:
@@ -353,23 +285,28 @@ class Pipeline:
             return False
         return True
 
-    def _transfer(self, work: _Work, specs: Iterable[ReadSpec]) -> Iterator[None]:
-        """Start transfers, and wait until they are settled."""
-        self._start(work, specs)
+    def _steps(self, work: _Work, chunk: Chunk) -> Iterator[None]:
+        """Carry out a chunk by rule staging.D3: read into its buffer slot, then copy into place."""
+        request = work.request.transfer.request
+        try:
+            for spec in chunk.specs:
+                # a peer that exchanges nothing of this chunk needs no transfer
+                if spec.local_ids.size:
+                    work.transfers.append(self._executor.start(spec, request))
+        except KVPlanError as error:
+            self._stop(work.request, Status.FAILED, error)
+        # the executor has not polled them yet
         is_running = True
         while is_running:
             yield
             is_running = self._poll_transfers(work)
         self._release_transfers(work)
-        work.has_moved = True
-
-    def _start(self, work: _Work, specs: Iterable[ReadSpec]) -> None:
-        """Start the transfers of specs. Those of a chunk notify nobody."""
-        request = work.request.transfer.request
-        notify = work.slot is None
+        if work.request.is_stopped:
+            return
         try:
-            for spec in specs:
-                work.transfers.append(self._executor.start(spec, request, notify=notify))
+            ticket = self._copier.begin(chunk.copies)
+            while not self._copier.done(ticket):
+                yield
         except KVPlanError as error:
             self._stop(work.request, Status.FAILED, error)
 
@@ -394,22 +331,13 @@ class Pipeline:
             except KVPlanError as error:
                 self._stop(work.request, Status.FAILED, error)
 
-    def _copy(self, work: _Work, copies: Sequence[Copy]) -> Iterator[None]:
-        """Begin copies, and wait until they are done."""
-        try:
-            ticket = self._copier.begin(copies)
-            while not self._copier.done(ticket):
-                yield
-        except KVPlanError as error:
-            self._stop(work.request, Status.FAILED, error)
-
     def _stop(
         self,
         request: _StagedRequest,
         ends: Status,
         error: KVPlanError | None = None,
     ) -> None:
-        """Stop a request by rule staging.D5. The first reason to stop is how it ends."""
+        """Stop a request by rule staging.D4. The first reason to stop is how it ends."""
         if error is not None:
             # its frames refer to this pipeline, which would keep its staging region
             error.__traceback__ = None

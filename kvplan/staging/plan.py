@@ -1,16 +1,15 @@
 """Staged plans: requests that move in two steps, for layouts that leave only short runs.
 
 A destination reads long runs of a source into a staging buffer, and then copies the bytes into
-place by strided local copies. Or a source first copies what a destination needs into a staging
-buffer in the destination's order, and then writes long runs from there. Either way an ordinary plan
-moves bytes between workers. Buffers lie in one region, which the caller has set aside.
+place by strided local copies. An ordinary plan moves bytes between workers. Buffers lie in one
+region, which the caller has set aside.
 
 - staging.S12: both steps together write the bytes that a direct plan would, from the same sources,
   and otherwise only the staging region. Bytes that are read but not needed stay in the staging
-  region; bytes that are not needed are never written to a peer.
+  region.
 - staging.S13: a request moves in *chunks*, one for each window of positions that has any. Chunk n
   also carries the n-th state of each local state group. Chunks alternate between two buffer slots:
-  a slot is refilled only after its previous contents were copied out, or sent.
+  a slot is refilled only after its previous contents were copied out.
 - staging.S14: the buffer slot of a chunk holds the blocks of the peer that have a position of the
   chunk, and no others.
 - staging.S15: a wrong request is refused before there is any chunk.
@@ -38,8 +37,8 @@ from kvplan.plan.align import in_tokens, position_of, slots
 from kvplan.plan.bind import range_of, wanted
 from kvplan.plan.cells import Cell
 from kvplan.plan.pairs import PairPlanner, Share, budget_of, plan_pairs, shares
-from kvplan.plan.specs import READ, WRITE, Direction, ReadSpec
-from kvplan.plan.transfer import SIDE_NAMES, TransferPlan, checked_workers
+from kvplan.plan.specs import READ, ReadSpec
+from kvplan.plan.transfer import TransferPlan, checked_workers
 from kvplan.staging.buffers import (
     Demand,
     Pool,
@@ -50,7 +49,7 @@ from kvplan.staging.buffers import (
     pools,
     staging_buffer,
 )
-from kvplan.staging.copies import DESTINATION, BothGroups, Copy, copy_templates, ordinals
+from kvplan.staging.copies import SOURCE, BothGroups, Copy, copy_templates, ordinals
 from kvplan.staging.cost import StagedCost, staged_cost
 
 GroupRanges = Mapping[str, Range]
@@ -67,10 +66,9 @@ BlockTables = Mapping[str, Blocks]
 class Chunk:
     """A part of a request: ``specs``, one for each of the plan's transfers, and local ``copies``.
 
-    A ``READ`` carries out all specs first, then all copies; a ``WRITE`` all copies first, then all
-    specs. The first step fills ``buffer_slot``, 0 or 1, and the second one empties it. ``tokens``
-    has the chunk's ranges by local group: a direct plan moves the same for these ranges, where the
-    destination has all their blocks.
+    All specs fill ``buffer_slot``, 0 or 1; then all copies empty it. ``tokens`` has the chunk's
+    ranges by local group: a direct plan moves the same for these ranges, where the destination has
+    all their blocks.
     """
 
     tokens: GroupRanges
@@ -78,27 +76,19 @@ class Chunk:
     copies: tuple[Copy, ...]
     buffer_slot: int
 
-    @property
-    def operation(self) -> str:
-        """``READ`` or ``WRITE``."""
-        return self.specs[0].operation
-
     def __repr__(self) -> str:
         moved = sum(spec.num_bytes for spec in self.specs)
         copied = sum(copy.num_bytes for copy in self.copies)
-        if self.operation == "READ":
-            steps = f"{count(moved, 'byte')} read, {copied} copied into place"
-        else:
-            steps = f"{count(copied, 'byte')} rearranged, {moved} written"
+        steps = f"{count(moved, 'byte')} read, {copied} copied into place"
         return f"<Chunk of {dict(self.tokens)}: {steps}, buffer slot {self.buffer_slot}>"
 
 
 @attrs.frozen(eq=False, repr=False)
 class StagedPlan:
-    """What a worker moves in two steps, for any request.
+    """What a worker reads in two steps, for any request.
 
-    ``direct`` is the plan that moves the same in one step. ``peers`` has a staging buffer for each
-    remote worker that bytes move from or to, and both steps through it. The buffers are in the
+    ``direct`` is the plan that reads the same in one step. ``peers`` has a staging buffer for each
+    remote worker that bytes move from, and both steps through it. The buffers are in the
     local worker's region ``staging``. A chunk covers ``num_positions`` positions. A plan never
     changes: threads may share it and bind at once.
     """
@@ -109,31 +99,12 @@ class StagedPlan:
     staging: str
 
     @property
-    def operation(self) -> str:
-        """``READ`` or ``WRITE``."""
-        return self.direct.operation
-
-    @property
-    def direction(self) -> Direction:
-        """Which side is local: the destination of reads, the source of writes."""
-        return self.direct.direction
-
-    @property
     def transfers(self) -> tuple[TransferPlan, ...]:
         """The plan between each staging buffer and its peer.
 
         Its local worker has all regions of the local worker.
         """
         return tuple(peer.transfer for peer in self.peers)
-
-    @cached_property
-    def closing(self) -> tuple[ReadSpec, ...]:
-        """A spec of no bytes for each transfer.
-
-        Carried out after all chunks, it notifies the remote worker.
-        """
-        specs = [plan.idle.values() for plan in self.transfers]
-        return tuple(itertools.chain.from_iterable(specs))
 
     def cost(self, tokens: int | None = None) -> StagedCost:
         """Return what a request of ``tokens`` positions takes, counted without block tables.
@@ -165,15 +136,12 @@ class StagedPlan:
         else:
             having("__next__", buffer_slots, "buffer_slots", "an iterator of slots")
         self.direct.check(local=local, remote=remote, tokens=tokens)
-        tables = self.direction.by_role(local, remote)
-        wants = [self._wanted(peer, tables[DESTINATION], tokens) for peer in self.peers]
-        local_side = self.direction.local
-        chunked = chunk_ranges(wants, tables[DESTINATION], self.num_positions, local_side)
-        ranges = list(chunked)
+        wants = [self._wanted(peer, local, tokens) for peer in self.peers]
+        ranges = list(chunk_ranges(wants, local, self.num_positions))
         if self._has_wide_ids:
             # making all chunks raises where an id that is needed does not fit
-            deque(self._chunks(ranges, wants, tables, itertools.repeat(0)), maxlen=0)
-        return self._chunks(ranges, wants, tables, buffer_slots)
+            deque(self._chunks(ranges, wants, local, remote, itertools.repeat(0)), maxlen=0)
+        return self._chunks(ranges, wants, local, remote, buffer_slots)
 
     @cached_property
     def _has_wide_ids(self) -> bool:
@@ -183,21 +151,19 @@ class StagedPlan:
         return any(table.num_ids > ID_END for table in tables)
 
     def _wanted(self, peer: StagedPeer, tables: BlockTables, tokens: Tokens) -> WantedRanges:
-        """Return the ranges that a peer serves, given the destination's block tables."""
-        destination_side, _ = self.direction.by_role(*SIDE_NAMES)
+        """Return the ranges that a peer serves, given the local block tables."""
         ranges = {}
         for groups in peer.buffer.groups:
-            destination = groups[DESTINATION]
-            token_range = range_of(tokens, groups[self.direction.local])
-            table = tables[destination.name]
-            ranges[groups] = wanted(destination, table, token_range, destination_side)
+            local, _ = groups
+            ranges[groups] = wanted(local, tables[local.name], range_of(tokens, local), "local")
         return ranges
 
     def _chunks(
         self,
         ranges: Iterable[GroupRanges],
         wants: Sequence[WantedRanges],
-        tables: tuple[BlockTables, BlockTables],
+        local: BlockTables,
+        remote: BlockTables,
         buffer_slots: Iterator[int],
     ) -> Iterator[Chunk]:
         """Yield the chunks of a request, one for each of ``ranges`` in which something moves."""
@@ -208,7 +174,7 @@ class StagedPlan:
             specs = list[ReadSpec]()
             copies = list[Copy]()
             for peer, peer_wants in zip(self.peers, wants, strict=True):
-                spec, peer_copies = self._steps(peer, peer_wants, tokens, slot, tables)
+                spec, peer_copies = _steps(peer, peer_wants, tokens, slot, local, remote)
                 specs.append(spec)
                 copies += peer_copies
             if copies:
@@ -220,51 +186,44 @@ class StagedPlan:
         groups = {group.name: group for group in self.direct.local.groups}
         return {name: in_tokens(groups[name], positions) for name, positions in ranges.items()}
 
-    def _steps(
-        self,
-        peer: StagedPeer,
-        wants: WantedRanges,
-        tokens: GroupRanges,
-        slot: int,
-        tables: tuple[BlockTables, BlockTables],
-    ) -> tuple[ReadSpec, list[Copy]]:
-        """Return both steps of a part of a request with one peer, through a buffer slot."""
-        peer_side = peer.buffer.side
-        local_side = self.direction.local
-        staged_tables = dict[str, Blocks]()
-        staged_ranges = dict[str, Range]()
-        remote_tables = dict[str, Blocks]()
-        copies = list[Copy]()
-        for groups, buffer_group in peer.buffer.groups.items():
-            local_table = tables[local_side][groups[local_side].name]
-            remote_tables[groups[peer_side].name] = tables[peer_side][groups[peer_side].name]
-            start, stop = tokens[groups[local_side].name]
-            low, high = wants[groups]
-            # the part of the chunk that this peer serves
-            low = max(low, start)
-            high = min(high, stop)
-            # one array for each template of the group: the positions of the chunk that it copies
-            templates = peer.templates_of(buffer_group)
-            destination_table = tables[DESTINATION][groups[DESTINATION].name]
-            positions = [template.positions(destination_table, low, high) for template in templates]
-            slot_table = _slot_table(peer.buffer, groups, slot, positions)
-            staged_tables[buffer_group.name] = slot_table
-            positions_in_slot = (low, high) if slot_table.ids.size else (0, 0)
-            staged_ranges[buffer_group.name] = in_tokens(buffer_group, positions_in_slot)
-            copied_tables = self.direction.by_role(local_table, slot_table)
-            for template, copied_positions in zip(templates, positions, strict=True):
-                copies += template.copies(copied_positions, low, high, copied_tables)
-        (spec,) = peer.transfer.bind(
-            local=staged_tables,
-            remote=remote_tables,
-            tokens=staged_ranges,
-        )
-        return spec, copies
-
     def __repr__(self) -> str:
-        peers = count(len(self.peers), "source" if self.operation == "READ" else "destination")
+        peers = count(len(self.peers), "source")
         positions = count(self.num_positions, "position")
         return f"<StagedPlan {self.direct.local.label}: {peers}, {positions} at a time>"
+
+
+def _steps(
+    peer: StagedPeer,
+    wants: WantedRanges,
+    tokens: GroupRanges,
+    slot: int,
+    local: BlockTables,
+    remote: BlockTables,
+) -> tuple[ReadSpec, list[Copy]]:
+    """Return both steps of a part of a request with one peer, through a buffer slot."""
+    staged_tables = dict[str, Blocks]()
+    staged_ranges = dict[str, Range]()
+    copies = list[Copy]()
+    for groups, buffer_group in peer.buffer.groups.items():
+        destination, _ = groups
+        local_table = local[destination.name]
+        start, stop = tokens[destination.name]
+        low, high = wants[groups]
+        # the part of the chunk that this peer serves
+        low = max(low, start)
+        high = min(high, stop)
+        # one array for each template of the group: the positions of the chunk that it copies
+        templates = peer.templates_of(buffer_group)
+        positions = [template.positions(local_table, low, high) for template in templates]
+        slot_table = _slot_table(peer.buffer, groups, slot, positions)
+        staged_tables[buffer_group.name] = slot_table
+        positions_in_slot = (low, high) if slot_table.ids.size else (0, 0)
+        staged_ranges[buffer_group.name] = in_tokens(buffer_group, positions_in_slot)
+        for template, copied_positions in zip(templates, positions, strict=True):
+            copies += template.copies(copied_positions, low, high, (local_table, slot_table))
+    remote_tables = {source.name: remote[source.name] for _, source in peer.buffer.groups}
+    (spec,) = peer.transfer.bind(local=staged_tables, remote=remote_tables, tokens=staged_ranges)
+    return spec, copies
 
 
 def _next_slot(buffer_slots: Iterator[int]) -> int:
@@ -292,7 +251,7 @@ def _slot_table(
 
     They fill the slot from its first block on. All other blocks are gaps.
     """
-    block_ordinals = ordinals(groups[buffer.side], positions)
+    block_ordinals = ordinals(groups[SOURCE], positions)
     # ids of the second slot's blocks follow those of the first one's
     first_block = slot * buffer.slot_blocks[buffer.groups[groups].name]
     block_ids = np.arange(first_block, first_block + block_ordinals.size)
@@ -300,39 +259,36 @@ def _slot_table(
 
 
 def chunk_ranges(
-    wants: Iterable[WantedRanges], tables: BlockTables, window: int, local_side: int
+    wants: Iterable[WantedRanges], tables: BlockTables, window: int
 ) -> Iterator[GroupRanges]:
     """Yield the ranges of each chunk of a request, by local group: rule staging.S13.
 
-    ``wants`` has the ranges of each peer, ``tables`` the destination's blocks. ``local_side`` is 0
-    where the destination is local, 1 where the source is.
+    ``wants`` has the ranges of each peer, ``tables`` the local blocks.
 
     >>> destination, source = Group("window", 16), Group("attn", 32)
     >>> wants = [{(destination, source): (40, 100)}]
-    >>> list(chunk_ranges(wants, {"window": Blocks(range(8))}, 64, local_side=1))
-    [{'attn': (40, 64)}, {'attn': (64, 100)}]
+    >>> list(chunk_ranges(wants, {"window": Blocks(range(8))}, 64))
+    [{'window': (40, 64)}, {'window': (64, 100)}]
     """
     no_ranges = dict[str, Range]()
     tokens_by_window: dict[int, dict[str, Range]] = {}
     states_by_group: dict[str, set[int]] = {}
     for ranges in wants:
-        for groups, (low, high) in ranges.items():
-            destination = groups[DESTINATION]
-            local_name = groups[local_side].name
-            table = tables[destination.name]
-            no_ranges[local_name] = (0, 0)
-            if destination.tokens_per_block is None:
+        for (local, _), (low, high) in ranges.items():
+            table = tables[local.name]
+            no_ranges[local.name] = (0, 0)
+            if local.tokens_per_block is None:
                 # a state is a block, so its ordinal is the block's
                 states = table.ordinals[(low <= table.ordinals) & (table.ordinals < high)]
-                states_by_group.setdefault(local_name, set()).update(states.tolist())
+                states_by_group.setdefault(local.name, set()).update(states.tolist())
                 continue
-            for number in _windows(destination, table, low, high, window):
+            for number in _windows(local, table, low, high, window):
                 # several peers may serve a window: the range that covers what all of them serve
                 start = max(low, number * window)
                 stop = min(high, (number + 1) * window)
                 token_ranges = tokens_by_window.setdefault(number, {})
-                first, last = token_ranges.get(local_name, (start, stop))
-                token_ranges[local_name] = min(first, start), max(last, stop)
+                first, last = token_ranges.get(local.name, (start, stop))
+                token_ranges[local.name] = min(first, start), max(last, stop)
     token_chunks = [tokens_by_window[number] for number in sorted(tokens_by_window)]
     # chunk n has the n-th window with positions, and the n-th state of each group
     state_chunks = _state_chunks(states_by_group)
@@ -353,7 +309,7 @@ def _state_chunks(states_by_group: Mapping[str, set[int]]) -> list[dict[str, Ran
 
 
 def _windows(group: Group, table: Blocks, low: int, high: int, window: int) -> Iterable[int]:
-    """Return the numbers of the windows in which a destination has blocks for ``[low, high)``."""
+    """Return the numbers of the windows in which a group has blocks for ``[low, high)``."""
     if low >= high:
         return ()
     if table.scattered is None:
@@ -372,7 +328,7 @@ def _windows(group: Group, table: Blocks, low: int, high: int, window: int) -> I
 
 @attrs.frozen(eq=False)
 class Shares:
-    """The ``direct`` plan of a worker, and the ``cells`` that it exchanges with each peer.
+    """The ``direct`` plan of a worker, and the ``cells`` that it reads from each peer.
 
     They are planned once for all strategies, within one ``budget``.
     """
@@ -384,79 +340,48 @@ class Shares:
     @classmethod
     def of(
         cls,
-        direction: Direction,
         local: Worker,
         remotes: Iterable[Worker],
-        siblings: Iterable[Worker],
         not_transferred: Iterable[str],
         budget: Budget | None = None,
     ) -> Shares:
-        """Return what a worker reads or, with its siblings, writes.
-
-        Raises what :func:`plan_writes` does.
-        """
+        """Return what a worker reads. Raises what :func:`plan_reads` does."""
         peers = checked_workers("remotes", remotes, local)
-        writers = checked_workers("siblings", siblings, local)
-        skipped = checked_names(not_transferred, local, *writers, *peers)
-        # a writer plans with its siblings, so that they agree which of them writes what all hold
-        destinations, sources = direction.by_role((local, *writers), peers)
+        skipped = checked_names(not_transferred, local, *peers)
         budget = budget_of(budget)
-        local_shares = []
-        cells = list[tuple[Worker, Sequence[Cell]]]()
-        for share in shares(destinations, sources, skipped, budget):
-            worker, peer = direction.by_role(share.destination, share.source)
-            if worker is local:
-                local_shares.append(share)
-                cells.append((peer, share.cells))
-        pairs = plan_pairs(direction, [local], peers, local_shares, budget)[local.key]
-        direct = TransferPlan(direction.operation, local, peers, writers, skipped, pairs)
-        return cls(direct, tuple(cells), budget)
+        local_shares = list(shares([local], peers, skipped, budget))
+        pairs = plan_pairs(READ, [local], peers, local_shares, budget)[local.key]
+        direct = TransferPlan("READ", local, peers, (), skipped, pairs)
+        return cls(direct, tuple((share.source, share.cells) for share in local_shares), budget)
 
     def staged(self, region: Region, whole: bool = False) -> StagedPlan:
         """Return the plan in two steps, through a region of the local worker."""
         local = self.direct.local
-        peer_side = self.direct.direction.remote
-        pools_of_peers = [
-            pools(peer, cells, peer_side, self.budget, whole) for peer, cells in self.cells
-        ]
-        fitted = fit(_demands(pools_of_peers, peer_side), region.size_bytes)
+        pools_of_peers = [pools(peer, cells, self.budget, whole) for peer, cells in self.cells]
+        fitted = fit(_demands(pools_of_peers), region.size_bytes)
         # pools lie one after the other in the region, peer by peer
         places = iter(fitted.places)
-        planner = PairPlanner(self.direct.direction, self.budget)
+        planner = PairPlanner(READ, self.budget)
         peers = list[StagedPeer]()
         for (peer, cells), pools_of in zip(self.cells, pools_of_peers, strict=True):
-            buffer = staging_buffer(local, peer, peer_side, region.name, pools_of, places)
-            transfer = self._transfer(buffer, peer, cells, planner)
+            buffer = staging_buffer(local, peer, region.name, pools_of, places)
+            # the buffer under the key of its worker
+            worker = attrs.evolve(buffer.worker, engine_id=local.engine_id, rank=local.rank)
+            pair = planner.pair(Share(worker, peer, buffer.transfer_step(peer, self.budget)))
+            transfer = attrs.evolve(self.direct, local=worker, remotes=(peer,), pairs=(pair,))
             templates = copy_templates(local.regions, buffer.local_step(cells), self.budget)
             peers.append(StagedPeer(buffer, transfer, templates))
         return StagedPlan(self.direct, tuple(peers), fitted.num_positions, region.name)
 
-    def _transfer(
-        self,
-        buffer: StagingBuffer,
-        peer: Worker,
-        cells: Sequence[Cell],
-        planner: PairPlanner,
-    ) -> TransferPlan:
-        """Return the plan between a staging buffer, under the key of its worker, and its peer."""
-        local = self.direct.local
-        staging_worker = attrs.evolve(buffer.worker, engine_id=local.engine_id, rank=local.rank)
-        destination, source = self.direct.direction.by_role(staging_worker, peer)
-        pair = planner.pair(
-            Share(destination, source, buffer.transfer_step(peer, cells, self.budget))
-        )
-        return attrs.evolve(self.direct, local=staging_worker, remotes=(peer,), pairs=(pair,))
-
 
 def _demands(
     pools_of_peers: Iterable[Mapping[BothGroups, Iterable[Pool]]],
-    peer_side: int,
 ) -> list[Demand]:
     """Return the demands of all pools, in the order in which they lie in the staging region."""
     demands = list[Demand]()
     for pools_of in pools_of_peers:
-        for groups, group_pools in pools_of.items():
-            demands += [(groups[peer_side], pool.block_bytes) for pool in group_pools]
+        for (_, source), group_pools in pools_of.items():
+            demands += [(source, pool.block_bytes) for pool in group_pools]
     return demands
 
 
@@ -501,35 +426,4 @@ def stage(
     """
     region = checked_staging(local, staging)
     instance(bool, whole, "whole")
-    return Shares.of(READ, local, remotes, (), not_transferred, budget).staged(region, whole)
-
-
-def stage_writes(
-    local: Worker,
-    remotes: Iterable[Worker],
-    siblings: Iterable[Worker] = (),
-    *,
-    staging: str,
-    not_transferred: Iterable[str] = (),
-    budget: Budget | None = None,
-) -> StagedPlan:
-    """Return the plan by which ``local`` copies into its region ``staging``, and writes from there.
-
-    No view of ``local`` may use that region. Other arguments are those of :func:`plan_writes`. Each
-    writer of an engine may stage or write directly: it writes the same bytes.
-
-    >>> from kvplan import Blocks, Model, Region
-    >>> model = Model.shipped("qwen2.5-1.5b")
-    >>> (prefill,) = model.engine("prefill", num_blocks=99, layout="LBNHC")
-    >>> decode = model.engine("decode", tp=2, num_blocks=99, layout="LBHNC")
-    >>> staging = Region("staging", 1 << 50, 8 << 20)
-    >>> local = attrs.evolve(prefill, regions=(*prefill.regions, staging))
-    >>> print(stage_writes(local, decode, staging="staging").cost(100))
-    100 tokens directly: 2867200 bytes in 5600 descriptors of 512 bytes
-    100 tokens staged: 2867200 bytes in 392 descriptors of 2048 bytes (56) and 8192 bytes (336)
-      at most 112 local copies in 1 chunk, 8257536 bytes of staging memory
-
-    Raises what :func:`plan_writes` does, and what :func:`stage` does for a staging region.
-    """
-    region = checked_staging(local, staging)
-    return Shares.of(WRITE, local, remotes, siblings, not_transferred, budget).staged(region)
+    return Shares.of(local, remotes, not_transferred, budget).staged(region, whole)

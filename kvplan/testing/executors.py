@@ -11,7 +11,7 @@ executors of a :class:`kvplan.testing.FakeNetwork`:
 ...     def __init__(self, workers, network):
 ...         self.workers = workers  # yours have regions at the addresses of your memory
 ...         self.executors = {worker.key: network.executor(worker) for worker in workers}
-...         self.memory = network.memory
+...         self.memory, self.lose = network.memory, network.lose
 ...     def read(self, worker, region):
 ...         return self.memory.read(worker, region.address, region.size_bytes, region.device_id)
 ...     def write(self, worker, region, values):
@@ -23,16 +23,21 @@ executors of a :class:`kvplan.testing.FakeNetwork`:
 ...         with network.memory:
 ...             yield FakeCluster(workers, network)
 >>> TestFakeExecutor().check()[0]
-'test_a_pair_that_exchanges_nothing'
+'test_a_lost_worker_fails_its_transfers_alone'
 
 :class:`Transmission` moves any other request between two engines of a cluster, and checks every
-byte and notice.
+byte.
+
+What the tests can see of an executor is the memory of both sides, read by the cluster, between its
+calls. So they find a byte that is missing when a transfer is DONE, one that changes outside of the
+request, and one that moves within :data:`QUIET_S` of a transfer's end, however it has ended. They
+cannot see a byte that moves later than that, or in the instant between the call that reports DONE
+and the read that follows it.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
@@ -45,10 +50,12 @@ import numpy.typing as npt
 from kvplan.describe import Blocks, Region, Worker
 from kvplan.describe.worker import Key, label_of
 from kvplan.errors import KVPlanError
-from kvplan.executor import Executor, Notice, PendingRequests, Status, Transfer
+from kvplan.executor import Executor, Status, Transfer
 from kvplan.models import Model
 from kvplan.plan import MeshPlan, ReadSpec, TransferPlan, plan_mesh, plan_reads
 from kvplan.verification import FakeMemory, verify
+
+__all__ = ["Bytes", "Cluster", "Contents", "ExecutorContract", "Transmission"]
 
 Bytes = npt.NDArray[np.uint8]
 Contents = Mapping[tuple[Key, str], Bytes]
@@ -62,7 +69,11 @@ NO_TOKENS: Final = MappingProxyType({"attn": (5, 5)})
 """A range that has no position."""
 
 QUIET_S: Final = 0.2
-"""Tests wait this long for bytes and notices that must not come."""
+"""Tests wait this long for bytes that must not come."""
+
+POLL_S: Final = 0.1
+"""A poll that takes this long has waited, unless the machine was busy: see
+:meth:`ExecutorContract.test_poll_does_not_wait`."""
 
 
 class Cluster(Protocol):
@@ -82,6 +93,9 @@ class Cluster(Protocol):
     def write(self, worker: Worker, region: Region, values: Bytes) -> None:
         """Set all bytes of a region."""
 
+    def lose(self, worker: Worker) -> None:
+        """End a worker as the end of its process does, such as by closing its executor."""
+
 
 @attrs.define
 class Transmission:
@@ -98,15 +112,19 @@ class Transmission:
     remote: Mapping[str, Blocks]
     tokens: Mapping[str, tuple[int, int]]
     timeout_s: float = 30.0
-    _notices: dict[Key, list[Notice]] = attrs.field(init=False, factory=dict)
+    slowest_poll_s: float = attrs.field(init=False, default=0.0)
+    _lost: set[Key] = attrs.field(init=False, factory=set)
 
     @property
     def regions(self) -> list[tuple[Worker, Region]]:
-        """Each region with its worker."""
-        regions = list[tuple[Worker, Region]]()
-        for worker in self.cluster.workers:
-            regions += ((worker, region) for region in worker.regions)
-        return regions
+        """Each region with its worker, unless that is lost."""
+        workers = [worker for worker in self.cluster.workers if worker.key not in self._lost]
+        return [(worker, region) for worker in workers for region in worker.regions]
+
+    def lose(self, worker: Worker) -> None:
+        """Lose a worker, and what it holds."""
+        self.cluster.lose(worker)
+        self._lost.add(worker.key)
 
     def plan(self, operation: Operation) -> MeshPlan:
         """Return the plans of all workers that read or write, prepared by their executors."""
@@ -135,115 +153,130 @@ class Transmission:
         # a wrong plan is no fault of the executor
         report = verify(plans, **self._arguments(plans[0]))
         _expect(report.ok, str(report))
-        # the same bytes in the cluster and in fake memory, where the request is carried out
-        random = np.random.default_rng(1)
+        before = self._overwritten(turn=0)
+        # the same bytes in fake memory, where the request is carried out
         with FakeMemory(self.cluster.workers) as memory:
             for worker, region in self.regions:
-                values = random.integers(0, 256, region.size_bytes, np.uint8)
-                self.cluster.write(worker, region, values)
+                values = before[worker.key, region.name]
                 memory.write(worker, region.address, values, region.device_id)
             for spec in self._specs(plans):
                 memory.execute(spec)
-            contents = {}
-            for worker, region in self.regions:
-                address = region.address
-                values = memory.read(worker, address, region.size_bytes, region.device_id)
-                contents[worker.key, region.name] = values
-            return contents
+            return {
+                (worker.key, region.name): memory.read(
+                    worker, region.address, region.size_bytes, region.device_id
+                )
+                for worker, region in self.regions
+            }
 
-    def start(
-        self,
-        plans: Iterable[TransferPlan],
-        request: str,
-        *,
-        attempt: int = 0,
-        notify: bool = True,
-    ) -> Started:
+    def overwrite(self) -> Contents:
+        """Put other bytes into all memory, as an engine that uses its blocks again, and return it.
+
+        A copy of the request that still moves would change these, whether it has read its source
+        before or reads it now.
+        """
+        return self._overwritten(turn=1)
+
+    def _overwritten(self, turn: int) -> Contents:
+        """Fill all memory with random bytes. No two of both turns and both sides share a value."""
+        random = np.random.default_rng(1 + turn)
+        sources = {worker.key for worker in self.sources}
+        contents = {}
+        for worker, region in self.regions:
+            low = 64 * turn + (0 if worker.key in sources else 128)
+            values = random.integers(low, low + 64, region.size_bytes, np.uint8)
+            self.cluster.write(worker, region, values)
+            contents[worker.key, region.name] = values
+        return contents
+
+    def start(self, plans: Iterable[TransferPlan], request: str = "request") -> Started:
         """Start all transfers of the request, each on its executor."""
         started = list[tuple[Executor, Transfer]]()
         for spec in self._specs(plans):
             executor = self.cluster.executors[spec.local]
-            transfer = executor.start(spec, request, attempt=attempt, notify=notify)
-            started.append((executor, transfer))
+            started.append((executor, executor.start(spec, request)))
         return started
 
-    def finish(self, started: Started) -> set[Status]:
-        """Poll transfers until all are settled, and return their statuses."""
-        deadline = time.monotonic() + self.timeout_s
-        while False in {executor.poll(transfer).is_settled for executor, transfer in started}:
-            _expect(time.monotonic() < deadline, f"not settled after {self.timeout_s} s: {started}")
-            self._receive()
-        return {transfer.status for _, transfer in started}
+    def poll(self, executor: Executor, transfer: Transfer) -> Status:
+        """Poll a transfer, and take the time."""
+        began = time.perf_counter()
+        try:
+            status = executor.poll(transfer)
+        except KVPlanError as error:
+            raise AssertionError(f"expected no exception of poll, got {error}") from error
+        self.slowest_poll_s = max(self.slowest_poll_s, time.perf_counter() - began)
+        return status
 
-    def _receive(self) -> None:
-        """Read the notices of all workers.
+    def finish(self, started: Started, expected: Contents | None = None) -> set[Status]:
+        """Poll transfers until all are settled, and return their statuses.
 
-        Executors without a thread of their own serve their peers meanwhile.
+        A transfer that has failed whose bytes may still move is not waited for. With ``expected``,
+        assert that the bytes of each transfer are in place as soon as it is DONE.
         """
-        for key, executor in self.cluster.executors.items():
-            self._notices.setdefault(key, []).extend(executor.notices())
-
-    def _take_notices(self) -> dict[Key, list[Notice]]:
-        """Return the notices that each worker received since the last call."""
-        received = self._notices
-        self._notices = {}
-        return received
+        deadline = time.monotonic() + self.timeout_s
+        running = list(started)
+        while running:
+            _expect(time.monotonic() < deadline, f"not settled after {self.timeout_s} s: {running}")
+            for executor, transfer in running:
+                if self.poll(executor, transfer) is Status.DONE and expected is not None:
+                    self._check_arrived(transfer, expected)
+            running = [
+                (executor, transfer)
+                for executor, transfer in running
+                if not transfer.status.is_settled and transfer.error is None
+            ]
+        return {transfer.status for _, transfer in started}
 
     def contents(self) -> Contents:
         """Return a copy of all memory."""
-        contents = {}
-        for worker, region in self.regions:
-            contents[worker.key, region.name] = self.cluster.read(worker, region)
-        return contents
+        return {
+            (worker.key, region.name): self.cluster.read(worker, region)
+            for worker, region in self.regions
+        }
 
     def check_memory(self, expected: Contents) -> None:
         """Assert that every byte of all regions is the expected one."""
-        for worker, region in self.regions:
-            values = self.cluster.read(worker, region)
-            wrong = np.count_nonzero(values != expected[worker.key, region.name])
-            _expect(not wrong, f"{wrong} wrong bytes in {worker.label} {region.name}")
+        for (key, name), values in self.contents().items():
+            num_wrong = np.count_nonzero(values != expected[key, name])
+            where = f"{label_of(key)}, region {name!r}"
+            _expect(not num_wrong, f"{num_wrong} wrong bytes in {where}")
 
-    def notified(self, pending: PendingRequests, worker: Key, count: int) -> dict[str, Status]:
-        """Pass on the notices of a worker, and return the requests that are pending no longer.
-
-        It waits for at least ``count`` notices.
-        """
-        deadline = time.monotonic() + self.timeout_s
-        while len(self._notices.get(worker, ())) < count:
-            _expect(time.monotonic() < deadline, f"expected {count} notices at {label_of(worker)}")
-            self._receive()
-        return pending.receive(self._take_notices()[worker])
-
-    def check_notices(self, mesh: MeshPlan, request: str, *, sent: bool = True) -> None:
-        """Assert that each worker receives the notices that it awaits by a mesh plan.
-
-        If none were sent, it receives none.
-        """
-        # a counter per worker: no notice may come twice
-        expected = dict[Key, Counter[Notice]]()
-        for key, completions in mesh.completions.items():
-            senders = completions.awaits if sent else ()
-            expected[key] = Counter(Notice(*sender, request) for sender in senders)
-        # wait until all have come, or for a while whether any comes
-        deadline = time.monotonic() + (self.timeout_s if sent else QUIET_S)
+    def check_quiet(self, started: Started, expected: Contents) -> None:
+        """Assert that no byte of all regions changes for a while, in which transfers are polled."""
+        deadline = time.monotonic() + QUIET_S
         while time.monotonic() < deadline:
-            self._receive()
-            if sent and all(len(self._notices[key]) >= expected[key].total() for key in expected):
-                break
-        # notices of all workers are looked at, also those that must not have come
-        for key, notices in self._take_notices().items():
-            text = f"notices at {label_of(key)}: expected {[*expected[key]]}, got {notices}"
-            _expect(Counter(notices) == expected[key], text)
+            for executor, transfer in started:
+                self.poll(executor, transfer)
+            time.sleep(QUIET_S / 100)
+        self.check_memory(expected)
+
+    def _check_arrived(self, transfer: Transfer, expected: Contents) -> None:
+        """Assert that the bytes of a transfer are in place."""
+        spec = transfer.spec
+        writes = spec.descriptors()[0 if spec.operation == "READ" else 1].tolist()
+        key = spec.local if spec.operation == "READ" else spec.remote
+        for worker, region in self.regions:
+            if worker.key != key:
+                continue
+            inside = [
+                slice(address - region.address, address - region.address + length)
+                for address, length, device in writes
+                if region.address <= address < region.end and device == region.device_id
+            ]
+            if inside:
+                is_wrong = self.cluster.read(worker, region) != expected[key, region.name]
+                num_wrong = sum(np.count_nonzero(is_wrong[part]) for part in inside)
+                text = f"{num_wrong} bytes of {transfer} are not in place when it is done"
+                _expect(not num_wrong, text)
 
     def move(self, operation: Operation, request: str = "request") -> None:
-        """Move the request. Assert that memory and notices are right, and release the transfers."""
+        """Move the request. Assert that memory is right, and release the transfers."""
         # the memory after the request is known before it starts
         mesh = self.plan(operation)
         expected = self.fill(mesh.plans)
         started = self.start(mesh.plans, request)
-        _expect(self.finish(started) == {Status.DONE}, f"expected all DONE, got {started}")
+        statuses = self.finish(started, expected)
+        _expect(statuses == {Status.DONE}, f"expected all DONE, got {started}")
         self.check_memory(expected)
-        self.check_notices(mesh, request)
         for executor, transfer in started:
             executor.release(transfer)
 
@@ -282,7 +315,7 @@ class ExecutorContract:
     """The tests. Subclass it, and define :meth:`open_cluster`."""
 
     timeout_s = 30.0
-    """Transfers and notices may take this long."""
+    """Transfers may take this long."""
 
     def open_cluster(self, workers: Sequence[Worker]) -> AbstractContextManager[Cluster]:
         """Give workers memory and executors, and connect them. On exit, everything is closed."""
@@ -317,121 +350,47 @@ class ExecutorContract:
             )
 
     def test_a_request_moves(self) -> None:
-        """All bytes of reads and writes arrive, and no other byte changes.
-
-        All notices come, also those of a request without bytes.
-        """
+        """All bytes of reads and writes arrive before they are DONE, and no other byte changes."""
         with self.transmission() as transmission:
-            # the last one reads again what is in place, with the notices of a new request
             for number, operation in enumerate((*OPERATIONS, "READ")):
                 transmission.move(operation, f"request {number}")
             transmission.tokens = NO_TOKENS
             for operation in OPERATIONS:
                 transmission.move(operation, f"{operation} of nothing")
 
-    def test_only_the_last_transfer_notifies(self) -> None:
-        """Transfers without ``notify`` move their bytes silently.
-
-        A transfer of no bytes notifies afterwards.
-        """
-        for operation in OPERATIONS:
-            with self.transmission() as transmission:
-                mesh = transmission.plan(operation)
-                expected = transmission.fill(mesh.plans)
-                transmission.finish(transmission.start(mesh.plans, "request", notify=False))
-                transmission.check_memory(expected)
-                # the last part of the request has no bytes, and one of its transfers notifies
-                transmission.tokens = NO_TOKENS
-                transmission.finish(transmission.start(mesh.plans, "request", notify=False))
-                transmission.check_notices(mesh, "request", sent=False)
-                transmission.finish(transmission.start(mesh.plans, "request"))
-                transmission.check_notices(mesh, "request")
-
-    def test_a_retry_is_not_another_reader(self) -> None:
-        """Notices name their sender and attempt.
-
-        A request is no longer pending when each reader has sent a notice.
-        """
-        with self.transmission() as transmission:
-            mesh = transmission.plan("READ")
-            source = transmission.sources[0].key
-            awaits = mesh.completions[source].awaits
-            plan_of_worker = {plan.local.key: plan for plan in mesh.plans}
-            first, *rest = [plan_of_worker[key] for key in awaits]
-            pending = PendingRequests()
-            pending.add("request", awaits, attempt=2)
-            # all of an earlier attempt, and the first reader twice, leave the request pending
-            for attempt, plans in ((1, mesh.plans), (2, [first]), (2, [first]), (2, rest)):
-                _expect(len(pending) == 1, f"expected a pending request before attempt {attempt}")
-                transmission.finish(transmission.start(plans, "request", attempt=attempt))
-                num_notices = len(awaits) if plans is mesh.plans else len(plans)
-                transmission.notified(pending, source, num_notices)
-            _expect(len(pending) == 0, "expected no pending request after notices of all readers")
-
-    def test_a_request_is_given_up(self) -> None:
-        """A notice without a transfer says how the request ended.
-
-        Workers that the executor does not know get none.
-        """
-        with self.transmission() as transmission:
-            reader = transmission.destinations[0].key
-            source = transmission.sources[0].key
-            executor = transmission.cluster.executors[reader]
-            pending = PendingRequests()
-            for status in (Status.FAILED, Status.CANCELLED):
-                pending.add("request", [reader], attempt=3)
-                executor.notify(source, "request", status, attempt=3)
-                ended = transmission.notified(pending, source, 1)
-                _expect(ended == {"request": status}, f"expected that it was {status}, got {ended}")
-            with expect_refusal("PEER", "nobody/7"):
-                executor.notify(("nobody", 7), "request", Status.FAILED)
-            with expect_refusal("TYPE", "status"):
-                executor.notify(source, "request", Status.RUNNING)
-
     def test_names_of_requests(self) -> None:
-        """Names and attempts that no request can have are refused before any byte moves."""
-        # a name is text of 1 to 1024 printable characters, an attempt an integer from 0 on
-        bad_names: list[Any] = [b"request", 7, None, "", "r" * 1025, "a\nb"]
-        bad_attempts: list[tuple[Any, str]] = [(-1, "RANGE"), ("1", "TYPE"), (True, "TYPE")]
+        """Names that no request can have are refused before any byte moves."""
+        # a name is text of printable characters
+        bad_names: list[Any] = [b"request", 7, None, "", "a\nb"]
         with self.transmission() as transmission:
             plan = transmission.plan("READ").plans[0]
             expected = transmission.contents()
-            executor = transmission.cluster.executors[plan.local.key]
-            source = transmission.sources[0].key
             for request in bad_names:
                 code = "NAME" if isinstance(request, str) else "TYPE"
                 with expect_refusal(code, "name of a request"):
                     transmission.start([plan], request)
-                with expect_refusal(code, "name of a request"):
-                    executor.notify(source, request, Status.FAILED)
-            for attempt, code in bad_attempts:
-                with expect_refusal(code, "attempt"):
-                    transmission.start([plan], "request", attempt=attempt)
             transmission.check_memory(expected)
 
     def test_a_pair_that_exchanges_nothing(self) -> None:
-        """A transfer between workers that share no head is DONE at once, and sends no notice."""
+        """A transfer between workers that share no head is DONE at once."""
         with self.transmission() as transmission:
             mesh = transmission.plan("READ")
             idle_source = transmission.sources[1].key
             # the other transfer of the same reader ends, so that its memory can be given back
-            for executor, transfer in transmission.start(mesh.plans[:1], "request"):
+            for executor, transfer in transmission.start(mesh.plans[:1]):
                 if transfer.spec.remote == idle_source:
                     status = executor.poll(transfer)
                     _expect(status is Status.DONE, f"expected DONE, got {transfer}")
                 else:
                     executor.cancel(transfer)
                     transmission.finish([(executor, transfer)])
-            time.sleep(QUIET_S)
-            notices = transmission.cluster.executors[idle_source].notices()
-            _expect(not notices, f"expected no notices, got {notices}")
 
     def test_start_refuses_a_plan_that_is_not_prepared(self) -> None:
         """A spec of a plan that was not prepared is refused."""
         with self.transmission() as transmission:
             plan = plan_reads(transmission.destinations[0], transmission.sources)
             with expect_refusal("TRANSFER", transmission.sources[0].label):
-                transmission.start([plan], "request")
+                transmission.start([plan])
 
     def test_prepare_refuses_other_workers(self) -> None:
         """A plan is refused unless the executor knows its workers as the plan describes them."""
@@ -465,7 +424,7 @@ class ExecutorContract:
             plan = plan_reads(some_layers, transmission.sources)
             expected = transmission.fill([plan])
             transmission.cluster.executors[local.key].prepare(plan)
-            transmission.finish(transmission.start([plan], "request"))
+            transmission.finish(transmission.start([plan]), expected)
             transmission.check_memory(expected)
 
     def test_cancelled_transfers_settle(self) -> None:
@@ -477,31 +436,78 @@ class ExecutorContract:
             mesh = transmission.plan("READ")
             expected = transmission.fill(mesh.plans)
             # a fast executor may be done with some before they are cancelled
-            started = transmission.start(mesh.plans, "request")
+            started = transmission.start(mesh.plans)
             for executor, transfer in started:
                 if transfer.status.is_settled:
                     continue
                 with expect_refusal("TRANSFER", transfer.request):
                     executor.release(transfer)
                 executor.cancel(transfer)
-            statuses = transmission.finish(started)
+            statuses = transmission.finish(started, expected)
             is_right = statuses <= {Status.CANCELLED, Status.DONE}
             _expect(is_right, f"expected CANCELLED or DONE, got {started}")
-            # what is still in flight would overwrite zeros
-            zeros = {place: np.zeros_like(values) for place, values in expected.items()}
-            for worker, region in transmission.regions:
-                transmission.cluster.write(worker, region, zeros[worker.key, region.name])
-            time.sleep(QUIET_S)
-            transmission.check_memory(zeros)
+            transmission.check_quiet(started, transmission.overwrite())
 
     def test_a_settled_transfer_stays_settled(self) -> None:
         """To cancel a transfer that is DONE, or to release it twice, changes nothing."""
         with self.transmission() as transmission:
-            started = transmission.start(transmission.plan("READ").plans, "request")
+            mesh = transmission.plan("READ")
+            started = transmission.start(mesh.plans)
             transmission.finish(started)
+            expected = transmission.overwrite()
             # every transfer twice
             for executor, transfer in (*started, *started):
                 executor.cancel(transfer)
                 executor.release(transfer)
                 status = executor.poll(transfer)
                 _expect(status is Status.DONE, f"expected DONE, got {transfer}")
+            transmission.check_quiet(started, expected)
+
+    def test_poll_does_not_wait(self) -> None:
+        """No poll takes :data:`POLL_S`, neither of a transfer that goes on nor of a cancelled one.
+
+        A busy machine may delay any poll, so only an executor fails that is slow in each of three
+        requests.
+        """
+        slowest = list[float]()
+        for _ in range(3):
+            with self.transmission() as transmission:
+                mesh = transmission.plan("READ")
+                transmission.finish(transmission.start(mesh.plans))
+                started = transmission.start(mesh.plans)
+                for executor, transfer in started:
+                    executor.cancel(transfer)
+                transmission.finish(started)
+                slowest.append(transmission.slowest_poll_s)
+        text = f"expected polls of less than {POLL_S} s, got one of {min(slowest):.3f} s each time"
+        _expect(min(slowest) < POLL_S, text)
+
+    def test_a_lost_worker_fails_its_transfers_alone(self) -> None:
+        """A worker is lost before transfers with it start, or while they run.
+
+        A transfer that is DONE all the same has its bytes. Any other one has an error, which no
+        call raises: it is FAILED, and no byte of it moves, or still RUNNING, and holds its blocks.
+        Transfers with other workers are DONE.
+        """
+        for is_under_way in (False, True):
+            with self.transmission() as transmission:
+                mesh = transmission.plan("READ")
+                expected = transmission.fill(mesh.plans)
+                lost = transmission.sources[0]
+                if not is_under_way:
+                    transmission.lose(lost)
+                started = transmission.start(mesh.plans)
+                if is_under_way:
+                    transmission.lose(lost)
+                transmission.finish(started, expected)
+                for executor, transfer in started:
+                    if transfer.spec.remote != lost.key:
+                        _expect(transfer.status is Status.DONE, f"expected DONE, got {transfer}")
+                    elif transfer.status is not Status.DONE:
+                        _expect(transfer.error is not None, f"expected an error of {transfer}")
+                    if transfer.status is Status.RUNNING:
+                        with expect_refusal("TRANSFER", transfer.request):
+                            executor.release(transfer)
+                settled = [each for each in started if each[1].status.is_settled]
+                if len(settled) == len(started):
+                    transmission.check_quiet(settled, transmission.overwrite())

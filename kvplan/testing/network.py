@@ -15,7 +15,6 @@ from kvplan._text import brief_repr
 from kvplan.describe.worker import Key, Worker, key_of
 from kvplan.errors import KVPlanError
 from kvplan.executor import (
-    Notice,
     Status,
     Transfer,
     check_local,
@@ -47,16 +46,13 @@ class FakeNetwork:
     >>> transfer = executor.start(spec, "request 1")
     >>> executor.poll(transfer)
     <Status.DONE: 'done'>
-    >>> (notice,) = network.executor(source).notices()
-    >>> notice.engine_id, notice.rank, notice.request, notice.status
-    ('decode', 0, 'request 1', <Status.DONE: 'done'>)
     """
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         workers = members(Worker, workers, "workers of a network")
         self.memory: FakeMemory = FakeMemory(workers)
         self.workers: dict[Key, Worker] = {worker.key: worker for worker in workers}
-        self.inbox: dict[Key, list[Notice]] = {key: [] for key in self.workers}
+        self.lost: set[Key] = set()
 
     def executor(self, worker: Worker) -> FakeExecutor:
         """Return the executor of one of the workers."""
@@ -64,6 +60,10 @@ class FakeNetwork:
         if self.workers.get(instance(Worker, worker, "worker").key) != worker:
             raise not_connected(worker.key)
         return FakeExecutor(self, worker)
+
+    def lose(self, worker: Worker) -> None:
+        """Lose a worker, as when its process ends: from now on, transfers with it fail."""
+        self.lost.add(instance(Worker, worker, "worker").key)
 
 
 class FakeExecutor:
@@ -84,25 +84,20 @@ class FakeExecutor:
         # a spec has the tables of its plan, so they tell whether that was prepared
         self._prepared.update(pair.local_table for pair in plan.pairs)
 
-    def start(
-        self,
-        spec: ReadSpec,
-        request: str,
-        *,
-        attempt: int = 0,
-        notify: bool = True,
-    ) -> Transfer:
+    def start(self, spec: ReadSpec, request: str) -> Transfer:
         """Return a transfer that has moved no byte yet."""
-        transfer = Transfer(spec, request, notifies=notify, attempt=attempt)
+        transfer = Transfer(spec, request)
         if spec.local_table not in self._prepared:
             raise unprepared(spec)
         return transfer
 
     def poll(self, transfer: Transfer) -> Status:
-        """Move the bytes of a running transfer and notify the remote worker."""
+        """Move the bytes of a running transfer."""
         if instance(Transfer, transfer, "transfer").status is Status.RUNNING:
             spec = transfer.spec
             try:
+                if spec.remote in self.network.lost:
+                    raise not_connected(spec.remote)
                 self.network.memory.execute(spec)
             except KVPlanError as error:
                 transfer.status = Status.FAILED
@@ -110,9 +105,6 @@ class FakeExecutor:
                 return transfer.status
             transfer.status = Status.DONE
             transfer.num_descriptors = spec.num_descriptors
-            # workers that exchange nothing send no notice
-            if transfer.notifies and len(spec.local_table.rows):
-                self.notify(spec.remote, transfer.request, Status.DONE, attempt=transfer.attempt)
         return transfer.status
 
     def cancel(self, transfer: Transfer) -> None:
@@ -124,22 +116,6 @@ class FakeExecutor:
         """Check that the transfer is settled. It holds nothing."""
         if not instance(Transfer, transfer, "transfer").status.is_settled:
             raise still_running(transfer.request, "release a transfer")
-
-    def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
-        """Put a notice into the inbox of a worker of the network."""
-        notice = Notice(*self.worker.key, request, attempt, status)
-        key = key_of(worker, "worker of a notice")
-        if key not in self.network.inbox:
-            raise not_connected(key)
-        self.network.inbox[key].append(notice)
-
-    def notices(self) -> tuple[Notice, ...]:
-        """Return the notices from other workers of the network since the last call."""
-        inbox = self.network.inbox[self.worker.key]
-        # the inbox itself belongs to the network: the caller gets what is in it now
-        notices = tuple(inbox)
-        inbox.clear()
-        return notices
 
 
 @attrs.frozen(eq=False)

@@ -254,7 +254,6 @@ def test_a_request_is_read_from_every_worker_that_has_a_part(one: Callable[..., 
     assert world.connected == ["prefill/0", "prefill/1"]
     assert len(world.fetched) == 1
     assert world.pipeline is None or world.pipeline.num_chunks == 2
-    assert not any(world.network.inbox.values())  # the listener is told, once, by the engine
 
 
 def test_a_result_has_the_figures_of_a_read(one: Callable[..., World]) -> None:

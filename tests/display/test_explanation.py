@@ -19,7 +19,6 @@ from kvplan import (
     Group,
     KVPlanError,
     Model,
-    Notice,
     PeerError,
     Region,
     Request,
@@ -42,7 +41,7 @@ from kvplan.staging import Rates, choose
 from kvplan.verification import FakeMemory, Report
 from tests.pages import failed_examples
 from tests.small import engine
-from tests.staged import staged, staged_writes
+from tests.staged import staged
 
 EXPLANATIONS = Path(__file__).with_name("explanations.txt")
 
@@ -54,7 +53,6 @@ REFUSED = KVPlanError("INT", "count", expected="1", got="2")
 WRITE = plan_writes(PREFILL[0], [DECODE], PREFILL[1:])
 STAGED = staged(DECODE, PREFILL)
 CHOICE = choose(DECODE, PREFILL, tokens=5, rates=Rates("by hand", 0.5, 0.125, 0.001, 1, 0))
-(SENT,) = staged_writes(PREFILL, [DECODE])[0].bind(local=REQUEST["remote"], remote=REQUEST["local"], tokens=(0, 5))
 (CHUNK,) = STAGED.bind(**REQUEST, tokens=(0, 5))
 IDLE = plan_reads(Worker("none", 0, (), (), ()), PREFILL)
 with pytest.raises(PeerError) as caught:
@@ -64,9 +62,9 @@ MALFORMED = caught.value
 PRINTED = [
     *(Axis("head", 4, 8, 8, 4096), Region("kv", 4096, 512), Context(1, 2), Model.shipped("llama-3.2-1b")),
     *(REFUSED, MALFORMED.problems[0], compare(DECODE, PREFILL[0]), compare(DECODE, PREFILL[0]).differences[0]),
-    *(PLAN.cost(), PLAN.cost().pairs[0], MESH.completions["prefill", 0], certify(PLAN)),
+    *(PLAN.cost(), PLAN.cost().pairs[0], certify(PLAN)),
     *(verify(PLAN, **REQUEST, tokens=(0, 5)), Report(9, 3, 1, ("VALUE", "OWN"), (("VALUE", "one"), ("OWN", "two")))),
-    *(CHUNK, SENT, CHUNK.copies[0], STAGED.cost(5), CHOICE, CHOICE.best, CHOICE.rates),
+    *(CHUNK, CHUNK.copies[0], STAGED.cost(5), CHOICE, CHOICE.best, CHOICE.rates),
 ]
 """Values that are explained by what they print."""
 
@@ -96,7 +94,7 @@ def test_what_a_value_prints_explains_it(value: object) -> None:
 def test_every_public_value_class_is_explained() -> None:
     """No public class is left out but those that hold memory, those of transfers under way, and a type of mappings."""
     public = {each for name in kvplan.__all__ if inspect.isclass(each := getattr(kvplan, name))}
-    left_out = {Budget, Executor, FakeMemory, Notice, Request, Status, Transfer, Workspace}
+    left_out = {Budget, Executor, FakeMemory, Request, Status, Transfer, Workspace}
     assert public - left_out <= {type(value) for value in (*LISTED, *PRINTED)}
 
 

@@ -104,7 +104,7 @@ def kernel_row(length: int, total: int, pool: int, device: str) -> tuple[str, bo
             synchronize()
             began = time.perf_counter()
             (spec,) = bind(plan, **tables)
-            transfer = executor.start(spec, "request", notify=False)
+            transfer = executor.start(spec, "request")
             assert settle(executor, [transfer], WAIT_S), f"{transfer} does not end"
             seconds.append(time.perf_counter() - began)
             if transfer.error is not None:

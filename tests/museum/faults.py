@@ -75,13 +75,16 @@ def grouped(name: str, blocks: int = 100, **groups: int | None) -> Worker:
 
 
 def awaited(mesh: MeshPlan) -> dict[Key, tuple[Key, ...]]:
-    """The workers whose notices each worker awaits."""
-    return {key: each.awaits for key, each in mesh.completions.items()}
+    """The workers that each worker hears from when a request is done: those with rows for it."""
+    heard: dict[Key, list[Key]] = {}
+    for local, remote in notified(mesh):
+        heard.setdefault(remote, []).append(local)
+    return {key: tuple(others) for key, others in heard.items()}
 
 
 def notified(mesh: MeshPlan) -> list[tuple[Key, Key]]:
     """Each notice: its sender and its receiver."""
-    return [(key, other) for key, each in mesh.completions.items() for other in each.sends]
+    return [(plan.local.key, pair.remote) for plan in mesh.plans for pair in plan.pairs if pair.group_pairs]
 
 
 def completed(awaited: Mapping[Key, Iterable[Key]], sent: Iterable[tuple[Key, Key]]) -> str:

@@ -56,7 +56,7 @@ makes instead. The last column says what catches it:
 WAYS: Final = {
     "verify": "`verify` executes the wrong plan in fake memory and reports that it breaks these promises",
     "refused": "kvplan, or its fake memory, raises a KVPlanError with this code instead of moving wrong bytes",
-    "completions": "the plans' completions differ from whom the faulty code notifies",
+    "completions": "the workers that plans have rows for differ from those that the faulty code notifies",
     "tails": "`kvplan.tails` lists bytes of the request's blocks that the faulty code left without zeroing them",
     "cost": "the plan's cost shows that the right bytes need fewer descriptors, in the same layout or in a better one",
     "accepted": "there are no wrong bytes to catch: a valid pair or request was refused or failed; kvplan plans and "

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.real_memory import placed
-from kvplan import Blocks, Context, Status, plan_reads, region_of
+from kvplan import Blocks, Context, plan_reads, region_of
 from kvplan.staging import Copy
 from kvplan.staging.copies import CopySide
 from kvplan_nixl import UCX, Envelope, NixlExecutor, settle
@@ -52,19 +52,17 @@ def calls_of(stack: ExitStack) -> Calls:
     yield "Envelope.pack", opened.pack, {"key": KEY}
     yield "Envelope.unpack", Envelope.unpack, {"data": envelope, "key": KEY}
 
-    given: dict[str, Any] = {"worker": local, "backends": UCX, "progress_thread": False, "key": KEY}
+    given: dict[str, Any] = {"worker": local, "backends": UCX, "key": KEY}
     listeners = {"on_event": lambda event: None, "on_peer": lambda peer: None}
     yield "NixlExecutor", closed(NixlExecutor), {**given, **listeners}
     yield "NixlExecutor.connect", ours.connect, {"envelope": envelope}
     yield "NixlExecutor.prepare", ours.prepare, {"plan": plan}
-    moving = {"request": "r", "attempt": 0}
-    yield "NixlExecutor.start", ours.start, {"spec": spec, **moving, "notify": True}
+    yield "NixlExecutor.start", ours.start, {"spec": spec, "request": "r"}
     transfer = ours.start(spec, "r")
     assert settle(ours, [transfer], 10)
     for name in ("poll", "backend_of", "cancel", "release"):
         yield f"NixlExecutor.{name}", getattr(ours, name), {"transfer": transfer}
     yield "settle", settle, {"executor": ours, "transfers": [transfer], "timeout_s": 1.5}
-    yield "NixlExecutor.notify", ours.notify, {"worker": source.key, **moving, "status": Status.FAILED}
     yield "NixlExecutor.attach", ours.attach, {"worker": placed(engine("file")[0])[0]}
     yield "NixlExecutor.disconnect", ours.disconnect, {"worker": source, "force": False}
 
@@ -81,7 +79,7 @@ def calls_of(stack: ExitStack) -> Calls:
     into, out_of = (CopySide(((region_of(cache, "kv"), 0),), np.array([at]), ()) for at in (0, 32))
     yield "rearrange.TorchCopier.begin", copier.begin, {"copies": [Copy(into, out_of, (), 16)]}
     yield "rearrange.TorchCopier.done", copier.done, {"ticket": None}
-    yield "calibrate.calibrate", calibrate, {"device": "cpu", "size": 4 << 20, "operation": "READ"}
+    yield "calibrate.calibrate", calibrate, {"device": "cpu", "size": 4 << 20}
 
 
 if __name__ == "__main__":

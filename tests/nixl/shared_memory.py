@@ -115,9 +115,7 @@ class MappedCluster:
         self.workers = [in_shared_memory(*both) for both in zip(workers, self.mappers, strict=True)]
         self.mapped: dict[Key, MappedExecutor] = {}
         for worker, mapper in zip(self.workers, self.mappers, strict=True):
-            self.mapped[worker.key] = MappedExecutor(
-                worker, mapper=mapper, make_copies=make_copies, progress_thread=False
-            )
+            self.mapped[worker.key] = MappedExecutor(worker, mapper=mapper, make_copies=make_copies)
         self.executors: dict[Key, Executor] = dict(self.mapped)
         envelopes = {key: executor.envelope() for key, executor in self.mapped.items()}
         for key, executor in self.mapped.items():
@@ -141,6 +139,10 @@ class MappedCluster:
     def write(self, worker: Worker, region: Region, values: Bytes) -> None:
         """Set all bytes of a region."""
         array_of(region)[:] = values
+
+    def lose(self, worker: Worker) -> None:
+        """Close the executor of a worker, whose memory stays mapped."""
+        self.mapped[worker.key].close()
 
 
 class HeldCopies:
@@ -179,17 +181,10 @@ def serve(channel: Connection, worker: Worker, environment: dict[str, str]) -> N
     filled(here)
     executor = MappedExecutor(here, mapper=mapper)
 
-    def notices() -> list[Any]:
-        found: list[Any] = []
-        while not found:
-            found += executor.notices()
-        return found
-
     commands: dict[str, Callable[..., Any]] = {
         "envelope": executor.envelope,
         "connect": lambda envelope: executor.connect(envelope) and None,
         "fill": lambda seed: filled(here, seed),
-        "notices": notices,
         "close": executor.close,
     }
     while True:

@@ -87,7 +87,7 @@ class TestTransports:
 
 
 def read_from_another_process(backends: Backends, begin: Callable[[], None] | None = None) -> tuple[int, int]:
-    """Read a model's blocks from a process, and check them and its notice.
+    """Read a model's blocks from a process, and check them.
 
     Returns how many bytes that was, and :func:`tcp_bytes` then.
     """
@@ -97,7 +97,6 @@ def read_from_another_process(backends: Backends, begin: Callable[[], None] | No
     with PeerProcess(source, backends, begin=begin) as peer, NixlExecutor(there, backends) as executor:
         plan = plan_reads(there, [executor.connect(peer.ask("envelope"))])
         executor.prepare(plan)
-        peer.ask("connect", executor.envelope())
         ours, theirs = np.arange(20), np.random.default_rng(1).permutation(20)
         (spec,) = plan.bind(local={"attn": Blocks(ours)}, remote={"attn": Blocks(theirs)}, tokens=(0, 320))
         transfer = executor.start(spec, "request")
@@ -106,7 +105,6 @@ def read_from_another_process(backends: Backends, begin: Callable[[], None] | No
         for region in local.regions:
             expected = pattern(source, region.name).reshape(20, -1)[theirs]
             assert np.array_equal(memory[region.name].numpy().reshape(20, -1), expected)
-        assert [notice.request for notice in peer.ask("notices", 1)] == ["request"]
         return spec.num_bytes, tcp_bytes()
 
 
@@ -282,7 +280,6 @@ def test_a_worker_of_the_same_process(device: str) -> None:
         transfer = executor.start(spec, "request")
         assert settle(executor, [transfer], TIMEOUT_S)
         assert transfer.status is Status.DONE
-        assert executor.notices() == ()
     for (name, tensor), region in zip(ours.items(), local.regions, strict=True):
         moved = int((tensor != 0).sum())
         assert moved == 6 * 64, (name, region)
@@ -298,7 +295,7 @@ def test_the_progress_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(nixl._bindings, "nixlAgent", refuse)
     with pytest.raises(KVPlanError, match=r"BACKEND: cannot make a NIXL agent: .*no agent is made here"):
-        Agent("a", {}, progress_thread=True)
+        Agent("a", {})
     assert delays_us == [PROGRESS_US]
     assert nixl._bindings.nixlAgentConfig is CONFIG
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvplan import KVPlanError, plan_writes, region_of
-from kvplan.staging import Rates
+from kvplan import region_of
 from kvplan_nixl import calibrate as module
 from kvplan_nixl.__main__ import main
 from kvplan_nixl.rearrange import TorchCopier
+from kvplan_nixl.settings import read_rates
 
 SMALLEST = module.MANY * module.SMALL
 
@@ -25,10 +25,9 @@ def test_rates_are_measured_and_saved(
 ) -> None:
     """Every rate is printed and written to a file."""
     monkeypatch.setattr(module, "calibrate", partial(module.calibrate, size=SMALLEST))
-    monkeypatch.setattr(module, "PLANS", {"WRITE": plan_writes})
-    assert main(["calibrate", "--operation", "WRITE", "--save", str(tmp_path / "rates.json")]) == 0
-    rates = Rates.load(tmp_path / "rates.json")
-    assert re.match(r"UCX of NIXL [\d.]+ between two processes, WRITE of cpu memory, ", rates.measured)
+    assert main(["calibrate", "--save", str(tmp_path / "rates.json")]) == 0
+    rates = read_rates(str(tmp_path / "rates.json"))
+    assert re.match(r"UCX of NIXL [\d.]+ between two processes, READ of cpu memory, ", rates.measured)
     printed = capsys.readouterr().out
     assert f"descriptor_s    {rates.descriptor_s:.3g}\n" in printed
 
@@ -53,12 +52,6 @@ def test_rates_explain_the_times_that_are_measured(monkeypatch: pytest.MonkeyPat
     rates = module.calibrate(size=SMALLEST)
     found = rates.transfer_s, rates.descriptor_s, rates.byte_s, rates.copy_s, rates.copied_byte_s
     assert found == pytest.approx((0.01, 3e-6, 2e-10, 4e-5, 5e-10))
-
-
-def test_an_unknown_operation_is_refused() -> None:
-    """Before anything is measured."""
-    with pytest.raises(KVPlanError, match="NAME: cannot calibrate: expected operation READ or WRITE, got 'COPY'"):
-        module.calibrate(operation="COPY")
 
 
 def test_copies_are_from_token_major_to_head_major_blocks() -> None:

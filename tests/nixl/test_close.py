@@ -99,7 +99,6 @@ def close_and_keep_all_errors() -> None:
         assert settle(executor, [failed], TIMEOUT_S)
         assert failed.status is Status.FAILED
         kept += [failed, failed.error, start(executor, lost), raised(executor.disconnect, worker("nobody"))]
-        kept += [raised(executor.notify, ("other", 0), "request", Status.FAILED)]
         kept += [raised(executor.prepare, plan_reads(executor.worker, [boast]))]
         peer.stop()
         running = start(executor, plan)
@@ -111,7 +110,7 @@ def close_and_keep_all_errors() -> None:
         memory.close()
         peer.resume()
         time.sleep(1)
-    assert len(kept) == 10
+    assert len(kept) == 9
 
 
 def test_nothing_runs_after_close() -> None:

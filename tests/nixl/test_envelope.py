@@ -144,5 +144,3 @@ def test_an_executor_that_was_closed() -> None:
     executor.close()
     with pytest.raises(KVPlanError, match="BACKEND: cannot use a NIXL agent"):
         executor.envelope()
-    with pytest.raises(KVPlanError, match="BACKEND: cannot use a NIXL agent"):
-        executor.notices()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 
 import attrs
 import numpy as np
@@ -277,27 +276,10 @@ def test_peers_and_their_state(reader: Reader, peer: PeerProcess) -> None:
         (lost,) = executor.peers
         assert not lost.is_connected
         assert str(lost).startswith("prefill/0 lost: PEER: cannot ")
-        with pytest.raises(KVPlanError, match="PEER: cannot notify"):
-            executor.notify(("prefill", 0), "request", Status.FAILED)
         executor.disconnect(worker("prefill"))
         assert not executor.peers
     assert told == [connected, lost, Peer(connected.worker, is_connected=False)]
     assert str(told[-1]) == "prefill/0 disconnected"
-
-
-def test_a_notice_that_finds_its_peer_lost(reader: Reader, peer: PeerProcess) -> None:
-    """A peer is lost, too, when a notice fails."""
-    reader.plan(peer)
-    peer.kill()
-    deadline = time.monotonic() + TIMEOUT_S
-    errors: list[KVPlanError] = []
-    while not errors and time.monotonic() < deadline:
-        try:
-            reader.executor.notify(("prefill", 0), "request", Status.FAILED)
-        except KVPlanError as error:
-            errors.append(error)
-    assert [error.code for error in errors] == ["PEER"]
-    assert not reader.executor.peers[0].is_connected
 
 
 def test_starts_with_a_lost_peer_leave_nothing_behind(reader: Reader, peer: PeerProcess) -> None:
@@ -317,81 +299,6 @@ def test_starts_with_a_lost_peer_leave_nothing_behind(reader: Reader, peer: Peer
         assert len(alive) < 10
     finally:
         gc.enable()
-
-
-def test_a_writer_killed_during(reader: Reader, peer: PeerProcess) -> None:
-    """A destination outlives a writer that is killed while it is suspended itself.
-
-    The source of a READ over TCP would not: UCX ends its process.
-    """
-    with PeerProcess(worker("writer"), UCX) as writer:
-        envelope = peer.ask("envelope")
-        assert writer.ask("write", envelope, 10, True) is Status.DONE
-        peer.stop()
-        assert writer.ask("write", envelope, BLOCKS, False) is Status.RUNNING
-        writer.kill()
-        peer.resume()
-        transfer = reader.start(reader.plan(peer))
-        assert settle(reader.executor, [transfer], TIMEOUT_S)
-        assert transfer.status is Status.DONE
-
-
-@attrs.define
-class Destination:
-    """This process: a worker that another one writes to. It takes what arrives only when it reads notices."""
-
-    memory: np.ndarray
-    executor: NixlExecutor
-
-    def written_by(self, writer: PeerProcess, blocks: int, wait: bool) -> Status:
-        """Let a worker write some blocks, and read notices if it is to wait until they are here."""
-        writer.channel.send(("write", self.executor.envelope(), blocks, wait))
-        deadline = time.monotonic() + TIMEOUT_S
-        while not writer.channel.poll(0.01) and time.monotonic() < deadline:
-            if wait:
-                self.executor.notices()
-        return writer.channel.recv()  # type: ignore[no-any-return]
-
-    def changes(self) -> bool:
-        """Whether bytes land while notices are read for a while."""
-        before = self.memory.copy()
-        deadline = time.monotonic() + 0.5
-        while time.monotonic() < deadline:
-            self.executor.notices()
-        return not np.array_equal(self.memory, before)
-
-
-@pytest.fixture
-def dead_writer(peer: PeerProcess) -> Iterator[Destination]:
-    """A destination to which a worker, prefill/0, has begun to write 8 MiB before it was killed."""
-    there, memory = placed(worker("decode"))
-    with NixlExecutor(there, progress_thread=False) as executor:
-        here = Destination(memory["kv"].numpy(), executor)
-        assert here.written_by(peer, 10, wait=True) is Status.DONE
-        executor.connect(peer.ask("envelope"))
-        here.memory[:] = 0
-        assert here.written_by(peer, BLOCKS, wait=False) is Status.RUNNING
-        peer.kill()
-        assert not here.memory.any()
-        yield here
-
-
-def test_bytes_of_a_dead_writer_land_late(dead_writer: Destination) -> None:
-    """Over TCP, what a writer has sent lands when its destination polls, however long it is dead."""
-    assert dead_writer.changes()
-
-
-@pytest.mark.parametrize("polls", [False, True])
-def test_bytes_of_a_dead_writer_land_no_more_when_it_is_lost(dead_writer: Destination, polls: bool) -> None:
-    """When a notice to a dead writer has failed, nothing of it lands any more: its blocks can be used again."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while dead_writer.executor.peers[0].is_connected and time.monotonic() < deadline:
-        with suppress(KVPlanError):
-            dead_writer.executor.notify(("prefill", 0), "request", Status.FAILED)
-        if polls:
-            dead_writer.executor.notices()
-    assert not dead_writer.executor.peers[0].is_connected
-    assert not dead_writer.changes()
 
 
 def test_an_executor_closed_under_a_transfer(reader: Reader, peer: PeerProcess) -> None:

@@ -119,7 +119,7 @@ def reader() -> Iterator[Reader]:
 
 
 def test_a_request_lists_no_ids(reader: Reader) -> None:
-    """Bytes, notices and figures are as with ids, which are listed when somebody asks for them."""
+    """Bytes and figures are as with ids, which are listed when somebody asks for them."""
     transfer = reader.begin()
     (spec,) = reader.specs
     assert isinstance(spec, UnlistedSpec)
@@ -128,7 +128,6 @@ def test_a_request_lists_no_ids(reader: Reader) -> None:
     assert reader.executor.poll(transfer) is Status.DONE
     assert "listed" not in spec.__dict__
     assert np.array_equal(reader.bytes(), reader.expected())
-    assert [notice.request for notice in reader.source.ask("notices")] == ["request"]
     listed = spec.listed
     assert (spec.num_ids, spec.num_bytes) == (listed.local_ids.size, listed.num_bytes)
     assert np.array_equal(spec.local_ids, listed.local_ids)
@@ -157,9 +156,7 @@ def test_a_source_ends_under_a_copy(reader: Reader, end: Callable[[Source], None
         reader.executor.release(transfer)
     reader.held[0].run()
     assert settle(reader.executor, [transfer], 30)
-    # the notice may fail, as the source is gone
-    assert transfer.status in (Status.DONE, Status.FAILED)
-    assert transfer.error is None or transfer.error.code == "PEER"
+    assert transfer.status is Status.DONE
     assert np.array_equal(reader.bytes(), reader.expected())
     reader.executor.release(transfer)
     (peer,) = reader.executor.peers
@@ -172,7 +169,6 @@ def test_blocks_that_are_used_again(reader: Reader) -> None:
     transfer = reader.begin()
     reader.held[0].run()
     assert reader.executor.poll(transfer) is Status.DONE
-    reader.source.ask("notices")
     reader.source.ask("fill", 2)
     time.sleep(0.1)
     assert np.array_equal(reader.bytes(), reader.expected())

@@ -17,7 +17,7 @@ from kvplan_nixl import rearrange
 from kvplan_nixl.calibrate import copy_and_wait
 from kvplan_nixl.rearrange import STAGING, TorchCopier, is_even, paired, strips, tables
 from tests.small import engine
-from tests.staged import NAME, OPERATIONS, Request, plans_of, request_of, run, with_staging
+from tests.staged import NAME, Request, plans_of, request_of, run, with_staging
 
 
 def filled(worker: Worker, device: str) -> tuple[Worker, Memory]:
@@ -30,11 +30,10 @@ def filled(worker: Worker, device: str) -> tuple[Worker, Memory]:
     return there, memory
 
 
-def check(operation: str, local: Worker, remotes: tuple[Worker, ...], request: Request, device: str) -> None:
+def check(local: Worker, remotes: tuple[Worker, ...], request: Request, device: str) -> None:
     """Carry out the copies of every chunk of a request by torch and by numpy."""
     there, memory = filled(local, device)
-    ends = (remotes, [there]) if operation == "READ" else ([there], remotes)
-    (plan,) = plans_of(operation, *ends)
+    (plan,) = plans_of(remotes, [there])
     copier = TorchCopier(memory)
     for chunk in plan.bind(**request):
         expected = {name: tensor.cpu().numpy().copy() for name, tensor in memory.items()}
@@ -66,26 +65,24 @@ LAYOUTS = [("LBNHC", "LBHNC"), ("LBHNC", "LBNHC"), ("BLHNC", "LBHNC"), ("LBHNC",
 
 @pytest.mark.parametrize("tokens", [(0, 192), (5, 187), (64, 65)])
 @pytest.mark.parametrize("layouts", LAYOUTS)
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_layouts_of_a_model(operation: str, layouts: tuple[str, str], tokens: tuple[int, int], device: str) -> None:
+def test_layouts_of_a_model(layouts: tuple[str, str], tokens: tuple[int, int], device: str) -> None:
     """Whole blocks and ranges that cut them, of other block lengths, into one region and into one for each layer."""
     model = Model.shipped("llama-3.2-1b")
     model = attrs.evolve(model, layers=model.layers[:3])
     others = model.engine("others", tp=2, layout=layouts[0], num_blocks=20)
     (local,) = model.engine("local", layout=layouts[1], num_blocks=10, tokens_per_block=48)
     tables = {"local": {"attn": Blocks([7, 3, 9, 0])}, "remote": {"attn": Blocks(np.arange(12) * 7 % 20)}}
-    check(operation, with_staging(local, 3 << 20), others, {**tables, "tokens": tokens}, device)
+    check(with_staging(local, 3 << 20), others, {**tables, "tokens": tokens}, device)
 
 
 @pytest.mark.parametrize("tokens", [(0, 60), (7, 55)])
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_context_parallel_workers(operation: str, tokens: tuple[int, int], device: str) -> None:
+def test_context_parallel_workers(tokens: tuple[int, int], device: str) -> None:
     """Tokens that are scattered on both sides."""
     one = Blocks(np.arange(12) * 7 % 20)
     (there,), context = engine("one", tokens=5, blocks=20), engine("many", tokens=4, contexts=(3, 2), order="NH")
-    request = request_of(operation, Blocks([7, 3, 9, 0, 1]), one, tokens)
-    for local, others in [(local, (there,)) for local in context] if operation == "READ" else [(there, context)]:
-        check(operation, with_staging(local, 1 << 14), others, request, device)
+    request = request_of(Blocks([7, 3, 9, 0, 1]), one, tokens)
+    for local in context:
+        check(with_staging(local, 1 << 14), (there,), request, device)
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2, 4, 8])

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-import time
 from typing import Any
 
 from kvplan_nixl import NixlExecutor
 from tests.pages import ROOT, fences
 
-TIMEOUT_S = 30.0
-
 
 def test_weights_are_refitted_twice() -> None:
-    """After each step every part of the engine is as the trainer has computed it, and each source has all notices."""
+    """After each step every part of the engine is as the trainer has computed it."""
     names: dict[str, Any] = {}
     for language, program in fences((ROOT / "docs/how-to/weights.md").read_text()):
         if language == "python":
@@ -27,18 +24,9 @@ def test_weights_are_refitted_twice() -> None:
         for plan in names["mesh"].plans:
             for source in sources:
                 executors[plan.local.key].connect(source.envelope())
-                source.connect(executors[plan.local.key].envelope())
             executors[plan.local.key].prepare(plan)
         for step in (3, 4):
             names["train"](step)
             assert names["num_wrong"](step) == num_parts
             names["refit"](executors, step)
             assert names["num_wrong"](step) == 0
-        awaited = {(source.worker.rank, key, step) for source in sources for key in executors for step in (3, 4)}
-        deadline = time.monotonic() + TIMEOUT_S
-        while awaited and time.monotonic() < deadline:
-            for source in sources:
-                for notice in source.notices():
-                    step = int(notice.request.removeprefix("step "))
-                    awaited.remove((source.worker.rank, (notice.engine_id, notice.rank), step))
-        assert awaited == set()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -18,10 +19,10 @@ import pytest
 
 from kvplan import KVPlanError
 from kvplan.protocol.keys import SharedKey
-from kvplan.staging import Rates
+from kvplan.staging import CUDA_IPC, Rates
 from kvplan_nixl import UCX
 from kvplan_nixl.serving.host_key import host_key
-from kvplan_nixl.settings import Settings
+from kvplan_nixl.settings import Settings, read_rates
 from kvplan_nixl.sglang.settings import settings_of as plugin_settings
 from tests.pages import ROOT
 
@@ -159,12 +160,29 @@ def test_options_of_backends_are_passed_on(vllm: Any) -> None:
 def test_rates_are_those_of_a_file(vllm: Any, tmp_path: Path) -> None:
     """Of a calibration. Without one decode takes those of its memory; a file that has none is refused at start."""
     rates = Rates("here", 1e-4, 2e-6, 3e-10, 4e-5, 5e-10)
-    rates.save(tmp_path / "rates.json")
+    (tmp_path / "rates.json").write_text(json.dumps(attrs.asdict(rates)))
     assert read(vllm, {"rates": f"{tmp_path}/rates.json"}).measured_rates() == rates
     assert plugin_settings({"KVPLAN_RATES": f"{tmp_path}/rates.json"}).measured_rates() == rates
     assert read(vllm).measured_rates() is None
     with pytest.raises(KVPlanError, match=r"MESSAGE: cannot read rates from .*: expected a file"):
         read(vllm, {"rates": f"{tmp_path}/none.json"}).measured_rates()
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{", "MESSAGE: cannot read rates from .*: expected JSON, got "),
+        ("[]", "KEY: cannot read rates from .*: expected the keys measured, transfer_s, "),
+        (json.dumps({**attrs.asdict(CUDA_IPC), "more": 1}), "KEY"),
+        (json.dumps({**attrs.asdict(CUDA_IPC), "byte_s": "1"}), "TYPE"),
+    ],
+)
+def test_a_file_of_something_else_has_no_rates(tmp_path: Path, text: str, error: str) -> None:
+    """No JSON, another object, and rates that are not numbers."""
+    path = tmp_path / "rates.json"
+    path.write_text(text)
+    with pytest.raises(KVPlanError, match=f"^{error}"):
+        read_rates(str(path))
 
 
 @pytest.mark.parametrize("backends", ["UCX", 7, [["UCX"]], {"UCX": 1}, {"UCX": {"a": 1}}], ids=str)

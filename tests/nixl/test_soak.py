@@ -83,7 +83,6 @@ def test_a_failure_is_explained_within_time_from_its_end(
     given: dict[str, Any] = {
         "name": "request",
         "attempt": 0,
-        "operation": "READ",
         "is_staged": True,
         "tokens": (0, 9),
         "before": 0,
@@ -91,8 +90,6 @@ def test_a_failure_is_explained_within_time_from_its_end(
         "content": np.zeros(0, np.uint16),
         "processes": {KEY: process},
         "active": set(),
-        "passive": set(),
-        "unaware": set(),
         "began": now - 100,
         "deadline": now + 9,
     }
@@ -120,7 +117,6 @@ def test_engines_whose_workers_die_and_hang() -> None:
     ("plant", "seconds", "expected"),
     [
         ("early", "120", "wrong bytes in"),
-        ("count", "120", "wrong bytes in"),
         ("byte", "120", "wrong bytes in"),
         ("late", "120", "late write to|wrong bytes in"),
         ("leak", "5", "transfers in the end"),

@@ -9,18 +9,16 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-import torch
 
 from benchmarks import staging
 from benchmarks.real_memory import NixlCluster, PeerProcess, digests, pattern, placed, synchronized
 from kvplan import Blocks, Model, Region, Worker
-from kvplan.executor import Executor, Notice, Status, Transfer
-from kvplan.plan import completions
-from kvplan.staging import Pipeline, Rates, StagedPlan, StagedTransfer, stage, stage_writes
+from kvplan.executor import Executor, Status, Transfer
+from kvplan.staging import Pipeline, Rates, StagedPlan, StagedTransfer, stage
 from kvplan_nixl import UCX, NixlExecutor
 from kvplan_nixl.rearrange import TorchCopier
 from tests.small import engine
-from tests.staged import NAME, OPERATIONS, plans_of, request_of, with_staging
+from tests.staged import NAME, plans_of, request_of, with_staging
 
 TIMEOUT_S = 60.0
 TOKENS = ((0, 256), (5, 201), (64, 66), (32, 32))
@@ -73,23 +71,13 @@ def tables(pool: int, seed: int) -> list[Blocks]:
     return [Blocks(ids) for ids in np.split(np.random.default_rng(seed).permutation(pool), 5)]
 
 
-def until_settled(
-    world: NixlCluster, pipelines: Sequence[Pipeline], submitted: Sequence[StagedTransfer], notices: int
-) -> dict[Any, list[Notice]]:
-    """Poll all executors of a world until requests are settled; return all notices, of which there are so many."""
-    found: dict[Any, list[Notice]] = {key: [] for key in world.executors}
+def until_settled(pipelines: Sequence[Pipeline], submitted: Sequence[StagedTransfer]) -> None:
+    """Poll pipelines until requests are settled."""
     deadline = time.monotonic() + TIMEOUT_S
     while not all(transfer.status.is_settled for transfer in submitted):
         assert time.monotonic() < deadline, submitted
         for pipeline in pipelines:
             pipeline.poll()
-        for key, executor in world.executors.items():
-            found[key] += executor.notices()
-    deadline = time.monotonic() + 10
-    while sum(map(len, found.values())) < notices and time.monotonic() < deadline:
-        for key, executor in world.executors.items():
-            found[key] += executor.notices()
-    return found
 
 
 def taken(world: NixlCluster, workers: Sequence[Worker]) -> dict[Any, Any]:
@@ -103,10 +91,10 @@ def taken(world: NixlCluster, workers: Sequence[Worker]) -> dict[Any, Any]:
     return found
 
 
-@pytest.mark.parametrize("way", ["exact", "whole", "write"])
+@pytest.mark.parametrize("way", ["exact", "whole"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_requests_are_what_direct_plans_make_them(pair: Any, way: str, device: str) -> None:
-    """Of several requests at once, of several chunks each, all bytes are right; each peer is notified of each once."""
+    """Of several requests at once, of several chunks each, all bytes are right."""
     sources, destinations = pair()
     number = len(sources)
     with NixlCluster([with_staging(worker, SIZES[way]) for worker in (*sources, *destinations)], device) as world:
@@ -115,25 +103,20 @@ def test_requests_are_what_direct_plans_make_them(pair: Any, way: str, device: s
             for region in worker.regions:
                 world.write(worker, region, pattern(worker, region.name))
         options: dict[str, Any] = {"whole": True} if way == "whole" else {}
-        operation = "WRITE" if way == "write" else "READ"
-        near, far = (sources, destinations) if way == "write" else (destinations, sources)
         ends = [tables(side[0].views[0].num_blocks, seed) for seed, side in enumerate((destinations, sources))]
-        requests = [request_of(operation, *each) for each in zip(*ends, TOKENS, strict=False)]
-        plans = plans_of(operation, sources, destinations, **options)
+        requests = [request_of(*each) for each in zip(*ends, TOKENS, strict=False)]
+        plans = plans_of(sources, destinations, **options)
         assert max(len(list(plan.bind(**requests[0]))) for plan in plans) > 1
         pipelines = [
-            Pipeline(world.executors[worker.key], NAME, TorchCopier(world.memory[worker.key])) for worker in near
+            Pipeline(world.executors[worker.key], NAME, TorchCopier(world.memory[worker.key]))
+            for worker in destinations
         ]
         submitted = []
         for pipeline, plan in zip(pipelines, plans, strict=True):
             pipeline.prepare(plan)
             submitted += [pipeline.submit(plan, f"request {i}", **request) for i, request in enumerate(requests)]
-        expected = {worker.key: completions(plan.direct for plan in plans)[worker.key].awaits for worker in far}
-        notices = until_settled(world, pipelines, submitted, sum(map(len, expected.values())) * len(requests))
+        until_settled(pipelines, submitted)
         assert {(transfer.status, transfer.error) for transfer in submitted} == {(Status.DONE, None)}
-        for key, awaits in expected.items():
-            heard = sorted((notice.request, (notice.engine_id, notice.rank)) for notice in notices[key])
-            assert heard == [(f"request {i}", sender) for i in range(len(requests)) for sender in sorted(awaits)]
         found = taken(world, destinations)
         started: list[tuple[Executor, Transfer]] = []
         for plan in plans:
@@ -147,8 +130,6 @@ def test_requests_are_what_direct_plans_make_them(pair: Any, way: str, device: s
         deadline = time.monotonic() + TIMEOUT_S
         while not {executor.poll(transfer).is_settled for executor, transfer in started} <= {True}:
             assert time.monotonic() < deadline, started
-            for executor in world.executors.values():
-                executor.notices()
         direct = taken(world, destinations)
         assert all(np.array_equal(found[place], direct[place]) for place in direct)
         assert any(values.any() for values in direct.values())
@@ -167,9 +148,8 @@ HEADS, PAGE_BYTES, BLOCKS, REQUEST_BLOCKS = 64, 4096, 1024, 256
 
 @attrs.define
 class Mover:
-    """A worker of this process that reads from two others, or writes to them, with a staging region for each."""
+    """A worker of this process that reads from two others, with a staging region for each."""
 
-    operation: str
     executor: NixlExecutor
     memory: dict[str, Any]
     peers: tuple[PeerProcess, PeerProcess]
@@ -210,48 +190,28 @@ class Mover:
         mine = slice(REQUEST_BLOCKS * number, REQUEST_BLOCKS * (number + 1))
         return np.concatenate([pages[mine] for pages in self.caches().values()])
 
-    def destination(self) -> dict[str, str]:
-        """Digests of the memory that bytes go to: this worker's, or the first peer's."""
-        return digests(self.memory) if self.operation == "READ" else dict(self.peers[0].ask("digests"))
-
 
 @pytest.fixture
-def operation() -> str:
-    """Whether the local worker reads or writes; tests may parametrize it."""
-    return "READ"
-
-
-@pytest.fixture
-def mover(tcp: None, operation: str) -> Iterator[Mover]:
+def mover(tcp: None) -> Iterator[Mover]:
     """A worker and two peers, of 1024 blocks of 8 KiB, and chunks of 128 blocks. Destinations are filled with zeros."""
-    theirs, ours = ("HN", "NH") if operation == "READ" else ("NH", "HN")
-    remotes = [engine(name, heads=HEADS, order=theirs, blocks=BLOCKS, layers=2)[0] for name in ("first", "second")]
-    (local,) = engine("near", heads=HEADS, order=ours, blocks=BLOCKS, layers=2)
+    remotes = [engine(name, heads=HEADS, order="HN", blocks=BLOCKS, layers=2)[0] for name in ("first", "second")]
+    (local,) = engine("near", heads=HEADS, order="NH", blocks=BLOCKS, layers=2)
     regions = [Region(f"{NAME}.{i}", (1 << 50) + (i << 40), 2 << 20) for i in range(2)]
     there, memory = placed(attrs.evolve(local, regions=(*local.regions, *regions)))
-    staged = stage if operation == "READ" else stage_writes
     with (
         PeerProcess(remotes[0], UCX) as first,
         PeerProcess(remotes[1], UCX) as second,
         NixlExecutor(there) as executor,
     ):
-        for peer in (first, second):
-            peer.ask("connect", executor.envelope())
         copier = TorchCopier(memory)
         plans = [
-            staged(there, [executor.connect(peer.ask("envelope"))], staging=region.name)
+            stage(there, [executor.connect(peer.ask("envelope"))], staging=region.name)
             for peer, region in zip((first, second), regions, strict=True)
         ]
         pipelines = [Pipeline(executor, plan.staging, copier) for plan in plans]
         for pipeline, plan in zip(pipelines, plans, strict=True):
             pipeline.prepare(plan)
-        made = Mover(operation, executor, memory, (first, second), plans, pipelines)
-        if operation == "WRITE":
-            for name, pages in made.caches().items():
-                pages[:] = pattern(there, name).reshape(pages.shape)
-            for peer in made.peers:
-                peer.ask("clear")
-        yield made
+        yield Mover(executor, memory, (first, second), plans, pipelines)
 
 
 def killed(mover: Mover) -> None:
@@ -269,7 +229,6 @@ def killed(mover: Mover) -> None:
         assert transfer.error is not None
         assert transfer.error.code == "PEER"
     assert kept.status is Status.DONE
-    assert mover.peers[1].ask("notices", 1) == (Notice("near", 0, "request 3"),)
 
 
 def test_a_source_killed_during_a_request(mover: Mover) -> None:
@@ -281,22 +240,6 @@ def test_a_source_killed_during_a_request(mover: Mover) -> None:
     assert mover.blocks(3).all()
 
 
-@pytest.mark.parametrize("operation", ["WRITE"])
-def test_a_destination_killed_during_a_request(mover: Mover) -> None:
-    """Requests that write to it are FAILED; another one gets its bytes and no others, and the source has its own."""
-    before = {name: pages.copy() for name, pages in mover.caches().items()}
-    killed(mover)
-    expected = {}
-    for name, pages in mover.caches().items():
-        assert np.array_equal(pages, before[name])
-        written = np.zeros_like(pages)
-        expected_pages = pages.reshape(BLOCKS, HEADS, 4, -1).swapaxes(1, 2).reshape(pages.shape)
-        written[3 * REQUEST_BLOCKS :] = expected_pages[3 * REQUEST_BLOCKS :]
-        expected[name] = torch.from_numpy(written)
-    assert mover.peers[1].ask("digests") == digests(expected)
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_request_that_is_cancelled_while_its_peer_hangs(mover: Mover) -> None:
     """It is CANCELLED when the peer goes on, and not before; then nothing touches its blocks or the staging region."""
     assert mover.is_done(0, 0)
@@ -310,15 +253,12 @@ def test_a_request_that_is_cancelled_while_its_peer_hangs(mover: Mover) -> None:
     mover.polled_until(transfer)
     assert (transfer.status, transfer.error) == (Status.CANCELLED, None)
     mover.memory[f"{NAME}.0"].zero_()
-    before = mover.destination()
+    before = digests(mover.memory)
     time.sleep(0.2)
-    assert mover.destination() == before
-    assert mover.peers[0].ask("notices", 1) == (Notice("near", 0, "request 0"),)
-    if mover.operation == "READ":
-        assert not mover.blocks(1).any()
+    assert digests(mover.memory) == before
+    assert not mover.blocks(1).any()
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_executor_closed_during_a_request(mover: Mover) -> None:
     """What runs is CANCELLED; what is submitted afterwards is FAILED."""
     assert mover.is_done(0, 0)
@@ -351,7 +291,7 @@ def test_copies_are_done_when_their_ticket_is(device: str) -> None:
 
 def test_all_ways_of_the_benchmark_leave_the_same_bytes() -> None:
     """They take turns in one world."""
-    with staging.World.of("READ", staging.CASES[0], 4, 16 << 20, "cpu") as world:
+    with staging.World.of(staging.CASES[0], 4, 16 << 20, "cpu") as world:
         ways = staging.ways(world, 64, Rates("by hand", 0, 1, 0, 0, 0))
         assert {way.option.strategy for way in ways} == {"direct", "receive-staged", "receive-staged-whole"}
-        assert staging.check(world, ways, {})
+        staging.check(world, ways)

@@ -1,4 +1,4 @@
-"""Meshes: the plans of whole engines, completions, contacts, and what a lost worker leaves."""
+"""Meshes: the plans of whole engines, contacts, and what a lost worker leaves."""
 
 from typing import Any, Literal
 
@@ -6,7 +6,6 @@ import attrs
 import pytest
 
 from kvplan import Blocks, KVPlanError, Model, contacts, plan_mesh, plan_writes, verify
-from kvplan.plan import Completions, completions
 from tests.small import engine
 
 MODELS: Any = {
@@ -25,21 +24,10 @@ OPERATIONS: tuple[Literal["READ", "WRITE"], ...] = ("READ", "WRITE")
 
 
 def test_a_mesh_of_reads_has_a_plan_for_each_destination():
-    """Each destination tells the sources that it reads from."""
+    """In the order of the destinations."""
     mesh = plan_mesh(engine("d", tp=2, heads=4), engine("p", tp=4, heads=4))
     assert [plan.local.label for plan in mesh.plans] == ["d/0", "d/1"]
-    assert mesh.completions["d", 0] == Completions(sends=(("p", 0), ("p", 1)), awaits=())
-    assert mesh.completions["p", 3] == Completions(sends=(), awaits=(("d", 1),))
     assert repr(mesh) == "<MeshPlan: 2 plans, 6 workers>"
-
-
-def test_a_mesh_of_writes_turns_completions_round():
-    """The same pairs of workers; whoever moves the bytes sends."""
-    engines = engine("d", tp=2, heads=4), engine("p", tp=4, heads=4)
-    reads, writes = plan_mesh(*engines), plan_mesh(*engines, "WRITE")
-    assert [plan.local.label for plan in writes.plans] == ["p/0", "p/1", "p/2", "p/3"]
-    for key, each in reads.completions.items():
-        assert writes.completions[key] == Completions(sends=each.awaits, awaits=each.sends)
 
 
 def test_a_mesh_of_writes_is_the_plans_of_its_workers():
@@ -56,28 +44,6 @@ def test_a_mesh_of_writes_is_the_plans_of_its_workers():
             assert one.remote_ids.tolist() == other.remote_ids.tolist()
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_completions_count_pairs_of_workers_also_where_a_request_moves_nothing(operation):
-    """A context-parallel destination without a position of a short request completes it like the others."""
-    destinations, sources = engine("d", contexts=(4, 1)), engine("p", tp=2)
-    mesh = plan_mesh(destinations, sources, operation)
-    tables = [{"attn": Blocks([1])}, {"attn": Blocks([2])}]
-    local, remote = tables if operation == "READ" else tables[::-1]
-    specs = [spec for plan in mesh.plans for spec in plan.bind(local=local, remote=remote, tokens=(0, 2))]
-    assert sum(spec.num_bytes > 0 for spec in specs) == 4
-    assert sum(len(each.sends) for each in mesh.completions.values()) == 8 == len(specs)
-    sent = sorted((to, key) for key, each in mesh.completions.items() for to in each.sends)
-    assert sent == sorted((key, by) for key, each in mesh.completions.items() for by in each.awaits)
-
-
-def test_completions_of_any_plans():
-    """A worker alone knows what it sends; what the others await takes the plans of all."""
-    destinations, sources = engine("d", tp=2, heads=4), engine("p", tp=2, heads=4)
-    (one,) = plan_mesh(destinations[:1], sources).plans
-    assert completions([one])["d", 0].sends == (("p", 0),)
-    assert completions([one])["p", 1].awaits == ()
-
-
 @pytest.mark.parametrize(("name", "sizes"), [(name, sizes) for name, pairs in MODELS.items() for sizes in pairs])
 def test_contacts_from_parallel_sizes_are_those_of_the_full_plan(name, sizes):
     """Engines of one block, in the default layout, tell who needs whom in any layout and with any blocks."""
@@ -90,8 +56,13 @@ def test_contacts_from_parallel_sizes_are_those_of_the_full_plan(name, sizes):
         for label, size, option in zip("dp", sizes, options, strict=True)
     ]
     for operation in OPERATIONS:
-        for key, each in plan_mesh(real[0], real[1], operation).completions.items():
-            assert sorted(found[key]) == sorted(each.sends + each.awaits)
+        met: dict[tuple[str, int], list[tuple[str, int]]] = {key: [] for key in found}
+        for plan in plan_mesh(real[0], real[1], operation).plans:
+            for pair in plan.pairs:
+                if pair.group_pairs:
+                    met[plan.local.key].append(pair.remote)
+                    met[pair.remote].append(plan.local.key)
+        assert {key: sorted(each) for key, each in met.items()} == {key: sorted(each) for key, each in found.items()}
 
 
 def test_replicas_take_over_from_a_lost_worker():

@@ -80,8 +80,6 @@ def test_a_transfer_moves_the_labels_of_its_source(world: World) -> None:
     world.executor.release(transfer)
     assert not world.decode.memory.is_landing("attn", 1)
     assert world.decode.memory.cells.sum() == 7 * world.spec.num_bytes
-    world.executor.notify(("prefill", 0), "r", Status.FAILED)
-    assert world.executor.notices() == ()
 
 
 def test_connections_are_those_of_one_start(world: World) -> None:

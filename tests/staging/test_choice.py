@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -19,7 +17,7 @@ FREE = Rates("nowhere", 0, 0, 0, 0, 0)
 
 
 def workers(size: int = 1 << 20) -> dict[str, Any]:
-    """A head-major worker with a staging region, and two token-major ones that it reads from or writes to."""
+    """A head-major worker with a staging region, and two token-major ones that it reads from."""
     (local,) = engine("decode", layers=3)
     return {
         "local": with_staging(local, size),
@@ -28,14 +26,10 @@ def workers(size: int = 1 << 20) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("operation", "strategies"),
-    [("READ", ["direct", "receive-staged", "receive-staged-whole"]), ("WRITE", ["direct", "send-staged"])],
-)
-def test_each_operation_has_its_strategies(operation: str, strategies: list[str]) -> None:
+def test_all_strategies_are_planned() -> None:
     """Each with its plan and what that takes; where nothing takes time, the first one is the best."""
-    choice = choose(**workers(1 << 12), tokens=40, operation=operation, rates=FREE)
-    assert [option.strategy for option in choice.options] == strategies
+    choice = choose(**workers(1 << 12), tokens=40, rates=FREE)
+    assert [option.strategy for option in choice.options] == ["direct", "receive-staged", "receive-staged-whole"]
     direct, *staged = choice.options
     assert choice.best is direct
     assert isinstance(direct.plan, TransferPlan)
@@ -45,7 +39,6 @@ def test_each_operation_has_its_strategies(operation: str, strategies: list[str]
     for option in staged:
         assert isinstance(option.plan, StagedPlan)
         found = option.plan.cost(40)
-        assert option.plan.operation == operation
         moved = found.transfers
         assert found.num_chunks > 1
         assert (option.num_descriptors, option.num_bytes) == (moved.num_descriptors, moved.num_bytes)
@@ -152,13 +145,6 @@ def test_rates_are_those_of_the_memory(memory: str, rates: Rates) -> None:
 RATES = Rates("here", 1e-4, 2e-6, 3e-10, 4e-5, 5e-10)
 
 
-def test_rates_survive_a_file(tmp_path: Path) -> None:
-    """What is saved is loaded, to the last bit."""
-    for rates in (RATES, SHARED_MEMORY):
-        rates.save(tmp_path / "rates.json")
-        assert Rates.load(str(tmp_path / "rates.json")) == rates
-
-
 @pytest.mark.parametrize(
     ("value", "code"), [(-1e-9, "RANGE"), (math.inf, "RANGE"), (math.nan, "RANGE"), ("1", "TYPE"), (True, "TYPE")]
 )
@@ -168,20 +154,3 @@ def test_each_rate_is_a_number_of_seconds(name: str, value: Any, code: str) -> N
     with pytest.raises(KVPlanError, match=f"^{code}: .*{name}"):
         Rates(**{**attrs.asdict(RATES), name: value})
     assert getattr(Rates(**{**attrs.asdict(RATES), name: 1}), name) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("{", "MESSAGE: cannot read rates from .*: expected JSON, got "),
-        ("[]", "KEY: cannot read rates from .*: expected the keys measured, transfer_s, "),
-        (json.dumps({**attrs.asdict(RATES), "more": 1}), "KEY"),
-        (json.dumps({**attrs.asdict(RATES), "byte_s": "1"}), "TYPE"),
-    ],
-)
-def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, error: str) -> None:
-    """No JSON, another object, and rates that are not numbers."""
-    path = tmp_path / "rates.json"
-    path.write_text(text)
-    with pytest.raises(KVPlanError, match=f"^{error}"):
-        Rates.load(path)

@@ -17,7 +17,6 @@ from kvplan.staging.copies import Boxes, CopySide, Dim, joined_dims, merged
 from tests.small import engine, worker
 from tests.staged import (
     NAME,
-    OPERATIONS,
     descriptors,
     plans_of,
     request_of,
@@ -133,7 +132,7 @@ def test_runs_lie_within_blocks_and_turns_of_both_sides(
 
 
 def copies(plan: StagedPlan, tokens: tuple[int, int], ours: Any = range(6), theirs: Any = range(6)) -> list[Copy]:
-    request = request_of(plan.operation, Blocks(ours), Blocks(theirs), tokens)
+    request = request_of(Blocks(ours), Blocks(theirs), tokens)
     return [copy for chunk in plan.bind(**request) for copy in chunk.copies]
 
 
@@ -185,13 +184,12 @@ def test_contexts_on_both_sides_meet_token_by_token() -> None:
     assert copy.source.offsets.tolist() == [16, 48, 256 + 16, 256 + 48]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BHLNC", "LHBNC"])
-def test_no_two_runs_of_a_destination_share_a_byte(operation: str, layout: str) -> None:
+def test_no_two_runs_of_a_destination_share_a_byte(layout: str) -> None:
     """A copy never writes a byte twice, nor outside its region, from any of its origins."""
     model = Model.shipped("qwen2.5-1.5b")
     destinations = model.engine("d", num_blocks=3, layout=layout, tokens_per_block=32)
-    (plan,) = plans_of(operation, model.engine("p", num_blocks=9, layout="BLNHC"), destinations, 1 << 25)
+    (plan,) = plans_of(model.engine("p", num_blocks=9, layout="BLNHC"), destinations, 1 << 25)
     found = copies(plan, (5, 70), [2, 0, 1], [5, 3, 1, 8, 2])
     assert found
     for copy in found:
@@ -202,7 +200,6 @@ def test_no_two_runs_of_a_destination_share_a_byte(operation: str, layout: str) 
         assert start[-1] + length <= max(high for _, high in spans)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(
     "context, expected",
     [
@@ -210,21 +207,18 @@ def test_no_two_runs_of_a_destination_share_a_byte(operation: str, layout: str) 
         (Context(1, 2, 1), [(2, [0], 1), (2, [1], 1)]),
     ],
 )
-def test_runs_end_where_other_positions_move(
-    operation: str, context: Context, expected: list[tuple[int, list[int], int]]
-) -> None:
-    """staging.S11: positions that another source has as well are copied apart, and still transferred in one run."""
+def test_runs_end_where_other_positions_move(context: Context, expected: list[tuple[int, list[int], int]]) -> None:
+    """staging.S11: positions that another source has as well are copied apart, and transferred in one run."""
     sources = [worker("prefill", i, 0, 1, 4, 4, "HN", 2, 10, each) for i, each in enumerate([Context(), context])]
-    plans = plans_of(operation, sources, engine("decode", tokens=4, order="NH"), 1 << 16)
+    plans = plans_of(sources, engine("decode", tokens=4, order="NH"), 1 << 16)
     assert [found for plan in plans for found in templates(plan)] == expected
     blocks = Blocks([3, 0, 6, 1]), Blocks([5, 2, 7, 4, 8, 1])
-    same_as_direct(plans, request_of(operation, *blocks, (1, 16)))
-    assert descriptors(plans[0], request_of(operation, *blocks, (4, 8))) == 2 * [4 * 4 * 16]
+    same_as_direct(plans, request_of(*blocks, (1, 16)))
+    assert descriptors(plans[0], request_of(*blocks, (4, 8))) == 2 * [4 * 4 * 16]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("ours_apart", [False, True])
-def test_digits_of_an_axis_are_cut_where_either_side_breaks(operation: str, ours_apart: bool) -> None:
+def test_digits_of_an_axis_are_cut_where_either_side_breaks(ours_apart: bool) -> None:
     """staging.S9: four heads as two times two with a token between, against four in a row."""
     digits = [Axis("head", 0, 2, 2, 64), Axis("head", 0, 2, 2, 8), Axis("token", 0, 4, 4, 16), Axis("dim", 0, 8, 8, 1)]
     dense = [Axis("token", 0, 4, 4, 32), Axis("head", 0, 4, 4, 8), Axis("dim", 0, 8, 8, 1)]
@@ -233,10 +227,10 @@ def test_digits_of_an_axis_are_cut_where_either_side_breaks(operation: str, ours
         for name, axes in (("decode", digits if ours_apart else dense), ("prefill", dense if ours_apart else digits))
         for view in (View("a", "attn", "kv", "uint8", axes, 10, 128),)
     )
-    (plan,) = plans_of(operation, [prefill], [decode], 1 << 16)
+    (plan,) = plans_of([prefill], [decode], 1 << 16)
     ((template,),) = (peer.templates for peer in plan.peers)
     assert [sum(map(len, found.values())) for found in template.boxes.values()] == [1, 1]
-    same_as_direct([plan], request_of(operation, Blocks([3, 0, 6, 1]), Blocks([5, 2, 7, 4]), (1, 16)))
+    same_as_direct([plan], request_of(Blocks([3, 0, 6, 1]), Blocks([5, 2, 7, 4]), (1, 16)))
 
 
 @pytest.mark.parametrize("outer, run_tokens", [(64, 4), (100, 4), (48, 12)])
@@ -261,4 +255,4 @@ def test_kernel_blocks_are_one_digit_where_they_follow_each_other(outer: int, ru
     )
     plan = staged(local, [source])
     assert templates(plan) == [(1, [0], run_tokens)]
-    same_as_direct([plan], request_of("READ", Blocks([3, 0, 6]), Blocks([5, 2, 7]), (2, 33)))
+    same_as_direct([plan], request_of(Blocks([3, 0, 6]), Blocks([5, 2, 7]), (2, 33)))

@@ -1,4 +1,4 @@
-"""Pipelines: staged requests carried out, chunk by chunk (staging.D1 to staging.D6), in both directions."""
+"""Pipelines: staged requests carried out, chunk by chunk (staging.D1 to staging.D5)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ import pytest
 
 from kvplan import Blocks, KVPlanError
 from kvplan.executor import Status
-from kvplan.plan import completions
 from kvplan.staging import Chunk, Pipeline, StagedPlan, StagedTransfer
 from kvplan.testing import FakeCopier, FakeNetwork
 from tests.small import engine
 from tests.staged import (
     NAME,
     ONE_BLOCK,
-    OPERATIONS,
     Rig,
     broken,
-    differing,
     network_of,
     own_blocks,
     plans_of,
@@ -31,38 +28,28 @@ from tests.staged import (
     rig_plan,
     rig_plans,
     rig_request,
-    staged_writes,
 )
-
-NOBODY: dict[int, list[str]] = {0: [], 1: []}
-"""The notices of each peer, where there are none."""
-
-
-@pytest.fixture(params=OPERATIONS)
-def operation(request: pytest.FixtureRequest) -> str:
-    """Whether the local worker reads or writes."""
-    return str(request.param)
 
 
 @pytest.fixture
-def rig(operation: str) -> Iterator[Rig]:
+def rig() -> Iterator[Rig]:
     """A pipeline with nothing in it."""
-    network = network_of(plan := rig_plan(30, operation))
+    network = network_of(plan := rig_plan(30))
     with network.memory:
         yield Rig.of(network, plan)
 
 
 @pytest.fixture
-def two(operation: str) -> Iterator[Rig]:
+def two() -> Iterator[Rig]:
     """A pipeline of two plans, with nothing in it. Requests of even numbers are the first plan's."""
-    network = network_of(*(plans := rig_plans(30, operation)))
+    network = network_of(*(plans := rig_plans(30)))
     with network.memory:
         yield Rig.of(network, *plans)
 
 
-def test_requests_move_as_a_direct_plan_moves_them(operation: str) -> None:
-    """Of several requests of several chunks, every byte is right, no other is written, and all peers are notified."""
-    network = network_of(plan := rig_plan(30, operation))
+def test_requests_move_as_a_direct_plan_moves_them() -> None:
+    """Of several requests of several chunks, every byte is right, and no other is written."""
+    network = network_of(plan := rig_plan(30))
     requests = {0: (0, 20), 1: (3, 18), 2: (9, 10), 3: (4, 4)}
     with network.memory as memory:
         rig = Rig.of(network, plan)
@@ -74,10 +61,9 @@ def test_requests_move_as_a_direct_plan_moves_them(operation: str) -> None:
         settled: list[StagedTransfer] = []
         for _ in range(20):
             settled += rig.pipeline.poll()
-        names = sorted(one.request for one in settled if one.status is Status.DONE)
-        assert names == [f"request {at}" for at in range(4)]
+        assert sorted(one.request for one in settled) == [f"request {at}" for at in range(4)]
+        assert {one.status for one in settled} == {Status.DONE}
         assert not rig.wrong(requests)
-        assert {rank: sorted(found) for rank, found in rig.notified().items()} == {0: names, 1: names}
 
 
 def test_a_slot_is_filled_while_the_other_one_is_emptied(rig: Rig) -> None:
@@ -100,10 +86,10 @@ def test_requests_alternate_between_the_slots(rig: Rig) -> None:
     assert rig.pipeline.poll() == ()
     assert rig.under_way == (1, 1)
     rig.empty()
-    rig.pipeline.poll()
+    assert rig.pipeline.poll() == (transfers[0],)
     assert rig.under_way == (2, 0)
-    assert [work.slot for work in rig.pipeline._under_way if work.slot is not None] == [1, 0]
-    assert rig.finish() == transfers
+    assert [work.slot for work in rig.pipeline._under_way] == [1, 0]
+    assert rig.finish() == transfers[1:]
     assert not rig.wrong(dict.fromkeys(range(3), (0, 4)))
 
 
@@ -120,29 +106,10 @@ def test_a_slot_waits_until_it_is_empty(rig: Rig) -> None:
     assert not rig.wrong({0: (0, 16)})
 
 
-@pytest.mark.parametrize("which", range(2))
-def test_a_slot_waits_for_each_transfer_from_it(which: int) -> None:
-    """staging.D2: it is not refilled before both destinations have their parts, whichever comes first."""
-    network = network_of(plan := rig_plan(30, "WRITE"))
-    with network.memory:
-        rig = Rig.of(network, plan)
-        rig.submit(0, (0, 12))
-        late = rig.until_transfers()[1 - which]
-        rig.executor.end(rig.moving[which])
-        for _ in range(3):
-            assert rig.pipeline.poll() == ()
-            assert rig.under_way[0] == 1
-        rig.executor.end(late)
-        rig.pipeline.poll()
-        assert rig.under_way == (2, 0)
-        rig.finish()
-        assert not rig.wrong({0: (0, 12)})
-
-
 def test_a_slot_waits_for_what_cannot_be_stopped(rig: Rig) -> None:
-    """staging.D2, staging.D5: transfers of a cancelled request hold their slot until they end."""
+    """staging.D2, staging.D4: transfers of a cancelled request hold their slot until they end."""
     cancelled, other = rig.submit(0, (0, 8)), rig.submit(1, (0, 8))
-    running = list(rig.until_transfers(chunks=2))
+    running = list(rig.moving)
     rig.pipeline.cancel(cancelled)
     for transfer in running[1:]:
         rig.executor.end(transfer)
@@ -171,16 +138,13 @@ def test_requests_of_two_plans_take_turns(two: Rig) -> None:
     assert sorted(two.finish(), key=submitted.index) == submitted
     assert {one.status for one in submitted} == {Status.DONE}
     assert not two.wrong(requests)
-    for which in (0, 1):
-        names = [f"request {number}" for number in requests if number % 2 == which]
-        assert all(sorted(found) == names for found in two.notified(which).values())
 
 
 def test_a_chunk_of_another_plan_waits_for_both_slots(two: Rig) -> None:
     """staging.D2: whichever of them is emptied first; then the first plan waits for the second one."""
 
     def under_way() -> set[str]:
-        return {work.request.transfer.request for work in two.pipeline._under_way if work.slot is not None}
+        return {work.request.transfer.request for work in two.pipeline._under_way}
 
     transfers = [two.submit(0, (0, 8)), two.submit(1), two.submit(2)]
     two.go("ff")
@@ -195,9 +159,9 @@ def test_a_chunk_of_another_plan_waits_for_both_slots(two: Rig) -> None:
 
 
 def test_a_plan_waits_for_what_hangs_of_another(two: Rig) -> None:
-    """staging.D2, staging.D5: also where that has failed. Who waits has begun nothing, and is cancelled at once."""
+    """staging.D2, staging.D4: also where that has failed. Who waits has begun nothing, and is cancelled at once."""
     failed, cancelled, other = two.submit(0, (0, 8)), two.submit(1), two.submit(3)
-    hangs, *running = list(two.until_transfers(chunks=2))
+    hangs, *running = list(two.moving)
     for transfer in running:
         two.executor.end(transfer, broken("move"))
     for _ in range(3):
@@ -231,7 +195,6 @@ def test_chunks_are_made_one_ahead(rig: Rig, monkeypatch: pytest.MonkeyPatch) ->
     assert len(made) == 15
 
 
-@pytest.mark.parametrize("operation", ["READ"])
 def test_a_chunk_is_copied_when_all_of_it_is_read(rig: Rig) -> None:
     """staging.D3: not when one of two sources is read."""
     rig.submit(0)
@@ -241,79 +204,6 @@ def test_a_chunk_is_copied_when_all_of_it_is_read(rig: Rig) -> None:
     rig.executor.end(rig.moving[0])
     rig.pipeline.poll()
     assert len(rig.copier.running) == 1
-
-
-@pytest.mark.parametrize("operation", ["WRITE"])
-def test_a_chunk_is_written_when_it_is_copied(rig: Rig) -> None:
-    """staging.D3: to all destinations then, and to none while copies run."""
-    rig.submit(0)
-    for _ in range(3):
-        rig.pipeline.poll()
-        assert rig.executor.running == []
-    rig.fill()
-    rig.pipeline.poll()
-    assert [transfer.spec.remote for transfer in rig.moving] == [("peers", 0), ("peers", 1)]
-
-
-@pytest.mark.parametrize("operation", ["READ"])
-def test_sources_are_notified_when_all_chunks_are_read(rig: Rig) -> None:
-    """staging.D4: once, even while the last chunk is copied."""
-    transfer = rig.submit(0, (0, 12))
-    rig.go("ffee")
-    assert rig.notified() == NOBODY
-    rig.go("f")
-    for notice in rig.notifying:
-        rig.executor.end(notice)
-    assert rig.notified() == {0: ["request 0"], 1: ["request 0"]}
-    assert rig.pipeline.poll() == ()
-    rig.empty()
-    assert rig.pipeline.poll() == (transfer,)
-    assert rig.notified() == NOBODY
-
-
-@pytest.mark.parametrize("operation", ["WRITE"])
-def test_destinations_are_notified_when_all_chunks_are_written(rig: Rig) -> None:
-    """staging.D4: each once; none while another one still receives bytes of the last chunk."""
-    transfer = rig.submit(0, (0, 12))
-    rig.go("ffeef")
-    for _ in range(2):
-        assert rig.notifying == []
-        rig.executor.end(rig.moving[0])
-        assert rig.pipeline.poll() == ()
-    first, second = rig.notifying
-    assert rig.notified() == NOBODY
-    rig.executor.end(first)
-    assert rig.pipeline.poll() == ()
-    assert rig.notified() == {0: ["request 0"], 1: []}
-    rig.executor.end(second)
-    assert rig.pipeline.poll() == (transfer,)
-    assert rig.notified() == {0: [], 1: ["request 0"]}
-    assert not rig.wrong({0: (0, 12)})
-
-
-def test_a_request_of_no_bytes_is_notified(rig: Rig) -> None:
-    """staging.D4: by transfers of no bytes, which need no slot: it may be done before earlier requests."""
-    rig.submit(0, (0, 8))
-    nothing = rig.submit(1, (5, 5))
-    rig.pipeline.poll()
-    assert [transfer.request for transfer in rig.notifying] == ["request 1"] * 2
-    for transfer in rig.notifying:
-        rig.executor.end(transfer)
-    assert rig.pipeline.poll() == (nothing,)
-    assert nothing.status is Status.DONE
-    assert rig.notified() == {0: ["request 1"], 1: ["request 1"]}
-
-
-def test_a_request_may_notify_nobody(rig: Rig) -> None:
-    """staging.D4: where its caller wants no notices; it is settled when its bytes are in place."""
-    transfer = rig.pipeline.submit(rig.plan, "quiet", **rig_request(0, (0, 8)), notify=False)
-    nothing = rig.pipeline.submit(rig.plan, "nothing", **rig_request(1, (5, 5)), notify=False)
-    assert rig.pipeline.poll() == (nothing,)
-    assert rig.finish() == [transfer]
-    assert {one.status for one in (transfer, nothing)} == {Status.DONE}
-    assert rig.notified() == NOBODY
-    assert all(moved.spec.local_ids.size for moved in rig.executor.ended)
-    assert not rig.wrong({0: (0, 8)})
 
 
 def test_bytes_are_counted_as_a_direct_plan_moves_them(rig: Rig) -> None:
@@ -329,98 +219,24 @@ def test_bytes_are_counted_as_a_direct_plan_moves_them(rig: Rig) -> None:
     assert rig.pipeline.num_chunks == 5
 
 
-def test_completions_of_the_direct_plan_hold(rig: Rig) -> None:
-    """staging.D4: a worker notifies the peers that its direct plan sends to, each once, by transfers that move no
-    bytes.
-    """
-    requests = [rig.submit(0, (0, 20)), rig.submit(1, (7, 7)), rig.submit(2, (2, 9))]
-    rig.finish()
-    local = rig.plan.direct.local.key
-    expected = completions([rig.plan.direct])
-    assert len(expected[local].sends) == 2
-    for peer in rig.plan.direct.remotes:
-        notices = rig.network.executor(peer).notices()
-        assert expected[peer.key].awaits == (local,)
-        assert sorted(notice.request for notice in notices) == [one.request for one in requests]
-        assert {(notice.engine_id, notice.rank) for notice in notices} == {local}
-    kinds = {(bool(transfer.spec.num_bytes), transfer.notifies) for transfer in rig.executor.ended}
-    assert kinds == {(True, False), (False, True)}
-
-
-WRITERS = [
-    ({"tp": 2}, {}),
-    ({"tp": 4}, {"tp": 2}),
-    ({"contexts": (2, 1)}, {}),
-    ({"tp": 4, "heads": 2}, {"tp": 2, "heads": 2}),
-]
-"""Sources and destinations: halves of the heads, halves of each one's heads, turns of tokens, and replicas of which two
-serve nobody."""
-
-
-@pytest.mark.parametrize("ours, theirs", WRITERS)
-def test_each_writer_of_a_destination_notifies_it(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """staging.D4: a destination that has the notices it awaits by direct plans has all bytes, from all writers."""
-    some = staged_writes(
-        engine("prefill", blocks=30, **ours), engine("decode", order="NH", blocks=30, **theirs), 8 * ONE_BLOCK
-    )
-    network, requests = network_of(*some), {0: (0, 20), 1: (3, 18), 2: (4, 4)}
-    with network.memory:
-        rigs = [Rig.of(network, plan) for plan in some]
-        for rig in rigs:
-            for number, tokens in requests.items():
-                rig.submit(number, tokens)
-        for rig in rigs:
-            rig.finish()
-        assert differing(network, [(plan, requests) for plan in some]) == set()
-        expected = completions(plan.direct for plan in some)
-        for peer in some[0].direct.remotes:
-            heard = sorted(
-                (notice.request, (notice.engine_id, notice.rank)) for notice in network.executor(peer).notices()
-            )
-            assert heard == [(f"request {number}", key) for number in requests for key in expected[peer.key].awaits]
-            assert heard
-
-
-def test_a_writer_that_fails_leaves_others_of_its_engine_alone() -> None:
-    """staging.D6: the other one notifies the destination, which has its bytes."""
-    some = staged_writes(engine("prefill", tp=2, blocks=30), engine("decode", order="NH", blocks=30), 2 * ONE_BLOCK)
-    network = network_of(*some)
-    with network.memory:
-        first, second = (Rig.of(network, plan) for plan in some)
-        failed, done = first.submit(0), second.submit(0)
-        first.copier.end(first.copier.running[0], broken("copy"))
-        assert first.finish() == []
-        assert first.pipeline.poll() == (failed,)
-        assert second.finish() == [done]
-        assert second.notified() == {0: ["request 0"]}
-        assert (failed.status, done.status) == (Status.FAILED, Status.DONE)
-        assert differing(network, [(some[1], {0: (0, 4)})]) == set()
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_peer_without_bytes_of_a_chunk_gets_no_transfer(operation: str) -> None:
-    """A chunk begins transfers with the peers that it exchanges bytes with; in the end, all are notified."""
-    spread, one = (2, 4), (1, 1)
-    near, far = (one, spread) if operation == "READ" else (spread, one)
-    ours = engine("decode", order="NH", blocks=30, contexts=near)
-    (plan,) = plans_of(operation, engine("prefill", blocks=30, contexts=far), ours, 2 * ONE_BLOCK)
+def test_a_peer_without_bytes_of_a_chunk_gets_no_transfer() -> None:
+    """A chunk begins transfers with the peers that it reads bytes from."""
+    ours = engine("decode", order="NH", blocks=30)
+    (plan,) = plans_of(engine("prefill", blocks=30, contexts=(2, 4)), ours, 2 * ONE_BLOCK)
     network = network_of(plan)
     with network.memory:
         rig = Rig.of(network, plan)
         rig.submit(0, (4, 8))
-        if operation == "WRITE":
-            rig.go("f")
         assert [transfer.spec.remote for transfer in rig.executor.running] == [plan.direct.remotes[1].key]
         rig.finish()
-        assert rig.notified() == {0: ["request 0"], 1: ["request 0"]}
         assert not rig.wrong({0: (4, 8)})
 
 
 @pytest.mark.parametrize("which", range(4))
 def test_a_failed_transfer_fails_its_request_alone(rig: Rig, which: int) -> None:
-    """staging.D5: its other transfers are cancelled and waited for; nothing more of it begins, nobody is notified."""
+    """staging.D4: its other transfers are cancelled and waited for; nothing more of it begins."""
     failed, other = rig.submit(0, (0, 20)), rig.submit(1, (0, 20))
-    running = list(rig.until_transfers(chunks=2))
+    running = list(rig.moving)
     copies = len(rig.copier.ended)
     error = broken("move")
     rig.executor.end(running.pop(which), error)
@@ -437,12 +253,11 @@ def test_a_failed_transfer_fails_its_request_alone(rig: Rig, which: int) -> None
     assert rig.finish() == [other]
     assert (other.status, other.error) == (Status.DONE, None)
     assert len(rig.copier.ended) == copies + 5
-    assert rig.notified() == {0: ["request 1"], 1: ["request 1"]}
-    assert rig.wrong({1: (0, 20)}) <= own_blocks(rig.plan, [0], chunks=0 if rig.reads else 2)
+    assert rig.wrong({1: (0, 20)}) <= own_blocks(rig.plan, [0], chunks=0)
 
 
 def test_a_failed_request_waits_for_copies_that_have_begun(rig: Rig) -> None:
-    """staging.D5: the request is FAILED when they are done, and nothing follows them."""
+    """staging.D4: the request is FAILED when they are done, and nothing follows them."""
     failed = rig.submit(0, (0, 8))
     rig.go("f")
     for transfer in rig.moving:
@@ -454,30 +269,22 @@ def test_a_failed_request_waits_for_copies_that_have_begun(rig: Rig) -> None:
     assert failed.status is Status.FAILED
     assert not rig.executor.running
     assert not rig.copier.running
-    assert rig.notified() == NOBODY
 
 
 def test_no_slot_of_a_failed_request_is_emptied(rig: Rig) -> None:
-    """staging.D5: of two chunks that fill their slots, neither goes on when the first one has failed."""
+    """staging.D4: of two chunks that fill their slots, neither goes on when the first one has failed."""
     failed = rig.submit(0, (0, 8))
-    if rig.reads:
-        rig.executor.end(rig.moving[0], broken("read"))
-        rig.finish()
-    else:
-        rig.copier.end(rig.copier.running[0], broken("copy"))
-        rig.fill()
-        rig.pipeline.poll()
+    rig.executor.end(rig.moving[0], broken("read"))
+    rig.finish()
     assert rig.under_way == (0, 0)
-    assert (len(rig.executor.ended), len(rig.copier.ended)) == ((4, 0) if rig.reads else (0, 2))
+    assert (len(rig.executor.ended), len(rig.copier.ended)) == (4, 0)
     assert failed.status is Status.FAILED
 
 
 def test_a_refused_start_fails_the_request(rig: Rig) -> None:
-    """staging.D6: the error of a worker that is gone is the request's, and no exception."""
+    """staging.D5: the error of a worker that is gone is the request's, and no exception."""
     rig.executor.refuses = error = broken("start")
     transfer = rig.submit(0)
-    if not rig.reads:
-        rig.go("f")
     assert rig.pipeline.poll() == (transfer,)
     assert (transfer.status, transfer.error) == (Status.FAILED, error)
     rig.executor.refuses = None
@@ -487,13 +294,11 @@ def test_a_refused_start_fails_the_request(rig: Rig) -> None:
 
 
 def test_a_refused_start_waits_for_those_that_were_not(rig: Rig) -> None:
-    """staging.D5: where one of two peers is gone, the other one's transfer is cancelled, and holds the slot until it
+    """staging.D4: where one of two peers is gone, the other one's transfer is cancelled, and holds the slot until it
     ends.
     """
     rig.executor.refuses, rig.executor.gone = broken("start"), rig.plan.direct.remotes[1].key
     failed = rig.submit(0)
-    if not rig.reads:
-        rig.go("f")
     (running,) = rig.executor.running
     assert rig.pipeline.poll() == ()
     assert rig.executor.cancelled == [running]
@@ -502,25 +307,10 @@ def test_a_refused_start_waits_for_those_that_were_not(rig: Rig) -> None:
     assert rig.pipeline.poll() == (failed,)
     assert (failed.status, failed.error) == (Status.FAILED, rig.executor.refuses)
     assert rig.executor.released == [running]
-    assert rig.notified() == NOBODY
-
-
-def test_a_peer_that_cannot_be_notified_fails_the_request(rig: Rig) -> None:
-    """staging.D6: the error is the request's, and the other notice is cancelled."""
-    transfer = rig.submit(0)
-    rig.go("fe")
-    first, second = rig.notifying
-    rig.executor.end(first, error := broken("notify"))
-    assert rig.pipeline.poll() == ()
-    assert rig.executor.cancelled == [first, second]
-    rig.executor.end(second)
-    assert rig.pipeline.poll() == (transfer,)
-    assert (transfer.status, transfer.error) == (Status.FAILED, error)
-    assert rig.notified() == NOBODY
 
 
 def test_copies_that_cannot_begin_fail_the_request(rig: Rig) -> None:
-    """staging.D6: the next request uses its slot at once."""
+    """staging.D5: the next request uses its slot at once."""
     rig.copier.refuses = error = broken("copy")
     failed = rig.submit(0, (0, 20))
     for transfer in rig.moving:
@@ -531,14 +321,13 @@ def test_copies_that_cannot_begin_fail_the_request(rig: Rig) -> None:
     other = rig.submit(1)
     assert rig.under_way == (1, 0)
     assert rig.finish() == [other]
-    assert rig.notified() == {0: ["request 1"], 1: ["request 1"]}
     assert not rig.wrong({1: (0, 4)})
 
 
 def test_copies_that_fail_fail_the_request(rig: Rig) -> None:
-    """staging.D3, staging.D6: with the error of the copies; no transfer of that chunk begins."""
+    """staging.D3, staging.D5: with the error of the copies; no transfer of that chunk begins."""
     failed, other = rig.submit(0), rig.submit(1)
-    rig.until_copies()
+    rig.go("f")
     rig.copier.end(rig.copier.running[0], error := broken("copy"))
     running = list(rig.executor.running)
     rig.pipeline.poll()
@@ -546,14 +335,13 @@ def test_copies_that_fail_fail_the_request(rig: Rig) -> None:
     rig.finish()
     assert (failed.status, failed.error) == (Status.FAILED, error)
     assert other.status is Status.DONE
-    assert rig.notified() == {0: ["request 1"], 1: ["request 1"]}
-    assert rig.wrong({1: (0, 4)}) <= own_blocks(rig.plan, [0], chunks=1 if rig.reads else 0)
+    assert rig.wrong({1: (0, 4)}) <= own_blocks(rig.plan, [0], chunks=1)
 
 
 def test_a_transfer_that_is_not_released_fails_the_request(rig: Rig) -> None:
-    """staging.D6: all others of the request are released, and nothing follows."""
+    """staging.D5: all others of the request are released, and nothing follows."""
     failed = rig.submit(0)
-    running = list(rig.until_transfers())
+    running = list(rig.moving)
     rig.executor.not_released = broken("release")
     for transfer in running:
         rig.executor.end(transfer)
@@ -562,11 +350,10 @@ def test_a_transfer_that_is_not_released_fails_the_request(rig: Rig) -> None:
     assert (failed.status, failed.error) == (Status.FAILED, rig.executor.not_released)
     assert len(rig.executor.released) == 2
     assert rig.copier.running == []
-    assert rig.notified() == NOBODY
 
 
 def test_a_chunk_that_cannot_be_made_fails_the_request(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """staging.D6: the chunks before it are cancelled."""
+    """staging.D5: the chunks before it are cancelled."""
 
     def bind(self: StagedPlan, **given: Any) -> Iterator[Chunk]:
         yield next(bound(self, **given))
@@ -580,12 +367,11 @@ def test_a_chunk_that_cannot_be_made_fails_the_request(rig: Rig, monkeypatch: py
     assert rig.finish() == [transfer]
     assert (transfer.status, transfer.error) == (Status.FAILED, error)
     assert rig.under_way == (0, 0)
-    assert rig.notified() == NOBODY
 
 
-@pytest.mark.parametrize("steps", ["", "f", "ff", "ffe", "ffee"])
+@pytest.mark.parametrize("steps", ["", "f", "ff", "ffe"])
 def test_a_cancelled_request_is_settled_when_nothing_of_it_is_under_way(rig: Rig, steps: str) -> None:
-    """staging.D5: in each step of two chunks, nothing more begins, nobody is notified, and later requests go on."""
+    """staging.D4: in each step of two chunks, nothing more begins, and later requests go on."""
     cancelled, other = rig.submit(0, (0, 8)), rig.submit(1, (0, 20))
     rig.go(steps)
     rig.pipeline.cancel(cancelled)
@@ -597,12 +383,11 @@ def test_a_cancelled_request_is_settled_when_nothing_of_it_is_under_way(rig: Rig
     assert rig.finish() == [cancelled, other]
     assert (cancelled.status, cancelled.error) == (Status.CANCELLED, None)
     assert {transfer for transfer in rig.executor.ended if transfer.request == "request 0"} == {*started}
-    assert rig.notified() == {0: ["request 1"], 1: ["request 1"]}
     assert rig.wrong({1: (0, 20)}) <= own_blocks(rig.plan, [0], chunks=steps.count("f"))
 
 
 def test_a_request_that_waits_is_cancelled_at_once(rig: Rig) -> None:
-    """staging.D5: it has touched nothing; its chunk that was made ahead gives way to the next request's."""
+    """staging.D4: it has touched nothing; its chunk that was made ahead gives way to the next request's."""
     first, cancelled, last = rig.submit(0, (0, 8)), rig.submit(1, (0, 20)), rig.submit(2)
     rig.pipeline.cancel(cancelled)
     assert rig.pipeline.poll() == (cancelled,)
@@ -611,9 +396,9 @@ def test_a_request_that_waits_is_cancelled_at_once(rig: Rig) -> None:
 
 
 def test_the_first_reason_is_how_a_request_ends(rig: Rig) -> None:
-    """staging.D5: a failed request that is cancelled stays failed, a cancelled one that fails stays cancelled."""
+    """staging.D4: a failed request that is cancelled stays failed, a cancelled one that fails stays cancelled."""
     failed, cancelled = rig.submit(0), rig.submit(1)
-    first, _, third, _ = rig.until_transfers(chunks=2)
+    first, _, third, _ = rig.moving
     error = broken("move")
     rig.executor.end(first, error)
     rig.pipeline.poll()
@@ -626,9 +411,9 @@ def test_the_first_reason_is_how_a_request_ends(rig: Rig) -> None:
 
 
 def test_transfers_that_others_cancel_end_the_request(rig: Rig) -> None:
-    """staging.D5: the request is CANCELLED too, as by an executor that is closed."""
+    """staging.D4: the request is CANCELLED too, as by an executor that is closed."""
     transfer = rig.submit(0)
-    for running in tuple(rig.until_transfers()):
+    for running in tuple(rig.moving):
         rig.executor.cancel(running)
         rig.executor.end(running)
     assert rig.pipeline.poll() == (transfer,)
@@ -643,9 +428,9 @@ def test_a_bad_request_is_refused_before_anything_is_queued(rig: Rig) -> None:
     assert repr(rig.pipeline) == f"<Pipeline of {NAME!r}: 0 requests>"
 
 
-def test_plans_are_prepared_with_the_known_workers(operation: str) -> None:
+def test_plans_are_prepared_with_the_known_workers() -> None:
     """A peer that the executor does not know is refused when a plan is prepared."""
-    plan = rig_plan(10, operation)
+    plan = rig_plan(10)
     local, known, unknown = plan.direct.local, *plan.direct.remotes
     network = FakeNetwork([local, known])
     pipeline = Pipeline(network.executor(local), NAME, FakeCopier(network.memory, local.key))
@@ -653,9 +438,9 @@ def test_plans_are_prepared_with_the_known_workers(operation: str) -> None:
         pipeline.prepare(plan)
 
 
-def test_a_staging_region_has_one_pipeline(operation: str) -> None:
+def test_a_staging_region_has_one_pipeline() -> None:
     """A second pipeline of the executor is refused while the first one is there: they would overwrite each other."""
-    plan = rig_plan(10, operation)
+    plan = rig_plan(10)
     network = network_of(plan)
     local = plan.direct.local
     executor, copier = network.executor(local), FakeCopier(network.memory, local.key)
@@ -679,9 +464,9 @@ def test_a_plan_of_another_staging_region_is_refused(rig: Rig) -> None:
     assert rig.pipeline.poll() == ()
 
 
-def test_threads_make_pipelines_of_executors_of_their_own(operation: str) -> None:
+def test_threads_make_pipelines_of_executors_of_their_own() -> None:
     """Pipelines that other threads make and drop meanwhile do not concern a thread."""
-    plan = rig_plan(10, operation)
+    plan = rig_plan(10)
     network = network_of(plan)
     local = plan.direct.local
     copier = FakeCopier(network.memory, local.key)
@@ -702,14 +487,14 @@ def test_threads_make_pipelines_of_executors_of_their_own(operation: str) -> Non
     assert len(kept) == 200
 
 
-def test_a_failed_request_does_not_keep_its_pipeline(operation: str) -> None:
+def test_a_failed_request_does_not_keep_its_pipeline() -> None:
     """A pipeline that is dropped leaves its staging region, whatever failed requests the caller keeps."""
-    plan = rig_plan(10, operation)
+    plan = rig_plan(10)
     network = network_of(plan)
     local = plan.direct.local
     executor, copier = network.executor(local), FakeCopier(network.memory, local.key)
     pipeline = Pipeline(executor, NAME, copier)
-    failed = pipeline.submit(plan, "request", **request_of(operation, Blocks(range(4)), Blocks(range(4)), (0, 4)))
+    failed = pipeline.submit(plan, "request", **request_of(Blocks(range(4)), Blocks(range(4)), (0, 4)))
     gc.disable()
     try:
         while not pipeline.poll():

@@ -21,7 +21,6 @@ from kvplan import (
     KVPlanError,
     MeshPlan,
     Model,
-    Notice,
     ReadSpec,
     Region,
     Request,
@@ -36,7 +35,7 @@ from kvplan import (
 from kvplan.bridges import RankInfo, from_sglang, from_tensorrt_llm, from_vllm
 from kvplan.display import Picture
 from kvplan.handshake import Comparison, Problem, fingerprint
-from kvplan.plan import Completions, Cost
+from kvplan.plan import Cost
 from kvplan.staging import Copy, Pipeline, StagedPlan, StagedTransfer, stage
 from kvplan.testing import FakeCopier, FakeNetwork, assert_copies
 from kvplan.testing.executors import Cluster, ExecutorContract
@@ -83,8 +82,6 @@ def planned(decode: list[Worker], prefill: tuple[Worker, ...]) -> TransferPlan:
     mesh = kvplan.plan_mesh(decode, prefill, operation="WRITE")
     assert_type(mesh, MeshPlan)
     assert_type(mesh.plans, tuple[TransferPlan, ...])
-    assert_type(mesh.completions, Mapping[Key, Completions])
-    assert_type(mesh.completions["decode", 0].awaits, tuple[Key, ...])
     assert_type(kvplan.contacts(decode, prefill), Mapping[Key, tuple[Key, ...]])
     assert_type(plan.pairs[0].local_table.rows, Rows)
     assert_type(certify(plan), Certificate)
@@ -149,9 +146,7 @@ def executed(executor: Executor, plan: TransferPlan, spec: ReadSpec) -> Transfer
     """Code for any executor."""
     executor.prepare(plan)
     transfer = executor.start(spec, "request 1")
-    assert_type(executor.start(spec, "request 1", notify=False), Transfer)
     assert_type(executor.poll(transfer), Status)
-    assert_type(executor.notices(), tuple[Notice, ...])
     assert_type(transfer.error, KVPlanError | None)
     return transfer
 

@@ -21,7 +21,6 @@ from kvplan.describe import Worker
 from kvplan.describe.worker import Key
 from kvplan.errors import KVPlanError
 from kvplan.executor import (
-    Notice,
     Status,
     Transfer,
     not_connected,
@@ -202,11 +201,9 @@ class VirtualExecutor:
                 raise not_planned_for(remote, present, "remote")
             self._prepared[remote.key, pair.local_table] = link
 
-    def start(
-        self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True
-    ) -> Transfer:
+    def start(self, spec: ReadSpec, request: str) -> Transfer:
         """Start to move the bytes of a spec, part by part."""
-        transfer = Transfer(spec, request, notifies=notify, attempt=attempt)
+        transfer = Transfer(spec, request)
         # workers that exchange nothing need no connection
         if not len(spec.local_table.rows):
             transfer.status = Status.DONE
@@ -252,13 +249,6 @@ class VirtualExecutor:
         """Check that a transfer is settled."""
         if not transfer.status.is_settled:
             raise still_running(transfer.request, "release a transfer")
-
-    def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
-        """Notify nobody: leases need no notices."""
-
-    def notices(self) -> tuple[Notice, ...]:
-        """Return no notice."""
-        return ()
 
     def _send(self, flight: _Flight) -> None:
         """Plan when each part of a transfer is read, and when it lands."""
