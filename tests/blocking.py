@@ -45,7 +45,8 @@ def exchange(
 
 def ask_again(address: str, versions: Mapping[str, str], access: Access | None = None) -> dict[str, RoomContent]:
     driver = Driver(access)
-    return driver.run(room_contents.ask_again(address, versions, key=driver.access.key, system=driver))
+    answer = driver.run(room_contents.ask_again(address, versions, key=driver.access.key, system=driver))
+    return {**answer.contents}
 
 
 def ask(address: str, rooms: Iterable[int], access: Access | None = None) -> dict[int, Mapping[str, Any]]:

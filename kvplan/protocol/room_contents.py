@@ -15,13 +15,13 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import at_most, having, instance, name
+from kvplan._checks import at_most, instance, name, seconds
 from kvplan._text import brief_repr
 from kvplan.describe.blocks import Blocks
 from kvplan.errors import KVPlanError
 from kvplan.protocol.handoff import Handoff
 from kvplan.protocol.keys import SharedKey
-from kvplan.protocol.system import ANSWER_S, MAX_ANSWER_BYTES, TOKEN_BYTES, System
+from kvplan.protocol.system import ANSWER_S, MAX_ANSWER_BYTES, TOKEN_BYTES, Signal, System
 
 MAX_ASKED: Final = 1 << 10
 """Rooms in one question."""
@@ -31,6 +31,12 @@ MAX_ROOM_CHARACTERS: Final = 1 << 7
 
 MAX_QUESTION_BYTES: Final = MAX_ASKED << 10
 """The length of a question. In JSON a character has at most 6 bytes; a version has 32."""
+
+WAIT_S: Final = 10.0
+"""Seconds for which a server holds a question about rooms of which there is nothing new."""
+
+MAX_WAITING: Final = 1 << 9
+"""Questions that a server holds at a time. One more is answered at once."""
 
 ENTRY_BYTES: Final = 500
 """The memory that a server needs for an entry beside its text, and a little more."""
@@ -59,78 +65,137 @@ class RoomContent:
     __repr__ = brief_repr
 
 
+class RoomAnswers:
+    """Answers questions about rooms: at once if there is something new, or else when there is.
+
+    ``content_of`` returns the content of a room, None of one that has none. Each answer names the
+    ``start`` of its server, so that who asks notices a restart, which has lost the rooms.
+    """
+
+    def __init__(self, content_of: Callable[[str], RoomTexts | None], system: System) -> None:
+        self._content_of = content_of
+        self._system: System = instance(System, system, "system")
+        self._start = system.token_hex(TOKEN_BYTES)
+        self._lock = system.lock()
+        # by room: the signals of the questions that wait for it
+        self._waiting: dict[str, set[Signal]] = {}
+        self._num_waiting = 0
+
+    def note_change(self, room: str) -> None:
+        """Answer the questions that wait for a room. Any thread may call this."""
+        with self._lock:
+            for signal in self._waiting.get(room, ()):
+                signal.set()
+
+    async def answer(self, question: bytes, wait_s: str = "0") -> bytes:
+        """Answer what :func:`ask_again` asks, which waits for ``wait_s`` seconds."""
+        until = self._system.monotonic() + min(WAIT_S, seconds(float(wait_s), "wait_s"))
+        seen = instance(Mapping, json.loads(instance(bytes, question, "question")), "rooms")
+        rooms = [*seen][:MAX_ASKED]
+        signal = self._system.signal()
+        with self._lock:
+            waits = self._num_waiting < MAX_WAITING
+            self._num_waiting += 1
+            # before it looks, so that no change is missed
+            for room in rooms:
+                self._waiting.setdefault(room, set()).add(signal)
+        try:
+            while True:
+                news = self._news(seen)
+                left_s = until - self._system.monotonic()
+                if news or not waits or left_s <= 0:
+                    return json.dumps({"start": self._start, "rooms": news}).encode()
+                await signal.wait(left_s)
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+                for room in rooms:
+                    self._waiting[room].discard(signal)
+                    if not self._waiting[room]:
+                        del self._waiting[room]
+
+    def _news(self, seen: Mapping[str, Any]) -> dict[str, tuple[str, Sequence[str]]]:
+        """What rooms have that the asker has not seen, as much as an answer takes."""
+        news = dict[str, tuple[str, Sequence[str]]]()
+        num_bytes = 0
+        # in the order of the question, so that what is left out comes with another one
+        for room, version in [*seen.items()][:MAX_ASKED]:
+            content = self._content_of(room)
+            if content is None or content.version == version:
+                continue
+            # twice, as strings in JSON
+            num_bytes += 2 * sum(map(len, content.texts)) + ENTRY_BYTES
+            if num_bytes > MAX_ANSWER_BYTES:
+                break
+            news[room] = content.version, content.texts
+        return news
+
+
 class RoomStore:
-    """The entries of an engine's own rooms. One thread writes, and another one answers.
+    """The entries of an engine's own rooms. One thread writes, and coroutines answer.
 
     >>> from kvplan_nixl.serving import Driver
-    >>> store = RoomStore(Driver())
+    >>> driver = Driver()
+    >>> store = RoomStore(driver)
     >>> store.put("transfer 1", {"handoff": {}})
     >>> store.withdraw("transfer 1")
-    >>> store.answer(b'{"transfer 1": ""}')
-    b'{}'
+    >>> driver.run(store.answers.answer(b'{"transfer 1": ""}'))[-12:]
+    b'"rooms": {}}'
     """
 
     def __init__(self, system: System) -> None:
         self._system: System = instance(System, system, "system")
         self._contents: dict[str, RoomTexts] = {}
+        self.answers: RoomAnswers = RoomAnswers(self._contents.get, system)
 
     def put(self, room: str, entry: Mapping[str, Any]) -> None:
         """Publish an entry, in place of the room's earlier one."""
         text = json.dumps(instance(Mapping, entry, "entry of a room"))
-        # in one step, since another thread answers meanwhile
+        # in one step, since coroutines answer meanwhile
         self._contents[name(room, "room")] = RoomTexts(self._system.token_hex(TOKEN_BYTES), [text])
+        self.answers.note_change(room)
 
     def withdraw(self, room: str) -> None:
         """Withdraw the entry of a room, if it has one."""
         self._contents.pop(name(room, "room"), None)
 
-    def answer(self, question: bytes) -> bytes:
-        """Answer what :func:`ask_again` asks."""
-        return answer_rooms(question, self._contents.get)
 
+@attrs.frozen
+class RoomsAnswer:
+    """What rooms have that has changed, by a server that says which start it is."""
 
-def answer_rooms(question: bytes, content_of: Callable[[str], RoomTexts | None]) -> bytes:
-    """Return what rooms have that the asker has not seen, as much as an answer takes.
+    start: str
+    contents: Mapping[str, RoomContent]
 
-    A question has the version of each room that was seen last. ``content_of`` returns the content
-    of a room, None of one that has none. Raises ``TYPE``, or ValueError for what is no JSON.
-    """
-    having("__call__", content_of, "content_of", "a function")
-    seen = instance(Mapping, json.loads(instance(bytes, question, "question")), "rooms")
-    answer = dict[str, tuple[str, Sequence[str]]]()
-    num_bytes = 0
-    # in the order of the question, so that what is left out comes with another one
-    for room, version in [*seen.items()][:MAX_ASKED]:
-        content = content_of(room)
-        if content is None or content.version == version:
-            continue
-        # twice, as strings in JSON
-        num_bytes += 2 * sum(map(len, content.texts)) + ENTRY_BYTES
-        if num_bytes > MAX_ANSWER_BYTES:
-            break
-        answer[room] = content.version, content.texts
-    return json.dumps(answer).encode()
+    __repr__ = brief_repr
 
 
 async def ask_again(
-    address: str, versions: Mapping[str, str], *, key: SharedKey, system: System
-) -> dict[str, RoomContent]:
-    """Return what rooms have whose last seen ``versions`` are given: those that have changed since.
+    address: str,
+    versions: Mapping[str, str],
+    *,
+    wait_s: float = 0.0,
+    key: SharedKey,
+    system: System,
+) -> RoomsAnswer:
+    """Ask for what rooms have that have changed since their ``versions`` were seen.
 
-    Raises ``PEER`` and ``MESSAGE``.
+    The server waits for ``wait_s`` seconds until there are some. Raises ``PEER`` and ``MESSAGE``.
     """
     for room in instance(Mapping, versions, "versions of rooms"):
         num_characters = len(name(room, "room"))
         at_most(MAX_ROOM_CHARACTERS, num_characters, "characters of a room's name", "ask for it")
     peer = f"the server of rooms at {name(address, 'address of a server')}"
     question = json.dumps(dict(versions)).encode()
-    answer = await system.exchange(peer, address, "/ask", ANSWER_S, question)
+    path = f"/ask/{wait_s:g}"
+    answer = await system.exchange(peer, address, path, wait_s + ANSWER_S, question)
     try:
+        fields = json.loads(answer)
         contents = dict[str, RoomContent]()
-        for room, (version, texts) in json.loads(answer).items():
+        for room, (version, texts) in fields["rooms"].items():
             contents[room] = RoomContent(f"{version}", _merged(room, texts, key))
-        return contents
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        return RoomsAnswer(f"{fields['start']}", contents)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         expected = "entries by room"
         raise KVPlanError(
             "MESSAGE", f"ask {address}", expected=expected, got=f"{error!r}"

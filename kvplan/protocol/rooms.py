@@ -6,7 +6,7 @@ that SGLang gives it, or by the transfer id that a router of vLLM gives it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,8 +16,8 @@ from kvplan._checks import at_most, having, instance, integer, name, seconds
 from kvplan.errors import KVPlanError
 from kvplan.protocol.claims import MAX_SOURCES
 from kvplan.protocol.keys import SharedKey
-from kvplan.protocol.room_contents import MAX_ASKED, RoomContent, ask_again
-from kvplan.protocol.system import System
+from kvplan.protocol.room_contents import MAX_ASKED, WAIT_S, RoomsAnswer, ask_again
+from kvplan.protocol.system import Signal, System
 
 if TYPE_CHECKING:
     from logging import Logger
@@ -26,7 +26,7 @@ MAX_SERVERS: Final = MAX_SOURCES
 """Servers that decode asks at a time, unless it says otherwise."""
 
 ASK_S: Final = 0.01
-"""Seconds between two questions to a server about all rooms that are wanted of it, by default."""
+"""Seconds between an answer and the next question to a server, by default."""
 
 RETRY_S: Final = 1.0
 """Seconds after which a server that gave no answer is asked again."""
@@ -34,18 +34,23 @@ RETRY_S: Final = 1.0
 
 @attrs.define(eq=False)
 class _WantedRoom:
-    """A room that a reader asks for: what takes its entries, and the version that it took last."""
+    """A room that a reader asks for: what takes its entries, and the version that it took last.
+
+    ``start`` is that of the server which has answered first.
+    """
 
     room: str
     take: Callable[[Any], bool]
     version: str = ""
+    start: str = ""
 
 
 class Rooms:
     """Asks at most ``max_servers`` servers about rooms.
 
-    A server is asked every ``ask_s`` while something is wanted of it. Handoffs are signed with
-    ``key``.
+    A server is asked again ``ask_s`` after it has answered, and holds a question until there is
+    something new. A room whose server has restarted gets an entry with an ``error``, since its
+    prefill has restarted too. Handoffs are signed with ``key``.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Rooms:
         self._lock = system.lock()
         # by the server that is asked, and by reader
         self._wanted: dict[str, dict[str, _WantedRoom]] = {}
+        self._changes: dict[str, Signal] = {}
 
     def want(self, reader: str, room: str, address: str, take: Callable[[Any], bool]) -> None:
         """Ask for a room until it has a whole entry, or its reader is forgotten.
@@ -81,36 +87,50 @@ class Rooms:
                 number = len(self._wanted) + 1
                 at_most(self._max_servers, number, "servers of rooms at a time", action)
                 self._wanted[address] = {}
+                self._changes[address] = self._system.signal()
                 self._system.start("kvplan rooms", partial(self._run, address))
+            else:
+                self._changes[address].set()
             self._wanted[address][name(reader, "reader")] = wanted
 
     def forget(self, reader: str) -> None:
         """Ask for a reader no more. An entry of its room is taken before that, or never."""
         with self._lock:
-            for readers in self._wanted.values():
-                readers.pop(name(reader, "reader"), None)
+            for address, readers in self._wanted.items():
+                if readers.pop(name(reader, "reader"), None) is not None and not readers:
+                    self._changes[address].set()
 
     async def _run(self, address: str) -> None:
         """Ask a server for the rooms that are wanted of it, until there are none."""
+        changed = self._changes[address]
         while True:
             with self._lock:
-                if not self._wanted[address]:
-                    del self._wanted[address]
+                wanted = [*self._wanted[address].values()]
+                if not wanted:
+                    del self._wanted[address], self._changes[address]
                     return
-                # the lock is not held while the server is asked
                 asked = sorted(self._versions(address).items())
+            # a server that is asked for more has to answer each part at once
+            wait_s = WAIT_S if len(asked) <= MAX_ASKED else 0.0
             try:
                 for start in range(0, len(asked), MAX_ASKED):
-                    versions = dict(asked[start : start + MAX_ASKED])
-                    contents = await ask_again(
-                        address, versions, key=self._key, system=self._system
+                    question = ask_again(
+                        address,
+                        dict(asked[start : start + MAX_ASKED]),
+                        wait_s=wait_s,
+                        key=self._key,
+                        system=self._system,
                     )
-                    self._take(address, contents)
+                    answer = await self._system.unless(changed, question)
+                    # another room is wanted meanwhile, which is asked for with the others
+                    if answer is None:
+                        break
+                    self._take(address, wanted, answer)
+                else:
+                    await self._system.sleep(self._ask_s)
             except KVPlanError as error:
                 self._logger.warning("%s", error)
                 await self._system.sleep(RETRY_S)
-            else:
-                await self._system.sleep(self._ask_s)
 
     def _versions(self, address: str) -> dict[str, str]:
         """Return the version of each room that all its readers have seen, none if they differ."""
@@ -122,15 +142,19 @@ class Rooms:
                 versions[wanted.room] = ""
         return versions
 
-    def _take(self, address: str, contents: Mapping[str, RoomContent]) -> None:
+    def _take(self, address: str, asked: Sequence[_WantedRoom], answer: RoomsAnswer) -> None:
         """Give the entries of rooms to those that want them."""
-        if not contents:
-            return
         with self._lock:
+            for wanted in asked:
+                wanted.start = wanted.start or answer.start
             # A reader that was forgotten meanwhile stays so.
             readers = self._wanted[address]
             for reader, wanted in [*readers.items()]:
-                content = contents.get(wanted.room)
+                if wanted.start not in ("", answer.start):
+                    wanted.take({"error": "its server has restarted, and lost what it had"})
+                    del readers[reader]
+                    continue
+                content = answer.contents.get(wanted.room)
                 if content is None or content.version == wanted.version:
                     continue
                 wanted.version = content.version

@@ -96,10 +96,11 @@ class Route:
     """What a server does at one path: ``answer`` gets a body of at most ``max_bytes``.
 
     It also gets the ``num_parts`` of the path that follow the route's own. It raises
-    :class:`~kvplan.KVPlanError` for what it refuses. It must not block.
+    :class:`~kvplan.KVPlanError` for what it refuses. It must not block; a coroutine function may
+    await, and is cancelled where the peer hangs up.
     """
 
-    answer: Callable[..., bytes]
+    answer: Callable[..., bytes | Coroutine[Any, Any, bytes]]
     max_bytes: int = 0
     num_parts: int = 0
 
@@ -148,6 +149,10 @@ class System(ABC):
 
         The whole answer comes within ``timeout_s`` seconds. Raises ``PEER``.
         """
+
+    @abstractmethod
+    async def unless(self, signal: Signal, coroutine: Coroutine[Any, Any, T]) -> T | None:
+        """Return the value of a coroutine, or cancel it and return None if the signal is set."""
 
     @abstractmethod
     def check_server(self, address: str) -> None:

@@ -166,6 +166,15 @@ class Driver(System):
     ) -> bytes:
         return await exchange(peer, address, path, timeout_s, self.access, sent)
 
+    async def unless(self, signal: Signal, coroutine: Coroutine[Any, Any, T]) -> T | None:
+        task, change = asyncio.ensure_future(coroutine), asyncio.ensure_future(signal.wait())
+        try:
+            await asyncio.wait((task, change), return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            change.cancel()
+
     def check_server(self, address: str) -> None:
         self.access.check_server(name(address, "address of a server"))
 

@@ -13,10 +13,10 @@ import asyncio
 import re
 import socket
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
@@ -32,7 +32,7 @@ from kvplan_nixl.serving.addresses import addresses_of
 MAX_HEAD_BYTES: Final = 1 << 12
 """The length of a question's or answer's head, of which the signature takes most."""
 
-MAX_CONNECTIONS: Final = 256
+MAX_CONNECTIONS: Final = 1024
 """Connections to a server. One more takes the place of another one, by :class:`_Connection`."""
 
 MAX_UNREAD_BYTES: Final = 1 << 26
@@ -285,6 +285,8 @@ class Server:
             if not proof.has_body(body):
                 raise _RefusedError(400, "another body")
             answer = route.answer(body, *parts)
+            if not isinstance(answer, bytes):
+                answer = await self._while_connected(reader, answer)
             status = 200
         except _RefusedError as refused:
             status = refused.status
@@ -294,6 +296,22 @@ class Server:
             status = 400
             answer = str(error).encode()[:MAX_REASON_BYTES]
         return self._signed(proof, status, answer)
+
+    async def _while_connected(
+        self, reader: asyncio.StreamReader, answer: Coroutine[Any, Any, bytes]
+    ) -> bytes:
+        """Await an answer. A peer that hangs up meanwhile ends the connection."""
+        answering = self._loop.create_task(answer)
+        # after its question a peer sends nothing
+        ending = self._loop.create_task(reader.read(1))
+        try:
+            await asyncio.wait((answering, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                raise EOFError
+            return answering.result()
+        finally:
+            answering.cancel()
+            ending.cancel()
 
     def _proof(self, head: _Head, method: str, target: str) -> Proof:
         """Return the proof of a question, which is new. Raises _RefusedError."""

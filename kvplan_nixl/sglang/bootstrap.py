@@ -34,8 +34,8 @@ from kvplan.protocol.leases import LEASE_S
 from kvplan.protocol.room_contents import (
     ENTRY_BYTES,
     MAX_QUESTION_BYTES,
+    RoomAnswers,
     RoomTexts,
-    answer_rooms,
     ask_again,
     is_part,
 )
@@ -170,10 +170,11 @@ class BootstrapServer:
         # Used where the server answers, and nowhere else. The oldest room is the first one.
         self._rooms: OrderedDict[int, _Room] = OrderedDict()
         self._num_bytes = 0
+        self._answers = RoomAnswers(self._content_of, system)
         routes = {
             "POST /publish": Route(self._publish, MAX_ENTRY_BYTES, num_parts=6),
             "POST /withdraw": Route(self._withdraw, num_parts=5),
-            "POST /ask": Route(self._answer, MAX_QUESTION_BYTES),
+            "POST /ask": Route(self._answers.answer, MAX_QUESTION_BYTES, num_parts=1),
         }
         self._server = system.serve(host, port, routes)
         self.address: str = f"{host}:{self._server.port}"
@@ -211,6 +212,7 @@ class BootstrapServer:
         room.version = self._system.token_hex(TOKEN_BYTES)
         self._rooms[stage.room] = room
         self._rooms.move_to_end(stage.room)
+        self._answers.note_change(f"{stage.room}")
         return b""
 
     def _room(self, number: int, owner: str) -> _Room:
@@ -241,12 +243,9 @@ class BootstrapServer:
             self._rooms.pop(stage.room, None)
         return b""
 
-    def _answer(self, question: bytes) -> bytes:
-        self._expire()
-        return answer_rooms(question, self._content_of)
-
     def _content_of(self, number: str) -> RoomTexts | None:
         """Return the entries of all stages of a room, None if there are none."""
+        self._expire()
         room = self._rooms.get(int(number))
         newest = [] if room is None else room.newest()
         return RoomTexts(room.version, newest) if room is not None and newest else None
@@ -309,8 +308,8 @@ async def ask(
     Raises ``PEER`` and ``MESSAGE``.
     """
     names = map(str, rooms)
-    contents = await ask_again(address, dict.fromkeys(names, ""), key=key, system=system)
-    entries = {int(room): content.entry for room, content in contents.items()}
+    answer = await ask_again(address, dict.fromkeys(names, ""), key=key, system=system)
+    entries = {int(room): content.entry for room, content in answer.contents.items()}
     return {room: entry for room, entry in entries.items() if not is_part(entry)}
 
 

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
 
 from kvplan import Blocks, KVPlanError
-from kvplan.protocol import Handoff, Source
+from kvplan.protocol import Handoff, Leases, Listener, Source, room_contents
 from kvplan.protocol import rooms as module
-from kvplan.protocol.room_contents import Published, RoomContent, RoomStore, _merged, answer_rooms, is_part
+from kvplan.protocol.room_contents import (
+    Published,
+    RoomContent,
+    RoomsAnswer,
+    RoomStore,
+    _merged,
+    ask_again,
+    is_part,
+)
 from kvplan.protocol.rooms import Rooms
 from kvplan_nixl.serving import Driver
 from tests.blocking import KEY
@@ -26,8 +37,9 @@ class Server(Driver):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = RoomStore(self)
         self.num_versions = 0
+        self.store = RoomStore(self)
+        self.epoch = "a"
         self.asked: list[Mapping[str, str]] = []
 
     def put(self, room: str, entry: Mapping[str, Any]) -> None:
@@ -37,11 +49,14 @@ class Server(Driver):
     def token_hex(self, num_bytes: int) -> str:
         return f"version {self.num_versions}"
 
-    async def ask(self, address: str, versions: Mapping[str, str], **_: object) -> dict[str, RoomContent]:
+    async def ask(self, address: str, versions: Mapping[str, str], **_: object) -> RoomsAnswer:
         assert address == SERVER
         self.asked.append(dict(versions))
-        answer = json.loads(self.store.answer(json.dumps(versions).encode()))
-        return {room: RoomContent(version, json.loads(texts[0])) for room, (version, texts) in answer.items()}
+        answer = json.loads(await self.store.answers.answer(json.dumps(versions).encode()))
+        contents = {
+            room: RoomContent(version, json.loads(texts[0])) for room, (version, texts) in answer["rooms"].items()
+        }
+        return RoomsAnswer(self.epoch, contents)
 
     def wait(self, num_questions: int) -> None:
         """Wait until it was asked some times more."""
@@ -120,8 +135,88 @@ def test_what_is_no_entry_is_an_error() -> None:
         Published.of_entry("a", {"error": "prefill has failed"}, KEY)
 
 
-def test_what_is_no_function_answers_nothing() -> None:
-    """Before the question is read."""
-    wrong: Any = {"a": None}
-    with pytest.raises(KVPlanError, match=r"^TYPE: .* content_of"):
-        answer_rooms(b"{}", wrong)
+def test_a_server_that_has_restarted_has_lost_the_room(server: Server) -> None:
+    """Its prefill has restarted too: the request fails at once, and one that comes later asks the new start."""
+    rooms, before, after = Rooms(logging.getLogger("test"), KEY, Driver(), ask_s=0.001), list[Any](), list[Any]()
+    rooms.want("r", "a", SERVER, into(before))
+    server.wait(3)
+    server.epoch = "b"
+    deadline = time.monotonic() + 10
+    while not before and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert [entry.keys() for entry in before] == [{"error"}]
+    rooms.want("s", "a", SERVER, into(after))
+    server.put("a", {"part": 1})
+    server.wait(3)
+    assert after == [{"part": 1}]
+    assert len(before) == 1
+    rooms.forget("s")
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    driver = Driver()
+    with closing(Listener("prefill", "127.0.0.1", [], Leases(driver), system=driver)) as listener:
+        yield listener
+
+
+def test_a_question_waits_for_news(listener: Listener) -> None:
+    """It was asked every 10 ms, by each of hundreds of ranks; now an answer comes when there is one, or in the end."""
+    driver, address = Driver(), listener.source.address
+    asking = partial(ask_again, address, {"a": ""}, key=driver.access.key, system=driver)
+    assert driver.run(asking(wait_s=0.05)).contents == {}
+    answers: list[RoomsAnswer] = []
+    thread = threading.Thread(target=lambda: answers.append(driver.run(asking(wait_s=10.0))))
+    thread.start()
+    while not listener.rooms.answers._waiting:
+        time.sleep(0.001)
+    listener.rooms.put("b", {})
+    time.sleep(0.05)
+    assert answers == []
+    listener.rooms.put("a", {"handoff": {}, "is_whole": True})
+    thread.join(5)
+    assert [answer.contents["a"].entry for answer in answers] == [{"handoff": {}, "is_whole": True}]
+    assert not listener.rooms.answers._waiting
+
+
+def test_a_reader_asks_once_until_there_is_news(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again, for all rooms together, as soon as another one is wanted."""
+    asked: list[Mapping[str, str]] = []
+
+    async def ask(address: str, versions: Mapping[str, str], **options: Any) -> RoomsAnswer:
+        asked.append(dict(versions))
+        return await ask_again(address, versions, **options)
+
+    monkeypatch.setattr(module, "ask_again", ask)
+    rooms, taken = Rooms(logging.getLogger("test"), KEY, Driver()), list[Any]()
+    rooms.want("r", "a", listener.source.address, into(taken))
+    while not listener.rooms.answers._waiting:
+        time.sleep(0.001)
+    rooms.want("s", "b", listener.source.address, into(taken))
+    while {*listener.rooms.answers._waiting} != {"a", "b"}:
+        time.sleep(0.001)
+    time.sleep(0.1)
+    # the first one may not have been sent before the second room was wanted
+    assert [{*versions} for versions in asked][-1] == {"a", "b"}
+    assert len(asked) <= 2
+    # what was asked first has gone, since its connection has ended
+    assert {len(signals) for signals in listener.rooms.answers._waiting.values()} == {1}
+    rooms.forget("r")
+    rooms.forget("s")
+    while listener.rooms.answers._waiting:
+        time.sleep(0.001)
+
+
+def test_few_questions_are_held(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more is answered at once."""
+    monkeypatch.setattr(room_contents, "MAX_WAITING", 1)
+    driver, address = Driver(), listener.source.address
+    asking = partial(ask_again, address, {"a": ""}, key=driver.access.key, system=driver)
+    thread = threading.Thread(target=lambda: driver.run(asking(wait_s=10.0)))
+    thread.start()
+    while not listener.rooms.answers._waiting:
+        time.sleep(0.001)
+    assert driver.run(asking(wait_s=10.0)).contents == {}
+    assert thread.is_alive()
+    listener.rooms.put("a", {"handoff": {}})
+    thread.join(5)

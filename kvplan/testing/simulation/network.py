@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import attrs
 
 from kvplan.errors import KVPlanError
-from kvplan.protocol.system import Route, System
+from kvplan.protocol.system import Route, Signal, System
 from kvplan.testing.simulation.tasks import FOREVER, Task, TaskLoop
 
 T = TypeVar("T")
@@ -103,21 +103,38 @@ class VirtualServer:
         if self.host.network.servers.get(self.address) is self:
             del self.host.network.servers[self.address]
 
-    def answer(self, path: str, sent: bytes | None) -> tuple[int, bytes]:
-        """Return the status and the body of the answer to a question."""
+    def answer(
+        self, path: str, sent: bytes | None, reply: Callable[[tuple[int, bytes]], None]
+    ) -> None:
+        """Reply with the status and the body of the answer to a question, now or later."""
         _, label, *parts = path.split("/")
         route = self.routes.get(f"{'GET' if sent is None else 'POST'} /{label}")
         # as the real server, which has no such page
         if route is None or len(parts) != route.num_parts:
-            return 404, b""
+            reply((404, b""))
+            return
+
+        def finish(answer: bytes) -> None:
+            # what was answered is a promise, also if the answer is lost
+            for witness in self.host.witnesses:
+                witness(path, sent or b"", answer)
+            reply((200, answer))
+
+        async def wait(answer: Coroutine[Any, Any, bytes]) -> None:
+            try:
+                finish(await answer)
+            except (ValueError, TypeError, RecursionError) as error:
+                reply((400, str(error).encode()))
+
         try:
             answer = route.answer(sent or b"", *parts)
         except (ValueError, TypeError, RecursionError) as error:
-            return 400, str(error).encode()
-        # what was answered is a promise, also if the answer is lost
-        for witness in self.host.witnesses:
-            witness(path, sent or b"", answer)
-        return 200, answer
+            reply((400, str(error).encode()))
+            return
+        if isinstance(answer, bytes):
+            finish(answer)
+        else:
+            self.host.loop.start(self.host, f"answer {path}", partial(wait, answer), 0.0)
 
 
 @attrs.define(eq=False)
@@ -227,6 +244,27 @@ class Host(System):
     def signal(self) -> VirtualSignal:
         return VirtualSignal(self)
 
+    async def unless(self, signal: Signal, coroutine: Coroutine[Any, Any, T]) -> T | None:
+        me = self.loop.running()
+        ended: list[T | BaseException] = []
+
+        async def run() -> None:
+            try:
+                ended.append(await coroutine)
+            except Exception as error:
+                ended.append(error)
+            self.loop.wake(me)
+
+        task = self.loop.start(self, f"part of {me.name}", run, 0.0)
+        await signal.wait()
+        self.loop.end(task)
+        coroutine.close()
+        for end in ended:
+            if isinstance(end, BaseException):
+                raise end
+            return end
+        return None
+
     def check_server(self, address: str) -> None:
         self.check(address)
 
@@ -273,8 +311,10 @@ class Host(System):
             again = partial(self._arrive, exchange, target, address, path, sent)
             self.loop.at(server.host.thaws_at, again)
         else:
-            answer = server.answer(path, sent)
-            self.network.send(target, self.name, partial(self._take, exchange, answer))
+            server.answer(path, sent, partial(self._reply, exchange, target))
+
+    def _reply(self, exchange: _Exchange, target: str, answer: tuple[int, bytes]) -> None:
+        self.network.send(target, self.name, partial(self._take, exchange, answer))
 
     def _take(self, exchange: _Exchange, answer: tuple[int, bytes] | None) -> None:
         """Take the first answer that comes, or the news that nobody answers."""

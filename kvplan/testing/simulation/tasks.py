@@ -87,11 +87,12 @@ class TaskLoop:
         name: str,
         run: Callable[[], Coroutine[Any, Any, None]],
         delay_s: float,
-    ) -> None:
+    ) -> Task:
         """Start a task after a delay."""
         task = Task(name, owner, run)
         self._tasks[task] = None
         self.at(self.now + delay_s, lambda: self._resume(task))
+        return task
 
     async def wait(self, duration_s: float) -> bool:
         """Wait in a task until it is woken, at most for a time. Return whether it was woken."""
@@ -125,10 +126,13 @@ class TaskLoop:
         """End all tasks of an owner where they wait."""
         for task in [*self._tasks]:
             if task.owner is owner:
-                del self._tasks[task]
-                # a task may kill its own machine: then it ends at its next wait
-                if task.coroutine is not None and task is not self._running:
-                    task.coroutine.close()
+                self.end(task)
+
+    def end(self, task: Task) -> None:
+        """End a task where it waits, or at its next wait if it runs."""
+        self._tasks.pop(task, None)
+        if task.coroutine is not None and task is not self._running:
+            task.coroutine.close()
 
     def close(self) -> None:
         """End all tasks."""
