@@ -26,9 +26,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvplan import KVPlanError, Region
 from kvplan._checks import instance, wrong_type
-from kvplan.describe.views import Region
-from kvplan.errors import KVPlanError
 
 try:
     import nixl

@@ -29,12 +29,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvplan import Blocks, Group, ReadSpec, TransferPlan
 from kvplan._arrays import Ints, read_only
-from kvplan.describe import Blocks
 from kvplan.describe.blocks import Tokens, check_listed
-from kvplan.describe.views import Group
 from kvplan.describe.worker import Key
-from kvplan.plan import ReadSpec, Table, TransferPlan
+from kvplan.plan import Table
 from kvplan.plan.align import count_below, cycle, local_index, slots
 from kvplan.plan.series import GroupPair, RunSeries, TablePair, TokenSeries
 from kvplan.plan.transfer import Requested

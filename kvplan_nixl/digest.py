@@ -14,12 +14,11 @@ import attrs
 import numpy as np
 import torch
 
+from kvplan import Axis, Blocks, Context, KVPlanError, Region, View, Worker
 from kvplan._arrays import Ints, distinct
 from kvplan._checks import instance, members
-from kvplan.describe import Axis, Blocks, Region, View, Worker
 from kvplan.describe.blocks import Tokens, check_blocks
-from kvplan.describe.views import TOKEN, Context
-from kvplan.errors import KVPlanError
+from kvplan.describe.views import TOKEN
 from kvplan.plan.bind import check_names, range_of
 from kvplan.protocol.digest import (
     DIVIDED,

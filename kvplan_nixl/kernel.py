@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from kvplan import KVPlanError
 from kvplan._arrays import Ints
-from kvplan.errors import KVPlanError
 from kvplan_nixl.copy_plan import NO_ENTRIES, TILE_BYTES, BoundCopy, Field, Launch, PairCopy
 from kvplan_nixl.rearrange import TorchCopier
 

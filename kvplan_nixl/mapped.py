@@ -31,9 +31,8 @@ from typing import Any
 
 import attrs
 
-from kvplan import KVPlanError, ReadSpec, Region, TransferPlan, Worker
+from kvplan import Blocks, KVPlanError, ReadSpec, Region, TransferPlan, Worker
 from kvplan._text import shown
-from kvplan.describe import Blocks
 from kvplan.describe.blocks import Tokens
 from kvplan.plan import Pair
 from kvplan.plan.series import Ids

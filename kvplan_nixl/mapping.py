@@ -20,9 +20,8 @@ from typing import Any, Final, Protocol
 
 import attrs
 
+from kvplan import KVPlanError, Region, Worker
 from kvplan._text import few
-from kvplan.describe import Region, Worker
-from kvplan.errors import KVPlanError
 from kvplan_nixl.cma import Process
 
 MAX_HANDLE_BYTES: Final = 512

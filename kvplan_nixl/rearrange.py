@@ -18,10 +18,9 @@ import attrs
 import numpy as np
 import torch
 
+from kvplan import KVPlanError, Region, Worker, region_of
 from kvplan._arrays import Ints, integers_in
 from kvplan._checks import having, members, wrong_type
-from kvplan.describe import Region, Worker, region_of
-from kvplan.errors import KVPlanError
 from kvplan.plan.tables import Descriptors
 from kvplan.staging import Copy
 from kvplan.staging.copies import CopySide
