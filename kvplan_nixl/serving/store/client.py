@@ -40,7 +40,7 @@ from kvplan_nixl.serving.store.readers import Listings, StoreReader
 
 BUFFER_BYTES: Final = 64 << 20
 
-FILES_AT_ONCE: Final = 4
+FILES_AT_ONCE: Final = 2
 """Files that are read, digested and written at once, even of a backend at hand."""
 
 MAX_PINS: Final = 64

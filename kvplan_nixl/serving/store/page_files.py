@@ -24,7 +24,7 @@ from kvplan.protocol.pages import (
 )
 from kvplan_nixl.serving.store.backends import Backend, OpenFile, read_fully
 
-PIECE_BYTES: Final = 4 * ROW_BYTES
+PIECE_BYTES: Final = 16 * ROW_BYTES
 """The bytes that are read, and digested, at a time."""
 
 MAX_DATA_BYTES: Final = 1 << 30
