@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict
 from typing import Final
@@ -46,19 +47,21 @@ class _Lease:
     """A request whose blocks stay until the first lease ends, and then until the last claim does.
 
     It was granted ``since`` a time, and is over at ``stop``. ``claims_end_at`` has the end of each
-    reader's claim. All claims last equally long, so the one renewed last is last and ends last.
+    reader's claim. All claims last equally long, so the one renewed last is last and ends last. The
+    lease is looked at when it is ``due``.
     """
 
     request: str
     ends_at: float
     since: float
     stop: float
+    due: float = math.inf
     claims_end_at: OrderedDict[str, float] = attrs.field(factory=OrderedDict)
 
-    def stands_at(self, now: float) -> bool:
-        """Return whether the first lease or a claim has time left."""
-        last_end = next(reversed(self.claims_end_at.values()), -math.inf)
-        return now < self.stop and (now < self.ends_at or now < last_end)
+    @property
+    def over_at(self) -> float:
+        """When the lease is over, unless a reader claims it before."""
+        return min(self.stop, max(self.ends_at, next(reversed(self.claims_end_at.values()), 0.0)))
 
     def claim(self, reader: str, now: float, end: float) -> None:
         """Begin or renew a claim, and forget those that have ended. Raises ``RANGE``."""
@@ -111,11 +114,13 @@ class Leases:
         max_lease_s: float = MAX_LEASE_S,
     ) -> None:
         self.lease_s: float = seconds(lease_s, "lease_s")
-        self._max_lease_s: float = seconds(max_lease_s, "max_lease_s")
+        self.max_lease_s: float = seconds(max_lease_s, "max_lease_s")
         self.num_refused: int = 0
         self._system: System = instance(System, system, "system")
         self._lock = system.lock()
         self._leases: dict[str, _Lease] = {}
+        # when to look at each lease that may be over then; entries that are not its ``due`` are old
+        self._dues: list[tuple[float, str]] = []
         self._done: list[str] = []
 
     def grant(self, request: str, first_s: float | None = None) -> str:
@@ -139,9 +144,24 @@ class Leases:
             # a name of its own, also if the request is lent again, by rule lease.L3
             lease = f"{request} {self._system.token_hex(LEASE_TOKEN_BYTES)}"
             now = self._system.monotonic()
-            stop = now + max(duration_s, self._max_lease_s)
+            stop = now + max(duration_s, self.max_lease_s)
             self._leases[lease] = _Lease(request, now + duration_s, now, stop)
+            self._look_later(lease)
         return lease
+
+    def _drop(self, lease: str) -> _Lease | None:
+        """Forget a lease that is over, and with the last one all times at which to look."""
+        dropped = self._leases.pop(lease, None)
+        if not self._leases:
+            self._dues.clear()
+        return dropped
+
+    def _look_later(self, lease: str) -> None:
+        """Look at a lease when it is over by what is known now, or earlier."""
+        standing = self._leases[lease]
+        if standing.over_at < standing.due:
+            standing.due = standing.over_at
+            heapq.heappush(self._dues, (standing.due, lease))
 
     def begin_first(self, lease: str) -> bool:
         """Let the first lease of a request begin, since all of it is computed.
@@ -153,7 +173,8 @@ class Leases:
                 return False
             now = self._system.monotonic()
             self._leases[lease].ends_at = now + self.lease_s
-            self._leases[lease].stop = now + max(self.lease_s, self._max_lease_s)
+            self._leases[lease].stop = now + max(self.lease_s, self.max_lease_s)
+            self._look_later(lease)
             return True
 
     def revoke(self, lease: str) -> bool:
@@ -172,7 +193,7 @@ class Leases:
         (False, False, ())
         """
         with self._lock:
-            revoked = self._leases.pop(name(lease, "lease"), None)
+            revoked = self._drop(name(lease, "lease"))
         return revoked is not None and bool(revoked.claims_end_at)
 
     def claim(self, lease: str, reader: str) -> bool:
@@ -207,8 +228,11 @@ class Leases:
             ending.claims_end_at.pop(reader, None)
             # the first lease ends too, by rule lease.L2
             ending.ends_at = now
-            if not ending.stands_at(now):
-                self._done.append(self._leases.pop(lease).request)
+            if ending.over_at <= now:
+                self._drop(lease)
+                self._done.append(ending.request)
+            else:
+                self._look_later(lease)
             return True
 
     def end_all(self) -> None:
@@ -216,14 +240,28 @@ class Leases:
         with self._lock:
             self._done += [lease.request for lease in self._leases.values()]
             self._leases.clear()
+            self._dues.clear()
 
     def take_ended(self) -> EndedLeases:
-        """Return the requests whose leases have ended since the last call."""
+        """Return the requests whose leases have ended since the last call.
+
+        A lease is over from here on, and not before: whoever has asked until now is right. This
+        looks at those alone that may be over now, and at each of them once in ``lease_s``.
+        """
         with self._lock:
             now = self._system.monotonic()
-            # A lease is over from here on, and not before: whoever has asked until now is right.
-            over = [key for key, lease in self._leases.items() if not lease.stands_at(now)]
-            ended = [self._leases.pop(key) for key in over]
+            ended = []
+            while self._dues and self._dues[0][0] <= now:
+                due, key = heapq.heappop(self._dues)
+                lease = self._leases.get(key)
+                if lease is None or lease.due != due:
+                    continue
+                if lease.over_at <= now:
+                    self._drop(key)
+                    ended.append(lease)
+                else:
+                    lease.due = math.inf
+                    self._look_later(key)
             late = tuple(lease.request for lease in ended)
             old = tuple(lease.request for lease in ended if now >= lease.stop)
             done = tuple(self._done)
@@ -233,8 +271,8 @@ class Leases:
     def oldest_s(self) -> float:
         """Return the seconds since the oldest lease was granted, 0 without any."""
         with self._lock:
-            sinces = [lease.since for lease in self._leases.values()]
-            return self._system.monotonic() - min(sinces) if sinces else 0.0
+            oldest = next(iter(self._leases.values()), None)
+            return 0.0 if oldest is None else self._system.monotonic() - oldest.since
 
     def __len__(self) -> int:
         return len(self._leases)

@@ -13,6 +13,7 @@ import attrs
 from kvplan._checks import having, instance, name
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
+from kvplan.protocol.importer import Part
 from kvplan.protocol.read import Read, ReadResult
 from kvplan.protocol.reads import Reads
 
@@ -21,12 +22,14 @@ from kvplan.protocol.reads import Reads
 class _RequestParts:
     """A request that is read in parts: those that wait, and the results of those that have ended.
 
-    No other part comes once ``has_last``. ``error`` is the first reason to fail.
+    No other part comes once ``has_last``. ``error`` is the first reason to fail. One
+    ``is_under_way`` until its result has come, and ``is_moving`` if bytes of it may move.
     """
 
     waiting: deque[Read] = attrs.field(factory=deque)
     results: list[ReadResult] = attrs.field(factory=list)
     is_under_way: bool = False
+    is_moving: bool = False
     has_last: bool = False
     error: KVPlanError | None = None
     is_reported_late: bool = False
@@ -61,6 +64,17 @@ class ReadParts:
         """Return the worker that reads."""
         return self._reads.worker
 
+    def take(self, part: Part) -> None:
+        """Do what an importer says of a request."""
+        if part.read is not None:
+            self.begin(part.read, is_last=part.is_last)
+        elif part.error is not None:
+            self.fail(part.request, part.error, is_last=part.is_last)
+
+    def is_moving(self, request: str) -> bool:
+        """Return whether bytes of a request may move now, also if it has failed."""
+        return request in self._requests and self._requests[request].is_moving
+
     def begin(self, read: Read, *, is_last: bool = True) -> None:
         """Read a part of a request when the parts before it are read."""
         instance(Read, read, "read")
@@ -90,7 +104,7 @@ class ReadParts:
         for result in self._reads.poll():
             parted = self._requests[result.request]
             parted.results.append(result)
-            parted.is_under_way = False
+            parted.is_under_way = parted.is_moving = False
             parted.error = parted.error or result.error
             self._begin_next(parted)
         # only now, since a part may have failed before it began
@@ -126,5 +140,5 @@ class ReadParts:
         if parted.error is not None:
             parted.waiting.clear()
         elif parted.waiting and not parted.is_under_way:
-            parted.is_under_way = True
+            parted.is_under_way = parted.is_moving = True
             self._reads.begin(parted.waiting.popleft())

@@ -1,9 +1,8 @@
 """Prefill: a request's pages are lent when they are computed, until decode has read them.
 
 A prompt that SGLang computes in chunks is published several times, as far as it is computed: decode
-reads a chunk while the next one is computed. SGLang keeps the pages of a request that it computes,
-so nothing else holds them until the last chunk. A request that is given up is never published as a
-whole, and its lease is revoked.
+reads a chunk while the next one is computed. An :class:`~kvplan.protocol.exporter.Exporter` in each
+rank decides what is published and until when pages stay.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ from sglang.srt.disaggregation.base.conn import KVTransferMetric
 from sglang.srt.runtime_context import get_serving
 from sglang.srt.utils.network import get_local_ip_auto
 
-from kvplan import Blocks, KVPlanError
+from kvplan import KVPlanError
 from kvplan._checks import at_most
 from kvplan.protocol import Handoff, Leases, Listener, Source
 from kvplan.protocol.background import Background
+from kvplan.protocol.exporter import Exporter
 from kvplan.protocol.rooms import RETRY_S
 from kvplan.protocol.system import TOKEN_BYTES, System
 from kvplan_nixl.serving.access import is_loopback
@@ -52,12 +52,11 @@ class PrefillRank(Rank):
     ) -> None:
         super().__init__(memory, system)
         executor = memory.executor
-        self.early_tokens: int = settings.early_tokens
         # Readers get the offers of all ranks from the first one. Ranks of context parallelism have
         # one cache, but nothing says when the others have computed what the first one hands over.
         envelope = executor.envelope() if memory.cp_rank == 0 else b""
         offers: list[bytes] = [offer for offer in gather(envelope) if offer]
-        self.leases = Leases(system, lease_s=settings.lease_s, max_lease_s=settings.max_lease_s)
+        leases = Leases(system, lease_s=settings.lease_s, max_lease_s=settings.max_lease_s)
         self.listener: Listener | None = None
         if memory.is_first:
             engine_id = memory.info.engine_id
@@ -66,19 +65,20 @@ class PrefillRank(Rank):
                 engine_id,
                 host,
                 offers,
-                self.leases,
+                leases,
                 port=settings.port,
                 bind=settings.bind or host,
                 system=system,
             )
         sources: list[Source] = gather(self.listener and self.listener.source)
-        self.source = sources[0]
+        self.exporter = Exporter(
+            sources[0], leases, memory.groups, early_tokens=settings.early_tokens
+        )
         # of the rooms of all stages
         owners: list[str] = gather(system.token_hex(TOKEN_BYTES))
         self.owner = owners[0]
         # by the address of a bootstrap server, while there are requests that name it
         self._publishers: WeakValueDictionary[str, Background] = WeakValueDictionary()
-        self._num_refused = 0
 
     def publisher_of(self, address: str) -> Background:
         """Return what publishes requests in a bootstrap server, one after the other.
@@ -95,34 +95,18 @@ class PrefillRank(Rank):
             self._publishers[address] = publisher
         return publisher
 
-    def give_up(self, request: str, lease: str) -> None:
-        """Forget a request that is not computed to its end, and the lease that it may have."""
-        if lease:
-            self.leases.revoke(lease)
-            # its readers may have been done before
-            self._note_ended()
-            self.ended.pop(request, None)
-
     def is_written(self, room: int) -> bool:
         """Return no: readers write nothing here."""
         return False
 
     def _note_ended(self) -> None:
         """Take the requests that decode has read, or that nobody has claimed in time."""
-        ended = self.leases.take_ended()
-        for request in ended.done:
-            self.ended[request] = None
-        for request in ended.late:
-            expected = f"a reader that claims it within {self.leases.lease_s:g} s"
-            if request in ended.old:
-                expected = "a reader that is done within max_lease_s"
-            self.ended[request] = KVPlanError(
-                "LEASE", f"lend {request!r}", expected=expected, got="none"
-            )
-        num_stale = self.leases.num_refused - self._num_refused
-        if num_stale:
-            self._num_refused += num_stale
-            logger.error("%d claims came for leases that are over: their requests fail", num_stale)
+        ended = self.exporter.step()
+        for request in ended.released:
+            self.ended[request] = ended.late.get(request)
+        if ended.num_stale:
+            message = "%d claims came for leases that are over: their requests fail"
+            logger.error(message, ended.num_stale)
 
 
 def _default_host() -> str:
@@ -162,14 +146,13 @@ class Sender(BaseKVSender):
         self._is_sent = False
         self._is_aborted = False
         self._is_published = False
-        self._lease = ""  # none yet
         self._num_published = 0
         self._result: Any = None
         self._error: Exception = RuntimeError("aborted")
         self._has_room = False
         try:
             self._publisher = self._rank.publisher_of(bootstrap_addr)
-            self._rank.open_room(bootstrap_room)
+            self._rank.exporter.open(self._name, f"{bootstrap_room}")
             self._has_room = True
         except KVPlanError as error:
             self._error = error
@@ -187,50 +170,57 @@ class Sender(BaseKVSender):
     def send(
         self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None
     ) -> None:
-        """Collect pages, and lend and publish the request: with the last ones, the whole of it."""
+        """Collect pages, and publish the request: with the last ones, the whole of it."""
         assert num_kv_tokens is not None
+        if not self._has_room:
+            return
         self._pages += kv_indices.tolist()
         self._num_tokens += num_kv_tokens
         wait_event = self._early_send_wait_event
         self._early_send_wait_event = None
         rank = self._rank
-        if len(self._pages) < self._num_pages:
-            if self._num_tokens - self._num_published >= rank.early_tokens:
-                self._num_published = self._num_tokens
-                self._publish_early(wait_event)
-            return
-        self._is_sent = True
-        self._lend()
+        memory = rank.memory
+        self._is_sent = len(self._pages) >= self._num_pages
         # Other ranks are done when the first one says that readers are.
-        if rank.listener is None:
+        if self._is_sent and rank.listener is None:
             self._result = KVPoll.Success
-        else:
-            rank.leases.begin_first(self._lease)
-        if rank.memory.is_first_of_stage:
-            memory = rank.memory
-            num_tokens = self._num_tokens
-            tables = memory.block_tables(self._pages, 0, num_tokens, state_indices or [])
-            kept = {group: tables[group].first * memory.args.page_size for group in memory.windows}
-            entry = self._entry(num_tokens, tables, kept)
-            entry["metadata"] = [b64encode(row).decode() for row in self._metadata()]
-            until = rank.system.monotonic() + rank.leases.lease_s
-            self._publisher.begin(partial(self._publish_until, until, entry))
-
-    def _lend(self) -> None:
-        """Have a lease, before anybody can know of it. Ranks other than the first have a name."""
-        if not self._lease:
-            rank = self._rank
-            is_lender = rank.listener is not None
-            self._lease = rank.leases.grant_early(self._name) if is_lender else self._name
+        if not memory.is_first_of_stage:
+            return
+        if not self._is_sent:
+            self._publish_early(wait_event)
+            return
+        num_tokens = self._num_tokens
+        handoff = rank.exporter.finish(
+            self._name,
+            num_tokens,
+            memory.block_tables(self._pages, 0, num_tokens, state_indices or []),
+            partial(prompt_of, self.req),
+            weights_version=WEIGHTS.version,
+        )
+        if handoff is None:
+            # decode is done with it
+            self._result = KVPoll.Success
+            return
+        entry = self._entry(handoff)
+        entry["metadata"] = [b64encode(row).decode() for row in self._metadata()]
+        until = rank.system.monotonic() + rank.exporter.leases.lease_s
+        self._publisher.begin(partial(self._publish_until, until, entry))
 
     def _publish_early(self, wait_event: Any) -> None:
         """Publish the pages that are computed, when ``wait_event`` says that they are."""
-        if not self._rank.memory.is_first_of_stage:
+        rank = self._rank
+        handoff = rank.exporter.publish(
+            self._name,
+            self._num_tokens,
+            partial(rank.memory.token_tables, [*self._pages]),
+            partial(prompt_of, self.req),
+            weights_version=WEIGHTS.version,
+        )
+        if handoff is None:
             return
-        self._lend()
-        num_tokens = self._num_tokens
+        self._num_published = num_tokens = handoff.num_tokens
         # now, since weights may have changed when it is published
-        entry = self._entry(num_tokens, self._rank.memory.token_tables([*self._pages]), {})
+        entry = self._entry(handoff)
 
         async def publish_pages() -> None:
             if wait_event is not None:
@@ -242,25 +232,10 @@ class Sender(BaseKVSender):
 
         self._publisher.begin(publish_pages)
 
-    def _entry(
-        self, num_tokens: int, tables: dict[str, Blocks], kept: dict[str, int]
-    ) -> dict[str, Any]:
+    def _entry(self, handoff: Handoff) -> dict[str, Any]:
         """Return what decode has to know of this stage's part of the request."""
-        rank = self._rank
-        prompt = prompt_of(self.req, num_tokens)
-        handoff = Handoff(
-            rank.source,
-            self._lease,
-            num_tokens,
-            prompt,
-            tables,
-            kept,
-            weights_version=WEIGHTS.version,
-        )
-        return {
-            "handoff": handoff.params(rank.memory.key),
-            "attempt": self.req.rid,  # equal in all stages
-        }
+        # the attempt is equal in all stages
+        return {"handoff": handoff.params(self._rank.memory.key), "attempt": self.req.rid}
 
     def _metadata(self) -> list[bytes]:
         """Return the request's first token and what belongs to it, as SGLang keeps them."""
@@ -339,10 +314,9 @@ class Sender(BaseKVSender):
         if not self._has_room:
             return
         self._has_room = False
-        self._rank.close_room(self._room)
-        if not self._is_sent:
-            self._rank.give_up(self._name, self._lease)
-        if self._lease and self._rank.memory.is_first_of_stage:
+        self._rank.exporter.abort(self._name)
+        self._rank.ended.pop(self._name, None)
+        if self._rank.memory.is_first_of_stage:
             # after the request is published
             self._publisher.begin(self._withdraw)
 

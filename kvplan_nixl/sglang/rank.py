@@ -16,6 +16,7 @@ import torch
 
 from kvplan import Blocks, KVPlanError
 from kvplan.bridges import RankInfo
+from kvplan.protocol.groups import CacheGroup
 from kvplan.protocol.keys import SharedKey
 from kvplan.protocol.system import TOKEN_BYTES, System
 from kvplan_nixl import NixlExecutor
@@ -67,6 +68,17 @@ class RankMemory:
     windows: Mapping[str, int | None]
     executor: NixlExecutor
     key: SharedKey
+
+    @property
+    def groups(self) -> dict[str, CacheGroup]:
+        """The cache groups: those of windows and positions, and those of states."""
+        page_size = self.args.page_size
+        return {
+            group.name: CacheGroup.of_window(page_size, self.windows[group.name])
+            if group.name in self.windows
+            else CacheGroup(None)
+            for group in self.executor.worker.groups
+        }
 
     @property
     def is_first(self) -> bool:
@@ -135,31 +147,11 @@ class Rank(ABC):
         self.memory = memory
         self.system = system
         self.ended: dict[str, KVPlanError | None] = {}
-        self._open_rooms: set[int] = set()
         self._polled_at = 0.0
 
     def name_of(self, room: int) -> str:
         """Return a name for a request in a room, which may be used again."""
         return f"{room} {self.system.token_hex(TOKEN_BYTES)}"
-
-    def open_room(self, room: int) -> None:
-        """Refuse a room that another request has now. Raises ``NAME``.
-
-        SGLang gives one room to all children of a request with ``n`` > 1.
-        """
-        if room in self._open_rooms:
-            raise KVPlanError(
-                "NAME",
-                f"open room {room}",
-                expected="a room of its own for each request",
-                got="one in use",
-                hint="ask for n = 1",
-            )
-        self._open_rooms.add(room)
-
-    def close_room(self, room: int) -> None:
-        """Let another request have a room."""
-        self._open_rooms.discard(room)
 
     def poll(self) -> None:
         """Note which requests have ended, if that was not done just now."""

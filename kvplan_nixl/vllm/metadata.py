@@ -12,9 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvplan import Blocks, KVPlanError
-from kvplan.protocol import Read
+from kvplan import Blocks
 from kvplan.protocol.digest_requests import DigestRequest
+from kvplan.protocol.importer import Part
 from kvplan_nixl.vllm.engine_state import AdapterChanges
 
 
@@ -35,18 +35,14 @@ class KvplanHandshakeMetadata(KVConnectorHandshakeMetadata):
 class KvplanMetadata(KVConnectorMetadata):
     """The work of all workers in one step.
 
-    ``parts`` of requests begin, and others of them follow; ``reads`` are whole requests, or their
-    last parts. ``saves`` are blocks by group that others may read from main memory once this
-    step has computed them. ``digests`` are to be computed, of the blocks by group of each request.
-    ``refused`` has the errors of requests that cannot be read. The blocks of ``released`` requests
-    are free.
+    ``parts`` are read. ``saves`` are blocks by group that others may read from main memory once
+    this step has computed them. ``digests`` are to be computed, of the blocks by group of each
+    request. The blocks of ``released`` requests are free.
     """
 
-    parts: list[Read] = field(default_factory=list)
-    reads: list[Read] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     saves: dict[str, set[int]] = field(default_factory=dict)
     digests: dict[DigestRequest, Mapping[str, Blocks]] = field(default_factory=dict)
-    refused: dict[str, KVPlanError] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)
 
 

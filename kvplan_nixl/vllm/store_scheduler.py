@@ -21,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, decode
 from kvplan.describe.blocks import Range
+from kvplan.protocol.groups import first_listed
 from kvplan_nixl.identity import Identity
 from kvplan_nixl.serving.store import Attended, Chain, open_backend
 from kvplan_nixl.serving.store.eviction import evict_beside
@@ -237,7 +238,7 @@ class StoreScheduler:
         tables = self._tables.of_ids(ids)
         positions = {}
         for group in self._tables.indices.keys() - self._tables.states:
-            first = self._tables.first_listed(group, tables[group])
+            first = first_listed(tables[group], self._tables.block_sizes[group])
             positions[group] = (min(first, chain.num_tokens), chain.num_tokens)
         # a state has a key where a page ends, if no later token has gone into it
         if request.num_computed_tokens == chain.num_tokens == num_tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any, Final
 
@@ -13,7 +14,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import Blocks
 from kvplan.describe.blocks import Range
+from kvplan.protocol.groups import CacheGroup
 from kvplan_nixl.vllm.description import (
+    first_attended,
     frees_blocks,
     groups_of,
     is_state,
@@ -27,8 +30,8 @@ NULL_BLOCK: Final = 0
 class BlockTables:
     """The cache groups that are transferred, by name: their ``indices``, and what each is.
 
-    ``block_sizes`` are in positions. ``states`` names the groups of recurrent states,
-    ``positioned`` the others, and ``whole_groups`` those of them that keep all positions.
+    ``block_sizes`` are in positions. ``states`` names the groups of recurrent states, and
+    ``positioned`` the others. ``cache_groups`` is what an exporter and an importer know of them.
     """
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig) -> None:
@@ -41,9 +44,11 @@ class BlockTables:
         }
         self.states: set[str] = {name for name, group in self.groups.items() if is_state(group)}
         self.positioned: set[str] = self.indices.keys() - self.states
-        self.whole_groups: list[str] = [
-            name for name, group in self.groups.items() if not frees_blocks(group)
-        ]
+        self.cache_groups: dict[str, CacheGroup] = {}
+        for name, group in self.groups.items():
+            size = None if name in self.states else self.block_sizes[name]
+            attended = partial(first_attended, group) if frees_blocks(group) else None
+            self.cache_groups[name] = CacheGroup(size, attended)
         self._managers: Sequence[SingleTypeKVCacheManager] = ()
 
     def set_managers(self, managers: Sequence[SingleTypeKVCacheManager]) -> None:
@@ -83,18 +88,6 @@ class BlockTables:
             is_within = (blocks.ordinals >= first // size) & (blocks.ordinals * size < stop)
             ids = blocks.ids[is_within].tolist()
         return ids
-
-    def first_listed(self, group: str, blocks: Blocks) -> int:
-        """Return the position from which on a group has all blocks of a request."""
-        # the index of the last block before each gap
-        gaps = (blocks.ordinals[1:] - blocks.ordinals[:-1] > 1).nonzero()[0]
-        if not blocks.ids.size:
-            first_block = blocks.listed[1]
-        elif gaps.size:
-            first_block = int(blocks.ordinals[gaps[-1] + 1])
-        else:
-            first_block = blocks.first
-        return first_block * self.block_sizes[group]
 
     def first_uncached(self, group: str, blocks: KVCacheBlocks) -> int:
         """Return the position from which on a group's blocks are not from the prefix cache."""

@@ -123,25 +123,21 @@ class Worker:
         self._released |= step.released
         for request, blocks in step.digests.items():
             self._digests[request] = [self._digest_lent(request, blocks)]
-        for name, error in step.refused.items():
-            self._reads.fail(name, error)
-        for read in step.parts:
-            self._begin_read(read, is_last=False)
-        for read in step.reads:
-            self._begin_read(read, is_last=True)
+        for part in step.parts:
+            try:
+                if part.read is not None:
+                    self._make_room(part.read)
+            except KVPlanError as error:
+                self._reads.fail(part.request, error, is_last=part.is_last)
+            else:
+                self._reads.take(part)
 
-    def _begin_read(self, read: Read, *, is_last: bool) -> None:
-        """Read a part of a request after those before it. Parts have other blocks, or positions."""
-        try:
-            # before any byte of it moves: transfers write into the same blocks
-            if self._host_cache is not None:
-                self._host_cache.begin_read(read, self._reads.worker.groups)
-            if self._cache.needs_kv_cache_zeroing:
-                self._clear_tail(read)
-        except KVPlanError as error:
-            self._reads.fail(read.request, error, is_last=is_last)
-        else:
-            self._reads.begin(read, is_last=is_last)
+    def _make_room(self, read: Read) -> None:
+        """Prepare the blocks of a read before any byte of it moves: it writes into the same."""
+        if self._host_cache is not None:
+            self._host_cache.begin_read(read, self._reads.worker.groups)
+        if self._cache.needs_kv_cache_zeroing:
+            self._clear_tail(read)
 
     def _digest_read(self, binding: Binding) -> Mapping[str, Any]:
         """Digest what has arrived of a request."""

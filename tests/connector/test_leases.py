@@ -217,4 +217,28 @@ def test_the_age_of_a_request_begins_when_it_is_computed(clock: Clock) -> None:
         assert leases.take_ended() == EndedLeases((), ())
     assert leases.stands(long)
     clock.now = 90.0
-    assert leases.take_ended() == EndedLeases((), ("s", "r"), ("s", "r"))
+    assert leases.take_ended() == EndedLeases((), ("r", "s"), ("r", "s"))
+
+
+def test_a_first_lease_that_ends_early_is_looked_at_in_time(clock: Clock) -> None:
+    """A kept answer would stay for minutes; when one of its two readers is done, the other one's claim decides."""
+    leases = Leases(clock, lease_s=LEASE_S)
+    lease = leases.grant("r", 50 * LEASE_S)
+    assert leases.claim(lease, "dies")
+    assert leases.claim(lease, "reads")
+    assert leases.end(lease, "reads")
+    clock.now = LEASE_S
+    assert leases.take_ended().late == ("r",)
+
+
+def test_a_lease_that_was_renewed_often_is_found_when_it_ends(clock: Clock) -> None:
+    """Each look finds it valid, until nobody renews the claim."""
+    leases = Leases(clock, lease_s=LEASE_S)
+    lease = leases.grant("r")
+    for clock.now in range(0, 1000, 3):
+        assert leases.claim(lease, "reader")
+        assert leases.take_ended() == EndedLeases((), ())
+    clock.now = 999 + LEASE_S - 0.1
+    assert leases.take_ended() == EndedLeases((), ())
+    clock.now = 999 + LEASE_S
+    assert leases.take_ended().late == ("r",)

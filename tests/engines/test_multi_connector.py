@@ -44,6 +44,7 @@ from kvplan.protocol.digest_requests import DigestRequest
 from kvplan_nixl.vllm import KvplanConnector, register
 from kvplan_nixl.vllm.metadata import KvplanHandshakeMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import METRICS, KvplanPromMetrics, KvplanStats
+from tests.seen_steps import Seen
 
 TOKENS = 100
 BLOCK = 16
@@ -198,12 +199,12 @@ def test_a_request_is_read_and_its_lease_ends(start: Start, order: tuple[str, ..
     assert decode.get_num_new_matched_tokens(request, 0) == (TOKENS - 1, True)
     assert decode.get_loaded_kv_cache_group_ids(request) == (0,)
     decode.update_state_after_alloc(request, blocks_of(20), TOKENS - 1)
-    (read,) = own_of(step(decode), decode).reads
+    (read,) = Seen(own_of(step(decode), decode)).reads
     assert read.tokens == {"group0": (0, TOKENS - 1)}
     # vLLM allocates again when the read has ended.
     decode.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
     decode.update_state_after_alloc(request, blocks_of(20), 0)
-    assert own_of(step(decode), decode).reads == []
+    assert Seen(own_of(step(decode), decode)).reads == []
     wait(lambda: own_of(step(prefill), prefill).released == {"r"})
 
 
@@ -217,7 +218,7 @@ def test_what_another_connector_loads_is_claimed_no_longer(start: Start, order: 
     decode.on_new_request(request)
     num_tokens, _ = decode.get_num_new_matched_tokens(request, 0)
     decode.update_state_after_alloc(request, blocks_of(20), num_tokens)
-    reads = own_of(step(decode), decode).reads
+    reads = Seen(own_of(step(decode), decode)).reads
     if order[0] == "other":
         assert (num_tokens, reads) == (32, [])
         wait(lambda: own_of(step(prefill), prefill).released == {"r"})
@@ -319,7 +320,7 @@ def test_no_other_connector_stores_a_block_that_is_read_in_part(start: Start, ot
     manager = SimpleNamespace(block_size=BLOCK, num_cached_block={})
     own._scheduler.set_managers([manager])
     decode.update_state_after_alloc(request, blocks_of(20, num_null=3), num_tokens)
-    work = own_of(step(decode), decode)
+    work = Seen(own_of(step(decode), decode))
     if others:
         assert "BLOCKS: cannot read request 'r': expected whole blocks of group0, from 64 on, since OtherConnector" in (
             str(work.refused["r"])

@@ -24,6 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvplan_nixl.vllm import KvplanConnector
 from kvplan_nixl.vllm.metadata import KvplanHandshakeMetadata
+from tests.seen_steps import Seen
 
 PROMPT, ANSWER, BLOCK, WINDOW = 100, 12, 16, 48
 SAID = [*range(PROMPT + ANSWER)]
@@ -111,7 +112,7 @@ def read_of(
     assert num_tokens is not None
     assert is_async == (num_tokens > 0)
     prefill.update_state_after_alloc(request, blocks_of(kinds, num_cached + num_tokens or 1, cached), num_tokens)
-    step = prefill.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
+    step = Seen(prefill.build_connector_meta(SimpleNamespace(num_scheduled_tokens={})))
     assert step.refused == {}
     return step.reads[0] if step.reads else None
 
@@ -158,7 +159,7 @@ def test_another_conversation_is_refused(start: Start) -> None:
     num_tokens, _ = prefill.get_num_new_matched_tokens(request, 0)
     assert num_tokens
     prefill.update_state_after_alloc(request, blocks_of(("full",), num_tokens), num_tokens)
-    assert prefill.build_connector_meta(SimpleNamespace()).refused["r"].code == "PROMPT"
+    assert Seen(prefill.build_connector_meta(SimpleNamespace())).refused["r"].code == "PROMPT"
 
 
 @pytest.mark.parametrize(("threshold", "is_read"), [(COMPUTED - 4 * BLOCK, True), (COMPUTED - 4 * BLOCK + 1, False)])

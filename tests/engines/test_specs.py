@@ -26,6 +26,7 @@ import pytest
 from kvplan import KVPlanError, Worker, plan_reads
 from kvplan.bridges import RankInfo, from_vllm, vllm_model
 from kvplan.protocol import Handoff, Read, Source, whole_blocks
+from kvplan.protocol.groups import first_listed
 from kvplan.protocol.read import request_of
 from tests.engines import specs
 from tests.engines.specs import Cached, Caches, allocated, engine_config, label, places, planned, row_bytes, spec_of
@@ -167,7 +168,7 @@ def read_of(
     """What a connector reads: all positions that a group attends to, in whole blocks as far as they are there."""
     begin, num_tokens = tokens
     remote, local = source.of_ids(ids), destination.of_ids(local_ids)
-    kept = {name: source.first_listed(name, remote[name]) for name in source.positioned}
+    kept = {name: first_listed(remote[name], source.block_sizes[name]) for name in source.positioned}
     engine = Source("prefill", "start", "host", 1)
     handoff = Handoff(engine, "lease", num_tokens, "prompt", remote, kept)
     ranges = {}
@@ -177,7 +178,7 @@ def read_of(
             (begin, num_tokens),
             attended=attended,
             tokens_per_block=destination.block_sizes[name],
-            listed=destination.first_listed(name, local[name]),
+            listed=first_listed(local[name], destination.block_sizes[name]),
             kept=handoff.first_kept(name, attended),
         )
         ranges[name] = whole.start, whole.stop

@@ -280,6 +280,14 @@ def received(
     return receiver
 
 
+def published_to(receiver: Any) -> Handoff:
+    """The latest handoff that a receiver has."""
+    found = receiver._rank.importer._requests[receiver._name].found
+    assert found is not None
+    handoff: Handoff = found.handoff
+    return handoff
+
+
 def until(ends: Any, state: int) -> None:
     """Poll a sender or a receiver until it has a state."""
     deadline = time.monotonic() + 10
@@ -431,7 +439,7 @@ def test_a_request_is_staged_where_layouts_leave_short_runs(
     assert torch.equal(decode.rows(OURS), prefill.rows(THEIRS))
     receiver.clear()
     until(sender, KVPoll.Success)
-    pipeline = decode.manager.rank.reads._pipeline
+    pipeline = decode.manager.rank.reads._reads._pipeline
     assert (pipeline.num_chunks if staging_bytes else pipeline) == (1 if staging_bytes else None)
     sizes = [
         {region.name: region.size_bytes for region in side.manager.rank.memory.executor.worker.regions}
@@ -479,7 +487,7 @@ def test_another_length_is_refused(
     """Prefill has computed one position less than decode's prompt has: a page more or less would not show it."""
     sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server, TOKENS + 1)
     until(receiver, KVPoll.Failed)
-    with pytest.raises(Exception, match="TOKENS: cannot read request 5: expected 38 positions, got 37 computed, with"):
+    with pytest.raises(Exception, match="TOKENS: cannot read request 5: expected at least 38 positions, got 37 "):
         receiver.failure_exception()
     receiver.clear()
     assert sender.poll() == KVPoll.Transferring  # what it has computed is for another reader
@@ -520,6 +528,8 @@ def test_weights_without_a_name_are_no_other_engines(
     """SGLang says "default" after an update without a version too."""
     weights = plugin.changes.Weights()
     monkeypatch.setattr(getattr(plugin, role), "WEIGHTS", weights)
+    if role == "decode":
+        monkeypatch.setitem(plugin.manager.DecodeRank.__init__.__globals__, "WEIGHTS", weights)
     weights.change()
     weights.flush()
     sender = sent(plugin, prefill, server)
@@ -536,7 +546,7 @@ def test_a_part_of_a_prompt_has_the_weights_that_computed_it(
     plugin: SimpleNamespace, prefill: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is published later, on a thread."""
-    prefill.manager.rank.early_tokens = 1
+    prefill.manager.rank.exporter._early_tokens = 1
     weights = plugin.changes.Weights()
     monkeypatch.setattr(plugin.prefill, "WEIGHTS", weights)
     sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
@@ -621,7 +631,7 @@ def test_a_prompt_without_its_last_token_is_refused_with_the_reason(
     sent(plugin, prefill, server)
     receiver = received(plugin, decode, server, TOKENS + 1)
     until(receiver, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match=r"^TOKENS: .* expected 38 positions, got 37 .* set whole_prompt"):
+    with pytest.raises(KVPlanError, match=r"^TOKENS: .* expected at least 38 positions, got 37 .* set whole_prompt"):
         receiver.failure_exception()
     receiver.clear()
 
@@ -710,7 +720,7 @@ def test_a_handoff_without_a_token(
     publish(server.address, ROOM, {"handoff": published(server)["handoff"]}, owner=prefill.manager.rank.owner)
     receiver = received(plugin, decode, server)
     until(receiver, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match="expected less than 37 positions, got 37 computed, without a first token"):
+    with pytest.raises(KVPlanError, match="expected less than 37 positions, got 37"):
         receiver.failure_exception()
     receiver.clear()
     sender.abort()
@@ -736,7 +746,7 @@ def test_claims_that_come_too_late_are_logged_once(prefill: Side, caplog: pytest
     """Each claim, however often the engine looks."""
     rank = prefill.manager.rank
     for _ in range(2):
-        rank.leases.claim("a lease that is over", "decode")
+        rank.exporter.leases.claim("a lease that is over", "decode")
         for _ in range(3):
             rank._note_ended()
     assert caplog.text.count("1 claims came for leases that are over") == 2
@@ -821,7 +831,7 @@ def test_a_room_is_free_when_its_request_has_failed(
     plugin: SimpleNamespace, prefill: Side, server: BootstrapServer
 ) -> None:
     """SGLang clears no sender that was aborted before its pages were there, and asks others why they have failed."""
-    prefill.manager.rank.leases.lease_s = 0.05
+    prefill.manager.rank.exporter.leases.lease_s = 0.05
     aborted = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
     aborted.abort()
     late = sent(plugin, prefill, server)
@@ -830,7 +840,7 @@ def test_a_room_is_free_when_its_request_has_failed(
         late.failure_exception()
     waited(prefill.manager.rank.publisher_of(server.address).begin(unblocked(lambda: None)))
     assert ask(server.address, [ROOM]) == {}
-    prefill.manager.rank.leases.lease_s = 30.0
+    prefill.manager.rank.exporter.leases.lease_s = 30.0
     again = sent(plugin, prefill, server)
     assert again.poll() == KVPoll.Transferring
     aborted.clear()
@@ -971,10 +981,12 @@ def test_pages_of_a_read_that_hangs_stay(
     with monkeypatch.context() as hanging:
         hanging.setattr(decode.manager.rank.memory.executor, "poll", lambda transfer: SimpleNamespace(is_settled=False))
         receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
-        while not any(job.transfers for job in decode.manager.rank.reads._jobs):
+        while not any(job.transfers for job in decode.manager.rank.reads._reads._jobs):
             assert receiver.poll() == KVPoll.Transferring
         hanging.setattr("kvplan.protocol.lease_check.ASK_S", 0.0)
-        prefill.manager.rank.leases.end(receiver._published.handoff.lease, receiver._name)
+        prefill.manager.rank.exporter.leases.end(
+            published_to(receiver).lease, decode.manager.rank.importer._name_of(receiver._name)
+        )
         until(receiver, KVPoll.Failed)
         with pytest.raises(KVPlanError, match=r"LEASE: .* expected a lease that stands, got one that is over"):
             receiver.failure_exception()
@@ -998,12 +1010,13 @@ def test_a_request_that_nobody_reads(
     plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
 ) -> None:
     """Its pages are free when its lease is over; decode gives up a request that nobody computes."""
-    prefill.manager.rank.leases.lease_s = decode.manager.rank.timeout_s = 0.05
+    prefill.manager.rank.exporter.leases.lease_s = decode.manager.rank.importer._timeout_s = 0.05
     sender = sent(plugin, prefill, server)
     until(sender, KVPoll.Failed)
     with pytest.raises(Exception, match=r"expected a reader that claims it within 0\.05 s, got none"):
         sender.failure_exception()
     receiver = plugin.decode.Receiver(decode.manager, server.address, ROOM + 1)
+    receiver.req = request_of()
     receiver.init(0)
     until(receiver, KVPoll.Failed)
     receiver.clear()
@@ -1067,6 +1080,8 @@ def test_ranks_with_requests_of_their_own(
         until(receiver, KVPoll.Success)
         assert torch.equal(rank.rows(OURS), prefill.rows(THEIRS)), number
         receiver.clear()
+        for name in [*prefill.manager.rank.exporter._requests]:
+            prefill.manager.rank.exporter.abort(name)
         server._rooms.clear()
 
 
@@ -1075,7 +1090,7 @@ def test_ranks_of_prefill_with_requests_of_their_own(
 ) -> None:
     """With DP attention each rank of prefill is an engine of its own: a handoff says which one has the pages."""
     ranks = two_ranks(plugin, monkeypatch, "prefill", 4, "dp")
-    sources = {rank.manager.rank.source for rank in ranks}
+    sources = {rank.manager.rank.exporter.source for rank in ranks}
     assert len(sources) == 2
     for number, rank in enumerate(ranks):
         receiver = moved(plugin, rank, decode, server)
@@ -1142,8 +1157,8 @@ def test_context_parallelism_of_prefill(
 ) -> None:
     """One rank publishes the request, is read and waits for its readers: the other one may compute still."""
     first, second = two_ranks(plugin, monkeypatch, "prefill", 4, "cp")
-    assert first.manager.rank.source == second.manager.rank.source
-    offers = fetch(first.manager.rank.source, 10).workers
+    assert first.manager.rank.exporter.source == second.manager.rank.exporter.source
+    offers = fetch(first.manager.rank.exporter.source, 10).workers
     assert [Envelope.unpack(offer).worker.rank for offer in offers] == [0]
     receiver = received(plugin, decode, server)
     senders = [plugin.prefill.Sender(side.manager, server.address, ROOM) for side in (second, first)]
@@ -1365,8 +1380,8 @@ class Chunks:
     """A request that prefill computes in chunks, which it publishes, and decode reads."""
 
     def __init__(self, plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer) -> None:
-        assert prefill.manager.rank.early_tokens == 1024
-        prefill.manager.rank.early_tokens = 1
+        assert prefill.manager.rank.exporter._early_tokens == 1024
+        prefill.manager.rank.exporter._early_tokens = 1
         self.sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
         self.sender.req = request_of()
         self.sender.init(len(THEIRS), 2)
@@ -1386,7 +1401,7 @@ class Chunks:
     def settle(self) -> None:
         """Poll decode until nothing moves."""
         rank = self.receiver._rank
-        while self.receiver._name in rank.under_way:
+        while rank.reads.is_moving(self.receiver._name):
             assert self.receiver.poll() == KVPoll.Transferring
             time.sleep(0.001)
         assert self.receiver.poll() == KVPoll.Transferring
@@ -1435,7 +1450,7 @@ def test_chunks_begin_where_decode_s_prefix_ends(
 
 def test_few_positions_are_not_published_alone(prefill: Side, chunks: Chunks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two reads of little take longer than one."""
-    prefill.manager.rank.early_tokens = 24
+    prefill.manager.rank.exporter._early_tokens = 24
     published = []
 
     def publish(entry: dict[str, Any]) -> bool:
@@ -1454,7 +1469,9 @@ def test_a_room_that_is_refused_is_asked_for_no_more(
 ) -> None:
     """Its request fails, whatever is published afterwards."""
     receiver = received(plugin, decode, server)
-    assert receiver._take({"error": "prefill has failed"}) is True
+    importer = decode.manager.rank.importer
+    record = importer._requests[receiver._name]
+    assert importer._take(receiver._name, record, {"error": "prefill has failed"}) is True
     until(receiver, KVPoll.Failed)
     receiver.clear()
 
@@ -1554,9 +1571,9 @@ def test_a_request_that_prefill_gives_up(
     monkeypatch.setattr("kvplan.protocol.claims.RENEW_S", 0.01)
     chunks.send(0, 6)
     chunks.read()
-    lease = chunks.receiver._published.handoff.lease
+    lease = published_to(chunks.receiver).lease
     chunks.sender.abort()
-    assert not prefill.manager.rank.leases.stands(lease)
+    assert not prefill.manager.rank.exporter.leases.stands(lease)
     until(chunks.receiver, KVPoll.Failed)
     with pytest.raises(KVPlanError, match=r"LEASE: .* got one that is over"):
         chunks.receiver.failure_exception()
@@ -1590,7 +1607,7 @@ def test_decode_gives_up_between_chunks(prefill: Side, decode: Side, chunks: Chu
     chunks.receiver.clear()
     if is_polled:
         deadline = time.monotonic() + 10
-        while len(prefill.manager.rank.leases):
+        while len(prefill.manager.rank.exporter.leases):
             prefill.manager.rank.poll()
             assert time.monotonic() < deadline
     chunks.send(6, 10, [])
@@ -1605,20 +1622,21 @@ def test_a_request_that_both_give_up_leaves_nothing(prefill: Side, decode: Side,
     chunks.receiver.abort()
     chunks.receiver.clear()
     deadline = time.monotonic() + 10
-    while len(prefill.manager.rank.leases):
+    while len(prefill.manager.rank.exporter.leases):
         assert time.monotonic() < deadline
     chunks.sender.abort()
     prefill.manager.rank.poll()
     assert not prefill.manager.rank.ended
-    assert not decode.manager.rank.under_way
+    assert not decode.manager.rank._rooms_read
 
 
 def test_prefill_that_computes_no_further(chunks: Chunks) -> None:
     """Decode waits for the next chunk as long as for the first one."""
     chunks.send(0, 6)
     chunks.read()
-    assert time.monotonic() < chunks.receiver._stop < time.monotonic() + 10
-    chunks.receiver._stop = time.monotonic()
+    record = chunks.receiver._rank.importer._requests[chunks.receiver._name]
+    assert time.monotonic() < record.until < time.monotonic() + 10
+    record.until = time.monotonic()
     until(chunks.receiver, KVPoll.Failed)
     with pytest.raises(KVPlanError, match=r"PEER: .* expected prefill to compute it within 10 s"):
         chunks.receiver.failure_exception()
@@ -1640,14 +1658,14 @@ def test_a_chunk_that_is_not_computed_yet_is_not_published(chunks: Chunks, serve
 
 def test_a_chunk_that_waited_is_published_unless_a_later_one_is(prefill: Side, chunks: Chunks) -> None:
     """A few positions more, which are not published, do not hold it up."""
-    prefill.manager.rank.early_tokens = 8
+    prefill.manager.rank.exporter._early_tokens = 8
     is_free = threading.Event()
     chunks.sender._publisher.begin(unblocked(is_free.wait))
     for start, stop in ((0, 2), (2, 6), (6, 7)):
         chunks.send(start, stop)
     is_free.set()
     until(chunks.receiver, KVPoll.WaitingForInput)
-    assert chunks.receiver._published.handoff.num_tokens == 24
+    assert published_to(chunks.receiver).num_tokens == 24
 
 
 def test_a_part_is_for_those_who_ask_again(chunks: Chunks, server: BootstrapServer) -> None:

@@ -19,8 +19,9 @@ from kvplan.protocol import (
     Handoff,
     Leases,
     claims,
+    exporter,
     handoff,
-    leases,
+    importer,
     peer_engines,
     read_parts,
     reads,
@@ -28,14 +29,15 @@ from kvplan.protocol import (
     rooms,
 )
 from kvplan.protocol.digest_requests import DigestRequests
+from kvplan.protocol.exporter import Exporter
+from kvplan.protocol.importer import Importer
 from kvplan.protocol.lease_check import LeaseCheck
 from kvplan.staging import Pipeline
 from kvplan.testing.simulation import MODELS, Scenario, Stages, engine, fabric
-from kvplan.testing.simulation import leases as leases_connector
 from kvplan.testing.simulation.catalog import NO_STAGES
 from kvplan.testing.simulation.leases import LeaseConnector
 from tests.simulation.sglang_connector import BOOTSTRAP, DECODE, MANAGER, PREFILL
-from tests.simulation.vllm_connector import DESCRIPTION, LENT_REQUESTS, READ_REQUESTS, WORKER
+from tests.simulation.vllm_connector import DESCRIPTION, SCHEDULER, TABLES, WORKER
 
 
 @attrs.frozen
@@ -78,18 +80,17 @@ class Fault:
             setattr(self.owner, self.function, original)
 
 
-Lease = leases._Lease
 FAULTS = [
     # Leases
-    Fault("a reaper frees what a claim holds", Lease, "stands_at", "or now < last_end", "or False", seed=0, rule="CLAIM"),
-    Fault("a claim brings a lease back", Leases, "claim", "return False", "self._leases[lease] = _Lease(lease.split()[0], 0.0, 0.0, math.inf)", seed=0, rule="REPORT"),
+    Fault("a reaper frees what a claim holds", Leases, "take_ended", "if lease.over_at <= now:", "if lease.ends_at <= now:", seed=0, rule="CLAIM"),
+    Fault("a claim brings a lease back", Leases, "claim", "return False", "self._leases[lease] = _Lease(lease.split()[0], 0.0, 0.0, math.inf)", seed=0, rule="OWN"),
     Fault("a lease that is over stands", Leases, "stands", "not self._is_refused(lease)", "True", seed=1, rule="OWN"),
     Fault("a lease ends by a clock that is twice as fast", Leases, "claim", "now + self.lease_s", "now + self.lease_s / 2", seed=14, rule="CLAIM"),
     Fault("the first lease ends by a clock that began elsewhere", Leases, "_grant", "now + duration_s", "duration_s", seed=0, rule="CLAIM"),
     Fault("done of one reader ends all claims", Leases, "end", "claims_end_at.pop(reader, None)", "claims_end_at.clear()", seed=3, rule="CLAIM"),
-    Fault("done is believed twice", Leases, "end", "self._leases.pop(lease)", "self._leases[lease]", seed=0, rule="REPORT"),
+    Fault("done is believed twice", Leases, "end", "self._drop(lease)", "pass", seed=0, rule="OWN"),
     Fault("done does not end the first lease", Leases, "end", "ending.ends_at = now", "pass"),
-    Fault("an unclaimed lease never ends", Leases, "take_ended", "not lease.stands_at(now)", "False", seed=0, rule="END"),
+    Fault("an unclaimed lease never ends", Leases, "take_ended", "ended.append(lease)", "pass", seed=0, rule="END"),
     # Claims
     Fault("a claim without an answer is not sent again", claims.SourceClaims, "take_failure", "self._due_at[claim] = now + RETRY_S", "del self._due_at[claim]"),
     Fault("claims are not renewed", claims.SourceClaims, "take_answer", "self._due_at[claim] = now + RENEW_S", "del self._due_at[claim]", seed=0, rule="AGAIN"),
@@ -112,11 +113,11 @@ FAULTS = [
     Fault("a restarted engine is read by its old connection", peer_engines.PeerEngines, "_connect", "if connected is not None and connected.offer != offer:", "if connected is not None:\n            continue\n        if False:", seed=34, rule="AGAIN"),
     Fault("a request fails with an old handshake", reads.Reads, "_take_peer", "pending.came_at - peer.began_at > RETRY_S", "False", seed=7, rule="AGAIN"),
     # Handoffs
-    Fault("a handoff serves any prompt", Handoff, "check_prompt", 'name(digest, "digest of a prompt") != self.prompt', "False", seed=6, rule="OWN"),
+    Fault("a handoff serves any prompt", Handoff, "count_shared", "if digest == self.prompt:", "if True:", seed=1, rule="OWN"),
     Fault("a table of blocks loses its first one", handoff, "_read_table", "Blocks(ids, first)", "Blocks(ids[1:], first) if len(ids) > 3 else Blocks(ids, first)", seed=1, rule="RIGHT"),
     # the engine's side
-    Fault("positions are off by one", LeaseConnector, "_read", "(whole.start, whole.stop)", "(whole.start + 1, whole.stop)", seed=0, rule="OWN"),
-    Fault("a block is cached that was read in part", LeaseConnector, "_read", "tokens=tokens,\n        to_block_end=True", "tokens={name: (start, stop - 1) for name, (start, stop) in tokens.items()},\n        to_block_end=False", seed=0, rule="OWN"),
+    Fault("positions are off by one", Importer, "_read_whole", "(whole.start, whole.stop)", "(whole.start + 1, whole.stop)", seed=0, rule="OWN"),
+    Fault("a block is cached that was read in part", Importer, "_read", "tokens=tokens,\n        to_block_end=to_block_end", "tokens={name: (start, stop - 1) for name, (start, stop) in tokens.items()},\n        to_block_end=False", seed=0, rule="OWN"),
     Fault("a request is received when one worker has read it", LeaseConnector, "step", "if not self._unreported[result.request]:\n                del self._unreported[result.request]", "if self._unreported[result.request] == len(self._reads) - 1:\n                pass", seed=0, rule="GIVEN"),
     Fault("a request that failed is freed at once", engine.Engine, "_end", "is_landing = request.phase is Phase.READING", "is_landing = False", seed=0, rule="REPORT"),
     Fault("a block is cached before it is received", engine.Engine, "_give_blocks", "request.phase = Phase.READING", "request.phase = Phase.READING; request.num_computed += num_read; self._register(request, 0); request.num_computed -= num_read", seed=8, rule="OWN"),
@@ -124,33 +125,31 @@ FAULTS = [
     Fault("bytes land after an error was reported", fabric.VirtualExecutor, "poll", "flight.num_parts == 0", "(flight.num_parts == 0 or flight.error is not None)", seed=174, rule="GIVEN"),
 ]  # fmt: skip
 
-ReadRequests = READ_REQUESTS.ReadRequests
-LentRequests = LENT_REQUESTS.LentRequests
+Scheduler = SCHEDULER.Scheduler
 VLLM_FAULTS = [
-    Fault("claims of requests that are read never end", ReadRequests, "end", "requests & self._reading.keys()", "()", seed=0, rule="END"),
-    Fault("a prompt is not compared", ReadRequests, "_claim", "handoff.count_shared(partial(self._state.prompt_of, request))", "handoff.num_tokens", seed=1, rule="OWN"),
-    Fault("the claim of a request that waits is not ended", ReadRequests, "finish", "if reading is not None and not reading.is_begun:", "if False:", seed=0, rule="FREE"),
+    Fault("claims of requests that are read never end", Scheduler, "end_reads", "self._importer.end(name)", "pass", seed=0, rule="END"),
+    Fault("a prompt is not compared", Importer, "claim", "handoff.count_shared(prompt)", "handoff.num_tokens", seed=1, rule="OWN"),
+    Fault("the claim of a request that waits is not ended", Importer, "finish", "else:\n        self.end(request)", "", seed=0, rule="FREE"),
     Fault("requests that failed are reported while bytes may land", WORKER.Worker, "results", "finished_recving={result.request for result in results}", "finished_recving={result.request for result in results} | self._reads.late().keys()", seed=0, rule="GIVEN"),
 ]  # fmt: skip
 
-Room = READ_REQUESTS.RoomRequest
 VLLM_ROOM_FAULTS = [
     # requests that come to both engines at once
-    Fault("a block that is computed in part is read too", ReadRequests, "_read_part", "handoff.num_tokens // size * size", "-(-handoff.num_tokens // size) * size", seed=17, rule="OWN"),
-    Fault("a part counts as the whole prompt", ReadRequests, "_read_on", "if published.is_whole:", "if True:", seed=2, rule="OWN"),
-    Fault("parts begin where others have not ended", ReadRequests, "_read_part", "destination.starts[group] = stop", "destination.starts[group] = stop + size", seed=1, rule="OWN"),
-    Fault("a room serves any prompt", Room, "_claim", "handoff.check_prompt(self._prompt_of(num_shared))", "pass"),
-    Fault("a whole room serves any prompt", Room, "_claim", "handoff.count_shared(self._prompt_of)", "handoff.num_tokens", seed=3, rule="OWN"),
-    Fault("decode claims no lease of a room", Room, "_claim", "self.claims.begin(handoff.source, handoff.lease, self.reader)", "pass", seed=26, rule="RIGHT"),
-    Fault("decode waits for prefill for ever", Room, "check", "self.system.monotonic() > self.until", "False", seed=0, rule="END"),
-    Fault("a request that was given up takes entries", ReadRequests, "_end_claim", "self._rooms.forget(reader)", "pass", seed=0, rule="FREE"),
-    Fault("a request that was aborted is read on", ReadRequests, "finish", "self._read_no_more(request, _given_up(request))", "pass"),
-    Fault("a request that is given up keeps its blocks lent", LentRequests, "_revoke", "return self._leases.revoke(lent.lease)", "return False", seed=2, rule="GROW"),
-    Fault("a request that is computed is released", LentRequests, "_release", "if lent.is_part:", "if False:", seed=0, rule="REPORT"),
-    Fault("a room that was read stays open", LentRequests, "_release", "self._publications.pop(request, None)", "pass", seed=0, rule="GROW"),
-    Fault("an entry outlives its lease", LentRequests, "_withdraw", "self._listener.rooms.withdraw(publication.room)", "pass", seed=0, rule="GROW"),
-    Fault("blocks are lent before they are computed", LentRequests, "_publish_part", "num_tokens = request.num_computed_tokens - request.num_in_flight_tokens", "num_tokens = min(request.num_computed_tokens + 8, request.num_prompt_tokens - 1)", seed=4, rule="OWN"),
-    Fault("the whole has a lease of its own", LentRequests, "_lend", "elif self._leases.begin_first(part.lease):\n        lease = part.lease", "elif True:\n        lease = self._leases.grant(request.request_id)", seed=0, rule="CLAIM"),
+    Fault("a block that is computed in part is read too", Importer, "_read_part", "handoff.num_tokens // size * size", "-(-handoff.num_tokens // size) * size", seed=17, rule="OWN"),
+    Fault("a part counts as the whole prompt", Importer, "_next", "if found.is_whole:", "if True:", seed=2, rule="OWN"),
+    Fault("parts begin where others have not ended", Importer, "_read_part", "record.starts[group] = stop", "record.starts[group] = stop + size", seed=1, rule="OWN"),
+    Fault("a room serves any prompt", Importer, "_check_entry", "handoff.check_prompt(record.prompt(num_shared))", "pass"),
+    Fault("a whole room serves any prompt", Importer, "_check_entry", "num_shared = handoff.count_shared(record.prompt)", "num_shared = handoff.num_tokens", seed=3, rule="OWN"),
+    Fault("decode claims no lease of a room", Importer, "_hold", "self._claims.begin(handoff.source, handoff.lease, self._name_of(request))", "pass", seed=26, rule="RIGHT"),
+    Fault("decode waits for prefill for ever", Importer, "_silence", "self._now() <= record.until", "True", seed=0, rule="END"),
+    Fault("a request that was given up takes entries", Importer, "end", "self._rooms.forget(reader)", "pass", seed=0, rule="FREE"),
+    Fault("a request that was aborted is read on", Importer, "finish", "self.give_up(request)", "pass"),
+    Fault("a request that is given up keeps its blocks lent", Exporter, "abort", "self.leases.revoke(export.lease)", "pass", seed=2, rule="GROW"),
+    Fault("a request that is computed is released", Exporter, "step", "is FREE:", "in (FREE, LOST):", seed=0, rule="REPORT"),
+    Fault("a room that was read stays open", Exporter, "step", "self._forget(request)", "pass", seed=0, rule="GROW"),
+    Fault("an entry outlives its lease", Scheduler, "_withdraw", "self._listener.rooms.withdraw(withdrawn.room)", "pass", seed=0, rule="GROW"),
+    Fault("blocks are lent before they are computed", Scheduler, "_publish_part", "num_tokens = request.num_computed_tokens - request.num_in_flight_tokens", "num_tokens = min(request.num_computed_tokens + 8, request.num_prompt_tokens - 1)", seed=4, rule="OWN"),
+    Fault("the whole has a lease of its own", Exporter, "finish", "if not export.lease:", "if True:", seed=0, rule="CLAIM"),
     Fault("a request is reported while a part is read", read_parts.ReadParts, "poll", "parted.has_last and not parted.is_under_way", "parted.has_last", seed=0, rule="OWN"),
     Fault("the error of a part is forgotten", read_parts.ReadParts, "poll", "parted.error = parted.error or result.error", "parted.error = result.error"),
 ]  # fmt: skip
@@ -158,22 +157,22 @@ VLLM_ROOM_FAULTS = [
 HYBRID_FAULTS = [
     # windows
     Fault("a freed block is one of the request's", LeaseConnector, "_tables", ", null=NULL_BLOCK", "", seed=1, rule="RIGHT", model="windows"),
-    Fault("a block is cached of which a window has a part", LeaseConnector, "_read", "whole.first_whole // size", "0", seed=38, rule="OWN", model="windows"),
-    Fault("a block whose beginning is missing counts as whole", leases_connector, "whole_blocks", "-(-start // size) * size", "start // size * size", seed=38, rule="OWN", model="windows"),
-    Fault("all positions before a window are kept", LeaseConnector, "finish", "blocks[group.name].first * group.tokens_per_block", "0", seed=5, rule="RIGHT", model="windows"),
-    Fault("a window is one position longer than prefill keeps it", leases_connector, "whole_blocks", "max(first, attended)", "max(first, attended - 1)", seed=5, rule="RIGHT", model="windows"),
-    Fault("a window is read from one position too late", leases_connector, "whole_blocks", "max(first_wanted, kept)", "max(first_wanted, kept + (kept > 0))", seed=1, rule="OWN", model="windows"),
+    Fault("a block is cached of which a window has a part", LeaseConnector, "_begin_parts", "whole.first_whole // self._tokens_per_block", "0", seed=38, rule="OWN", model="windows"),
+    Fault("a block whose beginning is missing counts as whole", importer, "whole_blocks", "-(-start // size) * size", "start // size * size", seed=38, rule="OWN", model="windows"),
+    Fault("all positions before a window are kept", Exporter, "_handoff", "max(first_listed(export.blocks[group], size), read_from.get(group, 0))", "0", seed=5, rule="RIGHT", model="windows"),
+    Fault("a window is one position longer than prefill keeps it", importer, "whole_blocks", "max(first, attended)", "max(first, attended - 1)", seed=5, rule="RIGHT", model="windows"),
+    Fault("a window is read from one position too late", importer, "whole_blocks", "max(first_wanted, kept)", "max(first_wanted, kept + (kept > 0))", seed=1, rule="OWN", model="windows"),
     # states
     Fault("a state is read from another request's slot", LeaseConnector, "_tables", "ids[-1:]", "[max(1, ids[-1] - 1)]", seed=0, rule="OWN", model="states"),
     Fault("prefill computes the last token too", LeaseConnector, "add", "request.is_for_another and is_passing", "False", seed=0, rule="AGAIN", model="states"),
 ]  # fmt: skip
 
 HYBRID_VLLM_FAULTS = [
-    Fault("the first block of a state counts", READ_REQUESTS.BlockTables, "of_ids", "ids[index][-1:]", "ids[index][:1]", seed=0, rule="OWN", model="states"),
-    Fault("a prompt with a state does not stop short", LentRequests, "add", "self._stops_short and", "False and", seed=0, rule="AGAIN", model="states"),
+    Fault("the first block of a state counts", TABLES.BlockTables, "of_ids", "ids[index][-1:]", "ids[index][:1]", seed=0, rule="OWN", model="states"),
+    Fault("a prompt with a state does not stop short", Scheduler, "add", "if is_short and", "if False and", seed=0, rule="AGAIN", model="states"),
     Fault("a window begins one position too early", DESCRIPTION, "_first_attended", " + 1)", ")", seed=5, rule="RIGHT", model="windows"),
-    Fault("vLLM caches blocks that were read in part", READ_REQUESTS.BlockTables, "leave_uncached", "max(num_cached, num_blocks)", "num_cached", seed=125, rule="OWN", model="windows"),
-    Fault("a window keeps what it has freed", READ_REQUESTS.BlockTables, "first_listed", "first_block * self", "0 * self", seed=5, rule="RIGHT", model="windows"),
+    Fault("vLLM caches blocks that were read in part", TABLES.BlockTables, "leave_uncached", "max(num_cached, num_blocks)", "num_cached", seed=125, rule="OWN", model="windows"),
+    Fault("a window keeps what it has freed", exporter, "first_listed", "return first * tokens", "return 0 * tokens", seed=5, rule="RIGHT", model="windows"),
 ]  # fmt: skip
 
 STAGING_FAULTS = [
@@ -195,39 +194,39 @@ SGLANG_FAULTS = [
     Fault("pages of an aborted request are freed while bytes may land", MANAGER.Manager, "is_abort_release_safe", "not self.rank.is_written(room)", "True", seed=8, rule="GIVEN"),
     Fault("the first token is another request's", Receiver, "_write_metadata", "ctypes.memmove(row.address, content, row.num_bytes)", "pass", seed=0, rule="OWN"),
     Fault("prefill frees pages when they are published", Sender, "poll", "KVPoll.Transferring if self._is_sent", "KVPoll.Success if self._is_sent", seed=0, rule="CLAIM"),
-    Fault("a room is opened twice", DECODE.Rank, "open_room", "room in self._open_rooms", "False"),
-    Fault("a room is read with another prompt", Receiver, "_claim", "handoff.check_prompt(prompt_of(self.req, handoff.num_tokens))", "pass", seed=17, rule="OWN"),
+    Fault("a room is opened twice", DECODE.DecodeRank, "open_room", "room in self._open_rooms", "False"),
+    Fault("a room is read with another prompt", Importer, "_check_entry", "num_shared = handoff.count_shared(record.prompt)", "num_shared = handoff.num_tokens", seed=3, rule="OWN"),
     # rooms
     Fault("a room that failed stays open", Sender, "failure_exception", "self.clear()", "pass", seed=0, rule="GROW"),
     Fault("a room that was aborted stays open", Sender, "abort", "self.clear()", "pass", seed=0, rule="GROW"),
     Fault("an aborted request takes its room's entry", rooms.Rooms, "forget", "readers.pop(name(reader, \"reader\"), None)", "pass", seed=0, rule="FREE"),
     Fault("a server that gave no answer is not asked again", rooms.Rooms, "_run", "await self._system.sleep(RETRY_S)", "return", seed=3, rule="AGAIN"),
     Fault("the oldest attempt is served", BOOTSTRAP._Room, "newest", "reversed(self.attempts.values())", "self.attempts.values()"),
-    Fault("a request is published once", Sender, "_publish_until", "system.sleep(RETRY_S)", "return"),
-    Fault("decode waits for ever", Receiver, "_check_time", "if self._rank.system.monotonic() > self._stop", "if False", seed=0, rule="END"),
+    Fault("a request is published once", Sender, "_publish_until", "await system.sleep(RETRY_S)", "return"),
+    Fault("decode waits for ever", Importer, "_silence", "self._now() <= record.until", "True", seed=0, rule="END"),
     # leases
-    Fault("decode claims no lease", Receiver, "_claim", "self._rank.claims.begin(handoff.source, handoff.lease, self._name)", "pass", seed=26, rule="RIGHT"),
-    Fault("decode ends no claim", Receiver, "clear", "rank.claims.end(handoff.source, handoff.lease, self._name)", "pass", seed=0, rule="END"),
-    Fault("prefill keeps what nobody reads", PREFILL.PrefillRank, "_note_ended", "for request in ended.late:", "for request in ():", seed=0, rule="END"),
-    Fault("the end of a read is not noted", DECODE.DecodeRank, "_note_ended", "self.under_way.pop(result.request, None)", "pass", seed=0, rule="END"),
+    Fault("decode claims no lease", Importer, "_hold", "self._claims.begin(handoff.source, handoff.lease, self._name_of(request))", "pass", seed=26, rule="RIGHT"),
+    Fault("decode ends no claim", Importer, "end", "self._claims.end(record.found.handoff.source, record.found.handoff.lease, reader)", "pass", seed=0, rule="END"),
+    Fault("prefill keeps what nobody reads", PREFILL.PrefillRank, "_note_ended", "for request in ended.released:", "for request in ():", seed=0, rule="END"),
+    Fault("the end of a read is not noted", DECODE.DecodeRank, "_note_ended", "self.ended[name] = error", "pass", seed=0, rule="END"),
     # chunks
-    Fault("a page that is computed in part is read", Receiver, "_read_on", "handoff.num_tokens // page_size * page_size", "-(-handoff.num_tokens // page_size) * page_size", seed=5, rule="RIGHT"),
-    Fault("a chunk counts as the whole prompt", Receiver, "_read_on", "read = self._read_tokens(handoff, pages, stop)", "self._is_complete = True; read = self._read_tokens(handoff, pages, stop)", seed=1, rule="RIGHT"),
-    Fault("a chunk is read while another one is", Receiver, "_advance", "if self._name in rank.under_way", "if False", seed=0, rule="OWN"),
-    Fault("a request that is given up keeps its lease", PREFILL.PrefillRank, "give_up", "self.leases.revoke(lease)", "pass", seed=38, rule="GROW"),
+    Fault("a page that is computed in part is read", Importer, "_read_part", "handoff.num_tokens // size * size", "-(-handoff.num_tokens // size) * size", seed=5, rule="RIGHT"),
+    Fault("a chunk counts as the whole prompt", Importer, "_next", "if found.is_whole:", "if True:", seed=1, rule="RIGHT"),
+    Fault("a chunk is read while another one is", read_parts.ReadParts, "_begin_next", "elif parted.waiting and not parted.is_under_way:", "elif parted.waiting:", seed=5, rule="OWN"),
+    Fault("a request that is given up keeps its lease", Exporter, "abort", "self.leases.revoke(export.lease)", "pass", seed=38, rule="GROW"),
     Fault("a lease that begins early never ends", Leases, "begin_first", "now = self._system.monotonic()", "now = math.inf", seed=0, rule="END"),
     # pages
     Fault("positions of the last chunk alone are counted", Sender, "send", "self._num_tokens += num_kv_tokens", "self._num_tokens = num_kv_tokens", seed=1, rule="RIGHT"),
-    Fault("pages after a cached prefix count from the first", Receiver, "_read_whole", "memory.block_tables(pages.pages, pages.start, ", "memory.block_tables(pages.pages, 0, ", seed=1, rule="AGAIN"),
-    Fault("a cached prefix counts as read", Receiver, "_read_whole", "(start, stop),", "(stop, stop),", seed=0, rule="OWN"),
+    Fault("pages after a cached prefix count from the first", Receiver, "send_metadata", "rank.memory.block_tables(kv_indices.tolist(), first, ", "rank.memory.block_tables(kv_indices.tolist(), 0, ", seed=1, rule="AGAIN"),
+    Fault("a cached prefix counts as read", Importer, "_read_whole", "(first, record.tokens[1])", "(record.tokens[1], record.tokens[1])", seed=0, rule="OWN"),
 ]  # fmt: skip
 
 HYBRID_SGLANG_FAULTS = [
-    Fault("a window counts as read with the chunks before it", Receiver, "_read_whole", "pages.start if window else self._num_read", "self._num_read", seed=2, rule="OWN", model="windows"),
+    Fault("a window counts as read with the chunks before it", Importer, "_read_part", "record.starts[group] = stop", "record.starts = dict.fromkeys(record.starts, stop)", seed=2, rule="OWN", model="windows"),
     Fault("pages of a window end with those after a cached prefix", DECODE.RankMemory, "block_tables", "-(-num_tokens // self.args.page_size)", "len(pages)", seed=16, rule="RIGHT", model="windows"),
     Fault("pages of a window begin with the prompt", DECODE.RankMemory, "block_tables", "num_pages - len(ids) if", "0 if", seed=1, rule="RIGHT", model="windows"),
-    Fault("a state counts as read with the chunks before it", Receiver, "_read_whole", "local = memory.block_tables(pages.pages, pages.start, stop, pages.states)", "local = memory.block_tables(pages.pages, pages.start, stop, pages.states)\n    if self._num_read > pages.start:\n        local = memory.token_tables(pages.pages, pages.start)", seed=1, rule="OWN", model="states"),
-    Fault("a state is read before the last chunk", Receiver, "_read_tokens", "local=memory.token_tables(pages.pages, pages.start)", "local=memory.block_tables(pages.pages, pages.start, handoff.num_tokens, pages.states)", seed=1, rule="RIGHT", model="states"),
+    Fault("a state counts as read with the chunks before it", Importer, "_read", "local=local,", "local={group: blocks if group in tokens else Blocks([]) for group, blocks in local.items()},", seed=1, rule="OWN", model="states"),
+    Fault("a state is read before the last chunk", Importer, "_read_part", "local = {group: Blocks([]) for group in record.local}", "local = {group: Blocks([]) if self._groups[group].tokens_per_block else record.local[group] for group in record.local}", seed=1, rule="RIGHT", model="states"),
 ]  # fmt: skip
 
 RESEND_S = 0.5

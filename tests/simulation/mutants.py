@@ -40,11 +40,11 @@ CONNECTOR_TESTS = (
     "tests/connector/test_handoff.py",
     "tests/connector/test_leases.py",
     "tests/connector/test_listener.py",
-    "tests/connector/test_read_parts.py",
     "tests/connector/test_reads.py",
     "tests/connector/test_rooms.py",
     "tests/nixl/test_bootstrap.py",
 )
+PROTOCOL_TESTS = tuple(f"tests/protocol/test_{name}.py" for name in ("exporter", "importer", "read_parts"))
 VLLM_TESTS = tuple(f"tests/simulation/test_vllm_{name}.py" for name in ("rooms", "saves", "scheduler"))
 SGLANG_TESTS = ("tests/nixl/test_bootstrap.py", "tests/nixl/test_sglang.py")
 TESTS = {
@@ -60,13 +60,13 @@ TESTS = {
             "listener",
             "peer_engines",
             "read",
-            "read_parts",
             "reads",
             "room_contents",
             "rooms",
         )
     },
-    **{f"kvplan_nixl.vllm.{name}": VLLM_TESTS for name in ("lent_requests", "read_requests", "rooms")},
+    **{f"kvplan.protocol.{name}": PROTOCOL_TESTS for name in ("exporter", "groups", "importer", "read_parts")},
+    **{f"kvplan_nixl.vllm.{name}": VLLM_TESTS for name in ("scheduler", "tables")},
     **{f"kvplan_nixl.sglang.{name}": SGLANG_TESTS for name in ("bootstrap", "decode", "prefill", "rank")},
 }
 """The unit tests of each module."""

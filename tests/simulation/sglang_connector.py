@@ -249,9 +249,14 @@ class SglangConnector:
         """Poll all requests, as SGLang's queues do."""
         report = self._step_prefill() if self._is_prefill else self._step_decode()
         # rooms are numbers; so that the simulation sees them, they are names of requests too, as leases are
-        self._open_rooms = [f"request-{room}" for manager in self._managers for room in manager.rank._open_rooms]
+        ranks = [manager.rank for manager in self._managers]
         if self._is_prefill:
-            self._open_rooms += [f"request-{lease}" for lease in self._managers[0].rank.leases._leases]
+            self._open_rooms = [f"request-{name}" for rank in ranks for name in rank.exporter._requests]
+            self._open_rooms += [f"request-{lease}" for lease in ranks[0].exporter.leases._leases]
+        else:
+            self._open_rooms = [f"request-{name}" for rank in ranks for name in rank.importer._requests]
+            self._open_rooms += [f"request-{room}" for rank in ranks for room in rank._open_rooms]
+            self._open_rooms += [f"request-{name}" for rank in ranks for name in (*rank.reads._requests, *rank.ended)]
         return report
 
     def _step_prefill(self) -> StepReport:
@@ -398,7 +403,8 @@ class SglangConnector:
             served.unsent.setdefault(stage, []).append(chunk)
         self._send_first(served.unsent[0])
         if served.num_sent == 0:
-            self._promises.grant(served.parts[0]._lease, served.request.name)
+            first = served.parts[0]
+            self._promises.grant(first._rank.exporter._requests[first._name].lease, served.request.name)
         served.num_sent = num_pages
 
     def _send_late(self, served: Served) -> None:

@@ -98,9 +98,9 @@ def test_a_room_of_other_weights_is_refused(engines: Engines) -> None:
     pair.decode._state.weights_changed()
     pair.begin()
     pair.compute(40)
-    room = pair.decode._read._reading["r"].room
-    assert room.error.code == "MODEL"
-    assert room.handoff is None
+    record = pair.decode._importer._requests["r"]
+    assert record.refusal.code == "MODEL"
+    assert record.found is None
     assert pair.allocate().refused["r"].code == "MODEL"
 
 

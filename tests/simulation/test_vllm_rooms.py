@@ -181,7 +181,7 @@ def test_a_preempted_prompt_is_read_no_further(engines: Engines) -> None:
     pair.prompt.num_computed_tokens = 0
     pair.prompt.status = SimpleNamespace()
     pair.prefill.publish(scheduled(preempted=("r",)))
-    assert not pair.prefill._lent._leases.stands(part.lease)
+    assert not pair.prefill._exporter.leases.stands(part.lease)
     engines.run(10.0)
     assert pair.decode.take_step().refused["r"].code == "LEASE"
     pair.prompt.status = RequestStatus.RUNNING
@@ -189,7 +189,7 @@ def test_a_preempted_prompt_is_read_no_further(engines: Engines) -> None:
     pair.compute(64)
     assert pair.decode.take_step().parts == []
     assert pair.finish() is None
-    assert (pair.prefill._lent._requests, pair.prefill._lent._publications) == ({}, {})
+    assert (len(pair.prefill._exporter), pair.prefill._rooms) == (0, {})
 
 
 def test_a_prompt_that_is_preempted_before_anybody_reads_it_is_handed_over(engines: Engines) -> None:
@@ -198,7 +198,7 @@ def test_a_prompt_that_is_preempted_before_anybody_reads_it_is_handed_over(engin
     pair.begin()
     pair.prompt.num_computed_tokens = 40
     pair.prefill.publish(scheduled())
-    first = pair.prefill._lent._requests["r"].lease
+    first = pair.prefill._exporter._requests["r"].lease
     pair.prefill.publish(scheduled(preempted=("r",)))
     pair.begin()
     pair.compute(64)
@@ -213,7 +213,7 @@ def test_a_prompt_that_was_computed_again_is_refused(engines: Engines) -> None:
     pair.begin()
     pair.compute(40)
     (part,) = pair.allocate().parts
-    pair.prefill._lent._leases._leases[part.lease].claims_end_at.clear()
+    pair.prefill._exporter.leases._leases[part.lease].claims_end_at.clear()
     pair.prefill.publish(scheduled(preempted=("r",)))
     pair.begin()
     pair.compute(64)
@@ -248,8 +248,8 @@ def test_an_aborted_prompt_is_given_up(engines: Engines, num_computed: int) -> N
     if num_computed:
         pair.allocate()
     assert pair.finish(status=RequestStatus.FINISHED_ABORTED) is None
-    lent = pair.prefill._lent
-    assert (lent._requests, lent._publications, len(lent._leases)) == ({}, {}, 0)
+    exporter = pair.prefill._exporter
+    assert (len(exporter), pair.prefill._rooms, len(exporter.leases)) == (0, {}, 0)
     if num_computed:
         engines.run(10.0)
         assert pair.decode.take_step().refused["r"].code == "LEASE"
@@ -371,7 +371,7 @@ def test_a_room_is_free_again(engines: Engines) -> None:
     pair.decode.end_reads({"r"})
     engines.run()
     assert pair.prefill.take_step().released == {"r"}
-    assert pair.prefill._lent._publications == {}
+    assert pair.prefill._rooms == {}
 
 
 def test_a_handoff_goes_before_an_id(engines: Engines) -> None:
@@ -380,7 +380,7 @@ def test_a_handoff_goes_before_an_id(engines: Engines) -> None:
     params = pair.finish()
     decode = engines.start("full", name="another")
     decode.add(request_of(SAID[:PROMPT], READ | params))
-    assert decode._read._reading["r"].room is None
+    assert not decode._importer._requests["r"].room
     assert decode.count_tokens_to_read(request_of(SAID[:PROMPT], READ | params), 0) == PROMPT - 1
 
 
@@ -405,7 +405,7 @@ def test_all_children_of_a_request_read_one_room(engines: Engines) -> None:
 def test_a_prompt_that_draws_on_drafts_is_published_one_short(engines: Engines) -> None:
     """What drafts cache at the last position is of the next token."""
     pair = Pair(engines, ("full",))
-    pair.prefill._lent._drafts_know_next = True
+    pair.prefill._drafts_know_next = True
     pair.begin()
     pair.compute(48)
     (part,) = pair.allocate().parts

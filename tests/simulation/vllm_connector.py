@@ -17,6 +17,7 @@ import attrs
 
 from kvplan.errors import KVPlanError
 from kvplan.protocol import Read, ReadResult, Reads
+from kvplan.protocol.exporter import ExportState
 from kvplan.protocol.keys import SharedKey
 from kvplan.protocol.read_parts import ReadParts
 from kvplan.protocol.rooms import Rooms
@@ -76,9 +77,7 @@ VALUES = {
 }
 
 
-SCHEDULER, READ_REQUESTS, LENT_REQUESTS, WORKER, DESCRIPTION = stand_in(
-    "vllm", ("scheduler", "read_requests", "lent_requests", "worker", "description"), VALUES
-)
+SCHEDULER, WORKER, DESCRIPTION, TABLES = stand_in("vllm", ("scheduler", "worker", "description", "tables"), VALUES)
 SPEC_NAMES = {"full": "FullAttentionSpec", "window": "SlidingWindowSpec", "state": "MambaSpec"}
 """vLLM's names for the kinds of a cache group."""
 
@@ -94,7 +93,7 @@ WAITING_S = 60.0
 ASK_S = 0.02
 """Seconds between two questions about rooms, which are most of what happens while requests wait."""
 
-setattr(READ_REQUESTS, "Rooms", partial(Rooms, ask_s=ASK_S))  # noqa: B010
+setattr(SCHEDULER, "Rooms", partial(Rooms, ask_s=ASK_S))  # noqa: B010
 
 
 def cache_of(kinds: Iterable[str], block_size: int, window: int = 0, *, is_zeroed: bool = False) -> Any:
@@ -323,11 +322,12 @@ class VllmConnector:
         self._scheduler.publish(scheduled)
         for manager in self._managers:
             manager.req_to_blocks.clear()
-        for name, lent in self._scheduler._lent._requests.items():
-            if lent.is_part and self._leases.get(name) != lent.lease:
-                self._leases[name] = lent.lease
-                self._promises.grant(lent.lease, name)
-        for name in self._leases.keys() - self._scheduler._lent._requests.keys():
+        exports = self._scheduler._exporter._requests
+        for name, export in exports.items():
+            if export.state is ExportState.PUBLISHED and self._leases.get(name) != export.lease:
+                self._leases[name] = export.lease
+                self._promises.grant(export.lease, name)
+        for name in self._leases.keys() - {name for name, export in exports.items() if export.lease}:
             self._give_up(name)
 
     def _give_up(self, name: str) -> None:

@@ -1,0 +1,382 @@
+"""The exporter: which requests an engine pins for readers, and what it publishes of them.
+
+An engine that computes a request for others keeps its blocks until they are read. The request is
+*published* while it is computed, as far as it is, if somebody waits for it; it is *finished* when
+all of it is computed, and its blocks are *pinned* until its lease is over. :data:`TRANSITIONS` is
+the whole life of an exported request:
+
+    event        computing    published    lost      pinned
+    PUBLISH      published    published    lost
+    REVOKE       computing    computing    lost
+    LOSE                      lost         lost
+    FINISH       pinned       pinned
+    ABORT        free         free         free      free
+    LEASE_OVER                lost                   free
+
+A request is *lost* when a reader has read a part of it and will read no more of it, since its lease
+was revoked or ended: it is computed to its end for nobody. REVOKE is of a lease that no reader had
+claimed, so that the request may be published again under another one, and LOSE of one that a reader
+had. ABORT is of a request that will not be computed to its end.
+
+The exporter has no thread and no socket. A connector tells it what happens to requests, publishes
+the handoffs that it returns, and frees the blocks of requests that :meth:`Exporter.step` returns.
+Readers' claims reach the :class:`~kvplan.protocol.Leases` beside it. All calls come from the
+engine's thread.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+import attrs
+
+from kvplan._checks import integer, name
+from kvplan._text import brief_repr
+from kvplan.describe.blocks import Blocks
+from kvplan.errors import KVPlanError
+from kvplan.protocol.groups import CacheGroup, first_listed, whole_groups
+from kvplan.protocol.handoff import Handoff, Source
+from kvplan.protocol.leases import Leases
+
+NONE: Final[Mapping[str, int]] = MappingProxyType({})
+
+
+class ExportState(enum.Enum):
+    """What an exported request is."""
+
+    COMPUTING = "computing"
+    PUBLISHED = "published"
+    LOST = "lost"
+    PINNED = "pinned"
+    FREE = "free"
+
+
+class ExportEvent(enum.Enum):
+    """What happens to an exported request."""
+
+    PUBLISH = enum.auto()
+    REVOKE = enum.auto()
+    LOSE = enum.auto()
+    FINISH = enum.auto()
+    ABORT = enum.auto()
+    LEASE_OVER = enum.auto()
+
+
+COMPUTING, PUBLISHED, LOST, PINNED, FREE = ExportState
+
+TRANSITIONS: Final[Mapping[tuple[ExportState, ExportEvent], ExportState]] = MappingProxyType(
+    {
+        (COMPUTING, ExportEvent.PUBLISH): PUBLISHED,
+        (COMPUTING, ExportEvent.REVOKE): COMPUTING,
+        (COMPUTING, ExportEvent.FINISH): PINNED,
+        (COMPUTING, ExportEvent.ABORT): FREE,
+        (PUBLISHED, ExportEvent.PUBLISH): PUBLISHED,
+        (PUBLISHED, ExportEvent.REVOKE): COMPUTING,
+        (PUBLISHED, ExportEvent.LOSE): LOST,
+        (PUBLISHED, ExportEvent.FINISH): PINNED,
+        (PUBLISHED, ExportEvent.ABORT): FREE,
+        (PUBLISHED, ExportEvent.LEASE_OVER): LOST,
+        (LOST, ExportEvent.PUBLISH): LOST,
+        (LOST, ExportEvent.REVOKE): LOST,
+        (LOST, ExportEvent.LOSE): LOST,
+        (LOST, ExportEvent.ABORT): FREE,
+        (PINNED, ExportEvent.ABORT): FREE,
+        (PINNED, ExportEvent.LEASE_OVER): FREE,
+    }
+)
+"""What a request becomes by what happens to it; nothing else may happen."""
+
+
+@attrs.define(eq=False)
+class _Export:
+    """A request that others may read: what is published of it, and under which lease.
+
+    It began with ``num_found`` positions of the prefix cache, which another request may still
+    compute until this one has computed more itself.
+    """
+
+    room: str = ""
+    state: ExportState = COMPUTING
+    num_found: int = 0
+    num_tokens: int = 0
+    lease: str = ""
+    blocks: Mapping[str, Blocks] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class Withdrawn:
+    """What no reader may find any more: the entry of a room, and the digests of a lease."""
+
+    request: str
+    room: str
+    lease: str
+
+    __repr__ = brief_repr
+
+
+@attrs.frozen
+class EndedExports:
+    """The leases that have ended since the last step.
+
+    The blocks of ``released`` requests are free. Those in ``late`` were never claimed, or longer
+    than a lease may be held: their errors say which. ``num_stale`` claims came for leases that were
+    over: their requests fail.
+    """
+
+    released: tuple[str, ...]
+    withdrawn: tuple[Withdrawn, ...]
+    late: Mapping[str, KVPlanError]
+    num_stale: int
+
+    __repr__ = brief_repr
+
+
+class Exporter:
+    """The requests of an engine that others read, from ``source``, under ``leases``.
+
+    ``groups`` are those of the cache. Less than ``early_tokens`` positions more are not published
+    alone. Readers find the positions of windows and states when all is computed; before, those of
+    groups that keep all.
+
+    >>> from kvplan_nixl.serving import Driver
+    >>> source = Source("prefill", "a1", "10.0.0.1", 5600)
+    >>> exporter = Exporter(source, Leases(Driver()), {"attn": CacheGroup(16)}, early_tokens=32)
+    >>> exporter.open("request 1")
+    >>> blocks = {"attn": Blocks([4, 2, 9])}
+    >>> exporter.publish("request 1", 16, lambda: blocks, str) is None
+    True
+    >>> exporter.publish("request 1", 32, lambda: blocks, str).num_tokens
+    32
+    >>> handoff = exporter.finish("request 1", 40, blocks, str)
+    >>> exporter.leases.end(handoff.lease, "decode"), exporter.step().released
+    (True, ('request 1',))
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        leases: Leases,
+        groups: Mapping[str, CacheGroup],
+        *,
+        early_tokens: int = 1,
+    ) -> None:
+        self.source: Source = source
+        self.leases: Leases = leases
+        self._groups = groups
+        self._whole_groups = whole_groups(groups)
+        self._early_tokens: int = integer(early_tokens, "early_tokens", low=1)
+        self._requests: dict[str, _Export] = {}
+        self._rooms: set[str] = set()
+        self.num_blocks: int = 0
+        self._num_refused = 0
+
+    def open(self, request: str, room: str = "") -> None:
+        """Take a request that others may read, and may find in a room while it is computed.
+
+        One of the same name is given up. Raises ``NAME`` if another request has the room, as
+        children of one request would.
+        """
+        self.abort(request)
+        if room in self._rooms:
+            raise KVPlanError(
+                "NAME",
+                f"open room {room}",
+                expected="a room of its own for each request",
+                got="one in use",
+                hint="ask for n = 1",
+            )
+        self._requests[name(request, "name of a request")] = _Export(room)
+        self._rooms |= {room} - {""}
+
+    def is_open(self, request: str) -> bool:
+        """Return whether others may read a request, now or when it is computed."""
+        return request in self._requests
+
+    def begin(self, request: str, num_found: int) -> None:
+        """Note that a request begins to be computed, after so many positions of a prefix cache."""
+        self._requests[request].num_found = num_found
+
+    def publish(
+        self,
+        request: str,
+        num_tokens: int,
+        blocks: Callable[[], Mapping[str, Blocks]],
+        prompt: Callable[[int], str],
+        *,
+        read_from: Mapping[str, int] = NONE,
+        weights_version: str = "",
+    ) -> Handoff | None:
+        """Publish the positions that are computed of a request, None if these are too few more.
+
+        ``blocks`` returns its tables by group, and ``prompt`` digests its first tokens.
+        ``read_from`` has the first position of groups whose first block was itself read in part.
+        """
+        export = self._requests[request]
+        is_more = num_tokens - export.num_tokens >= self._early_tokens
+        if export.state is LOST or num_tokens <= export.num_found or not is_more:
+            return None
+        if not self._whole_groups:
+            return None
+        if export.state is COMPUTING:
+            export.lease = self.leases.grant_early(request)
+        early = {
+            group: table if group in self._whole_groups else Blocks([])
+            for group, table in blocks().items()
+        }
+        self._move(export, ExportEvent.PUBLISH)
+        self._keep(export, num_tokens, early)
+        return self._handoff(export, self._whole_groups, prompt, read_from, {}, weights_version)
+
+    def revoke(self, request: str) -> Withdrawn | None:
+        """Take back what was published, since other bytes are written into the blocks.
+
+        The request is preempted, or computed on with other weights. Do this before the step that
+        writes. Return what to withdraw, if anything was published.
+        """
+        export = self._requests.get(request)
+        if export is None or export.state is not PUBLISHED:
+            return None
+        withdrawn = self._withdrawn(request, export)
+        is_claimed = self.leases.revoke(export.lease)
+        self._move(export, ExportEvent.LOSE if is_claimed else ExportEvent.REVOKE)
+        self._keep(export, 0, {})
+        return withdrawn
+
+    def finish(
+        self,
+        request: str,
+        num_tokens: int,
+        blocks: Mapping[str, Blocks],
+        prompt: Callable[[int], str],
+        *,
+        first_s: float | None = None,
+        read_from: Mapping[str, int] = NONE,
+        prefixes: Mapping[int, str] = MappingProxyType({}),
+        weights_version: str = "",
+    ) -> Handoff | None:
+        """Pin a request that is computed, and return its handoff.
+
+        Returns None if its readers are done with what was published of it, or were told that they
+        get no more: :meth:`abort` it then.
+
+        Its first lease is of ``first_s``, by default of the lease's usual length. ``prefixes`` are
+        digests of fewer tokens, by their number.
+        """
+        if request not in self._requests or self._requests[request].state is PINNED:
+            self.open(request)
+        export = self._requests[request]
+        is_over = export.state is PUBLISHED and not self.leases.begin_first(export.lease)
+        if export.state is LOST or is_over:
+            return None
+        self._move(export, ExportEvent.FINISH)
+        if not export.lease:
+            export.lease = self.leases.grant(request, first_s)
+        self._keep(export, num_tokens, blocks)
+        groups = [group for group in blocks if self._groups[group].tokens_per_block is not None]
+        return self._handoff(export, groups, prompt, read_from, prefixes, weights_version)
+
+    def abort(self, request: str) -> Withdrawn | None:
+        """Give a request up, whatever is published of it. Return what to withdraw, if anything."""
+        export = self._requests.get(request)
+        if export is None:
+            return None
+        withdrawn = self._withdrawn(request, export) if export.lease else None
+        if export.lease:
+            self.leases.revoke(export.lease)
+        self._move(export, ExportEvent.ABORT)
+        self._forget(request)
+        return withdrawn
+
+    def step(self) -> EndedExports:
+        """Return what has ended since the last step. Do this in each step of the engine."""
+        ended = self.leases.take_ended()
+        released, withdrawn = [], []
+        late = dict[str, KVPlanError]()
+        for request in (*ended.done, *ended.late):
+            export = self._requests.get(request)
+            # one that was given up has no lease any more
+            if export is None or export.state not in (PUBLISHED, PINNED):
+                continue
+            withdrawn.append(self._withdrawn(request, export))
+            if self._move(export, ExportEvent.LEASE_OVER) is FREE:
+                self._forget(request)
+                released.append(request)
+            if request in ended.late:
+                expected = f"a reader that claims it within {self.leases.lease_s:g} s"
+                if request in ended.old:
+                    max_s = self.leases.max_lease_s
+                    expected = f"a reader that is done within {max_s:g} s, which is max_lease_s"
+                late[request] = KVPlanError(
+                    "LEASE", f"export {request!r}", expected=expected, got="none"
+                )
+        num_stale = self.leases.num_refused - self._num_refused
+        self._num_refused += num_stale
+        return EndedExports((*released,), (*withdrawn,), late, num_stale)
+
+    def reset(self) -> None:
+        """Free all that is pinned with the next step: its bytes are of no use. Readers fail."""
+        self.leases.end_all()
+
+    def blocks_of(self, lease: str) -> Mapping[str, Blocks] | None:
+        """Return the blocks that readers of a lease read, None if it is over."""
+        export = self._requests.get(lease.rpartition(" ")[0])
+        return export.blocks if export is not None and export.lease == lease else None
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def _move(self, export: _Export, event: ExportEvent) -> ExportState:
+        """Let something happen to a request. Raises ``TRANSFER`` for what cannot."""
+        following = TRANSITIONS.get((export.state, event))
+        if following is None:
+            state = f"a request that is {export.state.value}"
+            raise KVPlanError(
+                "TRANSFER", f"{event.name} a request", expected="another state", got=state
+            )
+        export.state = following
+        if following in (COMPUTING, LOST):
+            export.lease = ""
+        return following
+
+    def _keep(self, export: _Export, num_tokens: int, blocks: Mapping[str, Blocks]) -> None:
+        """Note which blocks readers may read, and count those of all requests."""
+        self.num_blocks += sum(each.ids.size for each in blocks.values())
+        self.num_blocks -= sum(each.ids.size for each in export.blocks.values())
+        export.num_tokens, export.blocks = num_tokens, blocks
+
+    def _forget(self, request: str) -> None:
+        export = self._requests.pop(request)
+        self._keep(export, 0, {})
+        self._rooms.discard(export.room)
+
+    def _withdrawn(self, request: str, export: _Export) -> Withdrawn:
+        return Withdrawn(request, export.room, export.lease)
+
+    def _handoff(
+        self,
+        export: _Export,
+        groups: list[str],
+        prompt: Callable[[int], str],
+        read_from: Mapping[str, int],
+        prefixes: Mapping[int, str],
+        weights_version: str,
+    ) -> Handoff:
+        """Return the handoff of a request, with the first positions that ``groups`` have whole."""
+        kept = dict[str, int]()
+        for group in groups:
+            size = self._groups[group].tokens_per_block
+            assert size is not None
+            kept[group] = max(first_listed(export.blocks[group], size), read_from.get(group, 0))
+        return Handoff(
+            source=self.source,
+            lease=export.lease,
+            num_tokens=export.num_tokens,
+            prompt=prompt(export.num_tokens),
+            blocks=export.blocks,
+            kept=kept,
+            prefixes=prefixes,
+            weights_version=weights_version,
+        )

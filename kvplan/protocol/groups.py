@@ -1,0 +1,63 @@
+"""Cache groups, as far as it matters which positions of a request an engine keeps and reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import attrs
+
+from kvplan.describe.blocks import Blocks
+
+
+@attrs.frozen
+class CacheGroup:
+    """A group of layers that share a block table.
+
+    A block holds ``tokens_per_block`` positions, or is a recurrent state: then it is None, and the
+    last block of a table counts. Tokens from a position on attend to positions from
+    ``first_attended`` of it on; without that, to all, and the engine keeps all.
+    """
+
+    tokens_per_block: int | None
+    first_attended: Callable[[int], int] | None = None
+
+    @classmethod
+    def of_window(cls, tokens_per_block: int, window: int | None) -> CacheGroup:
+        """Return a group whose tokens attend to the last ones of a window, their own among them.
+
+        >>> CacheGroup.of_window(16, 40).attended(100)
+        61
+        """
+        if window is None:
+            return cls(tokens_per_block)
+        return cls(tokens_per_block, lambda position: max(0, position - window + 1))
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether a running request has all its positions in the group."""
+        return self.tokens_per_block is not None and self.first_attended is None
+
+    def attended(self, position: int) -> int:
+        """Return the first position to which the token at a position, or a later one, attends."""
+        return 0 if self.first_attended is None else self.first_attended(position)
+
+
+def whole_groups(groups: Mapping[str, CacheGroup]) -> list[str]:
+    """Return the names of the groups that keep all positions, of which parts can be read early."""
+    return [name for name, group in groups.items() if group.keeps_all]
+
+
+def first_listed(blocks: Blocks, tokens_per_block: int) -> int:
+    """Return the position from which on a table has all blocks of a request.
+
+    >>> first_listed(Blocks([7, 0, 3, 4], null=0), 16)
+    32
+    """
+    gaps = (blocks.ordinals[1:] - blocks.ordinals[:-1] > 1).nonzero()[0]
+    if not blocks.ids.size:
+        first = blocks.listed[1]
+    elif gaps.size:
+        first = int(blocks.ordinals[gaps[-1] + 1])
+    else:
+        first = blocks.first
+    return first * tokens_per_block

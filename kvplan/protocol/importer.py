@@ -1,0 +1,623 @@
+"""The importer: which requests an engine reads from others, from the claim to the last byte.
+
+A request has a handoff when it arrives, or asks for it in a *room* in which prefill publishes it.
+Its lease is claimed at once, since the engine may give it blocks much later. When it has blocks,
+what is published is read, whole blocks alone, and then what is published next; with the whole
+prompt come its windows and states. :data:`TRANSITIONS` is the whole life of an imported request:
+
+    event       asking     claimed    reading    ending    refused
+    PUBLISH     claimed    claimed    reading
+    REFUSE      refused    refused    ending
+    ALLOCATE               reading                         reading
+    LAST                              ending
+    END         ended      ended      ended      ended     ended
+
+A request is *ending* when workers were told of its last part, or that none follows: its blocks stay
+until they say that no byte of it can move, which is END. A request that is refused may get blocks
+all the same, as engines that have promised its tokens do; then workers are told that it fails.
+
+The importer has no thread and no socket. It gives claims to ``claims`` and questions to ``rooms``,
+which keep them up; a connector tells it what the engine does and hands the parts that
+:meth:`Importer.step` returns to a :class:`~kvplan.protocol.read_parts.ReadParts` of each worker.
+What rooms have is taken on the thread that has asked, since an engine that is paused polls nothing
+while leases end. All other calls come from the engine's thread.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, Protocol
+
+import attrs
+
+from kvplan._checks import name, seconds
+from kvplan._text import brief_repr
+from kvplan.describe.blocks import POSITION_END, Blocks, Range
+from kvplan.errors import KVPlanError
+from kvplan.protocol.groups import CacheGroup, first_listed, whole_groups
+from kvplan.protocol.handoff import Handoff, Source, WholeBlocks, whole_blocks
+from kvplan.protocol.keys import SharedKey
+from kvplan.protocol.read import Read
+from kvplan.protocol.room_contents import Published
+
+NONE: Final[Mapping[str, int]] = MappingProxyType({})
+
+
+class ImportState(enum.Enum):
+    """What an imported request is."""
+
+    ASKING = "asking"
+    CLAIMED = "claimed"
+    READING = "reading"
+    ENDING = "ending"
+    REFUSED = "refused"
+    ENDED = "ended"
+
+
+class ImportEvent(enum.Enum):
+    """What happens to an imported request."""
+
+    PUBLISH = enum.auto()
+    REFUSE = enum.auto()
+    ALLOCATE = enum.auto()
+    LAST = enum.auto()
+    END = enum.auto()
+
+
+ASKING, CLAIMED, READING, ENDING, REFUSED, ENDED = ImportState
+
+TRANSITIONS: Final[Mapping[tuple[ImportState, ImportEvent], ImportState]] = MappingProxyType(
+    {
+        (ASKING, ImportEvent.PUBLISH): CLAIMED,
+        (ASKING, ImportEvent.REFUSE): REFUSED,
+        (ASKING, ImportEvent.END): ENDED,
+        (CLAIMED, ImportEvent.PUBLISH): CLAIMED,
+        (CLAIMED, ImportEvent.REFUSE): REFUSED,
+        (CLAIMED, ImportEvent.ALLOCATE): READING,
+        (CLAIMED, ImportEvent.END): ENDED,
+        (READING, ImportEvent.PUBLISH): READING,
+        (READING, ImportEvent.REFUSE): ENDING,
+        (READING, ImportEvent.LAST): ENDING,
+        (READING, ImportEvent.END): ENDED,
+        (ENDING, ImportEvent.END): ENDED,
+        (REFUSED, ImportEvent.ALLOCATE): READING,
+        (REFUSED, ImportEvent.END): ENDED,
+    }
+)
+"""What a request becomes by what happens to it; nothing else may happen."""
+
+
+class HoldsClaims(Protocol):
+    """What holds the leases of other engines: :class:`~kvplan.protocol.Claims`."""
+
+    def begin(self, source: Source, lease: str, reader: str) -> None: ...
+    def end(self, source: Source, lease: str, reader: str) -> None: ...
+    def refusal(self, source: Source, lease: str, reader: str) -> KVPlanError | None: ...
+
+
+class AsksRooms(Protocol):
+    """What asks other engines for rooms: :class:`~kvplan.protocol.rooms.Rooms`."""
+
+    def want(self, reader: str, room: str, address: str, take: Callable[[Any], bool]) -> None: ...
+    def forget(self, reader: str) -> None: ...
+
+
+@attrs.frozen
+class Part:
+    """What workers do next for a request: read a part of it, or report that it fails.
+
+    No other part follows the one that ``is_last``. The first block of a group in ``partial`` lacks
+    positions that the source has freed: no other request may find it.
+    """
+
+    request: str
+    read: Read | None
+    error: KVPlanError | None = None
+    is_last: bool = True
+    partial: Mapping[str, WholeBlocks] = attrs.field(factory=dict)
+
+    __repr__ = brief_repr
+
+
+@attrs.define(eq=False)
+class _Import:
+    """A request that is read.
+
+    ``found`` and ``refusal`` are the latest that its room had, or its handoff; the engine's thread
+    has ``seen`` some of it. Its prompt begins with the first ``num_shared`` positions of the
+    handoff. The positions ``tokens`` are read into ``local`` blocks, of each group those from
+    ``starts`` on.
+    """
+
+    prompt: Callable[[int], str]
+    num_stale: int
+    is_optional: bool
+    room: str = ""
+    until: float = 0.0
+    state: ImportState = ASKING
+    found: Published | None = None
+    refusal: KVPlanError | None = None
+    seen: Published | None = None
+    num_shared: int = POSITION_END
+    local: Mapping[str, Blocks] = attrs.field(factory=dict)
+    starts: dict[str, int] = attrs.field(factory=dict)
+    tokens: Range = (0, 0)
+    num_tokens: int = 0
+    num_left: int = 0
+
+
+class Importer:
+    """The requests of an engine that are read from others.
+
+    ``groups`` are those of its cache. ``claims`` holds leases as ``reader``, a name of this start
+    of the engine; without them another rank of the engine holds them. ``rooms`` asks for rooms, in
+    which prefill has ``timeout_s`` for each part. ``weights`` returns the version of the weights,
+    and ``now`` the time. An optional request of less than ``min_tokens`` positions is not read.
+    With ``to_block_end`` blocks move whole. ``short_prompt`` is the hint for a prompt of which
+    prefill has left the last token to its reader.
+
+    :attr:`read_from` has by request and group the first position that was read, if its block was
+    read in part. :attr:`siblings` are others that may store each block of the engine: where they
+    are, no block is read in part. :attr:`num_claims` counts claims.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, CacheGroup],
+        claims: HoldsClaims | None,
+        reader: str,
+        *,
+        now: Callable[[], float],
+        key: SharedKey,
+        rooms: AsksRooms | None = None,
+        timeout_s: float = 300.0,
+        weights: Callable[[], str] = str,
+        min_tokens: int = 0,
+        to_block_end: bool = False,
+        short_prompt: str = "",
+    ) -> None:
+        self._groups = groups
+        self._positioned = {
+            group: value.tokens_per_block
+            for group, value in groups.items()
+            if value.tokens_per_block is not None
+        }
+        self._whole_groups = whole_groups(groups)
+        self._claims = claims
+        self._reader: str = name(reader, "reader")
+        self._now = now
+        self._key = key
+        self._rooms = rooms
+        self._timeout_s: float = seconds(timeout_s, "timeout_s")
+        self._weights = weights
+        self._min_tokens = min_tokens
+        self._to_block_end = to_block_end
+        self._short_prompt = short_prompt
+        self._requests: dict[str, _Import] = {}
+        # those of which parts are read, and parts that workers were not told of
+        self._reading: dict[str, _Import] = {}
+        self._parts: list[Part] = []
+        self.read_from: dict[str, dict[str, int]] = {}
+        self.siblings: set[str] = set()
+        self.num_claims: int = 0
+
+    # What arrives
+
+    def claim(
+        self,
+        request: str,
+        params: Mapping[str, Any],
+        prompt: Callable[[int], str],
+        *,
+        num_stale: int = 0,
+        is_optional: bool = False,
+    ) -> None:
+        """Take a request with a handoff in its parameters, and claim its lease.
+
+        ``prompt`` digests its first tokens. An optional request is read only if that saves
+        computing much. The last ``num_stale`` positions that it shares with the handoff are not
+        read.
+        """
+        record = _Import(prompt, num_stale, is_optional)
+        self._requests[name(request, "name of a request")] = record
+        try:
+            handoff = Handoff.of_params(params, self._key)
+            handoff.check_weights(self._weights())
+            record.num_shared = handoff.count_shared(prompt)
+            self._hold(request, handoff)
+            record.found = Published(handoff, (handoff.lease,), is_whole=True, entry={})
+        except KVPlanError as error:
+            record.refusal = error
+
+    def ask(
+        self,
+        request: str,
+        room: str,
+        address: str,
+        prompt: Callable[[int], str],
+        num_tokens: int,
+        num_left: int = 0,
+    ) -> None:
+        """Take a request that prefill publishes in a room, and its number of tokens.
+
+        This engine computes the last ``num_left`` of them itself.
+        """
+        record = _Import(prompt, 0, is_optional=False, room=room, num_tokens=num_tokens)
+        record.num_left = num_left
+        record.until = self._now() + self._timeout_s
+        self._requests[name(request, "name of a request")] = record
+        assert self._rooms is not None
+        try:
+            self._rooms.want(
+                self._name_of(request),
+                room,
+                address,
+                lambda entry: self._take(request, record, entry),
+            )
+        except KVPlanError as error:
+            record.refusal = error
+
+    def refuse(self, request: str, error: KVPlanError) -> None:
+        """Take a request that cannot be read, for a reason that the connector knows."""
+        record = self._requests.setdefault(request, _Import(lambda _: "", 0, is_optional=False))
+        record.refusal = record.refusal or error
+
+    def _take(self, request: str, record: _Import, entry: Any) -> bool:
+        """Take what a room has, or the reason why the request fails. Return whether that is all.
+
+        This runs on the thread that has asked, and raises nothing.
+        """
+        try:
+            found = Published.of_entry(record.room, entry, self._key, record.found)
+            self._check_entry(record, found)
+            if record.found is None:
+                self._hold(request, found.handoff)
+        except KVPlanError as error:
+            record.refusal = error
+            return True
+        except Exception as error:  # whatever it is, this request fails, and no others
+            expected = "an entry of this request"
+            record.refusal = KVPlanError(
+                "MESSAGE", f"read room {record.room}", expected=expected, got=f"{error!r}"
+            )
+            return True
+        record.until = self._now() + self._timeout_s
+        record.found = found
+        return found.is_whole
+
+    def _check_entry(self, record: _Import, found: Published) -> None:
+        """Refuse an entry of another prompt, of other weights, or of too few or many tokens."""
+        handoff = found.handoff
+        handoff.check_weights(self._weights())
+        num_shared, num_needed = handoff.num_tokens, record.num_tokens - record.num_left
+        if found.is_whole:
+            is_right = num_shared >= num_needed
+            if is_right:
+                num_shared = handoff.count_shared(record.prompt)
+                is_right = num_shared >= num_needed
+        else:
+            is_right = num_shared < record.num_tokens
+        if not is_right:
+            quantity = (
+                f"at least {num_needed}" if found.is_whole else f"less than {record.num_tokens}"
+            )
+            hint = self._short_prompt if found.is_whole and num_shared == num_needed - 1 else ""
+            raise KVPlanError(
+                "TOKENS",
+                f"read request {record.room}",
+                expected=f"{quantity} positions",
+                got=f"{num_shared}",
+                hint=hint,
+            )
+        if not found.is_whole:
+            handoff.check_prompt(record.prompt(num_shared))
+
+    def _name_of(self, request: str) -> str:
+        """Return the name of a request as a reader: no other request of any engine has it."""
+        return f"{self._reader} {request}"
+
+    def _hold(self, request: str, handoff: Handoff) -> None:
+        if self._claims is not None:
+            self._claims.begin(handoff.source, handoff.lease, self._name_of(request))
+        self.num_claims += 1
+
+    # What the engine asks, and does
+
+    def look(self, request: str) -> ImportState:
+        """Return the state of a request, with what its room has by now."""
+        record = self._requests.get(request)
+        if record is None:
+            return ENDED
+        if record.state in (ASKING, CLAIMED):
+            error = record.refusal or self._silence(record)
+            if error is not None:
+                record.refusal = error
+                self._move(record, ImportEvent.REFUSE)
+            elif record.found is not None:
+                self._move(record, ImportEvent.PUBLISH)
+        return record.state
+
+    def error_of(self, request: str) -> KVPlanError | None:
+        """Return the reason why a request is refused, if it is."""
+        return self._requests[request].refusal
+
+    def entry_of(self, request: str) -> Mapping[str, Any]:
+        """Return the latest entry of a request's room."""
+        found = self._requests[request].found
+        return {} if found is None else found.entry
+
+    def count(self, request: str, num_cached: int, num_tokens: int) -> int | None:
+        """Return how many positions to read of a request that needs ``num_tokens``.
+
+        They follow the first ``num_cached``, which the engine has cached. Returns None of a request
+        of which prefill has published nothing yet: the engine asks again.
+        """
+        state = self.look(request)
+        if state is ASKING:
+            return None
+        if state not in (CLAIMED, REFUSED):
+            return 0
+        record = self._requests[request]
+        stop = max(num_cached, min(num_tokens, record.num_shared - record.num_stale))
+        record.tokens = (num_cached, stop)
+        if record.is_optional and record.found is not None:
+            is_little = stop - num_cached < self._min_tokens
+            if is_little or self._gap(record.found.handoff, record.tokens) is not None:
+                return 0
+        return stop - num_cached
+
+    def skip(self, request: str) -> KVPlanError | None:
+        """End a request of which nothing is read: all is cached, or the engine computes it.
+
+        Returns what its handoff lacks, if that is the reason.
+        """
+        if self.look(request) not in (CLAIMED, REFUSED):
+            return None
+        record = self._requests[request]
+        found = record.found
+        gap = None if found is None else self._gap(found.handoff, record.tokens)
+        self.end(request)
+        return gap
+
+    def begin(
+        self,
+        request: str,
+        local: Mapping[str, Blocks],
+        num_tokens: int,
+        starts: Mapping[str, int] = NONE,
+        *,
+        checks_prompt: bool = False,
+    ) -> None:
+        """Read ``num_tokens`` positions that were counted, into a request's blocks, once.
+
+        A group of which less is cached than of others is read from ``starts`` on. With
+        ``checks_prompt`` the prompt is compared again, since what its digest says of may have
+        changed since the request was claimed.
+        """
+        if self.look(request) not in (CLAIMED, REFUSED):
+            return
+        record = self._requests[request]
+        if checks_prompt and record.found is not None:
+            try:
+                record.found.handoff.count_shared(record.prompt)
+            except KVPlanError as error:
+                record.refusal = record.refusal or error
+        self._move(record, ImportEvent.ALLOCATE)
+        first, _ = record.tokens
+        record.tokens, record.local = (first, first + num_tokens), local
+        record.starts = {group: min(first, starts.get(group, first)) for group in self._positioned}
+        self._reading[request] = record
+
+    def give_up(self, request: str) -> None:
+        """Read no more of a request. Workers report it when no byte of it can move any more."""
+        if request in self._reading:
+            action = f"read the rest of request {request!r}"
+            got = "one that was given up"
+            error = KVPlanError("TRANSFER", action, expected="one that goes on", got=got)
+            self._parts.append(self._last(request, error))
+
+    def finish(self, request: str) -> Mapping[str, int]:
+        """Read no more of a request with which the engine is done, and forget it if it can.
+
+        Returns what :attr:`read_from` has of it. A request whose bytes may move is forgotten by
+        :meth:`end`.
+        """
+        if self.look(request) in (READING, ENDING):
+            self.give_up(request)
+        else:
+            self.end(request)
+        return self.read_from.pop(request, NONE)
+
+    def end(self, request: str) -> None:
+        """End the claim of a request of which no byte can move any more, or which is not read."""
+        record = self._requests.pop(request, None)
+        if record is None:
+            return
+        self._reading.pop(request, None)
+        self._move(record, ImportEvent.END)
+        reader = self._name_of(request)
+        if record.room and self._rooms is not None:
+            # nothing is taken afterwards
+            self._rooms.forget(reader)
+        if record.found is not None and self._claims is not None:
+            self._claims.end(record.found.handoff.source, record.found.handoff.lease, reader)
+
+    def step(self) -> list[Part]:
+        """Return what workers do next. Do this in each step of the engine."""
+        for request, record in [*self._reading.items()]:
+            try:
+                self._check(request, record)
+                part = self._next(request, record)
+            except KVPlanError as error:
+                part = self._last(request, error)
+            if part is not None:
+                self._parts.append(part)
+        parts = self._parts
+        self._parts = []
+        return parts
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    # What is read
+
+    def _check(self, request: str, record: _Import) -> None:
+        """Raise the reason why a request cannot be read, if there is one."""
+        error = record.refusal or self._silence(record)
+        if error is not None:
+            raise error
+        assert record.found is not None
+        handoff = record.found.handoff
+        # the weights may have changed since it was claimed
+        handoff.check_weights(self._weights())
+        if self._claims is not None:
+            refusal = self._claims.refusal(handoff.source, handoff.lease, self._name_of(request))
+            if refusal is not None:
+                raise refusal
+
+    def _silence(self, record: _Import) -> KVPlanError | None:
+        """Return an error if prefill has not published more of a request in time."""
+        is_whole = record.found is not None and record.found.is_whole
+        if not record.room or is_whole or self._now() <= record.until:
+            return None
+        action = f"read request {record.room}"
+        expected = f"prefill to compute it within {self._timeout_s:g} s"
+        return KVPlanError("PEER", action, expected=expected, got="nothing")
+
+    def _next(self, request: str, record: _Import) -> Part | None:
+        """Return the part that was published since the last one, None if that is nothing."""
+        found = record.found
+        if found is None or found is record.seen:
+            return None
+        record.seen = found
+        if found.is_whole:
+            part = self._read_whole(request, record, found.handoff)
+            self._move(record, ImportEvent.LAST)
+            del self._reading[request]
+            return part
+        self._move(record, ImportEvent.PUBLISH)
+        return self._read_part(request, record, found.handoff)
+
+    def _last(self, request: str, error: KVPlanError) -> Part:
+        """Return the word to workers that no part of a request follows."""
+        self._move(self._reading.pop(request), ImportEvent.REFUSE)
+        return Part(request, None, error)
+
+    def _read_part(self, request: str, record: _Import, handoff: Handoff) -> Part | None:
+        """Read what was computed since the last part, of groups that keep all positions.
+
+        A block that is not full comes with the next part. None if no block is full.
+        """
+        local = {group: Blocks([]) for group in record.local}
+        tokens = dict[str, Range]()
+        for group in self._whole_groups:
+            size = self._positioned[group]
+            first, stop = (
+                record.starts[group],
+                min(handoff.num_tokens // size * size, record.tokens[1]),
+            )
+            if stop > first:
+                self._whole_blocks(group, (first, stop), first, handoff)
+                local[group] = record.local[group]
+                tokens[group] = (first, stop)
+                record.starts[group] = stop
+        if not tokens:
+            return None
+        return Part(request, self._read(request, handoff, local, tokens), is_last=False)
+
+    def _read_whole(self, request: str, record: _Import, handoff: Handoff) -> Part:
+        """Read all positions that were not read before, and all windows and states."""
+        self._check_states(handoff, *record.tokens)
+        positions, partial = dict[str, Range](), dict[str, WholeBlocks]()
+        for group, first in record.starts.items():
+            listed = first_listed(record.local[group], self._positioned[group])
+            whole = self._whole_blocks(group, (first, record.tokens[1]), listed, handoff)
+            positions[group] = (whole.start, whole.stop)
+            # The source may lack the beginning of a group's first block here.
+            if whole.start > max(first, listed):
+                self._check_siblings(request, group, whole)
+                partial[group] = whole
+                self.read_from.setdefault(request, {})[group] = whole.start
+        read = self._read(
+            request, handoff, record.local, positions, to_block_end=self._to_block_end
+        )
+        return Part(request, read, partial=partial)
+
+    def _read(
+        self,
+        request: str,
+        handoff: Handoff,
+        local: Mapping[str, Blocks],
+        tokens: Mapping[str, Range],
+        *,
+        to_block_end: bool = False,
+    ) -> Read:
+        return Read(
+            request=request,
+            source=handoff.source,
+            lease=handoff.lease,
+            local=local,
+            remote=handoff.blocks,
+            tokens=tokens,
+            to_block_end=to_block_end,
+        )
+
+    def _whole_blocks(
+        self, group: str, tokens: Range, listed: int, handoff: Handoff
+    ) -> WholeBlocks:
+        """Return the positions of a group that are read, from ``listed`` on if they are kept."""
+        attended = self._groups[group].attended(tokens[1])
+        size = self._positioned[group]
+        return whole_blocks(tokens, attended, size, listed, handoff.first_kept(group, attended))
+
+    def _gap(self, handoff: Handoff, tokens: Range) -> KVPlanError | None:
+        """Return what a handoff lacks to go on after ``tokens``, None if it lacks nothing."""
+        first, stop = tokens
+        try:
+            self._check_states(handoff, first, stop)
+            for group in self._positioned:
+                self._whole_blocks(group, tokens, first, handoff)
+        except KVPlanError as error:
+            return error
+        return None
+
+    def _check_states(self, handoff: Handoff, first: int, stop: int) -> None:
+        """Refuse a state of another position than the last one that is read."""
+        has_states = len(self._positioned) < len(self._groups)
+        if has_states and first < stop != handoff.num_tokens:
+            raise KVPlanError(
+                "TOKENS",
+                f"read {handoff.lease!r} from {handoff.source}",
+                expected=f"states after {stop} positions",
+                got=f"those after {handoff.num_tokens}",
+                hint="prefill and decode get the same prompt",
+                stop=stop,
+                num_tokens=handoff.num_tokens,
+            )
+
+    def _check_siblings(self, request: str, group: str, whole: WholeBlocks) -> None:
+        """Refuse a block that is read in part where others may store it."""
+        if self.siblings:
+            raise KVPlanError(
+                "BLOCKS",
+                f"read request {request!r}",
+                expected=f"whole blocks of {group}, from {whole.first_whole} on, "
+                f"since {', '.join(sorted(self.siblings))} may store what is read",
+                got=f"positions from {whole.start} on",
+                hint="engines with equal block sizes, or decode without other connectors, "
+                "can read it",
+                group=group,
+                siblings=tuple(sorted(self.siblings)),
+            )
+
+    def _move(self, record: _Import, event: ImportEvent) -> None:
+        """Let something happen to a request. Raises ``TRANSFER`` for what cannot."""
+        following = TRANSITIONS.get((record.state, event))
+        if following is None:
+            state = f"a request that is {record.state.value}"
+            raise KVPlanError(
+                "TRANSFER", f"{event.name} a request", expected="another state", got=state
+            )
+        record.state = following
