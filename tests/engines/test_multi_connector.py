@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import msgspec
 import pytest
 import torch
@@ -39,8 +40,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import KVPlanError
-from kvplan.protocol import HandshakeResult, ReadResult, Source
+from kvplan.protocol import Handoff, HandshakeResult, ReadResult, Source
 from kvplan.protocol.digest_requests import DigestRequest
+from kvplan_nixl.serving.host_key import host_key
 from kvplan_nixl.vllm import KvplanConnector, register
 from kvplan_nixl.vllm.metadata import KvplanHandshakeMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import METRICS, KvplanPromMetrics, KvplanStats
@@ -123,6 +125,12 @@ def cache_of(window: int | None) -> KVCacheConfig:
     sizes = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
     spec = FullAttentionSpec(**sizes) if window is None else SlidingWindowSpec(**sizes, sliding_window=window)
     return KVCacheConfig(num_blocks=50, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+
+
+@pytest.fixture(autouse=True)
+def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These engines have no model whose identity could be read."""
+    monkeypatch.setattr("kvplan_nixl.vllm.connector.identity_of", lambda *_: {})
 
 
 Start = Callable[..., tuple[MultiConnector, KvplanConnector, OtherConnector]]
@@ -250,7 +258,7 @@ def test_blocks_stay_for_all_that_keep_them(start: Start, order: tuple[str, ...]
     worker.bind_connector_metadata(step(prefill))
     parts = dict(zip(order, worker.sub_connectors, strict=True))
     parts["other"].saves = True
-    parts["own"]._worker._reads = SimpleNamespace(poll=list, late=dict)
+    parts["own"]._worker._reads = SimpleNamespace(poll=list, late=dict, num_held=0)
     assert worker.get_transfer_results({"r"}).finished_sending == set()
     parts["own"]._worker._released = {"r"}
     assert worker.get_transfer_results(set()).finished_sending == {"r"}
@@ -262,7 +270,7 @@ def test_what_fails_or_is_late_is_told(order: tuple[str, ...]) -> None:
     worker = MultiConnector(config_of(order), KVConnectorRole.WORKER, cache_of(None))
     own = dict(zip(order, worker.sub_connectors, strict=True))["own"]
     ended = [ReadResult("right"), ReadResult("wrong", ERROR)]
-    own._worker._reads = SimpleNamespace(poll=lambda: ended, late=lambda: {"late": ERROR})
+    own._worker._reads = SimpleNamespace(poll=lambda: ended, late=lambda: {"late": ERROR}, num_held=0)
     results = worker.get_transfer_results(set())
     assert results.finished_recving == {"right", "wrong"}
     assert results.failed_recving == {"wrong", "late"}
@@ -293,10 +301,11 @@ def test_workers_name_the_connectors_beside_this_one(monkeypatch: pytest.MonkeyP
         worker = MultiConnector(config_of(order), KVConnectorRole.WORKER, cache_of(None))
         own = worker.sub_connectors[order.index("own")]
         monkeypatch.setattr(own._worker, "envelope", lambda: b"offer")
+        own._worker.model = "m"
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker)
-        assert worker.get_handshake_metadata() == KvplanHandshakeMetadata(b"offer", ("OtherConnector",))
+        assert worker.get_handshake_metadata() == KvplanHandshakeMetadata(b"offer", ("OtherConnector",), "m")
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", own)
-        assert own.get_handshake_metadata() == KvplanHandshakeMetadata(b"offer")
+        assert own.get_handshake_metadata() == KvplanHandshakeMetadata(b"offer", (), "m")
 
 
 def test_a_prefill_engine_without_offers_stops(start: Start) -> None:
@@ -311,9 +320,9 @@ def test_no_other_connector_stores_a_block_that_is_read_in_part(start: Start, ot
     """Prefill lacks the beginning of the block in which decode's window begins: beside others the request fails."""
     prefill, _, _ = start(ORDERS[0])
     decode, own, _ = start(ORDERS[0], window=40, others=others)
-    params = handed_over(prefill)
+    handoff = Handoff.of_params(handed_over(prefill), host_key())
     # decode's window begins at 60, in the block at 48
-    params["remote_kept"] = {"group0": 60}
+    params = attrs.evolve(handoff, kept={"group0": 60}).params(host_key()) | {"do_remote_prefill": True}
     request = request_of(params)
     decode.on_new_request(request)
     num_tokens, _ = decode.get_num_new_matched_tokens(request, 0)
@@ -466,7 +475,7 @@ def test_prometheus_scrapes_what_was_recorded(registry: None, order: tuple[str, 
 def test_the_guide_has_all_metrics() -> None:
     """Its table has each one once, counters with the ending that Prometheus gives them."""
     names = re.findall(r"^\| `(vllm:\S+)` \|", Path("docs/how-to/vllm.md").read_text(), re.MULTILINE)
-    assert names == [metric.name + ("" if metric.buckets else "_total") for metric in METRICS]
+    assert names == [metric.name + ("" if metric.buckets or metric.is_gauge else "_total") for metric in METRICS]
 
 
 def test_statistics_have_the_keys_of_nixl_connector() -> None:
