@@ -176,9 +176,9 @@ HYBRID_VLLM_FAULTS = [
 ]  # fmt: skip
 
 STAGING_FAULTS = [
-    Fault("a slot is filled again while it is copied", Pipeline, "_may_begin", "work.slot == following.chunk.buffer_slot or not is_same_plan", "not is_same_plan", seed=4, rule="OWN"),
-    Fault("two plans share a staging region", Pipeline, "_may_begin", " or not is_same_plan", "", seed=1, rule="OWN"),
-    Fault("copies are not awaited", Pipeline, "_copy", "not self._copier.done(ticket)", "False and (yield)", seed=0, rule="GIVEN"),
+    Fault("a slot is filled again while it is copied", Pipeline, "_may_begin", " and work.slot != following.chunk.buffer_slot", "", seed=4, rule="OWN"),
+    Fault("two plans share a staging region", Pipeline, "_may_begin", "work.request.plan is following.request.plan and ", "", seed=1, rule="OWN"),
+    Fault("copies are not awaited", Pipeline, "_steps", "not self._copier.done(ticket)", "False and (yield)", seed=0, rule="GIVEN"),
     Fault("what is staged is read directly too", reads.Reads, "_poll_pipeline", "transfer.num_bytes > 0 or ", "", seed=144, rule="GROW"),
     Fault("a region that stalls is waited for", reads.Reads, "_poll_pipeline", "if now - self._last_chunk_at < STALL_S", "if True"),
     Fault("a staged transfer that fails goes on", Pipeline, "_poll_transfers", "status is not Status.DONE", "False", seed=90, rule="OWN"),
