@@ -35,13 +35,13 @@ import pytest
 
 CONNECTOR_TESTS = (
     "tests/test_bad_values.py",
-    "tests/connector/test_claims.py",
-    "tests/connector/test_digest_requests.py",
-    "tests/connector/test_handoff.py",
-    "tests/connector/test_leases.py",
-    "tests/connector/test_listener.py",
-    "tests/connector/test_reads.py",
-    "tests/connector/test_rooms.py",
+    "tests/protocol/test_claims.py",
+    "tests/protocol/test_digest_requests.py",
+    "tests/protocol/test_handoff.py",
+    "tests/protocol/test_leases.py",
+    "tests/protocol/test_listener.py",
+    "tests/protocol/test_reads.py",
+    "tests/protocol/test_rooms.py",
     "tests/nixl/test_bootstrap.py",
 )
 PROTOCOL_TESTS = tuple(f"tests/protocol/test_{name}.py" for name in ("exporter", "importer", "read_parts"))

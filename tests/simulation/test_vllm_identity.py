@@ -14,7 +14,7 @@ import pytest
 from kvplan import KVPlanError, Model, encode
 from kvplan_nixl.identity import Identity
 from kvplan_nixl.settings import StoreSettings
-from tests.connector.test_fingerprint import MODEL, poke, write
+from tests.serving.test_fingerprint import MODEL, poke, write
 from tests.simulation.stand_in import stand_in
 from tests.simulation.test_vllm_rooms import Pair
 from tests.simulation.test_vllm_scheduler import (

@@ -29,7 +29,7 @@ from kvplan_nixl.serving import Access, Driver
 from kvplan_nixl.serving.access import Asked, Proof
 from kvplan_nixl.serving.http import MAX_HEAD_BYTES, Server
 from tests.blocking import exchange, fetch, send_claims, unblocked, waited
-from tests.connector.test_access import KEY, asked, status
+from tests.serving.test_access import KEY, asked, status
 
 LOGGER = logging.getLogger("test")
 

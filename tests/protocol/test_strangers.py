@@ -17,7 +17,7 @@ from kvplan.protocol.digest import Positions, TensorDigests, joined, mismatch, o
 from kvplan.protocol.digest_requests import DigestRequests, answer_digests
 from kvplan_nixl.serving import Driver
 from tests.blocking import KEY
-from tests.connector.test_handoff import signed
+from tests.protocol.test_handoff import signed
 
 WRONG: tuple[Any, ...] = (
     None,
