@@ -58,9 +58,9 @@ def test_the_readme_counts_the_verdicts_of_real_engines() -> None:
     assert ({*ours}, {*control}) == ({"same"}, {"different"})
     unfinished = number["failed"] + number["crashed"] + number["void"]
     table = [
-        ("judged", len(rows), len(run), len(rows)),
+        ("tested", len(rows), len(run), len(rows)),
         ("right tokens in all requests", len(rows), number["same"], 0),
-        ("other tokens, without an error", 0, number["different"], len(rows)),
+        ("silently wrong tokens", 0, number["different"], len(rows)),
         ("failed, crashed or void", 0, unfinished, 0),
     ]
     for row in table:

@@ -95,7 +95,7 @@ FAULTS = [
     Fault("a claim without an answer is not sent again", claims.SourceClaims, "take_failure", "self._due_at[claim] = now + RETRY_S", "del self._due_at[claim]"),
     Fault("claims are not renewed", claims.SourceClaims, "take_answer", "self._due_at[claim] = now + RENEW_S", "del self._due_at[claim]", seed=0, rule="AGAIN"),
     Fault("questions without an answer are forgotten", claims.SourceClaims, "take_failure", "self._resolve(lease, error)", "self._sent.pop(lease)", seed=0, rule="END"),
-    Fault("silence ends the thread of an engine", claims.Claims, "_run", "continue", "return", seed=0, rule="END"),
+    Fault("silence ends the coroutine of an engine", claims.Claims, "_run", "continue", "return", seed=0, rule="END"),
     Fault("refused claims are kept for ever", claims.SourceClaims, "end", "self.refusals.pop(claim, None)", "self.refusals.get(claim)", seed=0, rule="GROW"),
     # Reads
     Fault("no last question is asked", LeaseCheck, "begin_last", "self.has_last_byte = True", "self.has_last_byte = self.is_confirmed = True", seed=1, rule="OWN"),
