@@ -1,7 +1,4 @@
-"""How fast fleets are simulated: ``taskset -c 0 python -m benchmarks.simulation``.
-
-Threads of a simulation take turns, so one core is enough, and quickest where the system keeps them on it.
-"""
+"""How fast fleets are simulated, on one core: ``python -m benchmarks.simulation``."""
 
 from __future__ import annotations
 
