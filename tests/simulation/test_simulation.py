@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -24,6 +25,7 @@ from kvplan.testing.simulation import (
 )
 from kvplan.testing.simulation.__main__ import main
 from kvplan.testing.simulation.catalog import NO_STAGES, SHAPES
+from tests.pages import ROOT
 from tests.simulation.faults import (
     DIGEST_FAULTS,
     FAULTS,
@@ -319,3 +321,14 @@ def test_the_command_runs_seeds(capsys: pytest.CaptureFixture[str]) -> None:
     assert "shrunk:" in printed
     assert printed.count("OWN: request-") == 3
     assert "Arrival(" in printed
+
+
+def test_the_page_has_the_rules_and_seeds_of_faults() -> None:
+    """Each row of its table is a fault as it is found here; what is in brackets says in which fleets."""
+    leases = [*FAULTS, *HYBRID_FAULTS, *STAGING_FAULTS, *DIGEST_FAULTS]
+    engines = [*VLLM_FAULTS, *HYBRID_VLLM_FAULTS, *SGLANG_FAULTS, *HYBRID_SGLANG_FAULTS, *STAGE_FAULTS]
+    again = [*SENT_AGAIN_FAULTS, *SENT_AGAIN_ROOM_FAULTS, *SENT_AGAIN_SGLANG_FAULTS]
+    found = {fault.name: (fault.rule, fault.seed) for fault in (*leases, *engines, *again) if fault.rule}
+    page = (ROOT / "docs" / "how-to" / "simulation.md").read_text()
+    rows = re.findall(r"^\| ([^|]+?)(?: \([^|()]+\))? \| ([A-Z]+) \| (\d+) \|$", page, re.MULTILINE)
+    assert {name: (rule, int(seed)) for name, rule, seed in rows} == found
