@@ -57,38 +57,20 @@ def ask(address: str, rooms: Iterable[int], access: Access | None = None) -> dic
     return driver.run(bootstrap.ask(address, rooms, key=driver.access.key, system=driver))
 
 
-def publish(
-    address: str,
-    room: int,
-    entry: Mapping[str, Any],
-    stage: int = 0,
-    stages: int = 1,
-    *,
-    owner: str = "",
-    access: Access | None = None,
-) -> str:
-    """What :func:`kvplan_nixl.sglang.bootstrap.publish` does."""
+def publish(address: str, room: int, entry: Mapping[str, Any], *stage: int, **options: Any) -> str:
+    """What :func:`kvplan_nixl.sglang.bootstrap.publish` does, with an ``access`` among the options."""
     from kvplan_nixl.sglang import bootstrap
 
-    driver = Driver(access)
-    return driver.run(bootstrap.publish(address, room, entry, stage, stages, owner=owner, system=driver))
+    driver = Driver(options.pop("access", None))
+    return driver.run(bootstrap.publish(address, room, entry, *stage, **options, system=driver))
 
 
-def withdraw(
-    address: str,
-    room: int,
-    owner: str,
-    stage: int = 0,
-    stages: int = 1,
-    *,
-    attempt: str | None = None,
-    access: Access | None = None,
-) -> None:
-    """What :func:`kvplan_nixl.sglang.bootstrap.withdraw` does."""
+def withdraw(address: str, room: int, owner: str, *stage: int, **options: Any) -> None:
+    """What :func:`kvplan_nixl.sglang.bootstrap.withdraw` does, with an ``access`` among the options."""
     from kvplan_nixl.sglang import bootstrap
 
-    driver = Driver(access)
-    driver.run(bootstrap.withdraw(address, room, owner, stage, stages, attempt=attempt, system=driver))
+    driver = Driver(options.pop("access", None))
+    driver.run(bootstrap.withdraw(address, room, owner, *stage, **options, system=driver))
 
 
 def waited(pending: Pending[T], timeout_s: float = 10.0) -> T:

@@ -40,6 +40,7 @@ from kvplan.errors import KVPlanError
 from kvplan.protocol.groups import CacheGroup, first_listed, whole_groups
 from kvplan.protocol.handoff import Handoff, Source
 from kvplan.protocol.leases import Leases
+from kvplan.protocol.transitions import after
 
 NONE: Final[Mapping[str, int]] = MappingProxyType({})
 
@@ -329,17 +330,10 @@ class Exporter:
         return len(self._requests)
 
     def _move(self, export: _Export, event: ExportEvent) -> ExportState:
-        """Let something happen to a request. Raises ``TRANSFER`` for what cannot."""
-        following = TRANSITIONS.get((export.state, event))
-        if following is None:
-            state = f"a request that is {export.state.value}"
-            raise KVPlanError(
-                "TRANSFER", f"{event.name} a request", expected="another state", got=state
-            )
-        export.state = following
-        if following in (COMPUTING, LOST):
+        export.state = after(TRANSITIONS, export.state, event)
+        if export.state in (COMPUTING, LOST):
             export.lease = ""
-        return following
+        return export.state
 
     def _keep(self, export: _Export, num_tokens: int, blocks: Mapping[str, Blocks]) -> None:
         """Note which blocks readers may read, and count those of all requests."""

@@ -41,6 +41,7 @@ from kvplan.protocol.handoff import Handoff, Source, WholeBlocks, whole_blocks
 from kvplan.protocol.keys import SharedKey
 from kvplan.protocol.read import Read
 from kvplan.protocol.room_contents import Published
+from kvplan.protocol.transitions import after
 
 NONE: Final[Mapping[str, int]] = MappingProxyType({})
 
@@ -105,7 +106,7 @@ class AsksRooms(Protocol):
 
 
 @attrs.frozen
-class Part:
+class PartialRead:
     """What workers do next for a request: read a part of it, or report that it fails.
 
     No other part follows the one that ``is_last``. The first block of a group in ``partial`` lacks
@@ -146,6 +147,9 @@ class _Import:
     tokens: Range = (0, 0)
     num_tokens: int = 0
     num_left: int = 0
+
+    def move(self, event: ImportEvent) -> None:
+        self.state = after(TRANSITIONS, self.state, event)
 
 
 class Importer:
@@ -198,7 +202,7 @@ class Importer:
         self._requests: dict[str, _Import] = {}
         # those of which parts are read, and parts that workers were not told of
         self._reading: dict[str, _Import] = {}
-        self._parts: list[Part] = []
+        self._parts: list[PartialRead] = []
         self.read_from: dict[str, dict[str, int]] = {}
         self.siblings: set[str] = set()
         self.num_claims: int = 0
@@ -334,9 +338,9 @@ class Importer:
             error = record.refusal or self._silence(record)
             if error is not None:
                 record.refusal = error
-                self._move(record, ImportEvent.REFUSE)
+                record.move(ImportEvent.REFUSE)
             elif record.found is not None:
-                self._move(record, ImportEvent.PUBLISH)
+                record.move(ImportEvent.PUBLISH)
         return record.state
 
     def error_of(self, request: str) -> KVPlanError | None:
@@ -404,7 +408,7 @@ class Importer:
                 record.found.handoff.count_shared(record.prompt)
             except KVPlanError as error:
                 record.refusal = record.refusal or error
-        self._move(record, ImportEvent.ALLOCATE)
+        record.move(ImportEvent.ALLOCATE)
         first, _ = record.tokens
         record.tokens, record.local = (first, first + num_tokens), local
         record.starts = {group: min(first, starts.get(group, first)) for group in self._positioned}
@@ -436,7 +440,7 @@ class Importer:
         if record is None:
             return
         self._reading.pop(request, None)
-        self._move(record, ImportEvent.END)
+        record.move(ImportEvent.END)
         reader = self._name_of(request)
         if record.room and self._rooms is not None:
             # nothing is taken afterwards
@@ -444,7 +448,7 @@ class Importer:
         if record.found is not None and self._claims is not None:
             self._claims.end(record.found.handoff.source, record.found.handoff.lease, reader)
 
-    def step(self) -> list[Part]:
+    def step(self) -> list[PartialRead]:
         """Return what workers do next. Do this in each step of the engine."""
         for request, record in [*self._reading.items()]:
             try:
@@ -486,7 +490,7 @@ class Importer:
         expected = f"prefill to compute it within {self._timeout_s:g} s"
         return KVPlanError("PEER", action, expected=expected, got="nothing")
 
-    def _next(self, request: str, record: _Import) -> Part | None:
+    def _next(self, request: str, record: _Import) -> PartialRead | None:
         """Return the part that was published since the last one, None if that is nothing."""
         found = record.found
         if found is None or found is record.seen:
@@ -494,18 +498,18 @@ class Importer:
         record.seen = found
         if found.is_whole:
             part = self._read_whole(request, record, found.handoff)
-            self._move(record, ImportEvent.LAST)
+            record.move(ImportEvent.LAST)
             del self._reading[request]
             return part
-        self._move(record, ImportEvent.PUBLISH)
+        record.move(ImportEvent.PUBLISH)
         return self._read_part(request, record, found.handoff)
 
-    def _last(self, request: str, error: KVPlanError) -> Part:
+    def _last(self, request: str, error: KVPlanError) -> PartialRead:
         """Return the word to workers that no part of a request follows."""
-        self._move(self._reading.pop(request), ImportEvent.REFUSE)
-        return Part(request, None, error)
+        self._reading.pop(request).move(ImportEvent.REFUSE)
+        return PartialRead(request, None, error)
 
-    def _read_part(self, request: str, record: _Import, handoff: Handoff) -> Part | None:
+    def _read_part(self, request: str, record: _Import, handoff: Handoff) -> PartialRead | None:
         """Read what was computed since the last part, of groups that keep all positions.
 
         A block that is not full comes with the next part. None if no block is full.
@@ -525,9 +529,9 @@ class Importer:
                 record.starts[group] = stop
         if not tokens:
             return None
-        return Part(request, self._read(request, handoff, local, tokens), is_last=False)
+        return PartialRead(request, self._read(request, handoff, local, tokens), is_last=False)
 
-    def _read_whole(self, request: str, record: _Import, handoff: Handoff) -> Part:
+    def _read_whole(self, request: str, record: _Import, handoff: Handoff) -> PartialRead:
         """Read all positions that were not read before, and all windows and states."""
         self._check_states(handoff, *record.tokens)
         positions, partial = dict[str, Range](), dict[str, WholeBlocks]()
@@ -543,7 +547,7 @@ class Importer:
         read = self._read(
             request, handoff, record.local, positions, to_block_end=self._to_block_end
         )
-        return Part(request, read, partial=partial)
+        return PartialRead(request, read, partial=partial)
 
     def _read(
         self,
@@ -611,13 +615,3 @@ class Importer:
                 group=group,
                 siblings=tuple(sorted(self.siblings)),
             )
-
-    def _move(self, record: _Import, event: ImportEvent) -> None:
-        """Let something happen to a request. Raises ``TRANSFER`` for what cannot."""
-        following = TRANSITIONS.get((record.state, event))
-        if following is None:
-            state = f"a request that is {record.state.value}"
-            raise KVPlanError(
-                "TRANSFER", f"{event.name} a request", expected="another state", got=state
-            )
-        record.state = following

@@ -13,7 +13,7 @@ import attrs
 from kvplan._checks import having, instance, name
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
-from kvplan.protocol.importer import Part
+from kvplan.protocol.importer import PartialRead
 from kvplan.protocol.read import Read, ReadResult
 from kvplan.protocol.reads import Reads
 
@@ -64,7 +64,7 @@ class ReadParts:
         """Return the worker that reads."""
         return self._reads.worker
 
-    def take(self, part: Part) -> None:
+    def take(self, part: PartialRead) -> None:
         """Do what an importer says of a request."""
         if part.read is not None:
             self.begin(part.read, is_last=part.is_last)

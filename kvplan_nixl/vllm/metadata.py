@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvplan import Blocks
 from kvplan.protocol.digest_requests import DigestRequest
-from kvplan.protocol.importer import Part
+from kvplan.protocol.importer import PartialRead
 from kvplan_nixl.vllm.engine_state import AdapterChanges
 
 
@@ -40,7 +40,7 @@ class KvplanMetadata(KVConnectorMetadata):
     request. The blocks of ``released`` requests are free.
     """
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[PartialRead] = field(default_factory=list)
     saves: dict[str, set[int]] = field(default_factory=dict)
     digests: dict[DigestRequest, Mapping[str, Blocks]] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)

@@ -22,17 +22,7 @@ from kvplan_nixl.identity import (
     without,
 )
 from kvplan_nixl.serving.fingerprint import MAX_CONFIG_BYTES
-
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "rope_theta": 500000.0,
-    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
-    "sliding_window": None,
-    "torch_dtype": "bfloat16",
-    "text_config": {"head_dim": 128, "dtype": "bfloat16"},
-    "quantization_config": {"quant_method": "quark", "weight": {"dtype": "fp8_e4m3"}},
-}
+from tests.serving.test_fingerprint import CONFIG
 
 
 @pytest.mark.parametrize(

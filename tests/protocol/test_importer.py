@@ -244,4 +244,4 @@ def test_nothing_else_may_happen(world: World) -> None:
     world.importer.claim("r", handoff_of(100, is_whole=True), prompt)
     record = world.importer._requests["r"]
     with pytest.raises(KVPlanError, match=r"TRANSFER: cannot LAST a request: .* got a request that is asking"):
-        world.importer._move(record, ImportEvent.LAST)
+        record.move(ImportEvent.LAST)
