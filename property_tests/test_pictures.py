@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from hypothesis import given
 
 from kvplan import TransferPlan, show
-from kvplan.display.blocks import Layer, layers_of
+from kvplan.display.blocks import DrawnLayer, layers_of
 from kvplan.display.copies import by_remote_group, excerpt, panels
 from kvplan.testing.strategies import Case, cases
 from property_tests import fewer
@@ -28,7 +28,7 @@ def words(coordinates: str) -> set[tuple[str, frozenset[str]]]:
     return {(tensor, frozenset(intervals.split(", "))) for tensor, _, intervals in parts}
 
 
-def named(layer: Layer, cell: int) -> list[int]:
+def named(layer: DrawnLayer, cell: int) -> list[int]:
     """The bytes whose coordinates a cell names."""
     cells, view = layer.cells, layer.views[int(layer.cells.view[cell])]
     held = dict(zip(cells.axes, map(range, cells.low[cell].tolist(), cells.high[cell].tolist()), strict=True))

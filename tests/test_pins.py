@@ -28,7 +28,7 @@ from kvplan.protocol.leases import Leases
 from kvplan.protocol.page_keys import Chain
 from kvplan.protocol.page_parts import parts_of
 from kvplan.protocol.pages import pack
-from kvplan.testing.conformance import Case
+from kvplan.testing.conformance import PairCase
 from kvplan.testing.simulation import MODELS, LeaseConnector, Scenario, Simulation
 from kvplan_nixl.serving import Driver
 from property_tests import labelled
@@ -112,7 +112,7 @@ def of_grids(every: int) -> dict[str, str]:
     return {name: str(digest) for name, digest in digests.items()}
 
 
-def of_pairs(pairs: Iterable[Case]) -> str:
+def of_pairs(pairs: Iterable[PairCase]) -> str:
     """The digest of all pairs of one peer of :mod:`tests.second_opinion`."""
     digest = Digest()
     for pair in pairs:

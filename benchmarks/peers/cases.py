@@ -13,7 +13,7 @@ import numpy as np
 
 from kvplan import Blocks, Model, TransferPlan, Worker, contacts, plan_reads
 from kvplan._arrays import Ints
-from kvplan.testing.conformance import Cache, Engine, Rank, Side
+from kvplan.testing.conformance import CacheArray, EngineMemory, Rank, Side
 
 MODEL: Final = Model.shipped("llama-3.1-70b")
 LAYERS: Final = 80
@@ -96,8 +96,8 @@ class World:
     """A case with its engines. ``plan`` is the decode worker's plan with the prefill workers that it reads from."""
 
     case: Case
-    source: Engine
-    destination: Engine
+    source: EngineMemory
+    destination: EngineMemory
     plan: TransferPlan
 
     @classmethod
@@ -118,7 +118,7 @@ class _Place:
         self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": "|u1", "version": 3}
 
 
-def engine(name: str, side: Side) -> Engine:
+def engine(name: str, side: Side) -> EngineMemory:
     """An engine of the model. Its arrays can be described, but not read."""
     layout = side.order.removeprefix("K").replace("KD", "C").replace("HD", "HC")
     apart: dict[str, Any] = {"kv": "split"} if side.order.startswith("K") else {}
@@ -126,10 +126,10 @@ def engine(name: str, side: Side) -> Engine:
         name, tp=side.tp, layout=layout, tokens_per_block=side.tokens, num_blocks=POOLS[name], **apart
     )
     ranks = tuple(Rank(worker, _caches(worker, side, POOLS[name])) for worker in workers)
-    return Engine(side, ranks, Blocks([]), LAYERS, HEAD_BYTES)
+    return EngineMemory(side, ranks, Blocks([]), LAYERS, HEAD_BYTES)
 
 
-def _caches(worker: Worker, side: Side, num_blocks: int) -> tuple[Cache, ...]:
+def _caches(worker: Worker, side: Side, num_blocks: int) -> tuple[CacheArray, ...]:
     first, stop = side.held(worker.rank)
     sizes = {"L": LAYERS, "B": num_blocks, "K": 2, "H": stop - first, "N": side.tokens, "D": HEAD_BYTES}
     letters = side.order[side.order.index("B") :]
@@ -137,7 +137,7 @@ def _caches(worker: Worker, side: Side, num_blocks: int) -> tuple[Cache, ...]:
     if side.order.startswith("K"):
         regions = tuple(sorted(regions, key=lambda region: region.name.endswith(".v")))  # all K, then all V
     shape = tuple(sizes[letter] for letter in letters)
-    return tuple(Cache(letters, np.asarray(_Place(region.address, shape))) for region in regions)
+    return tuple(CacheArray(letters, np.asarray(_Place(region.address, shape))) for region in regions)
 
 
 def moves(parts: Any) -> tuple[Ints, Ints, Ints]:

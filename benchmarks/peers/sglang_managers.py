@@ -8,12 +8,12 @@ from typing import Any, Final
 
 from benchmarks.peers.agents import Agent
 from benchmarks.peers.loading import DISAGGREGATION, RefusedError, module
-from kvplan.testing.conformance import Engine, Side
+from kvplan.testing.conformance import EngineMemory, Side
 
 PACKAGE: Final = DISAGGREGATION
 
 
-def senders_of(cls: Any, side: Side, destination: Engine, rank: int) -> list[int]:
+def senders_of(cls: Any, side: Side, destination: EngineMemory, rank: int) -> list[int]:
     """The prefill ranks from which a decode rank expects bytes, as it computes them."""
     common = module(f"{PACKAGE}.common.conn")
     manager = manager_of(cls, destination, rank)
@@ -32,7 +32,7 @@ def senders_of(cls: Any, side: Side, destination: Engine, rank: int) -> list[int
     return [found.target_tp_rank] if manager.is_mla_backend else list(found.target_tp_ranks)
 
 
-def manager_of(cls: Any, engine: Engine, rank: int) -> Any:
+def manager_of(cls: Any, engine: EngineMemory, rank: int) -> Any:
     """A rank's manager, with the attributes that its engine would set."""
     side, caches = engine.side, engine.ranks[rank].caches
     first, stop = side.held(rank)
@@ -68,7 +68,7 @@ def give(manager: Any, **attributes: Any) -> None:
         setattr(manager, name, value)
 
 
-def prepare(manager: Any, conn: Any, destination: Engine, rank: int) -> Any:
+def prepare(manager: Any, conn: Any, destination: EngineMemory, rank: int) -> Any:
     """Give a NIXL manager an agent and the registration of a decode rank, which is returned."""
     caches = destination.ranks[rank].caches
     sizes = [cache.memory[0].nbytes for cache in caches]

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from benchmarks.peers.agents import Agent
 from benchmarks.peers.loading import CONNECTOR, RefusedError, module
-from kvplan.testing.conformance import Engine, Side
+from kvplan.testing.conformance import EngineMemory, Side
 
 PACKAGE: Final = f"{CONNECTOR}.v1.nixl"
 
@@ -40,7 +40,7 @@ def request_of(
     )
 
 
-def cache_config_of(engine: Engine, rank: int) -> tuple[Any, dict[str, Any], Any]:
+def cache_config_of(engine: EngineMemory, rank: int) -> tuple[Any, dict[str, Any], Any]:
     """vLLM's configuration of a rank's caches, the caches as it registers them by layer, and their spec."""
     torch = module("torch")
     interface = module("vllm.v1.kv_cache_interface")
@@ -55,7 +55,7 @@ def cache_config_of(engine: Engine, rank: int) -> tuple[Any, dict[str, Any], Any
     return config, caches, spec
 
 
-def worker_of(engine: Engine, rank: int) -> Any:
+def worker_of(engine: EngineMemory, rank: int) -> Any:
     """The connector's worker of a rank, with its caches registered."""
     base = module(f"{PACKAGE}.base_worker")
     interface = module("vllm.v1.kv_cache_interface")
@@ -100,7 +100,7 @@ def _config(side: Side, interface: Any) -> Any:
     )
 
 
-def _tensor(torch: Any, engine: Engine, rank: int, layer: int) -> Any:
+def _tensor(torch: Any, engine: EngineMemory, rank: int, layer: int) -> Any:
     """One layer as the worker takes it: block, head, slot and content, with the strides of its order."""
     caches = engine.ranks[rank].caches
     cache = caches[0] if "L" in caches[0].letters else caches[layer]

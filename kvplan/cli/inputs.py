@@ -67,7 +67,7 @@ COMMAND: Final = r"(^|\s)--?[a-z]|\b(vllm|sglang) serve\b|vllm\.entrypoints|sgla
 
 
 @attrs.frozen
-class Side:
+class EngineInput:
     """One engine as it was given: its keys, and the engine and connector whose defaults count.
 
     ``tokens`` is the size of its pool if a log says so, ``weights`` its ``--dtype``. ``unread`` are
@@ -84,7 +84,7 @@ class Side:
     unread: tuple[str, ...] = ()
 
     @classmethod
-    def parse(cls, text: str, subject: str) -> Side:
+    def parse(cls, text: str, subject: str) -> EngineInput:
         """Read a side. Raises what :meth:`EngineOptions.parse` does, ``NAME`` or ``CONFIG``."""
         source = ""
         if "=" not in text and 0 < len(text) < 256 and Path(text).is_file():
@@ -125,7 +125,7 @@ class Side:
         return f"{engine_id} by {self.source}: {', '.join(filter(None, taken))}{unread}"
 
 
-def _read(text: str, subject: str, source: str) -> Side:
+def _read(text: str, subject: str, source: str) -> EngineInput:
     """Return what a command line, a transfer configuration, a guide or a log says of an engine."""
     flags = {} if text.lstrip().startswith("{") else _flags(text, subject)
     transfer = flags.pop("kv-transfer-config", None)
@@ -151,7 +151,7 @@ def _read(text: str, subject: str, source: str) -> Side:
     if logged:
         keys["layout"] = logged[1]
     used = {*FLAGS, *MODEL_FLAGS, "dtype", "enable-dp-attention"}
-    return Side(
+    return EngineInput(
         ",".join(f"{key}={value}" for key, value in keys.items()),
         SGLANG if is_sglang else VLLM,
         CONNECTOR if transfer is None else _connector(f"{transfer}", subject),

@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 from kvplan.cli.caches import cache_lines, caches_of
 from kvplan.cli.console import wrapped
-from kvplan.cli.inputs import Side
+from kvplan.cli.inputs import EngineInput
 from kvplan.cli.model_files import (
     BITS,
     ENGINE_IDS,
@@ -54,7 +54,7 @@ class Engines:
     src: EngineOptions
     dst: EngineOptions
     like: str | None = None
-    sides: Mapping[str, Side] = attrs.field(factory=dict)
+    sides: Mapping[str, EngineInput] = attrs.field(factory=dict)
 
     def __str__(self) -> str:
         return f"{self.name}, {self.title(self.src)} -> {self.title(self.dst)}"
@@ -218,7 +218,7 @@ _engine = partial(
     click.option,
     default="",
     metavar="ENGINE",
-    callback=lambda context, option, text: Side.parse(text, option.opts[0]),
+    callback=lambda context, option, text: EngineInput.parse(text, option.opts[0]),
     shell_complete=_completed_keys,
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -241,8 +241,8 @@ def engine_options(command: Callable[..., int]) -> Callable[..., int]:
     def run(
         model: str | None,
         like: str | None,
-        src: Side,
-        dst: Side,
+        src: EngineInput,
+        dst: EngineInput,
         bits: str | None,
         **options: Any,
     ) -> int:

@@ -59,7 +59,7 @@ class Interval:
 
 
 @attrs.frozen(eq=False)
-class Cells:
+class BlockCells:
     """The cells of a block by ascending offset, and the axes from the slowest to the fastest.
 
     Cell ``i`` has the bytes ``[start[i], stop[i])`` of the view number ``view[i]``, whose elements
@@ -80,7 +80,7 @@ class Cells:
     high: Ints
 
     @classmethod
-    def of(cls, views: Sequence[View], title: str) -> Cells:
+    def of(cls, views: Sequence[View], title: str) -> BlockCells:
         """Return the cells of the views of one layer. Raises ``RANGE`` for too many."""
         base = views[0].offset_bytes
         sizes: dict[str, int] = {}
@@ -203,7 +203,7 @@ def boxes(sides: Sequence[tuple[Ints, Ints]], lengths: Ints, itemsize: int) -> I
 
 
 @attrs.frozen(eq=False)
-class Layer:
+class DrawnLayer:
     """What one layer has in each block of a group, in one region.
 
     ``names`` are its tensors, one for each view. Equal layers share their ``cells``. The block of
@@ -221,7 +221,7 @@ class Layer:
     num_blocks: int
     block_stride_bytes: int
     rest_bytes: int
-    cells: Cells
+    cells: BlockCells
 
     @property
     def size_bytes(self) -> int:
@@ -229,7 +229,7 @@ class Layer:
         return int(self.cells.stop.max())
 
 
-def layers_of(worker: Worker) -> tuple[Layer, ...]:
+def layers_of(worker: Worker) -> tuple[DrawnLayer, ...]:
     """Return what one block of each group holds, layer by layer and region by region.
 
     The first number in a tensor's name is its layer.
@@ -246,7 +246,7 @@ def layers_of(worker: Worker) -> tuple[Layer, ...]:
     regions = {region.name: number for number, region in enumerate(worker.regions)}
     groups = {group.name: group for group in worker.groups}
     # Layers are equal if their views have the same geometries at the same distances.
-    cells: dict[Any, Cells] = {}
+    cells: dict[Any, BlockCells] = {}
     layers = []
     for (region, group, stride, before, number), members in views_by_layer.items():
         views = tuple(view for view, _ in members)
@@ -256,13 +256,13 @@ def layers_of(worker: Worker) -> tuple[Layer, ...]:
         ]
         kind = group, before, tuple(shape)
         if kind not in cells:
-            cells[kind] = Cells.of(views, views[0].name)
+            cells[kind] = BlockCells.of(views, views[0].name)
         size = int(cells[kind].stop.max())
         # Up to the next layer, or to where the first layer begins in the next block.
         later = [start for start in starts[region, group] if start > first]
         end = min(later, default=min(starts[region, group]) + stride) - first
         layers.append(
-            Layer(
+            DrawnLayer(
                 key=(before, number),
                 names=tuple(view.name for view in views),
                 views=views,
@@ -297,7 +297,7 @@ def folded(names: Iterable[str]) -> str:
     return f"{parts[0][0]}{intervals(numbers)}{dot}{{{kinds}}}"
 
 
-def facts(layers: Sequence[Layer]) -> str:
+def facts(layers: Sequence[DrawnLayer]) -> str:
     """Return in words how many equal layers, bytes and blocks there are."""
     layer = layers[0]
     held = count(int((layer.cells.stop - layer.cells.start).sum()), "byte")

@@ -24,7 +24,7 @@ from kvplan.describe.axes import segments
 from kvplan.describe.blocks import Blocks, Range
 from kvplan.describe.views import TOKEN, Group
 from kvplan.describe.worker import Worker
-from kvplan.display.blocks import TENSOR, Interval, Layer, boxes, folded, layers_of
+from kvplan.display.blocks import TENSOR, DrawnLayer, Interval, boxes, folded, layers_of
 from kvplan.plan.align import before, in_slots, in_tokens, period, position_of, reach, slots
 from kvplan.plan.bind import range_of
 from kvplan.plan.transfer import TransferPlan
@@ -55,7 +55,7 @@ class CopyEnd:
     """
 
     worker: Worker = attrs.field(repr=False)
-    layer: Layer = attrs.field(repr=False)
+    layer: DrawnLayer = attrs.field(repr=False)
     ordinal: int
     block: int
     start: int
@@ -348,7 +348,7 @@ def _pool(workers: Sequence[Worker], group: Group) -> int:
     return min(sizes_of, default=1)
 
 
-_Place = tuple[Layer, int, int, int]
+_Place = tuple[DrawnLayer, int, int, int]
 """A layer, the ordinal and the id of a block, and an offset in the layer's bytes there."""
 
 
@@ -380,8 +380,8 @@ def by_remote_group(plan: TransferPlan) -> Iterator[tuple[str, TransferPlan]]:
 def _rows_by_layer(
     plan: TransferPlan,
     request: Mapping[str, Any],
-    local_layers: Sequence[Layer],
-    remotes: Sequence[Sequence[Layer]],
+    local_layers: Sequence[DrawnLayer],
+    remotes: Sequence[Sequence[DrawnLayer]],
     budget: Budget,
 ) -> Iterator[list[_Row]]:
     """Yield what descriptors move of each local layer, in order of the local side."""
@@ -391,7 +391,7 @@ def _rows_by_layer(
         for number, spec in enumerate(group_plan.bind(**request)):
             if not spec.num_bytes:
                 continue
-            by_key: dict[Any, list[Layer]] = {}
+            by_key: dict[Any, list[DrawnLayer]] = {}
             for layer in remotes[number]:
                 if layer.group.name == name:
                     by_key.setdefault(layer.key, []).append(layer)
@@ -421,7 +421,7 @@ class _Index:
     def __init__(
         self,
         worker: Worker,
-        layers: Sequence[Layer],
+        layers: Sequence[DrawnLayer],
         tables: Mapping[str, Blocks],
         budget: Budget,
     ) -> None:

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 
 from kvplan._text import count
-from kvplan.display.blocks import TENSOR, Interval, Layer, boxes, name_in_layer
+from kvplan.display.blocks import TENSOR, DrawnLayer, Interval, boxes, name_in_layer
 from kvplan.display.copies import POSITION, CopyEnd, Panel
 
 NOTE: Final = "byte: offset in one block"
@@ -34,7 +34,7 @@ MAX_VALUES: Final = 8
 OPENED: Final = (TENSOR, "token", "head", "kv")
 """Axes along which a drawing of a block has boxes apart. Others are drawn whole."""
 
-Labels = tuple[str, ...]
+RowLabels = tuple[str, ...]
 """The texts above a column, the slowest axis first: all, or those of what it is within."""
 
 Fill = Literal["bytes", "rest", "fold"]
@@ -50,7 +50,7 @@ class Column:
     """
 
     fill: Fill
-    labels: Labels
+    labels: RowLabels
     start: int
     stop: int
     hover: str = ""
@@ -95,7 +95,7 @@ class Drawing:
     choices: Sequence[tuple[Diagram, ...]]
 
 
-def common(one: Labels, other: Labels) -> Labels:
+def common(one: RowLabels, other: RowLabels) -> RowLabels:
     """Return the labels with which both begin."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return tuple(label for label, _ in pairs)
@@ -113,11 +113,11 @@ class _Box:
     colour: str
 
 
-_Strip = tuple[Labels, int, Sequence[_Box]]
+_Strip = tuple[RowLabels, int, Sequence[_Box]]
 """The labels of a block, the bytes that it has, and its boxes by ascending address."""
 
 
-def block_drawing(title: str, facts: str, layers: Sequence[Layer]) -> Drawing:
+def block_drawing(title: str, facts: str, layers: Sequence[DrawnLayer]) -> Drawing:
     """Return the drawing of one block of a layer. Equal ones are drawn once."""
     layer = layers[0]
     found = [*_boxes(layer)]
@@ -137,7 +137,7 @@ def _in_block(start: int, stop: int) -> str:
     return f"{count(stop - start, 'byte')} at byte {start} of the block"
 
 
-def _boxes(layer: Layer) -> Iterator[_Box]:
+def _boxes(layer: DrawnLayer) -> Iterator[_Box]:
     """Yield the boxes of a block: cells side by side that differ along the fastest axes alone."""
     cells = layer.cells
     opened = [number for number, axis in enumerate(cells.axes) if axis in OPENED]
@@ -165,7 +165,7 @@ def _boxes(layer: Layer) -> Iterator[_Box]:
             yield _Box(begin, end, intervals, next(number), partial(str, hover), colour)
 
 
-def _rows(layer: Layer, intervals: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _rows(layer: DrawnLayer, intervals: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the axes that say something: not all boxes have all of them."""
     sizes = dict(zip(layer.cells.axes, layer.cells.sizes, strict=True))
     rows = []
@@ -201,7 +201,7 @@ def panel_drawing(panel: Panel) -> Drawing:
     return Drawing(panel.title, panel.facts, choices)
 
 
-def _side(panel: Panel, ends: Sequence[CopyEnd]) -> tuple[Labels, Labels, list[_Strip]]:
+def _side(panel: Panel, ends: Sequence[CopyEnd]) -> tuple[RowLabels, RowLabels, list[_Strip]]:
     """Return the rows of blocks and of axes, and the blocks, by worker, region and ordinal."""
     by_block: dict[Any, list[tuple[int, CopyEnd]]] = {}
     for number, end in enumerate(ends):
@@ -239,18 +239,18 @@ def _side(panel: Panel, ends: Sequence[CopyEnd]) -> tuple[Labels, Labels, list[_
 
 
 def _diagram(
-    outer: Labels, axes: Labels, strips: Iterable[_Strip], shown: frozenset[int]
+    outer: RowLabels, axes: RowLabels, strips: Iterable[_Strip], shown: frozenset[int]
 ) -> Diagram:
     """Return the boxes that are shown, and what is between them."""
     columns: list[Column] = []
 
-    def between(fill: Fill, labels: Labels, start: int, stop: int) -> None:
+    def between(fill: Fill, labels: RowLabels, start: int, stop: int) -> None:
         if fill == "fold" and columns and columns[-1].fill == "fold":
             labels = common(columns.pop().labels, labels)
         columns.append(Column(fill, labels, start, stop, _in_block(start, stop)))
 
     for block, size, found in strips:
-        before: Labels = block
+        before: RowLabels = block
         reached = 0
         is_left_out = False
         for box in found:

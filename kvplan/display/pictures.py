@@ -11,7 +11,7 @@ from kvplan._checks import integer, name
 from kvplan._text import WIDTH, count, fold, size
 from kvplan.describe.blocks import Blocks, Request, Tokens
 from kvplan.describe.worker import Worker
-from kvplan.display.blocks import Layer, facts, folded, layers_of
+from kvplan.display.blocks import DrawnLayer, facts, folded, layers_of
 from kvplan.display.copies import panels
 from kvplan.display.diagram import Drawing, block_drawing, panel_drawing
 from kvplan.display.svg import draw_svg
@@ -111,7 +111,7 @@ def _shown(
 ) -> Picture:
     """Return the picture of a value. Raises ``TYPE`` for one that has none."""
     if isinstance(value, Worker):
-        equal: dict[Any, list[Layer]] = {}
+        equal: dict[Any, list[DrawnLayer]] = {}
         for layer in layers_of(value):
             equal.setdefault(id(layer.cells), []).append(layer)
         drawings = []

@@ -1,7 +1,7 @@
 """A conformance kit: does a connector copy the right bytes between engines that differ?
 
 Subclass :class:`ConnectorContract` in your connector's own tests, and return in ``copies`` what it
-copies for a :class:`Case`: pairs of engines in real memory, whose parallel sizes, block sizes and
+copies for a :class:`PairCase`: two engines in real memory, whose parallel sizes, block sizes and
 layouts differ as the field's bug reports say. Each case is right, wrong or refused, by
 :func:`kvplan.verify`, which follows every byte by the meaning that its worker gives it. pytest
 collects a subclass whose name begins with ``Test``. The kit needs numpy and Hypothesis.
@@ -47,6 +47,7 @@ import numpy as np
 
 from kvplan._arrays import Ints
 from kvplan.describe import Blocks, Context, Group, Region, View, Worker, view_of
+from kvplan.describe.blocks import Range
 from kvplan.describe.worker import Key
 from kvplan.plan import plan_mesh
 from kvplan.testing.simulation import Connector, Scenario, Simulation, Site, shrink
@@ -59,9 +60,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 __all__ = [
-    "Case",
     "ConnectorContract",
-    "Engine",
+    "EngineMemory",
+    "PairCase",
     "RefusedError",
     "Rows",
     "Side",
@@ -138,7 +139,7 @@ class Side:
 
 
 @attrs.frozen(eq=False)
-class Cache:
+class CacheArray:
     """One array of a worker, and the letters of its dimensions."""
 
     letters: str
@@ -159,11 +160,11 @@ class Rank:
     """One worker: for kvplan, and as arrays, one for each layer, or for K and V of each layer."""
 
     worker: Worker
-    caches: tuple[Cache, ...]
+    caches: tuple[CacheArray, ...]
 
 
 @attrs.frozen(eq=False)
-class Engine:
+class EngineMemory:
     """All workers of one side, whose model has ``layers`` layers and heads of ``dim`` bytes.
 
     ``table`` has the blocks of its one request.
@@ -182,23 +183,25 @@ class Engine:
         return ids
 
 
-def make(name: str, side: Side, table: Blocks, num_blocks: int) -> Engine:
+def make(name: str, side: Side, table: Blocks, num_blocks: int) -> EngineMemory:
     """Return an engine in real memory, with pools of ``num_blocks``."""
     ranks = tuple(Rank(*_rank(name, side, rank, num_blocks)) for rank in side.ranks)
-    return Engine(side, ranks, table)
+    return EngineMemory(side, ranks, table)
 
 
-def _rank(name: str, side: Side, rank: int, num_blocks: int) -> tuple[Worker, tuple[Cache, ...]]:
+def _rank(
+    name: str, side: Side, rank: int, num_blocks: int
+) -> tuple[Worker, tuple[CacheArray, ...]]:
     start, stop = side.held(rank)
     sizes = {"L": LAYERS, "B": num_blocks, "K": 2, "H": stop - start, "N": side.tokens, "D": DIM}
     outer = "".join(itertools.takewhile("KL".__contains__, side.order))
     inner = side.order[len(outer) :]
-    caches = list[Cache]()
+    caches = list[CacheArray]()
     regions = list[Region]()
     views = list[View]()
     for place in itertools.product(*(range(sizes[letter]) for letter in outer)):
         at = dict(zip(outer, place, strict=True))
-        cache = Cache(inner, np.zeros([sizes[letter] for letter in inner], np.uint8))
+        cache = CacheArray(inner, np.zeros([sizes[letter] for letter in inner], np.uint8))
         label = "".join(f"{letter}{number}" for letter, number in at.items()) or "pool"
         region = Region(label, cache.address, cache.memory.nbytes)
         for layer in [at["L"]] if "L" in at else range(LAYERS):
@@ -210,7 +213,7 @@ def _rank(name: str, side: Side, rank: int, num_blocks: int) -> tuple[Worker, tu
 
 
 def _view(
-    cache: Cache, layer: int, kv: int | None, region: Region, heads: tuple[int, int, int]
+    cache: CacheArray, layer: int, kv: int | None, region: Region, heads: tuple[int, int, int]
 ) -> View:
     array = cache.layer(layer)
     letters = cache.letters.replace("L", "")
@@ -232,7 +235,7 @@ def sides(**choices: Any) -> Iterator[Side]:
 
 
 @attrs.frozen
-class Case:
+class PairCase:
     """Two engines and a request: its positions ``[start, stop)``, whole blocks of both sides.
 
     The destination has the positions before ``start`` already. ``bug`` is a public report of the
@@ -248,13 +251,13 @@ class Case:
     def __str__(self) -> str:
         return f"{self.source} -> {self.destination}, positions [{self.start}, {self.stop})"
 
-    def engines(self) -> tuple[Engine, Engine]:
+    def engines(self) -> tuple[EngineMemory, EngineMemory]:
         """Return both engines, with the request in scattered blocks."""
         source = _engine("source", self.source, 0, self.stop)
         return source, _engine("destination", self.destination, self.start, self.stop)
 
 
-def _engine(name: str, side: Side, start: int, stop: int) -> Engine:
+def _engine(name: str, side: Side, start: int, stop: int) -> EngineMemory:
     num_blocks = {"source": 27, "destination": 32}[name]
     span = side.tokens * side.contexts
     first, last = start // span, -(-stop // span)
@@ -263,20 +266,22 @@ def _engine(name: str, side: Side, start: int, stop: int) -> Engine:
     return make(name, side, Blocks(ids, first), num_blocks)
 
 
-def cases(order: str, latents: str = "LBND") -> dict[str, Case]:
+def cases(order: str, latents: str = "LBND") -> dict[str, PairCase]:
     """Return the cases by name, for an engine whose cache has an order, and one for latents."""
 
-    def pair(here: tuple[int, int], there: tuple[int, int], heads: int = 4, **more: Any) -> Case:
+    def pair(
+        here: tuple[int, int], there: tuple[int, int], heads: int = 4, **more: Any
+    ) -> PairCase:
         """Return engines of (tp, tokens per block)."""
         source, destination = (Side(order, heads, tp, tokens) for tp, tokens in (here, there))
-        return Case(source, destination, **{"stop": 24, **more})
+        return PairCase(source, destination, **{"stop": 24, **more})
 
-    def latent(here: Mapping[str, int], there: Mapping[str, int], **more: Any) -> Case:
-        return Case(Side(latents, **here), Side(latents, **there), **{"stop": 24, **more})
+    def latent(here: Mapping[str, int], there: Mapping[str, int], **more: Any) -> PairCase:
+        return PairCase(Side(latents, **here), Side(latents, **there), **{"stop": 24, **more})
 
     # tokens outside heads, or heads outside tokens: whichever the engine has not
     other = order.translate(str.maketrans("HN", "NH"))
-    turned = Case(Side(other, 4, 2), Side(order, 4, 4), 24, bug="vllm-project/vllm#35444")
+    turned = PairCase(Side(other, 4, 2), Side(order, 4, 4), 24, bug="vllm-project/vllm#35444")
     return {
         "equal engines": pair((2, 4), (2, 4)),
         "decode has more ranks": pair((2, 4), (4, 4), bug="sgl-project/sglang#9960"),
@@ -327,8 +332,8 @@ class Verdict:
         return f"{self.word}: {self.why}" if self.why else self.word
 
 
-def judge(case: Case, source: Engine, destination: Engine, rows: Rows) -> Report:
-    """Return the report of :func:`kvplan.verify` for what a connector copies."""
+def verified(source: EngineMemory, destination: EngineMemory, tokens: Range, rows: Rows) -> Report:
+    """Return the report of :func:`kvplan.verify` for what a connector copies of a request."""
     destinations, sources = ([rank.worker for rank in one.ranks] for one in (destination, source))
     copies: dict[Any, tuple[list[Any], list[Any]]] = {}
     reads, writes, lengths = np.array([*rows], np.int64).reshape(-1, 3).T
@@ -341,7 +346,7 @@ def judge(case: Case, source: Engine, destination: Engine, rows: Rows) -> Report
         plan_mesh(destinations, sources),
         local={"attn": destination.table},
         remote={"attn": source.table},
-        tokens=(case.start, case.stop),
+        tokens=tokens,
         copies=copies,
     )
 
@@ -365,7 +370,7 @@ class ConnectorContract:
     num_fleets: int = 20
     """How many simulated fleets :meth:`connector` runs in."""
 
-    def copies(self, case: Case, source: Engine, destination: Engine) -> Rows:
+    def copies(self, case: PairCase, source: EngineMemory, destination: EngineMemory) -> Rows:
         """Return what the connector copies from the source's ranks to the destination's.
 
         Raises :class:`RefusedError` where it would refuse the engines or the request.
@@ -376,18 +381,18 @@ class ConnectorContract:
         """Return the connector of an engine in a simulated fleet. Optional."""
         raise SkipTest("no connector for simulated fleets")
 
-    def cases(self) -> Mapping[str, Case]:
+    def cases(self) -> Mapping[str, PairCase]:
         """Return the cases by name; a subclass may add its own."""
         return cases(self.order, self.latents)
 
-    def verdict(self, case: Case) -> Verdict:
+    def verdict(self, case: PairCase) -> Verdict:
         """Return whether the connector copies a case right."""
         source, destination = case.engines()
         try:
             rows = [*self.copies(case, source, destination)]
         except RefusedError as error:
             return Verdict("refused", str(error))
-        report = judge(case, source, destination, rows)
+        report = verified(source, destination, (case.start, case.stop), rows)
         if report:
             return Verdict("right")
         known = f" (as in {case.bug})" if case.bug else ""
@@ -421,7 +426,7 @@ class ConnectorContract:
         """A case is right, or it is refused."""
         self._check(self.cases()[case_name])
 
-    def _check(self, case: Case) -> None:
+    def _check(self, case: PairCase) -> None:
         verdict = self.verdict(case)
         if verdict.word == "refused":
             raise SkipTest(str(verdict))
@@ -432,7 +437,7 @@ class ConnectorContract:
         """Other sizes, blocks and prefixes, which Hypothesis draws."""
 
         @st.composite
-        def drawn(draw: st.DrawFn) -> Case:
+        def drawn(draw: st.DrawFn) -> PairCase:
             heads = draw(st.sampled_from([1, 2, 4, 6]))
             each = st.sampled_from([*sides(order=[self.order], heads=[heads], tp=range(1, 9))])
             source, destination = (
@@ -442,11 +447,11 @@ class ConnectorContract:
             # whole blocks of both sides
             span = math.lcm(source.tokens, destination.tokens)
             start = draw(st.integers(0, 1))
-            return Case(source, destination, (start + 1) * span, start * span)
+            return PairCase(source, destination, (start + 1) * span, start * span)
 
         @settings(max_examples=60, deadline=None, database=None)
         @given(drawn())
-        def check(case: Case) -> None:
+        def check(case: PairCase) -> None:
             with suppress(SkipTest):
                 self._check(case)
 

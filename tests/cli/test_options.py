@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Model
-from kvplan.cli.inputs import Side
+from kvplan.cli.inputs import EngineInput
 from kvplan.cli.model_files import load, load_engines, quantize_model
 from kvplan.cli.options import token_range
 from kvplan.models.options import MAX_TOKENS, EngineOptions
@@ -310,11 +310,14 @@ def test_engines_resolve_dtypes() -> None:
     sparse = Model.shipped("deepseek-v3.2")
     for engine in ("vllm", "sglang"):
         for keys, num_bytes in (("", 1152), (",dtype=auto", 1152), (",dtype=fp8", 656)):
-            options = Side.parse(f"{engine}{keys}", "--src").options(sparse)
+            options = EngineInput.parse(f"{engine}{keys}", "--src").options(sparse)
             assert options.cached(sparse).tensor_bytes(tokens_per_block=1)[0]["attn"] == num_bytes
         stated = attrs.evolve(sparse, dtype="float8_e4m3fn")
         assert (
-            Side.parse(engine, "--src").options(stated).cached(stated).tensor_bytes(tokens_per_block=1)[0]["attn"]
+            EngineInput.parse(engine, "--src")
+            .options(stated)
+            .cached(stated)
+            .tensor_bytes(tokens_per_block=1)[0]["attn"]
             == 656
         )
 

@@ -8,13 +8,13 @@ import pytest
 
 from kvplan import Axis, Group, KVPlanError, Model, Region, View, Worker
 from kvplan.display import blocks as module
-from kvplan.display.blocks import Layer, layers_of
+from kvplan.display.blocks import DrawnLayer, layers_of
 
 LLAMA = Model.shipped("llama-3.1-8b")
 GRANITE = Model.shipped("granite-4.0-h-tiny")
 
 
-def kinds(model: Model, **options: Any) -> dict[int, Layer]:
+def kinds(model: Model, **options: Any) -> dict[int, DrawnLayer]:
     """The last one of equal layers, of each kind."""
     return {id(layer.cells): layer for layer in layers_of(model.engine("e", **options)[0])}
 

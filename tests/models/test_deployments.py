@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvplan import plan_mesh
-from kvplan.cli.inputs import Side
+from kvplan.cli.inputs import EngineInput
 from kvplan.cli.model_files import load
 from kvplan.cli.trials import PlacedRequest
 from kvplan.models import Model
@@ -22,7 +22,7 @@ def test_a_rank_reads_the_bytes_that_vllm_counts(name: str) -> None:
         pytest.skip("needs aiconfigurator-core")
     ranks, tokens = DEPLOYMENTS[name]
     model = load(str(FILES.get(name, name)))
-    options = Side.parse(f"vllm,tp={ranks}", "--src").options(model)
+    options = EngineInput.parse(f"vllm,tp={ranks}", "--src").options(model)
     request = PlacedRequest.of(model, options, options, (0, tokens))
     plan = plan_mesh(request.destinations, request.sources).plans[-1]
     specs = plan.bind(local=request.local, remote=request.remote, tokens=request.tokens)

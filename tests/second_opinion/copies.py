@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
 import numpy as np
 
-from kvplan import Worker, plan_mesh, verify
 from kvplan._arrays import Ints
-from kvplan.testing.conformance import Engine
+from kvplan.testing import conformance
+from kvplan.testing.conformance import EngineMemory
 from kvplan.verification import Report
 from property_tests.oracle import Meaning, Place, contents
 
@@ -75,7 +75,7 @@ class Finding:
         return ", ".join(f"{count} bytes {kind}" for kind, count in kinds.items() if count) or "every byte right"
 
 
-def judge(copies: Copies, source: Engine, destination: Engine, span: tuple[int, int]) -> Finding:
+def judge(copies: Copies, source: EngineMemory, destination: EngineMemory, span: tuple[int, int]) -> Finding:
     """Compare copies with the meaning of each byte: each byte of the request must be written once, with its meaning."""
     held, needed = (_meanings(engine, span) for engine in (source, destination))
     writes, reads = (side.tolist() for side in copies.by_byte)
@@ -92,7 +92,7 @@ def judge(copies: Copies, source: Engine, destination: Engine, span: tuple[int, 
     )
 
 
-def _meanings(engine: Engine, span: tuple[int, int]) -> dict[Place, Meaning]:
+def _meanings(engine: EngineMemory, span: tuple[int, int]) -> dict[Place, Meaning]:
     """What each byte of the request means, in all workers of an engine: they are arrays of one process."""
     found: dict[Place, Meaning] = {}
     for rank in engine.ranks:
@@ -105,23 +105,10 @@ def same(one: Copies, other: Copies) -> bool:
     return all(np.array_equal(*pair) for pair in zip(one.by_byte, other.by_byte, strict=True))
 
 
-def verified(copies: Copies, source: Engine, destination: Engine, span: tuple[int, int]) -> Report:
+def verified(copies: Copies, source: EngineMemory, destination: EngineMemory, span: tuple[int, int]) -> Report:
     """What ``kvplan.verify`` reports of the copies."""
-    destinations, sources = ([rank.worker for rank in engine.ranks] for engine in (destination, source))
-    owners = zip(_owners(destinations, copies.writes), _owners(sources, copies.reads), strict=True)
-    found: dict[Any, tuple[list[Any], list[Any]]] = {}
-    columns = (copies.writes.tolist(), copies.reads.tolist(), copies.lengths.tolist())
-    for pair, write, read, length in zip(owners, *columns, strict=True):
-        ours, theirs = found.setdefault(pair, ([], []))
-        ours.append((write, length, 0))
-        theirs.append((read, length, 0))
-    return verify(
-        plan_mesh(destinations, sources),
-        local={"attn": destination.table},
-        remote={"attn": source.table},
-        tokens=span,
-        copies=found,
-    )
+    rows = zip(copies.reads, copies.writes, copies.lengths, strict=True)
+    return conformance.verified(source, destination, span, rows)
 
 
 def first_failure(report: Report) -> str:
@@ -129,10 +116,3 @@ def first_failure(report: Report) -> str:
     code, text = report.failures[0]
     text = "; ".join(line.strip() for line in text.splitlines())
     return re.sub(r"(, address| at) 0x\w+", "", f"{code}: {text}")
-
-
-def _owners(workers: Sequence[Worker], addresses: Ints) -> list[tuple[str, int]]:
-    """The worker of each address: that of the last region which starts at or before it."""
-    regions = sorted((region.address, worker.key) for worker in workers for region in worker.regions)
-    at = np.searchsorted([address for address, _ in regions], addresses, side="right") - 1
-    return [regions[max(i, 0)][1] for i in at.tolist()]

@@ -11,7 +11,7 @@ import attrs
 
 from benchmarks.peers.loading import RefusedError
 from kvplan import KVPlanError
-from kvplan.testing.conformance import Case
+from kvplan.testing.conformance import PairCase
 from tests.second_opinion.copies import first_failure, judge, same, verified
 from tests.second_opinion.explanations import Explanation, explain
 from tests.second_opinion.peers import Peer, ours
@@ -56,7 +56,7 @@ class Tally:
         """Whether every difference is explained, and none is kvplan's fault."""
         return None not in self.differ and not self.we_are_wrong and not self.refused_by_us
 
-    def take(self, pair: Case) -> None:
+    def take(self, pair: PairCase) -> None:
         """Plan one pair with the peer and with kvplan, and compare."""
         self.pairs += 1
         source, destination = pair.engines()

@@ -7,7 +7,7 @@ from typing import Final
 
 import attrs
 
-from kvplan.testing.conformance import Case
+from kvplan.testing.conformance import PairCase
 from tests.second_opinion.copies import Finding
 
 
@@ -18,23 +18,23 @@ class Explanation:
     peers: tuple[str, ...]
     whose: str
     text: str
-    holds: Callable[[Case, Finding], bool]
+    holds: Callable[[PairCase, Finding], bool]
 
 
 def _divide(one: int, other: int) -> bool:
     return one % other == 0 or other % one == 0
 
 
-def _no_multiple(pair: Case, finding: Finding) -> bool:
+def _no_multiple(pair: PairCase, finding: Finding) -> bool:
     return not _divide(pair.source.tp, pair.destination.tp)
 
 
-def _replicas_send(pair: Case, finding: Finding) -> bool:
+def _replicas_send(pair: PairCase, finding: Finding) -> bool:
     sends_again = pair.source.has_heads and pair.source.tp > max(pair.source.heads, pair.destination.tp)
     return sends_again and not (finding.wrong or finding.missing or finding.foreign)
 
 
-def _blocks_and_contexts(pair: Case, finding: Finding) -> bool:
+def _blocks_and_contexts(pair: PairCase, finding: Finding) -> bool:
     spread = max(pair.source.contexts, pair.destination.contexts) > 1
     return spread and pair.source.tokens != pair.destination.tokens
 
@@ -67,6 +67,6 @@ EXPLANATIONS: Final = (
 )
 
 
-def explain(peer: str, pair: Case, finding: Finding) -> Explanation | None:
+def explain(peer: str, pair: PairCase, finding: Finding) -> Explanation | None:
     """The first explanation that holds, or None."""
     return next((one for one in EXPLANATIONS if peer in one.peers and one.holds(pair, finding)), None)

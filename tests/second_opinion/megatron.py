@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.peers.loading import RefusedError, module
-from kvplan.testing.conformance import Case, Engine
+from kvplan.testing.conformance import EngineMemory, PairCase
 from tests.second_opinion.copies import Copies
 from tests.second_opinion.peers import NotRunError, Peer
 from tests.second_opinion.vllm_nixl import pairs
@@ -18,7 +18,7 @@ from tests.second_opinion.vllm_nixl import pairs
 MODULE: Final = "megatron.core.inference.disaggregation.kv_reshard"
 
 
-def plan(case: Case, source: Engine, destination: Engine) -> Copies:
+def plan(case: PairCase, source: EngineMemory, destination: EngineMemory) -> Copies:
     """What each source rank sends to each destination rank."""
     if case.start or source.side.tokens != destination.side.tokens or not source.side.has_heads:
         raise NotRunError("blocks, prefixes and latents are no part of its plans")
@@ -43,7 +43,7 @@ def plan(case: Case, source: Engine, destination: Engine) -> Copies:
     return Copies.of(parts)
 
 
-def _layouts(engine: Engine) -> list[Any]:
+def _layouts(engine: EngineMemory) -> list[Any]:
     side = engine.side
     return [
         module(MODULE).KVShardLayout(engine.layers, side.heads, side.tp, rank, 1, 0, global_rank=rank)
@@ -51,7 +51,7 @@ def _layouts(engine: Engine) -> list[Any]:
     ]
 
 
-def _addresses(engine: Engine, rank: int, layers: slice, heads: slice) -> Any:
+def _addresses(engine: EngineMemory, rank: int, layers: slice, heads: slice) -> Any:
     """The address of each byte of some layers and heads, by layer, block, K or V, head, token and dim."""
     found = []
     for cache in engine.ranks[rank].caches[layers]:

@@ -8,7 +8,7 @@ from typing import Final
 import attrs
 
 from kvplan import plan_reads
-from kvplan.testing.conformance import Case, Engine
+from kvplan.testing.conformance import EngineMemory, PairCase
 from tests.second_opinion.copies import Copies
 
 
@@ -25,13 +25,13 @@ class Peer:
 
     name: str
     function: str
-    pairs: Callable[[], Iterator[Case]]
-    plan: Callable[[Case, Engine, Engine], Copies]
+    pairs: Callable[[], Iterator[PairCase]]
+    plan: Callable[[PairCase, EngineMemory, EngineMemory], Copies]
     order: str = "LBHNKD"
     package: str = "vllm"
 
 
-def ours(pair: Case, source: Engine, destination: Engine) -> Copies:
+def ours(pair: PairCase, source: EngineMemory, destination: EngineMemory) -> Copies:
     """What kvplan copies: each destination worker reads from all source workers."""
     parts = []
     local, remote = {"attn": destination.table}, {"attn": source.table}

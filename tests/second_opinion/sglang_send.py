@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.peers.agents import Wire
 from benchmarks.peers.loading import RefusedError, module
 from benchmarks.peers.sglang_managers import PACKAGE, Now, give, manager_of, prepare, senders_of
-from kvplan.testing.conformance import Case, Engine, sides
+from kvplan.testing.conformance import EngineMemory, PairCase, sides
 from tests.second_opinion.copies import Copies
 from tests.second_opinion.peers import NotRunError, Peer
 
@@ -27,29 +27,29 @@ HEADS: Final = "KLBNHD"
 LATENTS: Final = "LBND"
 
 
-def pairs() -> Iterator[Case]:
+def pairs() -> Iterator[PairCase]:
     """Engines of one model of all TP sizes, pages of 1, 2 and 4, a few of unequal pages; latents, and their DCP."""
     for heads, tokens in itertools.product((1, 2, 3, 4, 5, 6, 8, 10, 12, 16), (1, 2, 4)):
         every = list(sides(order=[HEADS], heads=[heads], tp=[1, 2, 3, 4, 5, 6, 8, 10, 12, 16], tokens=[tokens]))
-        yield from (Case(*two, 6 * tokens) for two in itertools.product(every, every))
+        yield from (PairCase(*two, 6 * tokens) for two in itertools.product(every, every))
     for tokens in (1, 2, 4):
         every = list(sides(order=[LATENTS], tp=[1, 2, 3, 4, 6, 8], tokens=[tokens]))
-        yield from (Case(*two, 6 * tokens) for two in itertools.product(every, every))
+        yield from (PairCase(*two, 6 * tokens) for two in itertools.product(every, every))
     for heads, (here, there) in itertools.product((2, 8), ((1, 4), (4, 1), (2, 4))):
         unequal = [list(sides(order=[HEADS], heads=[heads], tp=[1, 2, 4], tokens=[size])) for size in (here, there)]
-        yield from (Case(*two, 8) for two in itertools.product(unequal[0], unequal[1]))
+        yield from (PairCase(*two, 8) for two in itertools.product(unequal[0], unequal[1]))
 
 
-def dcp_pairs() -> Iterator[Case]:
+def dcp_pairs() -> Iterator[PairCase]:
     """Latents whose positions decode ranks share one by one, for Mooncake's `send_kvcache_dcp`."""
     for tokens, tp, dcp in itertools.product((1, 2, 4), (1, 2, 4, 8), (2, 4, 8)):
         for source in sides(order=[LATENTS], tp=[1, 2, 4], tokens=[tokens]):
             for destination in sides(order=[LATENTS], tp=[tp], tokens=[tokens], dcp=[dcp]):
                 if dcp <= tp:
-                    yield Case(source, destination, 3 * tokens * dcp)
+                    yield PairCase(source, destination, 3 * tokens * dcp)
 
 
-def _check(case: Case) -> None:
+def _check(case: PairCase) -> None:
     """Raise NotRunError for what these functions are not given."""
     if not {case.source.order, case.destination.order} <= {HEADS, LATENTS}:
         raise NotRunError("its pools have one layout here")
@@ -59,7 +59,7 @@ def _check(case: Case) -> None:
         raise NotRunError("contexts of prefill, or of more than a token in turn")
 
 
-def plan_mooncake(pair: Case, source: Engine, destination: Engine) -> Copies:
+def plan_mooncake(pair: PairCase, source: EngineMemory, destination: EngineMemory) -> Copies:
     """What all prefill ranks write through Mooncake."""
     _check(pair)
     cls = module(f"{PACKAGE}.mooncake.conn").MooncakeKVManager
@@ -90,7 +90,7 @@ def plan_mooncake(pair: Case, source: Engine, destination: Engine) -> Copies:
     return Copies.of(wire.kept)
 
 
-def plan_nixl(pair: Case, source: Engine, destination: Engine) -> Copies:
+def plan_nixl(pair: PairCase, source: EngineMemory, destination: EngineMemory) -> Copies:
     """What all prefill ranks write through NIXL."""
     _check(pair)
     if pair.destination.contexts > 1:
@@ -113,7 +113,7 @@ def plan_nixl(pair: Case, source: Engine, destination: Engine) -> Copies:
     return Copies.of(copies)
 
 
-def _transfers(cls: Any, pair: Case, source: Engine, destination: Engine) -> Iterator[tuple[Any, int]]:
+def _transfers(cls: Any, pair: PairCase, source: EngineMemory, destination: EngineMemory) -> Iterator[tuple[Any, int]]:
     """A manager of each prefill rank that sends to a decode rank, and the decode rank."""
     for rank in destination.side.ranks:
         for sender in senders_of(cls, source.side, destination, rank):
@@ -122,7 +122,7 @@ def _transfers(cls: Any, pair: Case, source: Engine, destination: Engine) -> Ite
             yield manager_of(cls, source, sender), rank
 
 
-def _all_pairs() -> Iterator[Case]:
+def _all_pairs() -> Iterator[PairCase]:
     yield from pairs()
     yield from dcp_pairs()
 

@@ -8,11 +8,11 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan.testing.conformance import Case, Side
+from kvplan.testing.conformance import PairCase, Side
 from tests.second_opinion.copies import Copies, first_failure, judge, same, verified
 from tests.second_opinion.peers import ours
 
-PAIR = Case(Side("LBNHKD", heads=4, tp=4, tokens=2), Side("BLHNKD", heads=4, tp=2, tokens=4), stop=8)
+PAIR = PairCase(Side("LBNHKD", heads=4, tp=4, tokens=2), Side("BLHNKD", heads=4, tp=2, tokens=4), stop=8)
 SPAN = (0, 8)
 
 

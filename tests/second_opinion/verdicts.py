@@ -16,7 +16,7 @@ import attrs
 
 from benchmarks.peers import environment
 from benchmarks.peers.environment import ROOT, VERSIONS
-from kvplan.testing.conformance import Case, ConnectorContract, Engine, Rows, Verdict
+from kvplan.testing.conformance import ConnectorContract, EngineMemory, PairCase, Rows, Verdict
 from tests.second_opinion.peers import KVPLAN, NotRunError, Peer
 
 PAGE: Final = ROOT / "docs" / "verdicts.md"
@@ -51,11 +51,11 @@ class PeerContract(ConnectorContract):
     def order(self) -> str:  # type: ignore[override]
         return self.peer.order
 
-    def copies(self, case: Case, source: Engine, destination: Engine) -> Rows:
+    def copies(self, case: PairCase, source: EngineMemory, destination: EngineMemory) -> Rows:
         found = self.peer.plan(case, source, destination)
         return zip(found.reads.tolist(), found.writes.tolist(), found.lengths.tolist(), strict=True)
 
-    def verdict(self, case: Case) -> Verdict:
+    def verdict(self, case: PairCase) -> Verdict:
         try:
             verdict = super().verdict(case)
         except NotRunError as error:

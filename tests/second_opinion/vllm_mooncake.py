@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from benchmarks.peers.loading import CONNECTOR, RefusedError, module
 from benchmarks.peers.vllm_workers import cache_config_of
-from kvplan.testing.conformance import Case, Engine
+from kvplan.testing.conformance import EngineMemory, PairCase
 from tests.second_opinion.copies import Copies
 from tests.second_opinion.peers import NotRunError, Peer
 from tests.second_opinion.vllm_nixl import pairs
@@ -21,7 +21,7 @@ from tests.second_opinion.vllm_nixl import pairs
 PACKAGE: Final = f"{CONNECTOR}.v1.mooncake.mooncake_connector"
 
 
-def plan(case: Case, source: Engine, destination: Engine) -> Copies:
+def plan(case: PairCase, source: EngineMemory, destination: EngineMemory) -> Copies:
     """What all prefill ranks write."""
     if case.source.order != case.destination.order:
         raise NotRunError("it requires one layout")
@@ -33,7 +33,7 @@ def plan(case: Case, source: Engine, destination: Engine) -> Copies:
         raise RefusedError(error) from error
 
 
-def _pulled(reader: Any, senders: list[Any], source: Engine, destination: Engine) -> list[Any]:
+def _pulled(reader: Any, senders: list[Any], source: EngineMemory, destination: EngineMemory) -> list[Any]:
     connector = module(PACKAGE)
     request = SimpleNamespace(transfer_id="request", local_block_ids=[destination.block_ids])
     meta = reader._build_pull_metadata({"request": request}, include_layout=True)
@@ -61,7 +61,7 @@ def _pulled(reader: Any, senders: list[Any], source: Engine, destination: Engine
     return found
 
 
-def _worker(engine: Engine, rank: int) -> Any:
+def _worker(engine: EngineMemory, rank: int) -> Any:
     """The connector's worker of a rank, with its caches registered."""
     connector = module(PACKAGE)
     if engine.side.contexts > 1:

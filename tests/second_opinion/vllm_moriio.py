@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from benchmarks.peers.loading import CONNECTOR, RefusedError, module
 from benchmarks.peers.vllm_workers import cache_config_of
-from kvplan.testing.conformance import Case, Engine
+from kvplan.testing.conformance import EngineMemory, PairCase
 from tests.second_opinion.copies import Copies
 from tests.second_opinion.peers import NotRunError, Peer
 from tests.second_opinion.vllm_nixl import pairs
@@ -19,7 +19,7 @@ from tests.second_opinion.vllm_nixl import pairs
 PACKAGE: Final = f"{CONNECTOR}.v1.moriio"
 
 
-def plan(case: Case, source: Engine, destination: Engine) -> Copies:
+def plan(case: PairCase, source: EngineMemory, destination: EngineMemory) -> Copies:
     """What all prefill ranks write."""
     if case.start:
         raise NotRunError("its scheduler decides which blocks a cached prefix leaves")
@@ -31,7 +31,7 @@ def plan(case: Case, source: Engine, destination: Engine) -> Copies:
         raise RefusedError(error) from error
 
 
-def _written(sender: Any, readers: list[Any], source: Engine, destination: Engine) -> list[Any]:
+def _written(sender: Any, readers: list[Any], source: EngineMemory, destination: EngineMemory) -> list[Any]:
     engine_cls = module(f"{PACKAGE}.moriio_engine").MoRIIOWriter
     mapping = sender._write_tp_mapping(destination.side.tp)
     found = []
@@ -57,7 +57,7 @@ def _written(sender: Any, readers: list[Any], source: Engine, destination: Engin
     return found
 
 
-def _worker(engine: Engine, rank: int) -> Any:
+def _worker(engine: EngineMemory, rank: int) -> Any:
     """The connector's worker of a rank, with the layouts of its caches."""
     connector, layouts = module(f"{PACKAGE}.moriio_connector"), module(f"{PACKAGE}.moriio_layout")
     side = engine.side

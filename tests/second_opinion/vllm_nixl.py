@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.peers.loading import RefusedError, module
 from benchmarks.peers.vllm_workers import PACKAGE, connect, request_of, worker_of
-from kvplan.testing.conformance import Case, Engine, Side, sides
+from kvplan.testing.conformance import EngineMemory, PairCase, Side, sides
 from tests.second_opinion.copies import Copies
 from tests.second_opinion.peers import NotRunError, Peer
 
@@ -24,21 +24,23 @@ ORDERS: Final = ("LBHNKD", "LBNHKD", "LHBNKD", "BLHNKD", "BLNHKD", "BHLNKD")
 """The six orders of KVCacheLayout; K and V are side by side in the content."""
 
 
-def pairs() -> Iterator[Case]:
+def pairs() -> Iterator[PairCase]:
     """Engines of one model: TP sizes and orders; block sizes, with and without a prefix; latents and DCP."""
     for heads in (1, 2, 4, 8, 12):
         every = list(sides(order=ORDERS, heads=[heads], tp=[1, 2, 3, 4, 6, 8, 16]))
         for source, destination in itertools.product(every, every):
             if source.order == destination.order or source.tp == destination.tp == 2:
-                yield Case(source, destination, 24)
+                yield PairCase(source, destination, 24)
     for order, heads, start in itertools.product(ORDERS[:2], (1, 2, 4, 8), (0, 24)):
         every = list(sides(order=[order], heads=[heads], tp=[1, 2, 4, 8], tokens=[2, 3, 4, 8]))
-        yield from (Case(*two, 48, start) for two in itertools.product(every, every) if two[0].tokens != two[1].tokens)
+        yield from (
+            PairCase(*two, 48, start) for two in itertools.product(every, every) if two[0].tokens != two[1].tokens
+        )
     for tokens, more, start in itertools.product((2, 4), (1, 2), (0, 1)):
         first, second = (_latents(size, tokens) for size in (tokens, tokens * more))
         for source, destination in itertools.product(first, second):
             span = np.lcm(source.tokens * source.dcp, destination.tokens * destination.dcp)
-            yield Case(source, destination, int(span) * 2, int(span) * start)
+            yield PairCase(source, destination, int(span) * 2, int(span) * start)
 
 
 def _latents(tokens: int, other: int) -> list[Side]:
@@ -48,7 +50,7 @@ def _latents(tokens: int, other: int) -> list[Side]:
     return whole + [Side("LBND", 1, tp, tokens, tp, interleave=run) for tp in (2, 3, 4) for run in runs]
 
 
-def plan(pair: Case, source: Engine, destination: Engine) -> Copies:
+def plan(pair: PairCase, source: EngineMemory, destination: EngineMemory) -> Copies:
     """What all destination workers read."""
     if any(side.contexts > 1 and side.interleave == 1 for side in (pair.source, pair.destination)):
         raise NotRunError("vLLM sets the interleave to a block")
@@ -57,7 +59,9 @@ def plan(pair: Case, source: Engine, destination: Engine) -> Copies:
     return Copies.join(_read(worker, pair, source, destination, sources) for worker in workers)
 
 
-def _read(worker: Any, pair: Case, source: Engine, destination: Engine, sources: dict[int, Any]) -> Copies:
+def _read(
+    worker: Any, pair: PairCase, source: EngineMemory, destination: EngineMemory, sources: dict[int, Any]
+) -> Copies:
     """What one worker reads, after the handshakes that it asks for."""
     source_ids, destination_ids = (engine.table.ids.tolist() for engine in (source, destination))
     try:

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.peers.loading import RefusedError, module
 from kvplan import Blocks
 from kvplan._arrays import Ints
-from kvplan.testing.conformance import DIM, Case, Engine, Side, make, sides
+from kvplan.testing.conformance import DIM, EngineMemory, PairCase, Side, make, sides
 from tests.second_opinion.copies import Copies
 from tests.second_opinion.peers import NotRunError, Peer
 
@@ -27,7 +27,7 @@ ORDERS: Final = ("LBHNKD", "LBNHKD", "LBKHND", "LBKNHD", "LBND")
 """Heads or slots outside, K and V side by side or in halves of the page; and latents."""
 
 
-def pairs() -> Iterator[Case]:
+def pairs() -> Iterator[PairCase]:
     """Engines of one order and model, context-parallel ones too; one in eight of all whose blocks span 8 positions."""
     sizes: dict[str, Any] = {"tp": (1, 2, 3, 4, 8), "dcp": (1, 2, 4), "pcp": (1, 2), "interleave": (1, 2, 4)}
     count = 0
@@ -43,10 +43,10 @@ def pairs() -> Iterator[Case]:
             if count % 8 == 1:
                 # as many positions to each worker: runs go round once in interleave * contexts positions
                 rounds = [side.interleave * side.contexts for side in (source, destination)]
-                yield Case(source, destination, math.lcm(8, *rounds) * (2 if max(rounds) > 8 else 3))
+                yield PairCase(source, destination, math.lcm(8, *rounds) * (2 if max(rounds) > 8 else 3))
 
 
-def plan(pair: Case, source: Engine, destination: Engine) -> Copies:
+def plan(pair: PairCase, source: EngineMemory, destination: EngineMemory) -> Copies:
     """Which byte of a source is stored where in the shared page, and which byte there is loaded to where."""
     if pair.start or pair.source.order != pair.destination.order:
         raise NotRunError("a store has whole prompts, in the layout that wrote them")

@@ -25,7 +25,7 @@ from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.protocol import Claims, Reads
 from kvplan.protocol.rooms import Rooms
-from kvplan.testing.simulation import BrokenRuleError, CacheGroup, EngineRequest, Promises, Simulation, Site, StepReport
+from kvplan.testing.simulation import BrokenRuleError, EngineRequest, GroupShape, Promises, Simulation, Site, StepReport
 from tests.simulation.stand_in import stand_in
 
 LOGGER = logging.getLogger(__name__)
@@ -361,11 +361,11 @@ class SglangConnector:
         served.is_computed = True
         return {}
 
-    def _groups_of(self, part: Any) -> list[CacheGroup]:
+    def _groups_of(self, part: Any) -> list[GroupShape]:
         """The cache groups of a sender's or receiver's rank: that of all positions, and those of windows and states."""
         return [self._groups[name] for name in group_names(part.kv_mgr.rank.memory.executor.worker)]
 
-    def _state_indices(self, request: EngineRequest, group: CacheGroup) -> Any:
+    def _state_indices(self, request: EngineRequest, group: GroupShape) -> Any:
         """The pages of a request's window, or the slot of its state, as SGLang lists them."""
         table = request.blocks[group.name]
         if group.is_state:

@@ -11,7 +11,7 @@ from unittest import SkipTest
 import pytest
 
 from kvplan import plan_reads
-from kvplan.testing.conformance import Case, ConnectorContract, Engine, RefusedError, Rows, Verdict, cases
+from kvplan.testing.conformance import ConnectorContract, EngineMemory, PairCase, RefusedError, Rows, Verdict, cases
 from kvplan.testing.simulation import Connector, LeaseConnector, Site
 from tests.pages import ROOT
 
@@ -21,7 +21,7 @@ class TestKvplan(ConnectorContract):
 
     num_fleets = 2
 
-    def copies(self, case: Case, source: Engine, destination: Engine) -> Rows:
+    def copies(self, case: PairCase, source: EngineMemory, destination: EngineMemory) -> Rows:
         request: dict[str, Any] = {"local": {"attn": destination.table}, "remote": {"attn": source.table}}
         for rank in destination.ranks:
             plan = plan_reads(rank.worker, [other.worker for other in source.ranks])
@@ -46,7 +46,7 @@ class Faulty(TestKvplan):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def copies(self, case: Case, source: Engine, destination: Engine) -> Rows:
+    def copies(self, case: PairCase, source: EngineMemory, destination: EngineMemory) -> Rows:
         rows = [*super().copies(case, source, destination)]
         if self.name == "refuses":
             raise RefusedError("not today")

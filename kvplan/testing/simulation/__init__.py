@@ -15,7 +15,7 @@ seed 1: all rules hold (563 steps; requests: 4 LEASE, 1 PROMPT, 25 right)
 ``python -m kvplan.testing.simulation --seed 1`` prints what happens in that fleet.
 """
 
-from kvplan.testing.simulation.catalog import MODELS, CacheGroup, Shape, Stages
+from kvplan.testing.simulation.catalog import MODELS, GroupShape, Shape, Stages
 from kvplan.testing.simulation.engine import (
     BrokenRuleError,
     Connector,
@@ -31,10 +31,10 @@ from kvplan.testing.simulation.shrink import shrink
 __all__ = [
     "MODELS",
     "BrokenRuleError",
-    "CacheGroup",
     "Connector",
     "EngineRequest",
     "FleetOutcome",
+    "GroupShape",
     "LeaseConnector",
     "Promises",
     "Scenario",

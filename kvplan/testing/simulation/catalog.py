@@ -78,7 +78,7 @@ NULL_BLOCK: Final = 0
 
 
 @attrs.frozen
-class CacheGroup:
+class GroupShape:
     """A group of a cache: the positions of a block, and how many of them a token needs.
 
     These are the last ones of a ``window``, the token's own among them. Of a recurrent state, a
@@ -135,7 +135,7 @@ class Shape:
         return 1 + MAX_TOKENS // self.tokens_per_block
 
     @property
-    def groups(self) -> tuple[CacheGroup, ...]:
+    def groups(self) -> tuple[GroupShape, ...]:
         """Return the groups of the cache, whose blocks have equally many positions."""
         windows = self.model.windows
         num_tables = self.stages.number if self.stages.has_own_tables else 1
@@ -144,7 +144,7 @@ class Shape:
             name = self.stages.group_name(key, stage)
             is_state = key not in windows
             window = STATE_WINDOW if is_state else windows[key]
-            groups.append(CacheGroup(name, self.tokens_per_block, window, is_state, stage))
+            groups.append(GroupShape(name, self.tokens_per_block, window, is_state, stage))
         return tuple(groups)
 
     def workers(self, name: str) -> tuple[Worker, ...]:

@@ -17,7 +17,7 @@ from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.protocol import Connections, fetch
 from kvplan.protocol.digest_requests import fetch_digests
-from kvplan.testing.simulation.catalog import NULL_BLOCK, CacheGroup
+from kvplan.testing.simulation.catalog import NULL_BLOCK, GroupShape
 from kvplan.testing.simulation.fabric import Fabric, Port, VirtualCopier, VirtualExecutor
 from kvplan.testing.simulation.memory import CellLabels, LabelledMemory, Numbers, prefix_labels
 from kvplan.testing.simulation.network import Host
@@ -153,7 +153,7 @@ class Site:
 
     host: Host
     workers: Sequence[Worker]
-    groups: Sequence[CacheGroup]
+    groups: Sequence[GroupShape]
     executors: Sequence[VirtualExecutor]
     copiers: Sequence[VirtualCopier]
     offers: Sequence[bytes]
@@ -247,7 +247,7 @@ class Engine:
         self,
         host: Host,
         workers: Sequence[Worker],
-        groups: Sequence[CacheGroup],
+        groups: Sequence[GroupShape],
         pool: Callable[[Callable[[int], None], int], BlockPool],
         fabric: Fabric,
         numbers: Numbers,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvplan._arrays import Ints
 from kvplan.describe import View, Worker
-from kvplan.testing.simulation.catalog import CacheGroup
+from kvplan.testing.simulation.catalog import GroupShape
 from kvplan.verification.labels import Weights, numbering, pieces_of_slot, slots_of_block
 from kvplan.verification.memory import ByteRanges
 
@@ -86,7 +86,7 @@ class LabelledMemory:
     ``cells`` has the labels. ``landing`` counts the writes under way into each cell.
     """
 
-    def __init__(self, worker: Worker, groups: Iterable[CacheGroup], numbers: Numbers) -> None:
+    def __init__(self, worker: Worker, groups: Iterable[GroupShape], numbers: Numbers) -> None:
         # regions lie one behind another in the cells, in the order of their addresses
         regions = sorted(worker.regions, key=lambda region: region.address)
         self._starts = np.array([region.address for region in regions], np.uint64)
