@@ -10,6 +10,7 @@ place of forty lines. Everything here runs on the event loop of :mod:`kvplan_nix
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import socket
 from collections import Counter
@@ -386,10 +387,9 @@ async def exchange(
             if answer.status == 401:
                 answer = await _ask(address, method, path, body, access, limit_s)
     except (OSError, EOFError, ValueError) as error:
-        expected = f"an answer within {limit_s:g} s"
-        got = shown(str(error)) if str(error) else type(error).__name__
-        got = "none" if got == "TimeoutError" else got
-        raise KVPlanError("PEER", action, expected=expected, got=got) from None
+        is_late = isinstance(error, TimeoutError)
+        expected = f"an answer within {limit_s:g} s" if is_late else "an answer"
+        raise KVPlanError("PEER", action, expected=expected, got=_failure(error)) from None
     if answer.status == 401:
         expected = "an engine with the same key"
         raise KVPlanError("PEER", action, expected=expected, got="status 401", hint=HINT)
@@ -402,6 +402,16 @@ async def exchange(
         hint = MISDIRECTED if answer.status == 421 else ""
         raise KVPlanError("PEER", action, expected="status 200", got=got, hint=hint)
     return answer.body
+
+
+def _failure(error: Exception) -> str:
+    """Return why no answer came, for example ``connection refused``."""
+    # errno of a name that has no address is negative, and its text says so
+    if isinstance(error, OSError) and (error.errno or 0) > 0:
+        return os.strerror(error.errno or 0).lower()
+    if str(error):
+        return shown(str(error))
+    return "none" if isinstance(error, TimeoutError) else type(error).__name__
 
 
 @attrs.frozen

@@ -464,8 +464,19 @@ async def close_idle(server: web.Server, busy: set[Any]) -> None:
                 connection.force_close()
 
 
-def _error(status: int, text: str) -> web.Response:
-    return web.json_response({"error": text}, status=status)
+def _error(status: HTTPStatus, text: str) -> web.Response:
+    """Return an error as OpenAI's and vLLM's servers write one: clients read ``error.message``."""
+    error = {"message": text, "type": _type_of(status), "param": None, "code": status.value}
+    return web.json_response({"error": error}, status=status)
+
+
+def _type_of(status: HTTPStatus) -> str:
+    """Return the name that vLLM gives a status.
+
+    >>> _type_of(HTTPStatus.BAD_REQUEST), _type_of(HTTPStatus.BAD_GATEWAY)
+    ('BadRequestError', 'BadGatewayError')
+    """
+    return f"{status.phrase.replace(' ', '')}Error"
 
 
 def _credentials(request: web.Request) -> dict[str, str]:

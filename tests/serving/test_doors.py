@@ -411,3 +411,11 @@ def test_an_address_that_is_none() -> None:
     ):
         with pytest.raises(KVPlanError, match="PEER: cannot reach somebody"):
             exchange("somebody", address, "/", 1, Access())
+
+
+def test_a_refused_connection_says_so() -> None:
+    """A port on which nothing listens read as "expected an answer within 30 s", after 0.3 s."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        source = Source("prefill", "a", "127.0.0.1", int(server.getsockname()[1]))
+    with pytest.raises(KVPlanError, match=r"PEER: cannot reach prefill .*: expected an answer, got connection refused"):
+        fetch(source, 30)

@@ -418,7 +418,8 @@ def test_an_engine_that_is_gone_is_a_bad_gateway(gone: str) -> None:
         for prompt in ("A", ["A", "B"]):
             status, answer = proxy.ask({"prompt": prompt})
             assert status == 502
-            assert "127.0.0.1:1" in answer["error"]
+            assert "127.0.0.1:1" in answer["error"]["message"]
+            assert (answer["error"]["type"], answer["error"]["code"]) == ("BadGatewayError", 502)
         assert proxy.look("/health")[0] == 502
         proxy.end()
 
@@ -493,7 +494,8 @@ def test_both_kinds_of_engines_are_needed(arguments: list[str]) -> None:
 def test_a_request_that_is_no_object_is_bad(guide: Start, text: str) -> None:
     """No engine is asked."""
     proxy = guide()
-    assert proxy.ask(text) == (400, {"error": "expected a JSON object"})
+    error = {"message": "expected a JSON object", "type": "BadRequestError", "param": None, "code": 400}
+    assert proxy.ask(text) == (400, {"error": error})
     assert [*proxy.prefill.requests, *proxy.decode.requests] == []
 
 
@@ -645,7 +647,7 @@ def test_a_request_does_not_grow(guide: Start, body: Any, said: str) -> None:
     """1,500 prompts took 850 connections, 300 prompts beside 100 KB 60 MB, and a body of 64 MiB 1.9 GB."""
     proxy = guide()
     status, answer = proxy.ask(body)
-    assert (status, said in answer["error"]) == (400, True)
+    assert (status, said in answer["error"]["message"]) == (400, True)
     assert proxy.decode.requests == []
 
 
