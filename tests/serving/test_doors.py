@@ -391,8 +391,8 @@ def test_a_name_server_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("socket.getaddrinfo", silent)
     for _ in range(3):
-        with pytest.raises(KVPlanError, match=r"PEER: .*within 0.05 s, got 'no address of prefill.example in time'"):
-            exchange("prefill", "prefill.example:9", "/", 0.05, Access())
+        with pytest.raises(KVPlanError, match=r"PEER: .*within 0.5 s, got 'no address of prefill.example in time'"):
+            exchange("prefill", "prefill.example:9", "/", 0.5, Access())
     assert asked == ["prefill.example"]
     held.set()
 
