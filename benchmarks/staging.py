@@ -90,7 +90,7 @@ class World:
         """Yield the world of a case. Sources have bytes of no pattern, the same in each world."""
         from benchmarks.real_memory import PeerProcess, placed
         from kvplan_nixl import UCX, NixlExecutor
-        from kvplan_nixl.rearrange import TorchCopier
+        from kvplan_nixl.kernel import copier_of
 
         source, destination = case.workers(blocks)
         rng = np.random.default_rng(1)
@@ -100,7 +100,7 @@ class World:
         staging = Region(STAGING, 1 << 50, staging_bytes)
         placed_local, memory = placed(attrs.evolve(destination, regions=(*destination.regions, staging)), device)
         with PeerProcess(source, UCX, device=device) as peer, NixlExecutor(placed_local) as executor:
-            pipeline = Pipeline(executor, STAGING, TorchCopier(memory))
+            pipeline = Pipeline(executor, STAGING, copier_of(memory))
             connected = executor.connect(peer.ask("envelope"))
             yield cls(placed_local, connected, memory, executor, pipeline, request)
 
@@ -210,9 +210,9 @@ def in_order(world: World, plan: StagedPlan) -> str:
     import torch
 
     from kvplan_nixl.calibrate import copy_and_wait
-    from kvplan_nixl.rearrange import TorchCopier
+    from kvplan_nixl.kernel import copier_of
 
-    copier = TorchCopier(world.memory)
+    copier = copier_of(world.memory)
     device = world.memory[STAGING].device
     chunk_rates = list[float]()
     plain_rates = list[float]()

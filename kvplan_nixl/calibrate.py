@@ -41,10 +41,10 @@ from kvplan import (
 )
 from kvplan._arrays import Ints
 from kvplan._checks import integer, name
-from kvplan.staging import Copy, Rates
+from kvplan.staging import Copier, Copy, Rates
 from kvplan.staging.copies import CopySide
 from kvplan_nixl.executor import NixlExecutor, settle
-from kvplan_nixl.rearrange import TorchCopier
+from kvplan_nixl.kernel import copier_of
 
 SIZE: Final = 64 << 20
 """Bytes of each memory: more than the caches of most processors."""
@@ -171,7 +171,7 @@ def copies(device: str, size: int) -> Iterator[Measurement]:
     tensors = {name: allocated(device, size) for name in ("cache", "staging")}
     cache = region_of(tensors["cache"], "cache")
     staging = region_of(tensors["staging"], "staging")
-    copier = TorchCopier(tensors)
+    copier = copier_of(tensors)
     for num_blocks in (1, size // LAYERS // BLOCK):
         copy = block_copy(cache, staging, num_blocks)
         yield Measurement((LAYERS, copy.num_bytes), partial(copy_and_wait, copier, [copy]))
@@ -198,7 +198,7 @@ def block_copy(cache: Region, staging: Region, num_blocks: int) -> Copy:
     return Copy(destination, source, (HEADS, TOKENS), SMALL)
 
 
-def copy_and_wait(copier: TorchCopier, copies: Sequence[Copy]) -> None:
+def copy_and_wait(copier: Copier, copies: Sequence[Copy]) -> None:
     """Begin copies and wait until they are done."""
     ticket = copier.begin(copies)
     while not copier.done(ticket):

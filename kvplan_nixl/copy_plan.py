@@ -29,7 +29,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan import Blocks, Group, ReadSpec, TransferPlan
+from kvplan import Blocks, Group, ReadSpec, Region, TransferPlan
 from kvplan._arrays import Ints, read_only
 from kvplan.describe.blocks import Tokens, check_listed
 from kvplan.describe.worker import Key
@@ -305,12 +305,13 @@ Bound = tuple[Part, int, int, int, int]
 class PairCopy:
     """The copies between two workers, for any request: ``parts`` by series, and their ``arrays``.
 
-    ``arrays`` is one int64 array, for a device to keep.
+    ``arrays`` is one int64 array, for a device to keep. ``regions`` are those of both sides, which
+    entries refer to.
     """
 
     parts: Mapping[int, tuple[Part, ...]]
     arrays: Ints
-    tables: Tables
+    regions: tuple[Sequence[Region], Sequence[Region]]
 
     @classmethod
     def of(cls, group_pairs: Sequence[GroupPair], tables: Tables) -> PairCopy:
@@ -321,7 +322,8 @@ class PairCopy:
             for series in every:
                 entries[id(series)] = list(_entries(pair, series, tables))
         arrays = laid_out([entry for each in entries.values() for entry in each])
-        return cls({key: _parts(each) for key, each in entries.items()}, arrays, tables)
+        regions = tables[0].regions, tables[1].regions
+        return cls({key: _parts(each) for key, each in entries.items()}, arrays, regions)
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -518,10 +520,10 @@ class BoundCopy:
             if not is_listed.any():
                 continue
             sides = []
-            for side, table in enumerate(self.pair.tables):
+            for side, regions in enumerate(self.pair.regions):
                 origins = []
                 for region, address in zip(entry.regions[side], entry.origins[side], strict=True):
-                    at = table.regions[region]
+                    at = regions[region]
                     origins.append((at, int(address) - at.address))
                 sides.append(CopySide(tuple(origins), offsets[side][is_listed], ()))
             yield Copy(sides[0], sides[1], (), entry.length)
@@ -564,12 +566,62 @@ class CopyPlan:
         return bound
 
 
+ONE_ID: Final = Group("ids", 1)
+"""The group of copies whose block ids are given one by one."""
+
+NO_TERM: Final = read_only(np.zeros(1, np.int64))
+
+
+class Listed(NamedTuple):
+    """Runs of one length at each of some ids: the id in the table adds ``steps`` bytes to each.
+
+    ``origins`` (2, runs) are the addresses at id 0, ``places`` where the ids of both sides begin.
+    """
+
+    length: int
+    steps: tuple[int, int]
+    origins: npt.NDArray[np.uint64]
+    regions: tuple[Ints, Ints]
+    places: tuple[int, int]
+    num_ids: int
+
+    @property
+    def entry(self) -> Entry:
+        """The entry of these runs: a series of as many blocks as there are ids."""
+        return _entry(
+            length=self.length,
+            starts=NO_TERM,
+            period=1,
+            groups=(ONE_ID, ONE_ID),
+            num_blocks=(2, 2),
+            terms=(NO_TERM, NO_TERM),
+            by_slot=False,
+            steps=self.steps,
+            origins=self.origins,
+            regions=self.regions,
+        )
+
+
+def _listed(
+    found: Iterable[Listed],
+    regions: tuple[Sequence[Region], Sequence[Region]],
+    tables: BlockTables,
+) -> BoundCopy:
+    """Return the copies of runs at ids that tables list."""
+    listed = [(each, each.entry) for each in found]
+    pair = PairCopy({}, laid_out([entry for _, entry in listed]), regions)
+    bound: dict[Launch, list[Bound]] = {}
+    for each, entry in listed:
+        part = Part.of(entry.launch, [entry])
+        of_launch = bound.setdefault(part.launch_of(each.num_ids, 1), [])
+        of_launch.append((part, 0, each.num_ids, *each.places))
+    return BoundCopy.of(pair, bound, tables)
+
+
 def copy_of_spec(spec: ReadSpec, tables: Tables, is_read: bool) -> BoundCopy:
     """Return the copies of a spec whose ids are listed. A row of ids is a series of blocks."""
-    found: list[tuple[Entry, int, int, int]] = []
+    found: list[Listed] = []
     blocks = BlockTables()
-    group = Group("ids", 1)
-    none = np.zeros(1, np.int64)
     for local, remote in spec._parts():
         sides = (local, remote) if is_read else (remote, local)
         address, stride, region, places = [], [], [], []
@@ -587,23 +639,71 @@ def copy_of_spec(spec: ReadSpec, tables: Tables, is_read: bool) -> BoundCopy:
         columns = np.stack([length, *stride])
         for one in np.unique(columns, axis=1).T.tolist():
             runs = np.flatnonzero((one == columns.T).all(axis=1))
-            entry = _entry(
-                length=one[0],
-                starts=none,
-                period=1,
-                groups=(group, group),
-                num_blocks=(2, 2),
-                terms=(none, none),
-                by_slot=False,
-                steps=(one[1], one[2]),
-                origins=np.stack([values[runs] for values in address]),
-                regions=(region[0][runs], region[1][runs]),
+            found.append(
+                Listed(
+                    length=one[0],
+                    steps=(one[1], one[2]),
+                    origins=np.stack([values[runs] for values in address]),
+                    regions=(region[0][runs], region[1][runs]),
+                    places=(places[0], places[1]),
+                    num_ids=sides[0].along.size,
+                )
             )
-            found.append((entry, sides[0].along.size, places[0], places[1]))
-    pair = PairCopy({}, laid_out([entry for entry, *_ in found]), tables)
-    bound: dict[Launch, list[Bound]] = {}
-    for entry, count, *places in found:
-        part = Part.of(entry.launch, [entry])
-        of_launch = bound.setdefault(part.launch_of(count, 1), [])
-        of_launch.append((part, 0, count, places[0], places[1]))
-    return BoundCopy.of(pair, bound, blocks)
+    return _listed(found, (tables[0].regions, tables[1].regions), blocks)
+
+
+def copy_of_boxes(copies: Iterable[Copy]) -> BoundCopy:
+    """Return local copies, such as those out of a staging buffer, as the kernel takes them.
+
+    Each run of a box is a run at each of the box's offsets, which become ids: multiples of what
+    divides the steps between them.
+
+    >>> cache, staging = Region("kv", 4096, 64), Region("staging", 8192, 64)
+    >>> into = CopySide(((cache, 0),), np.array([48, 0]), (16,))
+    >>> out_of = CopySide(((staging, 0),), np.array([0, 32]), (16,))
+    >>> bound = copy_of_boxes([Copy(into, out_of, (2,), 8)])
+    >>> bound.num_runs, bound.num_bytes, bound.tables
+    (4, 32, array([1, 0, 0, 1], dtype=int32))
+    """
+    found: list[Listed] = []
+    tables = BlockTables()
+    regions: tuple[list[Region], list[Region]] = ([], [])
+    for copy in copies:
+        sides = copy.destination, copy.source
+        ids = [_offset_ids(side.offsets) for side in sides]
+        # ids that are too large for a table are runs of their own
+        are_runs = any(each.max(initial=0) >= INT32_END for each, _ in ids)
+        num_ids = 1 if are_runs else sides[0].offsets.size
+        origins, region_of_run, places, steps = [], [], [], []
+        for side, known, (side_ids, step) in zip(sides, regions, ids, strict=True):
+            if are_runs:
+                side_ids, offsets = NO_TERM, side.offsets
+            else:
+                offsets = side.offsets.min(keepdims=True)
+            for extent, stride in zip(copy.extents, side.strides_bytes, strict=True):
+                offsets = np.add.outer(offsets, np.arange(extent) * stride).reshape(-1)
+            addresses = np.array([region.address + at for region, at in side.origins], np.uint64)
+            origins.append(np.add.outer(addresses, offsets.astype(np.uint64)).reshape(-1))
+            numbers = np.arange(len(known), len(known) + len(side.origins))
+            known.extend(region for region, _ in side.origins)
+            region_of_run.append(np.repeat(numbers, offsets.size))
+            places.append(tables.add(side_ids.astype(np.int32)))
+            steps.append(step)
+        found.append(
+            Listed(
+                length=copy.length_bytes,
+                steps=(steps[0], steps[1]),
+                origins=np.stack(origins),
+                regions=(region_of_run[0], region_of_run[1]),
+                places=(places[0], places[1]),
+                num_ids=num_ids,
+            )
+        )
+    return _listed(found, regions, tables)
+
+
+def _offset_ids(offsets: Ints) -> tuple[Ints, int]:
+    """Return offsets behind the lowest one as multiples of a step, and the step."""
+    behind = offsets - offsets.min()
+    step = int(np.gcd.reduce(behind))
+    return (behind // step if step else behind), step

@@ -10,19 +10,31 @@ function on a CPU, where tests compare its bytes with fake memory; nothing but t
 # Triton reads the annotations of a kernel as values, so this module has no postponed ones.
 # Constants of a kernel are written in capitals.
 # ruff: noqa: N803, N806
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
+import attrs
 import numpy as np
 import torch
 
-from kvplan import KVPlanError
+from kvplan import KVPlanError, Worker, region_of
 from kvplan._arrays import Ints
-from kvplan_nixl.copy_plan import NO_ENTRIES, TILE_BYTES, BoundCopy, Field, Launch, PairCopy
-from kvplan_nixl.rearrange import TorchCopier
+from kvplan.staging import Copier, Copy
+from kvplan.staging.copies import CopySide
+from kvplan_nixl.copy_plan import (
+    NO_ENTRIES,
+    TILE_BYTES,
+    BoundCopy,
+    Field,
+    Launch,
+    PairCopy,
+    copy_of_boxes,
+)
+from kvplan_nixl.rearrange import STAGING, TorchCopier, tensor_at
 
 NUM_WARPS: Final = 8
 
@@ -304,6 +316,91 @@ class TorchCopies:
         if self._last is not None:
             with suppress(RuntimeError):
                 self._last.synchronize()
+
+
+class KernelCopier:
+    """The :class:`~kvplan.staging.Copier` of a worker on a GPU: a chunk's copies in a few launches.
+
+    ``tensors`` has the memory of each region, which this object keeps.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], copies: KernelCopies) -> None:
+        self._tensors = tensors
+        self._copies = copies
+
+    def begin(self, copies: Sequence[Copy]) -> Any:
+        """Begin copies, and return a ticket for :meth:`done`. Raises ``MEMORY``."""
+        return self._copies.begin(copy_of_boxes(copies))
+
+    def done(self, ticket: Any) -> bool:
+        """Return whether copies are done. Raises ``MEMORY`` if they have failed."""
+        return self._copies.done(ticket)
+
+
+def copier_of(tensors: Mapping[str, torch.Tensor]) -> Copier:
+    """Return what carries a worker's local copies out, given the memory of each of its regions.
+
+    On a GPU it is the kernel, if Triton is there and :func:`try_out` finds its bytes right,
+    otherwise torch. Raises what :class:`~kvplan_nixl.rearrange.TorchCopier` does.
+    """
+    by_torch = TorchCopier(tensors)
+    device = next(iter(tensors.values())).device
+    if not (has_triton and device.type == "cuda"):
+        return by_torch
+    copies = KernelCopies(device)
+    try:
+        try_out(copies, device)
+    except KVPlanError as error:
+        logging.getLogger(__name__).warning("staged reads are copied by torch: %s", error)
+        return by_torch
+    return KernelCopier(tensors, copies)
+
+
+def try_out(copies: KernelCopies, device: torch.device | str) -> None:
+    """Copy some runs of wide and of narrow words. Raises ``MEMORY`` if a byte is wrong.
+
+    So a device on which the kernel fails shows it before any request.
+    """
+    source = torch.arange(4096, dtype=torch.int32).to(torch.uint8)
+    memory = [source.to(device), torch.zeros_like(source, device=device)]
+    regions = [region_of(tensor) for tensor in memory]
+    offsets = (0, 1024), (1024, 0)  # of two boxes, at the source and at the destination
+    for length in (64, 3):
+        sides = [
+            CopySide(((region, 0),), np.array(each), (stride,))
+            for region, each, stride in zip(regions, offsets, (128, 256), strict=True)
+        ]
+        ticket = copies.begin(copy_of_boxes([Copy(sides[1], sides[0], (4,), length)]))
+        while not copies.done(ticket):
+            pass
+        expected = torch.zeros_like(source)
+        for read, write in zip(*offsets, strict=True):
+            for run in range(4):
+                start, stop = read + 128 * run, read + 128 * run + length
+                expected[write + 256 * run :][:length] = source[start:stop]
+        if not torch.equal(memory[1].cpu(), expected):
+            raise failed(RuntimeError(f"wrong bytes in runs of {length}"))
+        memory[1].zero_()
+
+
+def with_staging(worker: Worker, num_bytes: int) -> tuple[Worker, Copier | None]:
+    """Return a worker with a staging region on its device, and the copier between its regions.
+
+    Where ``num_bytes`` is 0, return the worker itself, and no copier. The copier keeps the staging
+    memory, but not the worker's own regions.
+
+    >>> cache = torch.arange(32, dtype=torch.uint8)
+    >>> worker, copier = with_staging(Worker("decode", 0, [region_of(cache)], [], []), 1 << 20)
+    >>> [(region.name, region.size_bytes) for region in worker.regions]
+    [('kv', 32), ('staging', 1048576)]
+    """
+    if not num_bytes:
+        return worker, None
+    tensors = {region.name: tensor_at(region) for region in worker.regions}
+    device = next(iter(tensors.values())).device
+    tensors[STAGING] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    regions = (*worker.regions, region_of(tensors[STAGING], STAGING))
+    return attrs.evolve(worker, regions=regions), copier_of(tensors)
 
 
 def num_tiles(launch: Launch, numbers: Ints, rows: int) -> int:

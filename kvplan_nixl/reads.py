@@ -36,7 +36,7 @@ def make_reads(
 ) -> Reads:
     """Return the reads of an executor's worker. Offers are envelopes of the ``key``.
 
-    With a ``copier``, as :func:`~kvplan_nixl.rearrange.with_staging` makes it, a pipeline stages
+    With a ``copier``, as :func:`~kvplan_nixl.kernel.with_staging` makes it, a pipeline stages
     requests in the worker's staging region. Other arguments are those of
     :class:`~kvplan.protocol.Reads`.
     """

@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvplan import KVPlanError, Region, Worker, region_of
+from kvplan import KVPlanError, Region
 from kvplan._arrays import Ints, integers_in
 from kvplan._checks import having, members, wrong_type
 from kvplan.plan.tables import Descriptors
@@ -35,7 +35,7 @@ Beyond that, one list of indices takes fewer launches.
 """
 
 STAGING: Final = "staging"
-"""The name of the staging region that :func:`with_staging` makes."""
+"""The name of the staging region that :func:`~kvplan_nixl.kernel.with_staging` makes."""
 
 
 class Memory:
@@ -278,26 +278,6 @@ def _refused(error: RuntimeError) -> KVPlanError:
         expected="copies within memory",
         got=f"{text} of torch",
     )
-
-
-def with_staging(worker: Worker, num_bytes: int) -> tuple[Worker, TorchCopier | None]:
-    """Return a worker with a staging region on its device, and the copier between its regions.
-
-    Where ``num_bytes`` is 0, return the worker itself, and no copier. The copier keeps the staging
-    memory, but not the worker's own regions.
-
-    >>> cache = torch.arange(32, dtype=torch.uint8)
-    >>> worker, copier = with_staging(Worker("decode", 0, [region_of(cache)], [], []), 1 << 20)
-    >>> [(region.name, region.size_bytes) for region in worker.regions]
-    [('kv', 32), ('staging', 1048576)]
-    """
-    if not num_bytes:
-        return worker, None
-    tensors = {region.name: tensor_at(region) for region in worker.regions}
-    device = next(iter(tensors.values())).device
-    tensors[STAGING] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    regions = (*worker.regions, region_of(tensors[STAGING], STAGING))
-    return attrs.evolve(worker, regions=regions), TorchCopier(tensors)
 
 
 def tensor_at(region: Region) -> torch.Tensor:

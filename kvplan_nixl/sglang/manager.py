@@ -15,8 +15,8 @@ from sglang.srt.runtime_context import get_parallel
 from kvplan import Worker
 from kvplan.bridges import RankInfo
 from kvplan.protocol.retention import keeping
+from kvplan_nixl.kernel import with_staging
 from kvplan_nixl.mapped import make_executor
-from kvplan_nixl.rearrange import with_staging
 from kvplan_nixl.serving import Driver
 from kvplan_nixl.sglang.bootstrap import BootstrapServer
 from kvplan_nixl.sglang.decode import DecodeRank

@@ -26,9 +26,10 @@ from kvplan.protocol.read_parts import ReadParts
 from kvplan.protocol.system import System
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.digest import cache_digests
+from kvplan_nixl.kernel import with_staging
 from kvplan_nixl.mapped import make_executor
 from kvplan_nixl.reads import make_reads
-from kvplan_nixl.rearrange import memories_of, set_zero, with_staging
+from kvplan_nixl.rearrange import memories_of, set_zero
 from kvplan_nixl.vllm.description import worker_of
 from kvplan_nixl.vllm.engine_hooks import WorkerAdapters
 from kvplan_nixl.vllm.host_cache import HostCache, check_platform

@@ -124,6 +124,10 @@ class RealMemory:
             pairs.append(pair)
         return attrs.evolve(plan, pairs=tuple(pairs))
 
+    def regions_of(self, worker: Worker) -> tuple[Region, ...]:
+        """Return where the regions of a worker are here."""
+        return self._regions[worker.key]
+
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The memory of each region, by the names that regions have here."""

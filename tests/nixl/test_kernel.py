@@ -11,7 +11,10 @@ import inspect
 import random
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import attrs
@@ -25,13 +28,25 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
 
-from kvplan import Blocks, KVPlanError, Model, plan_mesh, plan_reads
+from kvplan import Blocks, KVPlanError, Model, Region, plan_mesh, plan_reads
+from kvplan.staging import Copy, StagedPlan, stage
+from kvplan.staging.copies import CopySide
 from kvplan.testing.strategies import NUM_CHOICES, Case, case_of, cases
-from kvplan_nixl import kernel
-from kvplan_nixl.copy_plan import BoundCopy, CopyPlan, Field, Launch, SideField, width_of
-from kvplan_nixl.kernel import TorchCopies
+from kvplan.verification import FakeMemory
+from kvplan_nixl import copy_plan, kernel
+from kvplan_nixl.copy_plan import BoundCopy, CopyPlan, Field, Launch, SideField, copy_of_boxes, width_of
+from kvplan_nixl.kernel import KernelCopier, TorchCopies
 from property_tests import fewer
-from tests.nixl.interpreted import CheckedCopies, WildAccessError, moved, with_ids, without_ids
+from tests.nixl.interpreted import (
+    CheckedCopies,
+    RealMemory,
+    WildAccessError,
+    moved,
+    randomized,
+    with_ids,
+    without_ids,
+)
+from tests.staged import NAME, cells, in_least_memory, run
 
 SHAPES = [(1, 8192), (3, 16), (2, 64)]
 """Programs, and bytes of a tile."""
@@ -124,17 +139,22 @@ def drawn() -> Iterator[Case]:
 
 
 def mutant(tmp_path: Path, old: str, new: str) -> Callable[..., None]:
-    """The kernel with a fault: a part of its text, which stands there once, is another one."""
-    text = inspect.getsource(kernel)
+    """The kernel with a fault."""
+    return changed(kernel, tmp_path, old, new).copy_runs  # type: ignore[no-any-return]
+
+
+def changed(module: ModuleType, tmp_path: Path, old: str, new: str) -> Any:
+    """A module with a fault: a part of its text, which stands there once, is another one."""
+    text = inspect.getsource(module)
     assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
     path = tmp_path / "mutant.py"
     path.write_text(text.replace(old, new))
     spec = importlib.util.spec_from_file_location("mutant", path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.copy_runs  # type: ignore[no-any-return]
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
 FAULTS = {
@@ -238,6 +258,117 @@ def shifted(bound: BoundCopy) -> BoundCopy:
 @pytest.mark.parametrize("change", [wider, later, shifted])
 def test_faults_of_bound_copies_are_seen(change: Callable[[BoundCopy], BoundCopy]) -> None:
     assert is_seen([CheckedCopies(*shape) for shape in SHAPES], change)
+
+
+@fewer(6)
+@given(cases(), st.booleans(), st.sampled_from(SHAPES), st.sampled_from([0, 1000, 10_000]))
+def test_staged_copies_are_those_of_numpy(case: Case, whole: bool, shape: tuple[int, int], more: int) -> None:
+    """The kernel puts the bytes of a staging buffer in place, chunk by chunk, for any engines that can be drawn."""
+    for plan in map(case.reads, case.destinations):
+        skipped = [name for name in case.not_transferred if name in plan.local.tensors]
+        make = partial(stage, remotes=case.sources, staging=NAME, whole=whole, not_transferred=skipped)
+        assert boxes_differ(in_least_memory(plan.local, 0, more, make), case.request(plan), CheckedCopies(*shape)) == []
+
+
+def boxes_differ(plan: StagedPlan, request: Any, copies: CheckedCopies) -> list[str]:
+    """Carry the local copies of a request out by the kernel and by numpy, and return the regions that differ."""
+    local = plan.direct.local
+    with FakeMemory([local]) as memory:
+        randomized([local], memory)
+        real = RealMemory([local], memory)
+        regions = dict(zip(local.regions, real.regions_of(local), strict=True))
+        copies.regions = real.spans
+        copier = KernelCopier(real.tensors, copies)
+        for chunk in plan.bind(**request):
+            run(chunk.copies, cells(memory, local))
+            copier.begin([elsewhere(copy, regions) for copy in chunk.copies])
+        return real.differences()
+
+
+def elsewhere(copy: Copy, regions: dict[Region, Region]) -> Copy:
+    """The same copy where the regions are in this process."""
+    sides = [
+        attrs.evolve(side, origins=tuple((regions[region], offset) for region, offset in side.origins))
+        for side in (copy.destination, copy.source)
+    ]
+    return Copy(sides[0], sides[1], copy.extents, copy.length_bytes)
+
+
+def box(at: tuple[int, int], offsets: Any, strides: tuple[int, int], sizes: tuple[int, int]) -> tuple[Copy, list[Any]]:
+    """A copy of boxes of two runs of 8 bytes, with one origin, and the memory of both sides."""
+    arrays = [np.arange(size, dtype=np.uint64).astype(np.uint8) for size in sizes]
+    regions = [Region(f"{i}", array.ctypes.data, array.size) for i, array in enumerate(arrays)]
+    sides = [
+        CopySide(((region, start),), np.array(each), (stride,))
+        for region, start, each, stride in zip(regions, at, offsets, strides, strict=True)
+    ]
+    return Copy(sides[0], sides[1], (2,), 8), arrays
+
+
+def test_boxes_whose_offsets_no_table_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids are numbers of 32 bits. Boxes beyond them are runs of their own, with addresses of 64."""
+    copy, arrays = box((16, 0), ([96, 0, 40], [0, 16, 32]), (8, 8), (256, 64))
+    monkeypatch.setattr(copy_plan, "INT32_END", 4)
+    bound = copy_of_boxes([copy])
+    assert (bound.num_runs, bound.tables.tolist()) == (6, [0, 0])
+    copies = CheckedCopies()
+    copies.regions = [(array.ctypes.data, array.ctypes.data + array.size) for array in arrays]
+    expected = [array.copy() for array in arrays]
+    run([copy], {"0": expected[0], "1": expected[1]})
+    copies.begin(bound)
+    assert np.array_equal(arrays[0], expected[0])
+
+
+def test_no_copies_are_done_at_once() -> None:
+    """A chunk from whose sources nothing is needed."""
+    copier = KernelCopier({}, CheckedCopies())
+    assert copier.done(copier.begin([]))
+
+
+def test_a_device_is_tried_before_a_request(tmp_path: Path) -> None:
+    """A kernel whose bytes are wrong there is left out."""
+
+    def tried(kernel_function: Any) -> None:
+        copies = CheckedCopies(kernel=kernel_function)
+        copies.regions = [(0, 1 << 62)]
+        kernel.try_out(copies, "cpu")
+
+    tried(kernel.copy_runs)
+    with pytest.raises(KVPlanError, match=r"MEMORY: cannot copy by a kernel.*wrong bytes in runs of 64"):
+        tried(mutant(tmp_path, "to_block * to_step", "(to_block + 1) * to_step"))
+
+
+BOX_FAULTS = {
+    "ids from the first offset": ("behind = offsets - offsets.min()", "behind = offsets - offsets[0]"),
+    "a step twice as long": (
+        "behind // step if step else behind), step",
+        "behind // step if step else behind), 2 * step",
+    ),
+    "strides of the other side": ("copy.extents, side.strides_bytes", "copy.extents, copy.source.strides_bytes"),
+    "origins by the first region": ("region.address + at for region, at", "side.origins[0][0].address + at for _, at"),
+    "a lost box": ("num_ids = 1 if are_runs else sides[0].offsets.size", "num_ids = 1"),
+}
+
+
+@pytest.mark.parametrize("fault", BOX_FAULTS)
+def test_faults_of_boxes_are_seen(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is found by one of the first cases, as a wrong byte or an access outside memory."""
+    faulty = changed(copy_plan, tmp_path, *BOX_FAULTS[fault]).copy_of_boxes
+    monkeypatch.setattr(kernel, "copy_of_boxes", faulty)
+
+    def is_wrong() -> bool:
+        for case in islice(drawn(), 60):
+            for plan in map(case.reads, case.destinations):
+                skipped = [name for name in case.not_transferred if name in plan.local.tensors]
+                make = partial(stage, remotes=case.sources, staging=NAME, not_transferred=skipped)
+                try:
+                    if boxes_differ(in_least_memory(plan.local, 0, 1000, make), case.request(plan), CheckedCopies(2)):
+                        return True
+                except WildAccessError:
+                    return True
+        return False
+
+    assert is_wrong()
 
 
 def test_missing_blocks_are_refused_before_a_byte_moves() -> None:

@@ -19,8 +19,8 @@ import pytest
 from kvplan import Blocks, Group, Region, Worker, view_of
 from kvplan.protocol import Claims, Handoff, Leases, Listener, Read, ReadResult, prompt_digest, send_claims
 from kvplan_nixl import NixlExecutor
+from kvplan_nixl.kernel import with_staging
 from kvplan_nixl.reads import make_reads
-from kvplan_nixl.rearrange import with_staging
 from kvplan_nixl.serving import Access, Driver
 
 LOGGER = logging.getLogger("test")

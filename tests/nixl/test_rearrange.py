@@ -13,7 +13,7 @@ from benchmarks.real_memory import Memory, placed, synchronized
 from kvplan import Blocks, KVPlanError, Model, Region, Worker
 from kvplan.staging import Copy
 from kvplan.staging.copies import CopySide
-from kvplan_nixl import rearrange
+from kvplan_nixl import kernel
 from kvplan_nixl.calibrate import copy_and_wait
 from kvplan_nixl.rearrange import STAGING, TorchCopier, is_even, paired, strips, tables
 from tests.small import engine
@@ -45,7 +45,7 @@ def check(local: Worker, remotes: tuple[Worker, ...], request: Request, device: 
 def test_a_copier_by_the_addresses_of_regions(device: str) -> None:
     """It copies between a worker's own memory and a staging region of the same device."""
     there, memory = filled(engine("decode")[0], device)
-    worker, copier = rearrange.with_staging(there, 1 << 12)
+    worker, copier = kernel.with_staging(there, 1 << 12)
     assert copier is not None
     kv, staging = worker.regions[0], worker.regions[-1]
     assert (staging.name, staging.size_bytes, staging.memory) == (STAGING, 1 << 12, kv.memory)
@@ -57,7 +57,7 @@ def test_a_copier_by_the_addresses_of_regions(device: str) -> None:
     copy_and_wait(copier, [Copy(out_of, into, (), 256)])
     assert torch.equal(memory[kv.name][32:288], expected[32:288])
     assert not memory[kv.name][288:].any()
-    assert rearrange.with_staging(there, 0) == (there, None)
+    assert kernel.with_staging(there, 0) == (there, None)
 
 
 LAYOUTS = [("LBNHC", "LBHNC"), ("LBHNC", "LBNHC"), ("BLHNC", "LBHNC"), ("LBHNC", "BLHNC")]
