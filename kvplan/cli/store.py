@@ -360,7 +360,7 @@ def costs_of(worker: Worker, space: ModelEntry) -> tuple[list[PageCost], list[st
     for group in worker.groups:
         own = of_group(worker, group)
         is_state = group.tokens_per_block is None
-        candidates = [part for part in parts if (part.tokens_per_page is None) is is_state]
+        candidates = [part for part in parts if (part.num_tokens is None) is is_state]
         if not own.views:
             continue
         try:

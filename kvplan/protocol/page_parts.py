@@ -1,10 +1,12 @@
 """Parts: what one file of a page holds, described as a worker of a single block.
 
-A page has the cache of some consecutive positions, or the states after the last of them. It is
-stored in parts, each of which describes itself, so nobody needs to know who wrote it:
+A page has the cache of some consecutive positions, and what the token after them needs besides:
+states, and windows. It is stored in parts, each of which describes itself, so nobody needs to know
+who wrote it:
 
-- store.Q1: A part has one group, of ``tokens`` or of ``states``, one region ``page`` at address 0
-  of memory kind ``FILE``, and one block. Its worker is ``page/0``, and names the model.
+- store.Q1: A part has one group, of ``tokens``, of a ``window`` or of ``states``, one region
+  ``page`` at address 0 of memory kind ``FILE``, and one block. Its worker is ``page/0``, and names
+  the model.
 - store.Q2: Parts end where the worker that wrote them ends, and where equal shares of a divided
   axis end: engines of TP 1, 2, 4 and 8 write the same eight parts of 8 heads. What is not divided,
   such as latents, is a part of its own, which all ranks write alike.
@@ -12,6 +14,10 @@ stored in parts, each of which describes itself, so nobody needs to know who wro
   has its divided axis outermost, then its other axes in the writer's order; states keep the
   writer's order. Readers rely on none of this: they plan from the description.
 - store.Q4: A part is named by the first 32 hexadecimal digits of the SHA-256 of its description.
+- store.Q5: A group whose worker keeps a window of fewer positions than a page has (an extension of
+  the worker, :mod:`kvplan.protocol.retention`) stores a part of ``window``: the last positions of
+  the page, as few as contain the window and divide the page. A window of as many positions as a
+  page, or more, stores ``tokens``.
 """
 
 from __future__ import annotations
@@ -33,8 +39,10 @@ from kvplan.describe.views import ITEMSIZE, TOKEN, Geometry, Group, Region, View
 from kvplan.describe.worker import Worker, key_of
 from kvplan.errors import KVPlanError
 from kvplan.handshake import decode, encode
+from kvplan.protocol.retention import windows_kept
 
 TOKENS: Final = "tokens"
+WINDOW: Final = "window"
 STATES: Final = "states"
 REGION: Final = "page"
 ENGINE: Final = "page"
@@ -63,7 +71,7 @@ class StoredPart:
         groups = [group.name for group in worker.groups]
         is_page = regions == [(REGION, 0, "FILE")] and len(groups) == 1 and bool(worker.model)
         kind = worker.groups[0].tokens_per_block if groups else None
-        if not is_page or groups[0] != (STATES if kind is None else TOKENS):
+        if not is_page or groups[0] not in ((STATES,) if kind is None else (TOKENS, WINDOW)):
             raise _not_a_part(f"regions {regions} and groups {groups}")
         if worker.key != (ENGINE, 0) or {view.num_blocks for view in worker.views} != {1}:
             raise _not_a_part(f"worker {worker.label}, or other than one block")
@@ -94,10 +102,15 @@ class StoredPart:
         return self.worker.groups[0]
 
     @property
+    def num_tokens(self) -> int | None:
+        """The last positions of a page that it has, on all ranks of a context; None of states."""
+        in_block = self.group.tokens_per_block
+        return None if in_block is None else in_block * self.group.context.size
+
+    @property
     def tokens_per_page(self) -> int | None:
-        """Positions in a page, on all context-parallel workers; ``None`` of states."""
-        slots = self.group.tokens_per_block
-        return None if slots is None else slots * self.group.context.size
+        """Positions in a page; None where the part does not say: of states, and of a window."""
+        return self.num_tokens if self.group.name == TOKENS else None
 
     def misfit(self, worker: Worker) -> str:
         """Return why a worker must not read this part, or an empty text if it may.
@@ -188,7 +201,7 @@ def parts_of(
 
     ``shares`` divides heads, or channels, into at most so many parts: a reader of one share reads
     no others. Raises ``MODEL`` for a worker that does not name its model, ``LAYOUT`` where its
-    context does not divide a page or a view is not one box.
+    context, or a value of several tokens, does not divide a page, or a view is not one box.
 
     >>> from kvplan import Model
     >>> model = Model.shipped("qwen3-0.6b")
@@ -210,8 +223,9 @@ def parts_of(
     num_tokens = integer(tokens_per_page, "tokens_per_page", low=1)
     most_shares = integer(shares, "shares", low=1)
     parts: list[StoredPart] = []
+    windows = windows_kept(worker)
     for group in worker.groups:
-        page_group = _page_group(group, num_tokens)
+        page_group = _page_group(group, num_tokens, windows.get(group.name, 0))
         # the pieces of all tensors, by the share in which they begin
         pieces: dict[int | None, list[tuple[str, _HeldBox]]] = {}
         for name, box in _held_boxes(worker, group):
@@ -223,29 +237,32 @@ def parts_of(
     return tuple(parts)
 
 
-def _page_group(group: Group, num_tokens: int) -> Group:
-    """Return the group of a page: as many slots as a context-parallel rank has of its positions."""
+def _page_group(group: Group, num_tokens: int, window: int) -> Group:
+    """Return the group of a page, as a context-parallel rank has it, rules store.Q1 and store.Q5.
+
+    ``window`` is the number of positions that the group keeps, 0 if it keeps all.
+    """
     if group.tokens_per_block is None:
         return Group(STATES)
-    if group.tokens_per_slot > 1:
-        raise KVPlanError(
-            "LAYOUT",
-            f"store pages of group {group.name!r}",
-            expected="a value of each token",
-            got=f"one for {group.tokens_per_slot} tokens",
-            tokens_per_slot=group.tokens_per_slot,
-        )
-    # each rank has the same number of turns in every page
-    context = group.context
-    if num_tokens % (context.size * context.interleave_tokens):
-        raise KVPlanError(
-            "LAYOUT",
-            f"store pages of group {group.name!r}",
-            expected=f"tokens_per_page that {context.size} ranks share evenly, "
-            f"{context.interleave_tokens} in turn",
-            got=f"{num_tokens}",
-        )
-    return Group(TOKENS, num_tokens // context.size, context)
+    context, per_slot = group.context, group.tokens_per_slot
+    # no value is of tokens of two pages, and each rank has the same number of turns in every page
+    divisors = {
+        per_slot: f"divided by {per_slot}, the tokens of a value",
+        context.size * context.interleave_tokens: f"that {context.size} ranks share evenly, "
+        f"{context.interleave_tokens} in turn",
+    }
+    for divisor, wanted in divisors.items():
+        if num_tokens % divisor:
+            action = f"store pages of group {group.name!r}"
+            expected = f"tokens_per_page {wanted}"
+            raise KVPlanError("LAYOUT", action, expected=expected, got=f"{num_tokens}")
+    kind, kept = TOKENS, num_tokens
+    if 0 < window < num_tokens:
+        unit = math.lcm(*divisors)
+        fits = (size for size in range(unit, num_tokens + 1, unit) if num_tokens % size == 0)
+        kept = next(size for size in fits if size >= window)
+        kind = TOKENS if kept == num_tokens else WINDOW
+    return Group(kind, kept // context.size, context, per_slot)
 
 
 def _held_boxes(worker: Worker, group: Group) -> Iterator[tuple[str, _HeldBox]]:
@@ -332,7 +349,7 @@ def _part(model: str, group: Group, pieces: Iterable[tuple[str, _HeldBox]]) -> S
         if group.tokens_per_block is not None:
             divided = [axis for axis in order if axis in DIVIDED]
             order = [*divided, TOKEN, *(axis for axis in order if axis not in DIVIDED)]
-            extents[TOKEN] = group.tokens_per_block
+            extents[TOKEN] = group.num_slots
         # from the innermost axis outwards
         axes = []
         stride = ITEMSIZE[box.dtype]

@@ -2,7 +2,8 @@
 
 - store.R1: A worker needs of a page the tensors of those of its groups that need the page's
   positions. A page serves it if the parts that the page has hold all of them, whoever wrote them.
-- store.R2: A part whose model, dtypes or sizes differ from the worker's is no part for it.
+- store.R2: A part whose model, dtypes or sizes differ from the worker's is no part for it, nor is a
+  part of a page's last positions where more of them are needed.
 - store.R3: A prefix can be read up to a position if every page from the first one that a group
   attends to serves it, and, for states, if the states after exactly that position are stored.
 """
@@ -25,6 +26,7 @@ from kvplan.plan import TransferPlan, plan_reads, plan_writes
 from kvplan.protocol.page_keys import PAGE_TOKENS, Chain
 from kvplan.protocol.page_parts import StoredPart, parts_of
 from kvplan.protocol.prefix_search import Attended
+from kvplan.protocol.retention import windows_kept
 
 NO_WINDOWS: Final[Mapping[str, Attended]] = MappingProxyType({})
 
@@ -36,24 +38,29 @@ class PagePlan:
     """The reads of one group from pages that have the same parts, and the parts that they need.
 
     The pages are ``num_pages`` blocks of each part, one part after another, ``offsets`` bytes after
-    the start of a buffer.
+    the start of a buffer. Parts have the last ``num_tokens`` positions of a page, None of states.
     """
 
     plan: TransferPlan
     parts: tuple[StoredPart, ...]
     offsets: tuple[int, ...]
     num_pages: int
+    num_tokens: int | None
 
 
 def place(
-    parts: Sequence[StoredPart], engine_id: str, address: int, num_bytes: int
+    parts: Sequence[StoredPart],
+    engine_id: str,
+    address: int,
+    num_bytes: int,
+    most_pages: int = POSITION_END,
 ) -> tuple[list[Worker], tuple[int, ...], int]:
     """Place as many pages as a buffer takes: their workers, offsets, and the number of pages.
 
-    Raises ``MEMORY`` for a buffer of less than a page.
+    There are at most ``most_pages``. Raises ``MEMORY`` for a buffer of less than a page.
     """
     page_bytes = sum(part.num_bytes for part in parts)
-    num_pages = num_bytes // page_bytes
+    num_pages = min(num_bytes // page_bytes, most_pages)
     if not num_pages:
         raise KVPlanError(
             "MEMORY",
@@ -108,6 +115,7 @@ class PageReads:
         self.groups: tuple[Group, ...] = tuple(
             group for group in worker.groups if group.name in held
         )
+        self._windows = windows_kept(self.worker)
         self._num_plans = 0
 
     def chain(self, tokens: Sequence[int], facts: Iterable[tuple[int, str]] = ()) -> Chain:
@@ -140,6 +148,15 @@ class PageReads:
             return range(max(stop // size - 1, 0), stop // size)
         return range(start // size, -(-stop // size)) if start < stop else range(0)
 
+    def last_needed(self, group: Group, page: int) -> int:
+        """Return how many positions at the end of a page a prefix that ends there needs of it."""
+        size = self.tokens_per_page
+        attended = self.attended_of(group)
+        if attended is None:
+            return min(self._windows.get(group.name) or size, size)
+        stop = (integer(page, "page", high=POSITION_END // size) + 1) * size
+        return min(max(stop - attended(stop), 0), size)
+
     def _of_groups(self, values: Any, subject: str) -> Mapping[str, Any]:
         """Return values by group. Raises ``TYPE``, and ``NAME`` for a name that no group has."""
         names = [group.name for group in self.worker.groups]
@@ -153,41 +170,60 @@ class PageReads:
 
     def _can_read(self, part: StoredPart) -> bool:
         """Return whether this worker may read a part, rule store.R2."""
-        fits = part.tokens_per_page in (None, self.tokens_per_page)
+        size = self.tokens_per_page
+        fits = part.tokens_per_page in (None, size) and not size % (part.num_tokens or size)
         return fits and not part.misfit(self.worker)
 
-    def _plan(self, group: Group, parts: Sequence[StoredPart]) -> PagePlan | None:
-        """Plan the reads of a group from parts, ``None`` if they lack something, rule store.R1."""
+    def _plan(self, group: Group, parts: Sequence[StoredPart], num_last: int) -> PagePlan | None:
+        """Plan the reads of a group from parts, ``None`` if they lack something, rule store.R1.
+
+        The group needs the last ``num_last`` positions of a page.
+        """
         # a group reads tokens or states; the page may have parts of both
         own = of_group(self.worker, group)
         is_state = group.tokens_per_block is None
-        candidates = [part for part in parts if (part.tokens_per_page is None) is is_state]
-        try:
-            first = self._placed(own, candidates)
-            # what the planner takes nothing from need not be read
-            chosen = [
-                part
-                for part, pair in zip(candidates, first.plan.pairs, strict=True)
-                if pair.group_pairs
-            ]
-            return first if chosen == candidates else self._placed(own, chosen)
-        except KVPlanError:
-            # they lack something, or whoever described them has described too much
-            return None
+        by_size: dict[int | None, list[StoredPart]] = {}
+        for part in parts:
+            size = part.num_tokens
+            if is_state is (size is None) and (size is None or size >= num_last):
+                by_size.setdefault(size, []).append(part)
+        # parts of whole pages first: of those, many pages are read at once
+        for size in sorted(by_size, key=lambda size: -(size or 0)):
+            candidates = by_size[size]
+            try:
+                first = self._placed(own, candidates)
+                # what the planner takes nothing from need not be read
+                chosen = [
+                    part
+                    for part, pair in zip(candidates, first.plan.pairs, strict=True)
+                    if pair.group_pairs
+                ]
+                return first if chosen == candidates else self._placed(own, chosen)
+            except KVPlanError:
+                # they lack something, or whoever described them has described too much
+                continue
+        return None
 
     def _placed(self, own: Worker, parts: Sequence[StoredPart]) -> PagePlan:
-        if not parts:
-            # plan_reads says what is missing
-            return PagePlan(plan_reads(own, ()), (), (), 0)
         self._num_plans += 1
         engine_id = f"store {own.groups[0].name} {self._num_plans}"
-        workers, offsets, num_pages = place(parts, engine_id, self._address, self._buffer_bytes)
-        return PagePlan(plan_reads(own, workers), tuple(parts), offsets, num_pages)
+        workers, offsets, num_pages = self._place(parts, engine_id)
+        plan = plan_reads(own, workers)
+        return PagePlan(plan, tuple(parts), offsets, num_pages, parts[0].num_tokens)
 
     def _plan_saves(self, group: Group) -> PagePlan:
         """Plan the writes of a group to its own parts of pages. Raises as :func:`parts_of` does."""
         own = of_group(self.worker, group)
         parts = parts_of(own, self.tokens_per_page)
-        engine_id = f"store {group.name} pages"
-        workers, offsets, num_pages = place(parts, engine_id, self._address, self._buffer_bytes)
-        return PagePlan(plan_writes(own, workers), parts, offsets, num_pages)
+        workers, offsets, num_pages = self._place(parts, f"store {group.name} pages")
+        plan = plan_writes(own, workers)
+        return PagePlan(plan, parts, offsets, num_pages, parts[0].num_tokens)
+
+    def _place(
+        self, parts: Sequence[StoredPart], engine_id: str
+    ) -> tuple[list[Worker], tuple[int, ...], int]:
+        """Place parts of equally many positions in the buffer, as :func:`place` does."""
+        # the ends of pages are no positions in a row
+        is_end = parts[0].num_tokens not in (None, self.tokens_per_page)
+        most_pages = 1 if is_end else POSITION_END
+        return place(parts, engine_id, self._address, self._buffer_bytes, most_pages)

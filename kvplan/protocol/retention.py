@@ -52,8 +52,8 @@ def check_kept(plan: TransferPlan) -> None:
 
     Raises ``GROUP``.
     """
-    needed = _windows(plan.local)
-    kept = {remote.key: _windows(remote) for remote in plan.remotes}
+    needed = windows_kept(plan.local)
+    kept = {remote.key: windows_kept(remote) for remote in plan.remotes}
     one_more = {
         remote.key: _has_whole_prompts(remote) and not _has_whole_prompts(plan.local)
         for remote in plan.remotes
@@ -91,8 +91,11 @@ def _positions(window: int | None) -> str:
     return "all positions" if window is None else f"the last {window} positions"
 
 
-def _windows(worker: Worker) -> dict[str, int]:
-    """Return the windows of a worker's groups. A peer's are data: what is none is left out."""
+def windows_kept(worker: Worker) -> dict[str, int]:
+    """Return the positions that a worker's groups keep before the next one, of those with a window.
+
+    A peer's are data: what is no number is left out.
+    """
     windows: Any = json.loads(worker.extensions).get(WINDOWS)
     if not isinstance(windows, dict):
         return {}

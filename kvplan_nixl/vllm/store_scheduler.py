@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from secrets import token_hex
 from typing import Final
 
@@ -26,7 +25,7 @@ from kvplan_nixl.identity import Identity
 from kvplan_nixl.serving.store import Attended, Chain, open_backend
 from kvplan_nixl.serving.store.eviction import evict_beside
 from kvplan_nixl.settings import StoreSettings
-from kvplan_nixl.vllm.description import first_attended, frees_blocks
+from kvplan_nixl.vllm.description import frees_blocks
 from kvplan_nixl.vllm.engine_state import OUTDATED, AdapterChanges, EngineState
 from kvplan_nixl.vllm.requests import params_of
 from kvplan_nixl.vllm.store_searches import StoreSearches
@@ -111,12 +110,7 @@ class StoreScheduler:
         self._loads = config.kv_transfer_config.is_kv_consumer
         self._tables = BlockTables(config, cache)
         groups = self._tables.groups
-        # a block of a window is loaded whole, since vLLM may share it as a whole
-        self._attended: dict[str, Attended] = {
-            name: partial(self._first_needed, name)
-            for name, group in groups.items()
-            if name not in self._tables.states and frees_blocks(group)
-        }
+        self._attended: dict[str, Attended] = self._tables.first_loaded
         self._frees_blocks = any(frees_blocks(group) for group in groups.values())
         self._backend = open_backend(settings.folder)
         # one process of an engine does so, and any number of engines
@@ -146,11 +140,6 @@ class StoreScheduler:
             self._eviction.close()
         if self._searches is not None:
             self._searches.close()
-
-    def _first_needed(self, group: str, position: int) -> int:
-        """Return the start of the first block to which the token at a position attends."""
-        first = first_attended(self._tables.groups[group], position)
-        return first - first % self._tables.block_sizes[group]
 
     def _chain(self, request: Request, num_tokens: int) -> Chain | None:
         """Return the keys of a request's first positions, ``None`` if tokens do not say them."""

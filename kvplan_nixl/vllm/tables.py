@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Any, Final
@@ -50,6 +50,23 @@ class BlockTables:
             attended = partial(first_attended, group) if frees_blocks(group) else None
             self.cache_groups[name] = CacheGroup(size, attended)
         self._managers: Sequence[SingleTypeKVCacheManager] = ()
+
+    @property
+    def first_loaded(self) -> dict[str, Callable[[int], int]]:
+        """The first position of a group with a window that is loaded for a prefix of any length.
+
+        It is where a block begins: vLLM may share blocks, and only as a whole.
+        """
+
+        def first(group: Any, size: int, position: int) -> int:
+            attended = first_attended(group, position)
+            return attended - attended % size
+
+        return {
+            name: partial(first, self.groups[name], self.block_sizes[name])
+            for name in sorted(self.positioned)
+            if frees_blocks(self.groups[name])
+        }
 
     def set_managers(self, managers: Sequence[SingleTypeKVCacheManager]) -> None:
         """Take the managers of all cache groups, which register blocks in the prefix cache."""

@@ -17,10 +17,13 @@ import attrs
 import pytest
 
 from kvplan import plan_reads
+from kvplan.protocol.groups import first_listed
 from kvplan.protocol.read import request_of
+from kvplan.protocol.retention import keeping
+from kvplan_nixl.serving.store import MemoryBackend, StoreClient, find
 from tests.engines import specs
 from tests.engines.specs import allocated, engine_config, spec_of
-from tests.engines.test_specs import Engine, copy, described, managers_of, read_of, tables
+from tests.engines.test_specs import Engine, copy, described, description, managers_of, read_of, tables
 
 torch = pytest.importorskip("torch")
 ops = pytest.importorskip("vllm._custom_ops")
@@ -191,6 +194,76 @@ def test_kernels_go_on(stop: int) -> None:
         found = list(compute(rank, last))
         assert len(found) == len(expected)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+PAGE = 256
+
+
+@pytest.mark.parametrize("stop", [256, 512])
+def test_kernels_go_on_from_a_store(stop: int) -> None:
+    """An engine of two ranks and larger blocks loads a prefix whose request has ended where a page does.
+
+    Rows of 4 and 128 tokens are in pages as tokens are. What compressors still need is at the ends of pages: the last
+    8 and 128 positions before them, of which an engine keeps no others.
+    """
+    writer, alone = (Engine(name, specs.deepseek_v4) for name in ("writer", "alone"))
+    reader = Engine("reader", partial(specs.deepseek_v4, block=512, window_block=128), 2)
+    last = range(stop, stop + 140)
+    reference = rank_of(alone, blocks_of(alone.cache, 0, last.stop), 1)
+    list(compute(reference, range(stop)))
+    expected = list(compute(reference, last))
+    saving = rank_of(writer, blocks_of(writer.cache, 0, stop), 2)
+    list(compute(saving, range(stop)))
+    backend = MemoryBackend()
+    save(writer, saving, stop, backend)
+    received = tables.BlockTables(engine_config(), reader.cache)
+    ranks = [rank_of(reader, blocks_of(reader.cache, stop, last.stop), 10 + number) for number in range(2)]
+    clients = [client_of(reader, rank, number, backend) for number, rank in enumerate(ranks)]
+    assert find(clients, clients[0].chain(range(stop + 100))) == stop
+    for rank, loading in zip(ranks, clients, strict=True):
+        loading.load(loading.chain(range(stop)), held(received.of_ids(rank.ids), loading), loading.needs(0, stop))
+        found = list(compute(rank, last))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("stop", "found"), [(256, 256), (258, 256), (259, 0), (511, 0), (512, 512)])
+def test_a_prefix_is_found_where_a_request_has_ended(stop: int, found: int) -> None:
+    """A few tokens behind a page, vLLM has freed what a compressor had at its end."""
+    engine, backend = Engine("writer", specs.deepseek_v4), MemoryBackend()
+    rank = rank_of(engine, blocks_of(engine.cache, 0, stop), 2)
+    client = save(engine, rank, stop, backend)
+    assert client.find(client.chain(range(stop + 1))) == found
+
+
+def save(engine: Engine, rank: Rank, stop: int, backend: MemoryBackend) -> StoreClient:
+    """Save a request of some tokens that has ended, and return the client that has."""
+    client, groups = client_of(engine, rank, 0, backend), tables.BlockTables(engine_config(), rank.planned)
+    ids = held(groups.of_ids(without_skipped(rank.planned, rank.ids, stop)), client)
+    spans = {name: (first_listed(blocks, groups.block_sizes[name]), stop) for name, blocks in ids.items()}
+    client.save(client.chain(range(stop)), ids, spans)
+    return client
+
+
+def without_skipped(planned: Any, ids: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """The blocks of a request without those that vLLM may have freed after some tokens."""
+    kept = []
+    for manager, block_ids in zip(managers_of(planned, 0), ids, strict=True):
+        num_freed = manager.get_num_skipped_tokens(num_tokens) // manager.block_size
+        kept.append([*[0] * num_freed, *block_ids[num_freed:]])
+    return kept
+
+
+def held(ids: dict[str, Any], client: StoreClient) -> dict[str, Any]:
+    """The block tables of the groups that a worker has."""
+    return {group.name: ids[group.name] for group in client.groups}
+
+
+def client_of(engine: Engine, rank: Rank, number: int, backend: MemoryBackend) -> StoreClient:
+    """The client of a rank, as vLLM's connector to a store has it."""
+    worker = attrs.evolve(described(engine, rank.planned, rank.views, number), model="DeepSeek-V4")
+    attended = tables.BlockTables(engine_config(), rank.planned).first_loaded
+    worker = keeping(worker, description.windows_of(rank.planned))
+    return StoreClient(backend, worker, tokens_per_page=PAGE, attended=attended)
 
 
 def rank_of(engine: Engine, ids: list[list[int]], seed: int) -> Rank:

@@ -208,11 +208,16 @@ def test_scales_are_staged_counted_and_have_tails() -> None:
     assert tail == [local.regions[1].address + 8 * 16 + 8, 8, 0]
 
 
-def test_a_store_has_pages_of_tokens() -> None:
-    """LAYOUT: a page is a number of tokens, each with a value of its own."""
+def test_a_page_of_a_store_has_whole_values() -> None:
+    """Four scales of 16 tokens each, and their 64 tokens. LAYOUT: a value of tokens of two pages."""
     worker = attrs.evolve(quantized("p", 64, 16), model="m")
-    with pytest.raises(KVPlanError, match=r"^LAYOUT: cannot store pages of group 'scales': .* got one for 16 tokens$"):
-        parts_of(worker, 64)
+    by_unit = {part.group.tokens_per_slot: part for part in parts_of(worker, 64)}
+    assert {unit: (part.tokens_per_page, part.num_bytes) for unit, part in by_unit.items()} == {
+        1: (64, 64 * DIM),
+        16: (64, 4 * 4),
+    }
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: .* 'scales': expected tokens_per_page divided by 16, .* got 24$"):
+        parts_of(worker, 24)
 
 
 def test_other_tokens_per_slot_are_no_proof() -> None:

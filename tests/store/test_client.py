@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 
 from kvplan import Blocks, KVPlanError, Model
+from kvplan.protocol.retention import keeping
 from kvplan_nixl.serving.store import Chain, FileBackend, MemoryBackend, StoreClient, StoreReader, parts_of
 from tests.store.engines import PAGE, PROMPT, QWEN, EngineWithStore
 
@@ -131,6 +133,43 @@ def test_a_window_needs_its_last_positions_alone() -> None:
     assert (windowed.find(chain, stop=80), windowed.find(chain, stop=64)) == (80, 0)
     backend.delete(f"{chain.space}/{chain.keys[-1]}/{parts_of(cache.worker, PAGE)[0].name}")
     assert windowed.find(chain) == 80
+
+
+def test_a_window_of_less_than_a_page_is_the_end_of_a_page() -> None:
+    """An engine that keeps 7 positions before the next one stores the last 8 of pages of 16, where it has them."""
+    backend = MemoryBackend()
+    (cache,) = one_engine(backend).caches
+    worker = keeping(cache.worker, {"attn": 7})
+    client = StoreClient(backend, worker, tokens_per_page=PAGE)
+    chain = client.chain(PROMPT)
+    assert client.save(chain, BLOCKS, {"attn": (57, 96)}) == 2  # of the page up to 64 there are 7
+    assert client.save(chain, BLOCKS, {"attn": (40, 96)}) == 2  # and now 16 in one before
+    assert client.save(chain, BLOCKS, {"attn": (0, 96)}) == 2
+    whole, *_ = parts_of(cache.worker, PAGE)
+    part, *_ = parts_of(worker, PAGE)
+    assert (part.group.name, part.num_tokens, part.tokens_per_page) == ("window", 8, None)
+    assert 2 * part.num_bytes == whole.num_bytes
+
+    stored = [parts_of(keeping(cache.worker, {"attn": window}), PAGE)[0].num_tokens for window in (1, 2, 5, 8, 9, 99)]
+    assert stored == [1, 2, 8, 8, 16, 16]
+
+    def reader(window: int) -> EngineWithStore:
+        (empty,) = EngineWithStore.of(QWEN, backend).caches
+        attended = {"attn": lambda position: max(0, position - window)}
+        windowed = StoreClient(backend, empty.worker, tokens_per_page=PAGE, attended=attended)
+        return EngineWithStore((attrs.evolve(empty, client=windowed),))
+
+    assert [reader(window).find(PROMPT) for window in (7, 8, 9, 16)] == [96, 96, 0, 0]
+    # a prefix that ends inside of a page needs other positions
+    assert reader(8).find(PROMPT, step=8) == 0
+    loaded = reader(7)
+    ids = BLOCKS["attn"].ids.tolist()[2:3]
+    loaded.load(PROMPT, BLOCKS, 48)
+    after, before = (each.contents(ids) for each in (loaded.caches[0], cache))
+    for name in before:
+        rows, wanted = (np.frombuffer(each[name], np.uint16).reshape(4, PAGE, -1) for each in (after, before))
+        assert not rows[:, :9].any()
+        assert (rows[:, 9:] == wanted[:, 9:]).all()
 
 
 def test_states_are_found_where_they_were_kept() -> None:

@@ -28,7 +28,7 @@ from kvplan import Blocks, Group, KVPlanError, TransferPlan, Worker
 from kvplan._checks import instance, integer, interval
 from kvplan.describe.blocks import POSITION_END, Range
 from kvplan.protocol.page_keys import PAGE_TOKENS, Chain
-from kvplan.protocol.page_parts import NAME_DIGITS, STATES, TOKENS, StoredPart
+from kvplan.protocol.page_parts import NAME_DIGITS, StoredPart
 from kvplan.protocol.page_reads import NO_WINDOWS, PagePlan
 from kvplan.protocol.pages import PageHeader, check_size, check_stop, pack
 from kvplan.protocol.prefix_search import Attended
@@ -131,18 +131,22 @@ class StoreClient(StoreReader):
     def _whole_pages(self, group: Group, positions: Range) -> range:
         # a state after part of a page has no key, nor have positions of a part
         start, stop = positions
-        size = self.tokens_per_page
-        if group.tokens_per_block is None:
+        size, num_last = self.tokens_per_page, self._writes[group.name].num_tokens
+        if num_last is None:
             return self.pages(group, positions) if stop and stop % size == 0 else range(0)
-        return range(-(-start // size), stop // size)
+        return range(-(-(start + num_last) // size) - 1, stop // size)
 
     def _save(self, chain: Chain, group: Group, table: Blocks, pages: range) -> int:
         page_plan = self._writes[group.name]
         listings: Listings = {}
         num_saved = 0
-        missing = [page for page in pages if self.plan_of(chain, page, group, listings) is None]
+        num_last = page_plan.num_tokens or 0
+        missing = [
+            page for page in pages if self.plan_of(chain, page, group, listings, num_last) is None
+        ]
         for run in _rows(missing, page_plan.num_pages):
-            span = (run.start * self.tokens_per_page, run.stop * self.tokens_per_page)
+            size = self.tokens_per_page
+            span = ((run.start + 1) * size - num_last, run.stop * size)
             self._move(page_plan, group, table, run, span)
             files = self._files(chain, page_plan, run)
             outcomes = in_parallel(self._write_file, files, self._files_at_once)
@@ -194,14 +198,15 @@ class StoreClient(StoreReader):
         if plan not in self._prepared:
             self._mover.prepare(plan)
             self._prepared.add(plan)
-        name = TOKENS
-        first = pages.start
-        span = positions
-        if group.tokens_per_block is None:
+        name = page_plan.parts[0].group.name
+        if page_plan.num_tokens is None:
             # a state has the ordinal that the table gives it
-            name = STATES
             first = table.first
             span = (first, first + 1)
+        else:
+            # parts are blocks of their positions, of which the last one of each page is there
+            first = (pages.start + 1) * self.tokens_per_page // page_plan.num_tokens - 1
+            span = positions
         slots = Blocks(range(len(pages)), first)
         specs = plan.bind(
             local={group.name: table}, remote={name: slots}, tokens={group.name: span}
@@ -245,7 +250,10 @@ class StoreClient(StoreReader):
         listings: Listings = {}
         size = self.tokens_per_page
         pages = self.pages(group, positions)
-        plans = [self.plan_of(chain, page, group, listings) for page in pages]
+        plans = [
+            self.plan_of(chain, page, group, listings, self._num_last(page, positions))
+            for page in pages
+        ]
         start = 0
         while start < len(pages):
             page_plan = plans[start]
@@ -268,6 +276,13 @@ class StoreClient(StoreReader):
             high = min(positions[1], run.stop * size)
             yield page_plan, run, (low, high)
             start = stop
+
+    def _num_last(self, page: int, positions: Range) -> int:
+        """Return how many positions at the end of a page contain those of a range in it."""
+        size = self.tokens_per_page
+        start, stop = positions
+        page_stop = (page + 1) * size
+        return size if stop < page_stop else min(page_stop - start, size)
 
     def _read_file(self, file: _FileMemory) -> None:
         """Read a file into the buffer, rules store.L1 and store.L2."""

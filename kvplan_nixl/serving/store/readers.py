@@ -61,7 +61,7 @@ class StoreReader(PageReads):
         self.backend: Backend = backend
         self.num_steps: int = 0
         self._parts: dict[str, StoredPart | None] = {}
-        self._plans: dict[tuple[str, frozenset[str]], PagePlan | None] = {}
+        self._plans: dict[tuple[str, frozenset[str], int], PagePlan | None] = {}
 
     def abandon(self) -> None:
         """Do nothing: a search moves nothing."""
@@ -72,19 +72,36 @@ class StoreReader(PageReads):
         """Return the longest prefix that can be read, as :func:`find` does for all workers."""
         return find([self], chain, start=start, stop=stop, step=step)
 
-    def plan_of(self, chain: Chain, page: int, group: Group, listings: Listings) -> PagePlan | None:
-        """Return the plan of the reads of a group from a page, ``None`` if that lacks something."""
+    def plan_of(
+        self,
+        chain: Chain,
+        page: int,
+        group: Group,
+        listings: Listings,
+        num_last: int = POSITION_END,
+    ) -> PagePlan | None:
+        """Return the plan of the reads of a group from a page, ``None`` if that lacks something.
+
+        Of the page its last ``num_last`` positions are needed.
+        """
         instance(Group, group, "group")
+        size = self.tokens_per_page
+        num_last = min(integer(num_last, "num_last", high=POSITION_END + 1), size)
         names_there = self.names_of(chain, page, listings)
         key = chain.keys[page]
         self.num_steps += 1
         # pages of one writer have the same parts, and so the same plan
         names = frozenset(name for name in names_there if self._part(chain, key, name))
-        question = (group.name, names)
-        if question not in self._plans:
-            parts = [part for name in sorted(names) if (part := self._parts[name]) is not None]
-            self._plans[question] = self._plan(group, parts)
-        return self._plans[question]
+        # a plan for whole pages serves their ends too
+        for needed in {size: None, num_last: None}:
+            question = (group.name, names, needed)
+            if question not in self._plans:
+                parts = [part for name in sorted(names) if (part := self._parts[name]) is not None]
+                self._plans[question] = self._plan(group, parts, needed)
+            plan = self._plans[question]
+            if plan is not None:
+                return plan
+        return None
 
     def names_of(self, chain: Chain, page: int, listings: Listings) -> frozenset[str]:
         """Return the names of the parts of a page, which ``listings`` has from then on."""
@@ -140,10 +157,18 @@ class _EngineSearch:
     the workers are asked once for each set of names, and not for each page.
     """
 
-    def __init__(self, readers: Sequence[StoreReader], chain: Chain, until_s: float | None) -> None:
+    def __init__(
+        self,
+        readers: Sequence[StoreReader],
+        chain: Chain,
+        until_s: float | None,
+        *,
+        ends_with_page: bool,
+    ) -> None:
         self._readers = readers
         self._chain = chain
         self._until_s = until_s
+        self._ends_with_page = ends_with_page
         self._groups: dict[tuple[bool, Attended | None], list[tuple[StoreReader, Group]]] = {}
         for reader in readers:
             for group in reader.groups:
@@ -156,7 +181,7 @@ class _EngineSearch:
             for number, kind in enumerate(self._groups)
         ]
         self._listings: Listings = {}
-        self._of_names: dict[frozenset[str], tuple[bool, ...]] = {}
+        self._of_names: dict[tuple[frozenset[str], tuple[int, ...]], tuple[bool, ...]] = {}
         self._of_page: dict[int, tuple[bool, ...]] = {}
 
     def _serves(self, number: int, page: int) -> bool:
@@ -172,19 +197,26 @@ class _EngineSearch:
         first = self._readers[0]
         names = first.names_of(self._chain, page, self._listings)
         first.num_steps += 1
-        served = self._of_names.get(names)
+        needed = tuple(self._last_needed(groups, page) for groups in self._groups.values())
+        served = self._of_names.get((names, needed))
         if served is None:
             served = tuple(
                 all(
-                    reader.plan_of(self._chain, page, group, self._listings) is not None
+                    reader.plan_of(self._chain, page, group, self._listings, num_last) is not None
                     for reader, group in groups
                 )
-                for groups in self._groups.values()
+                for groups, num_last in zip(self._groups.values(), needed, strict=True)
             )
             # a damaged file is of this page alone
             if all(reader.knows(names) for reader in self._readers):
-                self._of_names[names] = served
+                self._of_names[names, needed] = served
         return served
+
+    def _last_needed(self, groups: Sequence[tuple[StoreReader, Group]], page: int) -> int:
+        """Return how many positions at the end of a page groups of a kind need."""
+        if not self._ends_with_page:
+            return self._chain.tokens_per_page
+        return max(reader.last_needed(group, page) for reader, group in groups)
 
 
 def find(
@@ -214,5 +246,6 @@ def find(
         seconds(until_s, "until_s")
     if end <= first or not searchers:
         return max(end, first)
-    search = _EngineSearch(searchers, chain, until_s)
+    ends_with_page = stride % size == 0
+    search = _EngineSearch(searchers, chain, until_s, ends_with_page=ends_with_page)
     return longest_prefix(search.needs, size, first, end, stride)
