@@ -13,6 +13,8 @@ from kvplan.testing.simulation.leases import LeaseConnector
 from tests.simulation.faults import (
     DIGEST_FAULTS,
     FAULTS,
+    FEATURE_FAULTS,
+    FEATURE_ROOM_FAULTS,
     HYBRID_FAULTS,
     HYBRID_SGLANG_FAULTS,
     HYBRID_VLLM_FAULTS,
@@ -44,6 +46,8 @@ def main(num_seeds: int = 100, part: str = "") -> None:
     planted += [(Simulation(LeaseConnector, resend_s=RESEND_S), fault) for fault in SENT_AGAIN_FAULTS]
     planted += [(vllm_room_fleets(RESEND_S), fault) for fault in SENT_AGAIN_ROOM_FAULTS]
     planted += [(sglang_fleets(RESEND_S), fault) for fault in SENT_AGAIN_SGLANG_FAULTS]
+    planted += [(Simulation(LeaseConnector), fault) for fault in FEATURE_FAULTS]
+    planted += [(vllm_room_fleets(), fault) for fault in FEATURE_ROOM_FAULTS]
     for simulation, fault in planted:
         if part not in fault.name:
             continue

@@ -33,8 +33,9 @@ from kvplan.protocol.exporter import Exporter
 from kvplan.protocol.importer import Importer
 from kvplan.protocol.lease_check import LeaseCheck
 from kvplan.staging import Pipeline
-from kvplan.testing.simulation import MODELS, Scenario, Stages, engine, fabric
+from kvplan.testing.simulation import MODELS, Feature, Scenario, Stages, engine, fabric, leases
 from kvplan.testing.simulation.catalog import NO_STAGES
+from kvplan.testing.simulation.features import NO_FEATURES
 from kvplan.testing.simulation.leases import LeaseConnector
 from tests.simulation.sglang_connector import BOOTSTRAP, DECODE, MANAGER, PREFILL
 from tests.simulation.vllm_connector import DESCRIPTION, SCHEDULER, TABLES, WORKER
@@ -44,7 +45,7 @@ from tests.simulation.vllm_connector import DESCRIPTION, SCHEDULER, TABLES, WORK
 class Fault:
     """A change of a function: ``old`` text becomes ``new``.
 
-    ``model`` names that of the fleets that show it, and ``stages`` are those of their prefill.
+    ``model`` names that of the fleets that show it, ``stages`` are those of their prefill, and ``features`` theirs.
     """
 
     name: str
@@ -56,11 +57,12 @@ class Fault:
     rule: str = ""
     model: str = "attention"
     stages: Stages = NO_STAGES
+    features: Feature = NO_FEATURES
 
     @property
     def scenario(self) -> Scenario:
         """The first scenario that shows the fault."""
-        return Scenario.of(self.seed, MODELS[self.model], self.stages)
+        return Scenario.of(self.seed, MODELS[self.model], self.stages, features=self.features)
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -120,7 +122,7 @@ FAULTS = [
     Fault("a block is cached that was read in part", Importer, "_read", "tokens=tokens,\n        to_block_end=to_block_end", "tokens={name: (start, stop - 1) for name, (start, stop) in tokens.items()},\n        to_block_end=False", seed=0, rule="OWN"),
     Fault("a request is received when one worker has read it", LeaseConnector, "step", "if not self._unreported[result.request]:\n                del self._unreported[result.request]", "if self._unreported[result.request] == len(self._reads) - 1:\n                pass", seed=0, rule="GIVEN"),
     Fault("a request that failed is freed at once", engine.Engine, "_end", "is_landing = request.phase is Phase.READING", "is_landing = False", seed=0, rule="REPORT"),
-    Fault("a block is cached before it is received", engine.Engine, "_give_blocks", "request.phase = Phase.READING", "request.phase = Phase.READING; request.num_computed += num_read; self._register(request, 0); request.num_computed -= num_read", seed=8, rule="OWN"),
+    Fault("a block is cached before it is received", engine.Engine, "_give_blocks", "request.phase = Phase.READING", "request.phase = Phase.READING; request.num_computed += num_read; self._register(request, 0, request.num_computed); request.num_computed -= num_read", seed=8, rule="OWN"),
     # Executors
     Fault("bytes land after an error was reported", fabric.VirtualExecutor, "poll", "flight.num_parts == 0", "(flight.num_parts == 0 or flight.error is not None)", seed=174, rule="GIVEN"),
 ]  # fmt: skip
@@ -152,6 +154,7 @@ VLLM_ROOM_FAULTS = [
     Fault("the whole has a lease of its own", Exporter, "finish", "if not export.lease:", "if True:", seed=0, rule="CLAIM"),
     Fault("a request is reported while a part is read", read_parts.ReadParts, "poll", "parted.has_last and not parted.is_under_way", "parted.has_last", seed=0, rule="OWN"),
     Fault("the error of a part is forgotten", read_parts.ReadParts, "poll", "parted.error = parted.error or result.error", "parted.error = result.error"),
+    Fault("what is lost is finished", Exporter, "finish", "export.state is LOST or is_over", "is_over", seed=0, rule="CRASH"),
 ]  # fmt: skip
 
 HYBRID_FAULTS = [
@@ -253,4 +256,20 @@ STAGE_FAULTS = [
     Fault("stages with leases of two attempts are merged", BOOTSTRAP.BootstrapServer, "_publish", "entries.get(stage, entry).lease != lease", "False", stages=TWO_STAGES),
     Fault("the lease of the first stage alone is compared", room_contents.Published, "of_entry", "(handoff.lease, *entry.get(\"leases\", ()))", "(handoff.lease,)", stages=TWO_STAGES),
     Fault("a group of a stage keeps its window from the first page", Handoff, "first_kept", "group in self.blocks", "True", seed=1, rule="AGAIN", model="windows", stages=TWO_STAGES),
+]  # fmt: skip
+
+BURSTS, PREEMPTION, ASYNC_STEPS = Feature.BURSTS, Feature.PREEMPTION, Feature.ASYNC_STEPS
+FEATURE_FAULTS = [
+    Fault("a digest is of the first token alone", leases, "prompt_digest", "ids.astype", "ids[:1].astype", seed=2, rule="OWN", features=Feature.NEAR_PROMPTS),
+    Fault("a digest leaves out the first token", leases, "prompt_digest", "ids.astype", "ids[1:].astype", seed=1, rule="OWN", features=Feature.NEAR_PROMPTS),
+    Fault("a request waits though its transfer has failed", reads.Reads, "late", "job.held_error or job.lease_check.error", "job.lease_check.error", seed=0, rule="END", features=Feature.HELD_TRANSFERS),
+]  # fmt: skip
+FEATURE_ROOM_FAULTS = [
+    Fault("the lease of a preempted request stands", Scheduler, "publish", "self._withdraw(self._exporter.revoke(name))", "pass", seed=4, rule="OWN", features=BURSTS | PREEMPTION),
+    Fault("a revoked lease stands", Exporter, "revoke", "is_claimed = self.leases.revoke(export.lease)", "is_claimed = True", seed=0, rule="GROW", features=BURSTS | PREEMPTION),
+    Fault("the entry of a preempted request stays", Exporter, "revoke", "return withdrawn", "return None", seed=0, rule="GROW", features=BURSTS | PREEMPTION),
+    Fault("a preempted request whose reader has a part is published again", Exporter, "revoke", "ExportEvent.LOSE if is_claimed else ExportEvent.REVOKE", "ExportEvent.REVOKE", seed=4, rule="AGAIN", features=BURSTS | PREEMPTION),
+    Fault("what a step under way writes is published", Scheduler, "_publish_part", "num_tokens = request.num_computed_tokens - request.num_in_flight_tokens", "num_tokens = request.num_computed_tokens", seed=0, rule="OWN", features=ASYNC_STEPS),
+    Fault("a prefix that another request computes is published", Exporter, "publish", "num_tokens <= export.num_found or ", "", seed=11, rule="OWN", features=BURSTS | ASYNC_STEPS | Feature.NEAR_PROMPTS),
+    Fault("a request begins after no prefix", Scheduler, "publish", "self._exporter.begin(name, request.num_computed_tokens)", "pass", seed=11, rule="OWN", features=BURSTS | ASYNC_STEPS | Feature.NEAR_PROMPTS),
 ]  # fmt: skip

@@ -374,7 +374,7 @@ class SglangConnector:
 
     def _send_chunk(self, served: Served) -> None:
         """Send the full pages that are computed since the last chunk."""
-        num_full = served.request.num_computed // self._page_size
+        num_full = served.request.num_settled // self._page_size
         self._send(served, num_full, num_full * self._page_size, is_last=False)
 
     def _lend(self, served: Served) -> None:

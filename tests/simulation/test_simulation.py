@@ -16,6 +16,7 @@ import pytest
 from kvplan.testing.simulation import (
     MODELS,
     Connector,
+    Feature,
     LeaseConnector,
     Scenario,
     Simulation,
@@ -29,6 +30,8 @@ from tests.pages import ROOT
 from tests.simulation.faults import (
     DIGEST_FAULTS,
     FAULTS,
+    FEATURE_FAULTS,
+    FEATURE_ROOM_FAULTS,
     HYBRID_FAULTS,
     HYBRID_SGLANG_FAULTS,
     HYBRID_VLLM_FAULTS,
@@ -57,6 +60,7 @@ NUM_STAGE_SEEDS = 8
 NUM_STAGED_SEEDS = 20
 NUM_SENT_AGAIN_SEEDS = 8
 NUM_VERIFIED_SEEDS = 3
+NUM_SWARM_SEEDS = 12
 FOUND = [fault for fault in FAULTS if fault.rule]
 SGLANG_FOUND = [fault for fault in (*SGLANG_FAULTS, *HYBRID_SGLANG_FAULTS, *STAGE_FAULTS) if fault.rule]
 ROOM_FOUND = [fault for fault in VLLM_ROOM_FAULTS if fault.rule]
@@ -214,6 +218,63 @@ def test_requests_that_prefill_did_not_compute_may_come_again(fleets: str) -> No
         test_a_planted_fault_is_found(simulation, fault)
 
 
+SWARMS = {
+    "leases": lambda: Simulation(LeaseConnector),
+    "vLLM's": lambda: Simulation(VllmConnector),
+    "vLLM's rooms": lambda: vllm_room_fleets(RESEND_S),
+    "SGLang's": sglang_fleets,
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("fleets", SWARMS)
+def test_all_rules_hold_in_a_swarm(fleets: str, model: str) -> None:
+    """Each fleet has a few features; SGLang's engines preempt no request that they compute for others."""
+    simulation = SWARMS[fleets]()
+    ends = Counter[str]()
+    for seed in range(NUM_SWARM_SEEDS):
+        features = Feature.of(seed) & (~Feature.PREEMPTION if fleets == "SGLang's" else ~Feature(0))
+        outcome = simulation.run(Scenario.of(seed, MODELS[model], features=features))
+        assert outcome.rule == "", str(outcome)
+        ends.update(outcome.ends)
+    assert ends["right"] > ends.total() / 2
+
+
+def test_prefill_preempts_requests_only_with_that_feature(vllm_rooms: Simulation) -> None:
+    """Also requests of which decode reads parts."""
+
+    def num_preempted(features: Feature) -> int:
+        outcomes = [vllm_rooms.run(Scenario.of(seed, features=features)) for seed in range(5)]
+        lines = [line for outcome in outcomes for line in outcome.trace]
+        return sum("prefill" in line and "is preempted" in line for line in lines)
+
+    assert num_preempted(Feature.BURSTS) == 0
+    assert num_preempted(Feature.BURSTS | Feature.PREEMPTION) > 5
+
+
+def test_features_that_a_failure_does_not_need_are_left_out(vllm_rooms: Simulation) -> None:
+    """A scenario without features is the same as if there were none."""
+    (fault,) = (fault for fault in FEATURE_ROOM_FAULTS if fault.name == "what a step under way writes is published")
+    assert Scenario.of(fault.seed, features=Feature(0)) == Scenario.of(fault.seed)
+    with fault.planted():
+        outcome = vllm_rooms.run(Scenario.of(fault.seed, features=fault.features | Feature.HELD_TRANSFERS))
+        assert shrink(vllm_rooms, outcome).scenario.features == fault.features
+
+
+@pytest.mark.parametrize("fault", FEATURE_FAULTS, ids=[fault.name for fault in FEATURE_FAULTS])
+def test_a_fault_of_a_feature_is_found(simulation: Simulation, fault: Fault) -> None:
+    """And not in the same fleet without it."""
+    test_a_planted_fault_is_found(simulation, fault)
+    with fault.planted():
+        assert simulation.run(Scenario.of(fault.seed)).rule == ""
+
+
+@pytest.mark.parametrize("fault", FEATURE_ROOM_FAULTS, ids=[fault.name for fault in FEATURE_ROOM_FAULTS])
+def test_a_fault_of_a_feature_is_found_in_vllm_s_rooms(vllm_rooms: Simulation, fault: Fault) -> None:
+    """As one of leases alone."""
+    test_a_fault_of_a_feature_is_found(vllm_rooms, fault)
+
+
 @pytest.fixture(scope="module")
 def staged() -> Simulation:
     return Simulation(StagedConnector)
@@ -260,8 +321,9 @@ def test_a_seed_of_sglang_s_is_one_run(sglang: Simulation) -> None:
 
 def test_a_seed_is_one_run(simulation: Simulation) -> None:
     """Again in the same process, and in others, where strings have other hashes."""
-    trace = "\n".join(simulation.run(Scenario.of(3)).trace)
-    assert "\n".join(simulation.run(Scenario.of(3)).trace) == trace
+    scenario = Scenario.of(3, features=Feature.of(3))
+    trace = "\n".join(simulation.run(scenario).trace)
+    assert "\n".join(simulation.run(scenario).trace) == trace
     command = [sys.executable, "-m", "kvplan.testing.simulation", "--seed", "3"]
     for hash_seed in "12":
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
@@ -313,10 +375,10 @@ def test_the_command_runs_seeds(capsys: pytest.CaptureFixture[str]) -> None:
     """One with its trace, or several; one that breaks a rule is shrunk, and the status is 1."""
     assert main(["--seed", "1"]) == 0
     assert "seed 1: all rules hold" in capsys.readouterr().out
-    assert main(["--seeds", "2", "--model", "windows", "--stages", "2", "--decode-stages", "2"]) == 0
+    assert main(["--plain", "--seeds", "2", "--model", "windows", "--stages", "2", "--decode-stages", "2"]) == 0
     assert capsys.readouterr().out == "2 seeds: all rules hold\n"
     with STALE.planted():
-        assert main(["--seed", f"{STALE.seed}", "--seeds", "5"]) == 1
+        assert main(["--seed", f"{STALE.seed}", "--seeds", "5", "--plain"]) == 1
     printed = capsys.readouterr().out
     assert "shrunk:" in printed
     assert printed.count("OWN: request-") == 3
@@ -327,7 +389,8 @@ def test_the_page_has_the_rules_and_seeds_of_faults() -> None:
     """Each row of its table is a fault as it is found here; what is in brackets says in which fleets."""
     leases = [*FAULTS, *HYBRID_FAULTS, *STAGING_FAULTS, *DIGEST_FAULTS]
     engines = [*VLLM_FAULTS, *HYBRID_VLLM_FAULTS, *SGLANG_FAULTS, *HYBRID_SGLANG_FAULTS, *STAGE_FAULTS]
-    again = [*SENT_AGAIN_FAULTS, *SENT_AGAIN_ROOM_FAULTS, *SENT_AGAIN_SGLANG_FAULTS]
+    features = [*FEATURE_FAULTS, *FEATURE_ROOM_FAULTS]
+    again = [*features, *SENT_AGAIN_FAULTS, *SENT_AGAIN_ROOM_FAULTS, *SENT_AGAIN_SGLANG_FAULTS]
     found = {fault.name: (fault.rule, fault.seed) for fault in (*leases, *engines, *again) if fault.rule}
     page = (ROOT / "docs" / "how-to" / "simulation.md").read_text()
     rows = re.findall(r"^\| ([^|]+?)(?: \([^|()]+\))? \| ([A-Z]+) \| (\d+) \|$", page, re.MULTILINE)

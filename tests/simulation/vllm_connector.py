@@ -151,7 +151,6 @@ class NamedReads(ReadParts):
 class SeenRequest:
     """A request as vLLM shows it, at any time."""
 
-    num_in_flight_tokens = 0
     cache_salt = None
     lora_request = None
     mm_features = ()
@@ -182,6 +181,11 @@ class SeenRequest:
     def num_computed_tokens(self) -> int:
         """The positions that are computed or read."""
         return self._request.num_computed
+
+    @property
+    def num_in_flight_tokens(self) -> int:
+        """Those of them that steps under way compute."""
+        return self._request.num_in_flight
 
     @property
     def status(self) -> RequestStatus:

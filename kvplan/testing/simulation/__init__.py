@@ -23,6 +23,7 @@ from kvplan.testing.simulation.engine import (
     Site,
     StepReport,
 )
+from kvplan.testing.simulation.features import Feature
 from kvplan.testing.simulation.fleet import FleetOutcome, Simulation
 from kvplan.testing.simulation.leases import LeaseConnector, Promises
 from kvplan.testing.simulation.scenario import Scenario
@@ -33,6 +34,7 @@ __all__ = [
     "BrokenRuleError",
     "Connector",
     "EngineRequest",
+    "Feature",
     "FleetOutcome",
     "GroupShape",
     "LeaseConnector",

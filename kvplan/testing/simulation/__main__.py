@@ -8,7 +8,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from kvplan.testing.simulation import MODELS, Scenario, Simulation, Stages, shrink
+from kvplan.testing.simulation import MODELS, Feature, Scenario, Simulation, Stages, shrink
+from kvplan.testing.simulation.features import NO_FEATURES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=MODELS, default="attention", help="what engines run")
     parser.add_argument("--stages", type=int, default=1, help="pipeline stages of prefill, 1 or 2")
     parser.add_argument("--decode-stages", type=int, default=1, help="those of decode")
+    parser.add_argument("--plain", action="store_true", help="fleets without features")
     parser.add_argument(
         "--connector",
         default="kvplan.testing.simulation:LeaseConnector",
@@ -35,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     simulation = Simulation(getattr(importlib.import_module(module), name))
     for seed in range(options.seed, options.seed + options.seeds):
         stages = Stages(options.stages), Stages(options.decode_stages)
-        scenario = Scenario.of(seed, MODELS[options.model], *stages)
+        features = NO_FEATURES if options.plain else Feature.of(seed)
+        scenario = Scenario.of(seed, MODELS[options.model], *stages, features)
         outcome = simulation.run(scenario)
         if outcome.error is not None:
             print(outcome, "\n\nshrunk:")

@@ -7,6 +7,8 @@ request is right if each byte that it attends to has the label of its own tokens
 from __future__ import annotations
 
 import enum
+import itertools
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
@@ -19,6 +21,7 @@ from kvplan.protocol import Connections, fetch
 from kvplan.protocol.digest_requests import fetch_digests
 from kvplan.testing.simulation.catalog import NULL_BLOCK, GroupShape
 from kvplan.testing.simulation.fabric import Fabric, Port, VirtualCopier, VirtualExecutor
+from kvplan.testing.simulation.features import Feature
 from kvplan.testing.simulation.memory import CellLabels, LabelledMemory, Numbers, prefix_labels
 from kvplan.testing.simulation.network import Host
 
@@ -61,7 +64,8 @@ class EngineRequest:
     where the request needs none any more. Of the blocks of a group that ``num_partial`` counts,
     some were read in part: nobody finds them in the prefix cache. With ``reads_windows`` the
     request reads all that it needs of windows and states: of the prefix cache it gets positions
-    before them.
+    before them. The last ``num_in_flight`` of the ``num_computed`` positions are those that steps
+    under way compute.
     """
 
     name: str
@@ -77,6 +81,9 @@ class EngineRequest:
     blocks: dict[str, list[int]] = attrs.field(factory=dict)
     num_partial: dict[str, int] = attrs.field(factory=dict)
     num_computed: int = 0
+    num_in_flight: int = 0
+    num_found: int = 0
+    was_preempted: bool = False
     is_aborted: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -94,6 +101,16 @@ class EngineRequest:
         return len(self.tokens) == self.num_prompt + self.num_answer
 
     @property
+    def num_settled(self) -> int:
+        """Return the positions that are computed by steps that have ended.
+
+        The ``num_found`` ones of the prefix cache are if one of its own steps has ended: another
+        request may compute them.
+        """
+        num_settled = self.num_computed - self.num_in_flight
+        return num_settled if num_settled > self.num_found else 0
+
+    @property
     def first_answer(self) -> int:
         """Return the first token of the answer."""
         return self._answer[0]
@@ -106,6 +123,18 @@ class EngineRequest:
     def add_token(self) -> None:
         """Generate the next token."""
         self.tokens.append(self._answer[len(self.tokens) - self.num_prompt])
+
+
+@attrs.frozen(eq=False)
+class _Chunk:
+    """Positions of a request that a step computes, maybe the last ones, and its blocks then."""
+
+    request: EngineRequest
+    start: int
+    stop: int
+    blocks: Tables
+    firsts: Mapping[str, int]
+    is_last: bool
 
 
 @attrs.frozen
@@ -256,8 +285,16 @@ class Engine:
         name_of: Callable[[int], str],
         tokens_per_step: int,
         step_s: float,
+        features: Feature,
     ) -> None:
         self._name_of = name_of
+        self._is_async = Feature.ASYNC_STEPS in features
+        self._is_preempted = Feature.PREEMPTION in features
+        self._is_ahead = self._is_async or self._is_preempted
+        # what is scheduled, the steps under way, and blocks that are free when one of them ends
+        self._chunks: list[_Chunk] = []
+        self._under_way: deque[list[_Chunk]] = deque()
+        self._deferred: deque[list[Tables]] = deque()
         self._tokens_per_step = tokens_per_step
         self._step_s = step_s
         self.host = host
@@ -280,6 +317,7 @@ class Engine:
         executors = [VirtualExecutor(fabric, port) for port in ports]
         copiers = [VirtualCopier(fabric, port) for port in ports]
         offers = [fabric.register(port) for port in ports]
+        self._executors = executors
         self.connector = make_connector(
             Site(host, workers, groups, executors, copiers, offers, fabric)
         )
@@ -290,8 +328,8 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the engine has no request and keeps no block."""
-        return not (self.requests or self._lent or self._landing)
+        """Return whether the engine has no request, keeps no block, and no step is under way."""
+        return not (self.requests or self._lent or self._landing or self._under_way)
 
     def add(self, request: EngineRequest) -> None:
         """Take a request."""
@@ -321,11 +359,18 @@ class Engine:
             self._is_stepping = True
             self.host.loop.at(self.host.thaws_at, self._step)
             return
+        # one step is under way while the next one is scheduled
+        if len(self._under_way) > 1 or (self._under_way and not self._under_way[-1]):
+            self._end_chunks()
         self._take_messages()
+        # as vLLM does: preempted requests are known before their blocks are written
+        if self._is_ahead:
+            self._schedule()
         has_admitted = self._admit()
         report = self.connector.step()
         has_news = self._take(report)
-        has_computed = self._compute()
+        self._check_held()
+        has_computed = self._begin_chunks() if self._is_ahead else self._compute()
         # an engine that waits looks less and less often
         is_busy = has_admitted or has_news or has_computed
         draw = self.host.random.random()
@@ -358,6 +403,8 @@ class Engine:
             if not self._give_blocks(request, num_cached, cached, num_read):
                 break
             has_admitted = True
+            if self._is_ahead and not num_read:
+                self._schedule_one(request)
         return has_admitted
 
     def _cached_prefix(self, request: EngineRequest) -> tuple[int, Tables]:
@@ -393,6 +440,9 @@ class Engine:
         What a window or a state passes gets blocks when it is computed.
         """
         num_tokens = num_cached + num_read if num_read else len(request.tokens)
+        # one that was preempted waits until there are blocks for all of it
+        if self._is_preempted and not num_read and not request.was_preempted:
+            num_tokens = min(num_tokens, num_cached + self._tokens_per_step)
         firsts = {
             group.name: group.first_needed(num_tokens)
             for group in self._groups
@@ -407,6 +457,7 @@ class Engine:
         request.blocks = cached
         request.num_partial = {}
         request.num_computed = num_cached
+        request.num_found = num_cached if self._is_ahead else 0
         if num_read:
             request.phase = Phase.READING
             request.reads_windows = False
@@ -455,7 +506,7 @@ class Engine:
                 raise BrokenRuleError("REPORT", f"{name} is received, which is not read")
             request.phase = Phase.RUNNING
             self._trace(self.host.name, f"{name} is received")
-            self._register(request, 0)
+            self._register(request, 0, request.num_computed)
         for name in report.released:
             if name not in self._lent:
                 raise BrokenRuleError("REPORT", f"{name} is released, which is not lent")
@@ -476,17 +527,76 @@ class Engine:
         return has_computed
 
     def _compute_one(self, request: EngineRequest) -> None:
+        chunk = self._chunk_of(request)
+        if chunk is None:
+            return
+        self._write(chunk)
+        request.num_computed = chunk.stop
+        self._register(request, chunk.start, chunk.stop)
+        self._end_chunk(chunk)
+
+    def _schedule(self) -> None:
+        """Choose what this step computes of each request that runs, and give it blocks."""
+        for request in [*self.requests.values()]:
+            if request.phase is Phase.RUNNING:
+                self._schedule_one(request)
+
+    def _schedule_one(self, request: EngineRequest) -> None:
+        # the next token is not known while the last one is under way
+        under_way = itertools.chain.from_iterable(self._under_way)
+        if any(each.request is request and each.is_last for each in under_way):
+            return
+        chunk = self._chunk_of(request)
+        if chunk is not None:
+            self._chunks.append(chunk)
+            # as in vLLM: whoever comes in this step computes after it
+            self._register(request, chunk.start, chunk.stop)
+
+    def _begin_chunks(self) -> bool:
+        """Begin a step with what was scheduled, and end it unless steps are asynchronous."""
+        chunks, self._chunks = self._chunks, []
+        for chunk in chunks:
+            chunk.request.num_computed = chunk.stop
+            chunk.request.num_in_flight += chunk.stop - chunk.start
+        self._under_way.append(chunks)
+        self._deferred.append([])
+        if not self._is_async:
+            self._end_chunks()
+        return bool(chunks)
+
+    def _end_chunks(self) -> None:
+        """End the oldest step under way."""
+        chunks = self._under_way.popleft()
+        for chunk in chunks:
+            self._write(chunk)
+            chunk.request.num_in_flight -= chunk.stop - chunk.start
+        for tables in self._deferred.popleft():
+            self._free(tables)
+        for chunk in chunks:
+            # one that was preempted or aborted meanwhile has other blocks, or none
+            if chunk.request.phase is Phase.RUNNING and chunk.request.blocks is chunk.blocks:
+                self._end_chunk(chunk)
+
+    def _chunk_of(self, request: EngineRequest) -> _Chunk | None:
+        """Give a request blocks for its next positions, or preempt requests, maybe this one."""
         start = request.num_computed
         stop = min(len(request.tokens), start + self._tokens_per_step)
         # the answer needs further blocks
         firsts = {group.name: group.first_written(start, stop) for group in self._groups}
         while not self._extend(request.blocks, firsts, stop):
-            if self._preempt() is request:
-                return
+            # blocks are free when the step under way has ended
+            if any(self._deferred) or self._preempt(request) is request:
+                return None
+        is_last = stop == len(request.tokens)
+        return _Chunk(request, start, stop, request.blocks, firsts, is_last)
+
+    def _write(self, chunk: _Chunk) -> None:
+        """Compute positions, and check what they attend to."""
+        request, start, stop, blocks = chunk.request, chunk.start, chunk.stop, chunk.blocks
         # all that the next position needs is attended to, in each worker
         for memory in self._memories:
             for group in self._groups:
-                table = request.blocks[group.name]
+                table = blocks[group.name]
                 first = group.first_needed(start)
                 wrong = memory.wrong_position(group.name, table, request.labels, first, start)
                 if wrong is not None:
@@ -497,22 +607,24 @@ class Engine:
                         f"{request.name} attends to position {position} in block {block} of "
                         f"{self.host.name}, which has {self._name_of(label)}",
                     )
-                memory.write(group.name, table, request.labels, firsts[group.name], stop)
-        request.num_computed = stop
-        self._register(request, start)
+                memory.write(group.name, table, request.labels, chunk.firsts[group.name], stop)
+
+    def _end_chunk(self, chunk: _Chunk) -> None:
+        """Free what a request has passed, and generate its next token or end it."""
+        request = chunk.request
         self._free_passed(request)
-        if stop == len(request.tokens):
+        if chunk.is_last:
             request.add_token()
             if request.is_complete:
                 self._end(request, None, is_wanted=True)
 
-    def _register(self, request: EngineRequest, start: int) -> None:
+    def _register(self, request: EngineRequest, start: int, stop: int) -> None:
         """Let others find the full blocks of a request."""
         size = self._tokens_per_block
         for group in self._groups:
-            first = group.first_written(start, request.num_computed) // size
+            first = group.first_written(start, stop) // size
             first = max(first, request.num_partial.get(group.name, 0))
-            for ordinal in range(first, request.num_computed // size):
+            for ordinal in range(first, stop // size):
                 block = request.blocks[group.name][ordinal]
                 if block != NULL_BLOCK:
                     block_hash = int(request.labels[(ordinal + 1) * size - 1])
@@ -522,20 +634,36 @@ class Engine:
         """Free the blocks that windows and states have passed."""
         for group in self._groups:
             table = request.blocks[group.name]
-            num_passed = group.first_needed(request.num_computed) // self._tokens_per_block
+            num_passed = group.first_needed(request.num_settled) // self._tokens_per_block
             self._free({group.name: table[:num_passed]})
             table[:num_passed] = [NULL_BLOCK] * num_passed
 
-    def _preempt(self) -> EngineRequest:
-        """Take the blocks of the request that runs and came last, which begins again."""
-        running = [request for request in self.requests.values() if request.phase is Phase.RUNNING]
-        request = running[-1]
+    def _preempt(self, needy: EngineRequest) -> EngineRequest:
+        """Take the blocks of the request that runs and came last, which begins again.
+
+        That is the one that needs blocks if all others that run are in this step.
+        """
+        scheduled = {chunk.request.name for chunk in self._chunks}
+        running = [
+            request
+            for request in self.requests.values()
+            if request.phase is Phase.RUNNING and request.name not in scheduled
+        ]
+        request = running[-1] if running else needy
         self._trace(self.host.name, f"{request.name} is preempted")
-        self._free(request.blocks)
+        self._free_computed(request)
+        request.was_preempted = True
         request.blocks = {group.name: [] for group in self._groups}
         request.num_computed = 0
         request.phase = Phase.WAITING
         return request
+
+    def _free_computed(self, request: EngineRequest) -> None:
+        """Free the blocks of a request, as soon as no step under way writes into them."""
+        if request.num_in_flight:
+            self._deferred[-1].append(request.blocks)
+        else:
+            self._free(request.blocks)
 
     def _end(self, request: EngineRequest, error: KVPlanError | None, *, is_wanted: bool) -> None:
         """End a request: its blocks stay while somebody reads them, or bytes may land in them."""
@@ -552,8 +680,17 @@ class Engine:
         elif params is not None:
             self._lent[request.name] = request.blocks
         else:
-            self._free(request.blocks)
+            self._free_computed(request)
         request.tell(params, error)
+
+    def _check_held(self) -> None:
+        """Refuse to wait for a request of which a transfer has failed, though bytes may land."""
+        for executor in self._executors:
+            for name in executor.held():
+                request = self.requests.get(name)
+                if request is not None and request.phase is Phase.READING:
+                    message = f"{name} waits, of which a transfer has failed in {self.host.name}"
+                    raise BrokenRuleError("END", message)
 
     def _check_block(self, group: str, block: int) -> None:
         """Refuse to give a block away while a byte may land in it."""

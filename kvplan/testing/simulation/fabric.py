@@ -31,6 +31,7 @@ from kvplan.executor import (
 from kvplan.plan import ReadSpec, Table, TransferPlan
 from kvplan.staging import Copy
 from kvplan.testing.simulation.catalog import Catalog
+from kvplan.testing.simulation.features import NO_FEATURES, Feature
 from kvplan.testing.simulation.memory import LabelledMemory
 from kvplan.testing.simulation.network import Host
 
@@ -99,8 +100,15 @@ class _Flight:
 class Fabric:
     """All memory that can be reached, by the token of an offer. One for a simulation."""
 
-    def __init__(self, seed: int, troubles: tuple[Trouble, ...], catalog: Catalog) -> None:
+    def __init__(
+        self,
+        seed: int,
+        troubles: tuple[Trouble, ...],
+        catalog: Catalog,
+        features: Feature = NO_FEATURES,
+    ) -> None:
         self.catalog = catalog
+        self.shows_held = Feature.HELD_TRANSFERS in features
         self.random = random.Random(f"{seed} fabric")
         self.troubles = troubles
         self.ports: dict[str, Port] = {}
@@ -238,7 +246,14 @@ class VirtualExecutor:
             else:
                 transfer.status = Status.DONE
             del self._flights[transfer]
+        elif flight is not None and flight.error is not None and self.fabric.shows_held:
+            # as rule executor.E4 says: it has failed, and holds its blocks
+            transfer.error = flight.error
         return transfer.status
+
+    def held(self) -> list[str]:
+        """Return the requests whose transfers have shown an error, and whose bytes may land."""
+        return [transfer.request for transfer in self._flights if transfer.error is not None]
 
     def cancel(self, transfer: Transfer) -> None:
         """Read no further part of a transfer."""

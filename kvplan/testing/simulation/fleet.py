@@ -6,7 +6,8 @@ These rules hold in every step, or the simulation ends with an error that names 
 - GIVEN: a block is not given to a request while a byte of another one may land in it.
 - CLAIM: blocks are not freed while a reader was told that they stay.
 - END: each request ends, right or with an error of kvplan, within :data:`END_S` and a lease for
-  each request of the fleet: so long may blocks stay that others wait for.
+  each request of the fleet: so long may blocks stay that others wait for. One of which a transfer
+  has failed ends in the step that sees it, also if bytes may still land.
 - RIGHT: a request that is read once, soon and to its end does not fail without an excuse: a fault
   that explains its error.
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right.
@@ -49,6 +50,7 @@ from kvplan.testing.simulation.engine import (
     Site,
 )
 from kvplan.testing.simulation.fabric import Fabric, Trouble, VirtualCopier, VirtualExecutor
+from kvplan.testing.simulation.features import Feature
 from kvplan.testing.simulation.memory import NUMBER_BITS, Numbers
 from kvplan.testing.simulation.network import Disturbance, Host, Network
 from kvplan.testing.simulation.scenario import (
@@ -72,6 +74,9 @@ SETTLE_S: Final = 5.0
 
 QUIET_S: Final = 200.0
 """Seconds after the last requests, within which all blocks are free and no coroutine runs."""
+
+ASYNC_STEPS_S: Final = (STEP_S, 0.05, 0.3)
+"""Seconds that a step of prefill takes where the next one is scheduled meanwhile."""
 
 ELSEWHERE: Final = "-elsewhere"
 """Ends the name of a host that has an engine of another host's name."""
@@ -187,7 +192,7 @@ class Fleet:
         disturbances = tuple(item for item in incidents if isinstance(item, Disturbance))
         troubles = tuple(item for item in incidents if isinstance(item, Trouble))
         self._network = Network(self.loop, scenario.seed, disturbances)
-        self._fabric = Fabric(scenario.seed, troubles, catalog)
+        self._fabric = Fabric(scenario.seed, troubles, catalog, scenario.features)
         self._workers = {
             member.name: catalog.workers(member.name, member.shape) for member in scenario.members
         }
@@ -274,6 +279,7 @@ class Fleet:
             self._name_of,
             self._tokens_per_step,
             self._step_s_of(member),
+            self.scenario.features,
         )
         self._trace(host.name, f"start {number}")
 
@@ -282,7 +288,9 @@ class Fleet:
         if not member.name.startswith("prefill"):
             return STEP_S
         draw = random.Random(f"{self.scenario.seed} {member.name} step")
-        return draw.choice(self._prefill_steps_s)
+        is_async = Feature.ASYNC_STEPS in self.scenario.features
+        # so slow that what a step writes can be asked for before
+        return draw.choice(ASYNC_STEPS_S if is_async else self._prefill_steps_s)
 
     def _plan(self, incident: Incident) -> None:
         if isinstance(incident, Arrival):

@@ -13,6 +13,7 @@ from kvplan.protocol.leases import LEASE_S
 from kvplan.protocol.system import ANSWER_S
 from kvplan.testing.simulation.catalog import MODELS, NO_STAGES, SHAPES, Shape, Stages
 from kvplan.testing.simulation.fabric import Trouble
+from kvplan.testing.simulation.features import NO_FEATURES, Feature
 from kvplan.testing.simulation.network import Disturbance
 
 HEALED_S: Final = 60.0
@@ -139,6 +140,7 @@ class Scenario:
     seed: int
     members: tuple[Member, ...]
     incidents: tuple[Incident, ...]
+    features: Feature = NO_FEATURES
 
     def may_fail(self, code: str) -> bool:
         """Return whether what goes wrong excuses that a request fails with the code of an error.
@@ -177,12 +179,14 @@ class Scenario:
         model: Model = MODELS["attention"],
         stages: Stages = NO_STAGES,
         decode_stages: Stages = NO_STAGES,
+        features: Feature = NO_FEATURES,
     ) -> Scenario:
         """Draw a scenario, whose engines run a model, those of prefill in pipeline ``stages``."""
-        return _Draw(seed, model, stages, decode_stages).scenario()
+        scenario = _Draw(seed, model, stages, decode_stages).scenario()
+        return _with_features(scenario, features)
 
     def __str__(self) -> str:
-        lines = [f"seed {self.seed}", *map(str, self.members)]
+        lines = [f"seed {self.seed}, {self.features}", *map(str, self.members)]
         lines += map(str, sorted(self.incidents, key=_begin_of))
         return "\n".join(lines)
 
@@ -191,6 +195,63 @@ def _begin_of(incident: Incident) -> float:
     if isinstance(incident, Disturbance | Trouble):
         return incident.begins_at
     return incident.at
+
+
+def _with_features(scenario: Scenario, features: Feature) -> Scenario:
+    """Change the requests of a scenario as its features say."""
+    incidents = list(scenario.incidents)
+    for feature, change in ((Feature.BURSTS, _in_bursts), (Feature.NEAR_PROMPTS, _near)):
+        if feature in features:
+            draw = random.Random(f"{scenario.seed} {feature.name}")
+            arrivals = [item for item in incidents if isinstance(item, Arrival)]
+            others = [item for item in incidents if not isinstance(item, Arrival)]
+            incidents = [*change(arrivals, draw), *others]
+    if Feature.HELD_TRANSFERS in features:
+        draw = random.Random(f"{scenario.seed} {Feature.HELD_TRANSFERS.name}")
+        begins_at = HEALED_S / 2 * draw.random()
+        incidents.append(
+            Trouble(begins_at, begins_at + 20.0, "*", chance=0.5, delay_s=20.0, breaks=True)
+        )
+    return attrs.evolve(scenario, incidents=tuple(incidents), features=features)
+
+
+def _in_bursts(arrivals: list[Arrival], draw: random.Random) -> list[Arrival]:
+    """Let most requests come when another one has just come to their engine, which may be new."""
+    times = list[tuple[float, str]]()
+    for arrival in arrivals:
+        if not times or draw.random() < 0.25:
+            times.append((arrival.at, arrival.prefill))
+    bursts = []
+    for arrival in arrivals:
+        at, prefill = draw.choice(times)
+        at += draw.choice((0.0, 0.05, 0.05, 1.0)) * draw.random()
+        bursts.append(attrs.evolve(arrival, at=min(at, HEALED_S - 1), prefill=prefill))
+    return bursts
+
+
+def _near(arrivals: list[Arrival], draw: random.Random) -> list[Arrival]:
+    """Let prompts differ in one token from others, and from those that proxies take them for."""
+    near = list[Arrival]()
+    for arrival in arrivals:
+        tokens = arrival.tokens
+        if near and draw.random() < 0.5:
+            tokens = _with_another_token(draw.choice(near).tokens, draw)
+        visits = [
+            attrs.evolve(visit, tokens=_with_another_token(tokens, draw))
+            if draw.random() < 0.25
+            else visit
+            for visit in arrival.visits
+        ]
+        near.append(attrs.evolve(arrival, tokens=tokens, visits=tuple(visits)))
+    return near
+
+
+def _with_another_token(tokens: tuple[int, ...], draw: random.Random) -> tuple[int, ...]:
+    """Return tokens of which one is another one, or of which the first one alone is the same."""
+    if draw.random() < 0.2:
+        return (tokens[0], *(draw.randrange(VOCABULARY) for _ in tokens[1:]))
+    index = draw.choice((0, len(tokens) - 1, draw.randrange(len(tokens))))
+    return (*tokens[:index], (tokens[index] + 1) % VOCABULARY, *tokens[index + 1 :])
 
 
 class _Draw:

@@ -22,8 +22,17 @@ def shrink(simulation: Simulation, outcome: FleetOutcome) -> FleetOutcome:
     scenario = None
     while scenario is not outcome.scenario:
         scenario = outcome.scenario
+        outcome = _without_features(simulation, outcome)
         outcome = _without_incidents(simulation, outcome)
         outcome = _simplified(simulation, outcome)
+    return outcome
+
+
+def _without_features(simulation: Simulation, outcome: FleetOutcome) -> FleetOutcome:
+    """Switch off features, one by one. The requests that they have changed stay."""
+    for feature in outcome.scenario.features:
+        features = outcome.scenario.features & ~feature
+        outcome = _if_same_rule(simulation, outcome, features=features)
     return outcome
 
 

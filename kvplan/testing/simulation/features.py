@@ -1,0 +1,48 @@
+"""Features of a fleet, of which each seed of a swarm switches on a few.
+
+A fleet with everything at once hides what one of them shows: where all prompts share blocks, no
+pool runs out; where all transfers break, no lease ends. So a swarm draws some for each seed, from a
+random stream of its own: a fleet without features is the same as before there were any.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from functools import reduce
+from operator import or_
+from typing import Final
+
+
+class Feature(enum.Flag):
+    """What engines, clients and transfers of a fleet do beside the usual.
+
+    >>> Feature.of(4)
+    <Feature.BURSTS|PREEMPTION|NEAR_PROMPTS: 11>
+    """
+
+    BURSTS = enum.auto()
+    """Requests come to prefill a few steps after each other."""
+
+    PREEMPTION = enum.auto()
+    """Engines take blocks chunk by chunk, as vLLM does, and preempt one when none are left."""
+
+    ASYNC_STEPS = enum.auto()
+    """A step is scheduled while the one before is under way, as vLLM's asynchronous scheduler does.
+
+    Blocks are found in the prefix cache from when they are scheduled."""
+
+    NEAR_PROMPTS = enum.auto()
+    """Prompts, also those that a proxy takes for each other, differ in one token."""
+
+    HELD_TRANSFERS = enum.auto()
+    """A transfer that has failed shows its error while its bytes may still land."""
+
+    @classmethod
+    def of(cls, seed: int) -> Feature:
+        """Draw the features of a seed: each with a chance of two in five."""
+        draw = random.Random(f"{seed} features")
+        return reduce(or_, [feature for feature in cls if draw.random() < 0.4], cls(0))
+
+
+NO_FEATURES: Final = Feature(0)
