@@ -230,7 +230,7 @@ class Proxy:
 
     def application(self) -> web.Application:
         """Return what aiohttp serves."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[refusing])
+        app = web.Application(middlewares=[refusing])
         app[BUSY] = set()
         app.cleanup_ctx.append(self._connected)
         app.add_routes([web.post(path, self.complete) for path in COMPLETIONS])
@@ -258,14 +258,20 @@ class Proxy:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for completions or of a chat, if there is place for it."""
-        num_bytes = request.content_length
-        num_bytes = MAX_BODY_BYTES if num_bytes is None else num_bytes
-        if self._held_bytes + num_bytes > MAX_HELD_BYTES:
-            return _error(HTTPStatus.SERVICE_UNAVAILABLE, "too many bytes of requests at a time")
-        self._held_bytes += num_bytes
+        if (request.content_length or 0) > MAX_BODY_BYTES:
+            return _too_large()
+        data = bytearray()
         try:
+            # what has come counts: a body that is only announced takes the place of no other
             async with asyncio.timeout(BODY_S):
-                data = await request.read()
+                async for piece in request.content.iter_any():
+                    data += piece
+                    self._held_bytes += len(piece)
+                    if len(data) > MAX_BODY_BYTES:
+                        return _too_large()
+                    if self._held_bytes > MAX_HELD_BYTES:
+                        too_many = "too many bytes of requests at a time"
+                        return _error(HTTPStatus.SERVICE_UNAVAILABLE, too_many)
             body = _read_body(data)
             body.pop(TRANSFER, None)
             parts = parts_of(body)
@@ -282,7 +288,7 @@ class Proxy:
         except ValueError as error:
             return _error(HTTPStatus.BAD_REQUEST, str(error))
         finally:
-            self._held_bytes -= num_bytes
+            self._held_bytes -= len(data)
 
     async def _complete_parts(
         self, request: web.Request, body: Body, parts: list[Body]
@@ -385,7 +391,7 @@ class Proxy:
         return response
 
 
-def _read_body(data: bytes) -> Body:
+def _read_body(data: bytearray) -> Body:
     """Return a request. Raises ValueError for another, or one of many parts."""
     if sum(map(data.count, (b"[", b"{", b","))) > MAX_PARTS:
         raise ValueError(f"expected at most {MAX_PARTS} brackets and commas")
@@ -477,6 +483,10 @@ def _type_of(status: HTTPStatus) -> str:
     ('BadRequestError', 'BadGatewayError')
     """
     return f"{status.phrase.replace(' ', '')}Error"
+
+
+def _too_large() -> web.Response:
+    return _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected at most {MAX_BODY_BYTES} bytes")
 
 
 def _credentials(request: web.Request) -> dict[str, str]:

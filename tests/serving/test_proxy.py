@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPResponse, IncompleteRead
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from subprocess import PIPE
@@ -126,10 +126,12 @@ class Running:
         listeners: Sequence[str] = (),
         prefill_ranks: int = 1,
         limit: int | None = None,
+        held_bytes: int = MAX_HELD_BYTES,
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.port: int = server.getsockname()[1]
-        command = [sys.executable, "-m", "kvplan_nixl.vllm.proxy", "--port", f"{self.port}"]
+        code = f"from kvplan_nixl.vllm import proxy; proxy.MAX_HELD_BYTES = {held_bytes}; proxy.main()"
+        command = [sys.executable, "-c", code, "--port", f"{self.port}"]
         for side, ports in (("--prefill", prefills), ("--decode", decodes)):
             command += [word for port in ports for word in (side, f"http://127.0.0.1:{port}")]
         command += [word for listener in listeners for word in ("--listener", listener)]
@@ -651,21 +653,51 @@ def test_a_request_does_not_grow(guide: Start, body: Any, said: str) -> None:
     assert proxy.decode.requests == []
 
 
+def unfinished(stack: ExitStack, proxy: Running, num_bytes: int) -> None:
+    """Sends some bytes of a body of the largest size, on a connection that stays open."""
+    connection = stack.enter_context(socket.create_connection(("127.0.0.1", proxy.port), TIMEOUT_S))
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY_BYTES}\r\n\r\n"
+    connection.sendall(head.encode() + bytes(num_bytes))
+
+
 def test_a_body_that_is_too_long_is_refused(guide: Start) -> None:
-    """By its head, and what is announced counts for all requests together."""
+    """By its head, or where it has none, by what has come."""
     proxy = guide()
-    with ExitStack() as stack:
-        for _ in range(MAX_HELD_BYTES // MAX_BODY_BYTES):
-            connection = stack.enter_context(socket.create_connection(("127.0.0.1", proxy.port), TIMEOUT_S))
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY_BYTES}\r\n\r\nx"
-            connection.sendall(head.encode())
-        deadline = time.monotonic() + TIMEOUT_S
-        while proxy.ask({"prompt": "A"})[0] != 503:
-            assert time.monotonic() < deadline
-    while proxy.ask({"prompt": "A"})[0] != 200:
-        assert time.monotonic() < deadline
     with closing(proxy.request("x" * (MAX_BODY_BYTES + 1))) as client:
         assert client.getresponse().status == 413
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with closing(socket.create_connection(("127.0.0.1", proxy.port), TIMEOUT_S)) as connection:
+        connection.sendall(head.encode())
+        with suppress(OSError):  # once it is refused
+            for _ in range(MAX_BODY_BYTES // (1 << 20) + 1):
+                connection.sendall(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 413"
+
+
+def test_bodies_of_all_requests_are_bounded() -> None:
+    """What has come of them counts, and one that goes makes place."""
+    with started(grant) as prefill, started() as decode:
+        proxy = Running([prefill.server_port], [decode.server_port], held_bytes=1000)
+        deadline = time.monotonic() + TIMEOUT_S
+        with ExitStack() as stack:
+            for _ in range(3):
+                unfinished(stack, proxy, 330)
+            while proxy.ask({"prompt": "A"})[0] != 503:
+                assert time.monotonic() < deadline
+        while proxy.ask({"prompt": "A"})[0] != 200:
+            assert time.monotonic() < deadline
+        assert proxy.end() == ""
+
+
+def test_a_body_that_does_not_come_refuses_nobody(guide: Start) -> None:
+    """Four connections that announced 32 MiB, and sent a byte, closed the proxy to all others for 30 s."""
+    proxy = guide()
+    with ExitStack() as stack:
+        for _ in range(16):
+            unfinished(stack, proxy, 1)
+        for _ in range(20):
+            assert proxy.ask({"prompt": "A"})[0] == 200
+            time.sleep(0.02)
 
 
 def test_idle_connections_stop_nobody() -> None:
