@@ -41,6 +41,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.held import growth
 from benchmarks.real_memory import forkserver
 from benchmarks.soak_worker import DIM, HEADS, LAYERS, PLANTS, Key, engines, mapped, serve
 from kvplan import Status, Worker
@@ -199,6 +200,7 @@ class Soak:
         self.last_death = self.next_measure = 0.0
         self.closed = self.next_event = 0
         self.is_over = False
+        self.began = time.monotonic()
 
     def run(self) -> None:
         """Run for some seconds, or until the first defect; then let all requests end, and all processes."""
@@ -313,7 +315,7 @@ class Soak:
 
     def on_measured(self, process: Process, held: dict[str, float]) -> None:
         """What a process holds."""
-        process.measured.append(held)
+        process.measured.append({"seconds": time.monotonic() - self.began, **held})
 
     def bury(self, process: Process) -> None:
         """A process has ended: replace it, and give up what it had to do with."""
@@ -561,6 +563,8 @@ class Soak:
         grown = {name: last[name] - first[name] for name in last}
         if process.key in self.spared:
             print(f"{process.key} from first to last: {first} {last}")
+            seconds, mib = zip(*((each["seconds"], each["MiB"]) for each in process.measured), strict=True)
+            print(f"{process.key} grows by {growth(seconds, mib)} MiB, of {len(mib)} points")
         for name in ("transfers", "removed peers", "pending"):
             if last[name]:
                 self.defects.append(f"{process.key} holds {last[name]} {name} in the end")

@@ -1,0 +1,70 @@
+"""What a process holds: its memory, files and threads, and how fast its memory grows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+NUM_MEANS: Final = 30
+"""Neighbours are averaged first: what a process held 5 s ago says much of what it holds now."""
+
+SETTLED_S: Final = 300.0
+"""The beginning of a run, in which buffers and heaps reach their sizes, is left out."""
+
+
+@attrs.frozen
+class Held:
+    """What a process holds at a moment."""
+
+    mib: float
+    files: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int | str = "self") -> Held:
+        """Of this process, or of another one. Raises OSError if it has ended."""
+        process = Path(f"/proc/{pid}")
+        pages = int((process / "statm").read_text().split()[1])
+        return cls(pages * 4096 / (1 << 20), len(os.listdir(process / "fd")), len(os.listdir(process / "task")))
+
+
+@attrs.frozen
+class Growth:
+    """The slope of a line through measurements, per hour, with its standard error."""
+
+    per_hour: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.per_hour:+.2f} ± {self.error:.2f} an hour"
+
+    def exceeds(self, per_hour: float) -> bool:
+        """It is larger than that, by more than three times its error."""
+        return self.per_hour - 3 * self.error > per_hour
+
+
+def growth(seconds: npt.ArrayLike, values: npt.ArrayLike) -> Growth:
+    """Fit a line by least squares to the means of up to 30 groups of neighbours, after the first 300 s.
+
+    >>> growth(range(3000), [3 + 2 * number / 3600 for number in range(3000)])
+    Growth(per_hour=2.0, error=0.0)
+    >>> str(growth(range(100), range(100)))
+    '+0.00 ± inf an hour'
+    """
+    kept = np.flatnonzero(np.asarray(seconds) >= SETTLED_S)
+    groups = [group for group in np.array_split(kept, NUM_MEANS) if group.size]
+    if len(groups) < 3:
+        return Growth(0.0, float("inf"))
+    hours = np.array([np.take(seconds, group).mean() for group in groups]) / 3600
+    means = np.array([np.take(values, group).mean() for group in groups])
+    hours -= hours.mean()
+    spread = hours @ hours
+    per_hour = float(hours @ means / spread)
+    rest = means - means.mean() - per_hour * hours
+    error = float(np.sqrt(rest @ rest / (len(groups) - 2) / spread))
+    return Growth(round(per_hour, 3), round(error, 3))
