@@ -25,7 +25,7 @@ from kvplan.plan.specs import DIRECTIONS, Pair, ReadSpec
 from kvplan.plan.tables import Table
 from kvplan.plan.transfer import TransferPlan
 from kvplan.staging.plan import StagedPlan
-from kvplan.verification.report import Report
+from kvplan.verification.report import PROMISES, Report
 
 Detail = Literal["line", "workers", "rows"]
 
@@ -337,6 +337,7 @@ def _staged(plan: StagedPlan, rows: bool) -> Iterator[str]:
 def _report(report: Report, rows: bool) -> Iterator[str]:
     yield from str(report).splitlines()
     if rows:
+        yield from (f"  checked {code}: {PROMISES[code]}" for code in report.checked)
         yield from (f"  not written: {tail}" for tail in report.tails)
 
 

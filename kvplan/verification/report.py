@@ -116,7 +116,8 @@ class Report:
         A promise counts as checked if it was for all of them.
 
         >>> print(Report.of([Report(4, 1, 1, ("VALUE",)), Report(8, 2, 1, ("VALUE", "OWN"))]))
-        verified: 12 bytes in 3 descriptors to 2 workers, 0 unused slots; VALUE hold
+        verified: 12 bytes in 3 descriptors to 2 workers, 0 unused slots; 1 check passed, \
+COVER, DISJOINT, BOUNDS, OWN, IDS not checked
         """
         reports = members(Report, reports, "reports")
         checked_by_all = set(PROMISES).intersection(*(report.checked for report in reports))
@@ -161,7 +162,10 @@ class Report:
             failures = [f"{code}: {text}" for code, text in self.failures]
             return "\n".join([f"not verified: {copied}", *failures])
         unused = count(self.num_tail_slots, "unused slot")
-        return f"verified: {copied}, {unused}; {', '.join(self.checked)} hold"
+        passed = f"all {len(PROMISES)} checks passed"
+        if skipped := [code for code in PROMISES if code not in self.checked]:
+            passed = f"{count(len(self.checked), 'check')} passed, {', '.join(skipped)} not checked"
+        return f"verified: {copied}, {unused}; {passed}"
 
     def __repr__(self) -> str:
         # The first lines of all failures: pytest shows the repr of what is not true.
