@@ -99,7 +99,7 @@ class ClaimMessage:
 
     def fields(self) -> dict[str, Any]:
         """Return the message as plain values, for JSON."""
-        return attrs.asdict(self)
+        return attrs.asdict(self, recurse=False)
 
     @classmethod
     def of_fields(cls, fields: Any) -> ClaimMessage:
@@ -135,6 +135,10 @@ class ClaimAnswer:
     claims: tuple[bool, ...]
     done: tuple[bool, ...]
     asks: tuple[bool, ...]
+
+    def fields(self) -> dict[str, Any]:
+        """Return the answer as plain values, for JSON."""
+        return attrs.asdict(self, recurse=False)
 
     @classmethod
     def of_fields(cls, message: ClaimMessage, fields: Any) -> ClaimAnswer:

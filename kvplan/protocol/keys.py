@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from itertools import chain
 from typing import Final
 
 import attrs
@@ -76,9 +77,6 @@ class SharedKey:
 
 
 def _signature(secret: bytes, purpose: str, parts: tuple[bytes, ...]) -> str:
-    signature = hmac.new(secret, digestmod=hashlib.sha256)
-    for part in (purpose.encode(), *parts):
-        # The length comes first, so that parts divided at another place have another signature.
-        signature.update(len(part).to_bytes(8, "big"))
-        signature.update(part)
-    return signature.hexdigest()
+    # The length comes first, so that parts divided at another place have another signature.
+    sized = ((len(part).to_bytes(8, "big"), part) for part in (purpose.encode(), *parts))
+    return hmac.digest(secret, b"".join(chain.from_iterable(sized)), hashlib.sha256).hex()

@@ -120,7 +120,8 @@ class Listener:
 
         def take_claims(body: bytes) -> bytes:
             message = ClaimMessage.of_fields(json.loads(body))
-            return json.dumps(attrs.asdict(answer_claims(leases, start, message))).encode()
+            answer = answer_claims(leases, start, message)
+            return json.dumps(answer.fields()).encode()
 
         def give_digests(body: bytes) -> bytes:
             return json.dumps(answer_digests(digests, start, json.loads(body))).encode()

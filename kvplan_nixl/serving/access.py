@@ -84,7 +84,7 @@ class Proof:
         return cls(*fields) if len(fields) == len(attrs.fields(cls)) else None
 
     def __str__(self) -> str:
-        return " ".join(attrs.astuple(self))
+        return " ".join(attrs.astuple(self, recurse=False))
 
     def is_of(self, key: SharedKey, method: str, target: str, host: str) -> bool:
         """Return whether the question was signed with this key."""
@@ -108,7 +108,7 @@ class Proof:
         return key.has_signed(signature, "answer", self._head(status, challenge), body)
 
     def _parts(self, asked: Asked) -> tuple[bytes, ...]:
-        texts = (*attrs.astuple(asked), self.challenge, self.nonce, self.body_digest)
+        texts = (*attrs.astuple(asked, recurse=False), self.challenge, self.nonce, self.body_digest)
         return tuple(text.encode() for text in texts)
 
     def _head(self, status: int, challenge: str) -> bytes:
@@ -134,7 +134,7 @@ class Challenges:
         """Take a question that was signed, and return whether it is a new one.
 
         The last one of a challenge brings a new challenge. Questions under way that quote the one
-        before are refused, and asked once more by :func:`kvplan_nixl.serving.http.exchange`.
+        before are refused, and asked once more by :class:`kvplan_nixl.serving.client.Client`.
         """
         if challenge != self.latest or len(nonce) != 2 * TOKEN_BYTES:
             return False

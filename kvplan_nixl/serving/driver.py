@@ -24,7 +24,8 @@ from kvplan._checks import having, instance, integer, name, seconds
 from kvplan.protocol.system import Route, Signal, System
 from kvplan.protocol.system import Server as Listening
 from kvplan_nixl.serving.access import Access
-from kvplan_nixl.serving.http import Server, exchange
+from kvplan_nixl.serving.client import Client
+from kvplan_nixl.serving.http import Server
 
 LOGGER: Final = logging.getLogger("kvplan_nixl")
 
@@ -40,6 +41,7 @@ class _Process:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
+        self.client = Client()
         self._tasks = set[asyncio.Task[None]]()
         self._work = SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]]]()
         # daemons, which do not keep a process that ends while an engine hangs
@@ -164,7 +166,8 @@ class Driver(System):
     async def exchange(
         self, peer: str, address: str, path: str, timeout_s: float, sent: bytes | None = None
     ) -> bytes:
-        return await exchange(peer, address, path, timeout_s, self.access, sent)
+        client = _process().client
+        return await client.exchange(peer, address, path, timeout_s, self.access, sent)
 
     async def unless(self, signal: Signal, coroutine: Coroutine[Any, Any, T]) -> T | None:
         task, change = asyncio.ensure_future(coroutine), asyncio.ensure_future(signal.wait())

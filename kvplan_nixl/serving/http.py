@@ -1,4 +1,4 @@
-"""HTTP between engines: one question and one answer a connection, bounded in size and in time.
+"""HTTP between engines: questions and answers, one after the other, bounded in size and in time.
 
 This is the part of HTTP/1.1 that engines need, and no more: a head of a few lines, one
 ``Content-Length``, and a body. Python's own server reads heads of megabytes, keeps a thread for
@@ -10,7 +10,6 @@ place of forty lines. Everything here runs on the event loop of :mod:`kvplan_nix
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import socket
 from collections import Counter
@@ -21,14 +20,11 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import instance, integer, name, seconds
-from kvplan._text import shown
+from kvplan._checks import instance, integer, name
 from kvplan.errors import KVPlanError
 from kvplan.protocol.handoff import PORT_END
-from kvplan.protocol.keys import HINT
-from kvplan.protocol.system import MAX_ANSWER_BYTES, Route
-from kvplan_nixl.serving.access import Access, Asked, Challenges, Proof, numeric_address
-from kvplan_nixl.serving.addresses import addresses_of
+from kvplan.protocol.system import Route
+from kvplan_nixl.serving.access import Access, Challenges, Proof, numeric_address
 
 MAX_HEAD_BYTES: Final = 1 << 12
 """The length of a question's or answer's head, of which the signature takes most."""
@@ -44,17 +40,16 @@ MAX_REASON_BYTES: Final = 300
 
 PART_BYTES: Final = 1 << 18
 
-SILENT_S: Final = 1.0
-"""Seconds after which the next address of a host is tried."""
-
 CONNECTION_S: Final = 30.0
-"""Seconds that a connection has for its question and its answer: offers over a slow link."""
+"""Seconds that a connection has for a question to come and to be answered: offers, slowly."""
 
 PAUSE_S: Final = 1.0
 """Seconds for which a server accepts nothing that could accept no more."""
 
 BACKLOG: Final = 512
 """Connections that wait until the server accepts them."""
+
+HEAD_END: Final = b"\r\n\r\n"
 
 SCHEME: Final = "Kvplan"
 PROOF: Final = "authorization"
@@ -65,8 +60,6 @@ OF_BROWSERS: Final = frozenset({"origin", "sec-fetch-site"})
 
 LINE: Final = re.compile(r"([A-Za-z0-9-]+):[ \t]*([\x20-\x7e]*)")
 """A line of a head, without control characters and continuations."""
-
-MISDIRECTED: Final = "set host of that engine to the address at which others reach it"
 
 STATUSES: Final = MappingProxyType(
     {
@@ -83,14 +76,14 @@ STATUSES: Final = MappingProxyType(
 
 
 @attrs.frozen
-class _Head:
+class Head:
     """The first line of a question or an answer, and its other lines, by name in small letters."""
 
     first: tuple[str, ...]
     lines: Mapping[str, str]
 
     @classmethod
-    def read(cls, data: bytes) -> _Head:
+    def read(cls, data: bytes) -> Head:
         """Read a head. Raises ValueError for one that could be read in two ways."""
         first, *rest = data.decode("ascii").removesuffix("\r\n\r\n").split("\r\n")
         lines = dict[str, str]()
@@ -118,9 +111,9 @@ class _Head:
         return text if scheme == SCHEME else ""
 
 
-def _message(first: str, body: bytes, lines: Mapping[str, str]) -> bytes:
+def message(first: str, body: bytes, lines: Mapping[str, str]) -> bytes:
     """Return a question or an answer as bytes."""
-    texts = [first, f"Content-Length: {len(body)}", "Connection: close"]
+    texts = [first, f"Content-Length: {len(body)}"]
     texts += [f"{label}: {text}" for label, text in lines.items()]
     return "\r\n".join((*texts, "", "")).encode("ascii") + body
 
@@ -137,9 +130,10 @@ class _RefusedError(Exception):
 class _Connection:
     """A connection to a server, from an IP address.
 
-    ``is_proven`` says that its question has come, signed with the key. Where a server has too many
-    connections, it closes the oldest unproven one of the address that has most of those. So whoever
-    holds many without the key closes its own.
+    ``is_proven`` says that a question has come, signed with the key, and is not answered yet. Where
+    a server has too many connections, it closes the oldest unproven one of the address that has
+    most of those. So whoever holds many without the key closes its own, or those between questions,
+    whose readers connect again.
     """
 
     host: str
@@ -230,44 +224,57 @@ class Server:
         return True
 
     async def _meet(self, connection: socket.socket, state: _Connection) -> None:
-        """Answer the question of a connection, in the time that it has."""
+        """Answer the questions of a connection, each in its time."""
         reader = asyncio.StreamReader(MAX_HEAD_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         connection.setblocking(False)
         # A peer may be gone, or too slow.
         with connection, suppress(OSError, EOFError):
-            async with asyncio.timeout(CONNECTION_S):
+            async with asyncio.timeout(CONNECTION_S) as limit:
                 transport, _ = await self._loop.connect_accepted_socket(
                     lambda: protocol, connection, ssl=self._access.server_tls
                 )
                 writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
                 try:
-                    await self._converse(reader, writer, state)
+                    address = numeric_address(writer.get_extra_info("sockname"))
+                    while await self._converse(reader, writer, address, state):
+                        limit.reschedule(self._loop.time() + CONNECTION_S)
                 finally:
                     transport.abort()
                     # for the transport, which ends in the next step of the loop
                     await asyncio.sleep(0)
 
     async def _converse(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, state: _Connection
-    ) -> None:
-        """Answer a question."""
-        address = numeric_address(writer.get_extra_info("sockname"))
-        writer.write(await self._answer(reader, address, state))
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        address: str,
+        state: _Connection,
+    ) -> bool:
+        """Answer a question, and return whether the connection may have another one."""
+        status, answer = await self._answer(reader, address, state)
+        writer.write(answer)
         await writer.drain()
+        if status == 200:
+            state.is_proven = False
+            return True
         if writer.can_write_eof():
             writer.write_eof()
         # A peer whose question was refused reads the answer when it has sent the rest.
         while await reader.read(PART_BYTES):
             continue
+        return False
 
     async def _answer(
         self, reader: asyncio.StreamReader, address: str, state: _Connection
-    ) -> bytes:
-        """Return the answer to a question. Nothing is parsed but the head, and the proof in it."""
+    ) -> tuple[int, bytes]:
+        """Return the answer to a question, and its status.
+
+        Nothing is parsed but the head, and the proof in it.
+        """
         proof = None
         try:
-            head = _Head.read(await reader.readuntil(b"\r\n\r\n"))
+            head = Head.read(await reader.readuntil(HEAD_END))
             method, target, _ = head.first
             if not OF_BROWSERS.isdisjoint(head.lines):
                 raise _RefusedError(403)
@@ -296,7 +303,7 @@ class Server:
             # Malformed questions are rejected; the error says what could not be read.
             status = 400
             answer = str(error).encode()[:MAX_REASON_BYTES]
-        return self._signed(proof, status, answer)
+        return status, self._signed(proof, status, answer)
 
     async def _while_connected(
         self, reader: asyncio.StreamReader, answer: Coroutine[Any, Any, bytes]
@@ -307,14 +314,16 @@ class Server:
         ending = self._loop.create_task(reader.read(1))
         try:
             await asyncio.wait((answering, ending), return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                raise EOFError
-            return answering.result()
         finally:
             answering.cancel()
             ending.cancel()
+            # until both have ended, since one task reads at a time
+            await asyncio.gather(answering, ending, return_exceptions=True)
+        if not ending.cancelled():
+            raise EOFError
+        return answering.result()
 
-    def _proof(self, head: _Head, method: str, target: str) -> Proof:
+    def _proof(self, head: Head, method: str, target: str) -> Proof:
         """Return the proof of a question, which is new. Raises _RefusedError."""
         proof = Proof.read(head.quoted(PROOF))
         if (
@@ -341,7 +350,9 @@ class Server:
         if proof is not None:
             signature = proof.sign_answer(self._access.key, status, challenge, body)
         lines = {SIGNATURE: f"{SCHEME} {challenge} {signature}"}
-        return _message(f"HTTP/1.1 {status} {STATUSES[status]}", body, lines)
+        if status != 200:
+            lines["Connection"] = "close"
+        return message(f"HTTP/1.1 {status} {STATUSES[status]}", body, lines)
 
 
 def _listening(host: str, port: int, access: Access) -> socket.socket:
@@ -358,136 +369,3 @@ def _listening(host: str, port: int, access: Access) -> socket.socket:
         ) from None
     listening.setblocking(False)
     return listening
-
-
-async def exchange(
-    peer: str,
-    address: str,
-    path: str,
-    timeout_s: float,
-    access: Access,
-    sent: bytes | None = None,
-) -> bytes:
-    """Return the answer of a peer to GET, or to POST if something is ``sent``. Raises ``PEER``.
-
-    ``address`` is ``host:port``. The answer comes within ``timeout_s`` seconds, all of it.
-    """
-    for subject, text in (("peer", peer), ("address", address), ("path", path)):
-        instance(str, text, f"{subject} of a question")
-    if sent is not None:
-        instance(bytes, sent, "body of a question")
-    limit_s = seconds(timeout_s, "timeout_s")
-    action = f"reach {peer}"
-    method = "GET" if sent is None else "POST"
-    body = sent or b""
-    try:
-        async with asyncio.timeout(limit_s):
-            answer = await _ask(address, method, path, body, access, limit_s)
-            # The server has told its challenge, or another one.
-            if answer.status == 401:
-                answer = await _ask(address, method, path, body, access, limit_s)
-    except (OSError, EOFError, ValueError) as error:
-        is_late = isinstance(error, TimeoutError)
-        expected = f"an answer within {limit_s:g} s" if is_late else "an answer"
-        raise KVPlanError("PEER", action, expected=expected, got=_failure(error)) from None
-    if answer.status == 401:
-        expected = "an engine with the same key"
-        raise KVPlanError("PEER", action, expected=expected, got="status 401", hint=HINT)
-    if not answer.is_signed:
-        expected = "an answer that is signed with the key"
-        raise KVPlanError("PEER", action, expected=expected, got="another one", hint=HINT)
-    if answer.status != 200:
-        reason = shown(answer.body[:MAX_REASON_BYTES].decode(errors="replace"))
-        got = f"{answer.status}: {reason}"
-        hint = MISDIRECTED if answer.status == 421 else ""
-        raise KVPlanError("PEER", action, expected="status 200", got=got, hint=hint)
-    return answer.body
-
-
-def _failure(error: Exception) -> str:
-    """Return why no answer came, for example ``connection refused``."""
-    # errno of a name that has no address is negative, and its text says so
-    if isinstance(error, OSError) and (error.errno or 0) > 0:
-        return os.strerror(error.errno or 0).lower()
-    if str(error):
-        return shown(str(error))
-    return "none" if isinstance(error, TimeoutError) else type(error).__name__
-
-
-@attrs.frozen
-class _Answer:
-    """An answer, and whether it is signed as that to the question."""
-
-    status: int
-    body: bytes
-    is_signed: bool
-
-
-async def _ask(
-    address: str, method: str, target: str, body: bytes, access: Access, timeout_s: float
-) -> _Answer:
-    """Ask a server once. Raises OSError or EOFError, or ValueError for what is no answer."""
-    host, _, port_text = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    port = integer(int(port_text), "port", high=PORT_END)
-    with await _connected(host, port, timeout_s) as plain:
-        # the server to which the connection has led, by rule access.D2
-        asked = Asked(method, target, address, numeric_address(plain.getpeername()))
-        proof = Proof.of(access.key, access.challenge_of(address), asked, body)
-        lines = {"Host": address, PROOF: f"{SCHEME} {proof}"}
-        question = _message(f"{method} {target} HTTP/1.1", body, lines)
-        reader, writer = await asyncio.open_connection(
-            sock=plain,
-            limit=MAX_HEAD_BYTES,
-            ssl=access.client_tls,
-            server_hostname=host if access.client_tls else None,
-        )
-        try:
-            head, answer = await _converse(reader, writer, question)
-        finally:
-            writer.transport.abort()
-    status = int(head.first[1])
-    challenge, _, signature = head.quoted(SIGNATURE).partition(" ")
-    is_signed = proof.has_answer(access.key, signature, status, challenge, answer)
-    # What nobody has signed may be another server's, and costs one more question.
-    if is_signed or status == 401:
-        access.remember(address, challenge)
-    return _Answer(status, answer, is_signed)
-
-
-async def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Return a connection to the first address of a host that accepts one. Raises OSError."""
-    failure = OSError(f"{host} has no address")
-    loop = asyncio.get_running_loop()
-    # a name server that takes most of the time is what was too slow
-    addresses = await addresses_of(host, port, 0.9 * timeout_s)
-    for number, (family, address) in enumerate(addresses):
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        connection.setblocking(False)
-        try:
-            # all addresses but the last one, any of which may be silent
-            patience_s = SILENT_S if number + 1 < len(addresses) else None
-            async with asyncio.timeout(patience_s):
-                await loop.sock_connect(connection, address)
-        except OSError as error:
-            connection.close()
-            failure = error
-        except BaseException:
-            connection.close()
-            raise
-        else:
-            return connection
-    raise failure
-
-
-async def _converse(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, question: bytes
-) -> tuple[_Head, bytes]:
-    writer.write(question)
-    try:
-        head = _Head.read(await reader.readuntil(b"\r\n\r\n"))
-    except asyncio.LimitOverrunError:
-        raise ValueError(f"a head of more than {MAX_HEAD_BYTES} bytes") from None
-    if head.num_bytes > MAX_ANSWER_BYTES:
-        raise ValueError(f"an answer of {head.num_bytes} bytes, above {MAX_ANSWER_BYTES}")
-    return head, await reader.readexactly(head.num_bytes)

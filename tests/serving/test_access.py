@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -103,7 +102,8 @@ def status(answer: bytes) -> int:
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> None:
     """A relay is on the wire between two engines: whoever asks the server's address is connected to the relay."""
-    monkeypatch.setattr("kvplan_nixl.serving.http.numeric_address", lambda _: "192.0.2.1:5600")
+    for end in ("http", "client"):
+        monkeypatch.setattr(f"kvplan_nixl.serving.{end}.numeric_address", lambda _: "192.0.2.1:5600")
 
 
 ON_THE_WIRE = pytest.mark.usefixtures("wire")
@@ -305,13 +305,11 @@ def test_a_server_behind_another_address_has_a_name(monkeypatch: pytest.MonkeyPa
     """Where connections come by way of a gateway, a server answers those who were told its own name."""
     access = Access(key=KEY)
     monkeypatch.setattr(
-        "kvplan_nixl.serving.http.addresses_of",
+        "kvplan_nixl.serving.client.addresses_of",
         unblocked(lambda _, port, __: [(socket.AF_INET, ("127.0.0.1", port))]),
     )
-    monkeypatch.setattr(
-        "kvplan_nixl.serving.http.numeric_address",
-        lambda _: "192.0.2.1:5600" if sys._getframe(1).f_code.co_name == "_ask" else "10.0.0.1:1",
-    )
+    monkeypatch.setattr("kvplan_nixl.serving.client.numeric_address", lambda _: "192.0.2.1:5600")
+    monkeypatch.setattr("kvplan_nixl.serving.http.numeric_address", lambda _: "10.0.0.1:1")
     with closing(
         Listener("prefill", "prefill.example", [b"offer"], Leases(Driver()), bind="127.0.0.1", system=Driver(access))
     ) as listener:
