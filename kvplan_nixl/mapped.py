@@ -187,10 +187,14 @@ class MappedExecutor(NixlExecutor):
             self._through_nixl(peer, error)
             return
         self._memories[peer] = MappedMemory(tuple(regions), copies, tuple(mapped))
-        self._logger.info("memory of %s is mapped (%s)", worker.label, self._mapper.kind)
+        self._logger.info("mapped the memory of %s (%s)", worker.label, self._mapper.kind)
 
     def _through_nixl(self, peer: Any, error: KVPlanError) -> None:
-        self._logger.warning("%s moves its bytes through NIXL: %s", peer.worker.label, error)
+        self._logger.warning(
+            "%s is read through NIXL, since its memory cannot be mapped: %s",
+            peer.worker.label,
+            error,
+        )
 
     def _region_here(self, worker: Worker, region: Region, mapped: Mapped) -> Region:
         """Return a region of a peer where its memory is mapped. Raises ``MEMORY``."""

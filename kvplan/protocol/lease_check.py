@@ -68,4 +68,6 @@ class LeaseCheck:
             self.error = error
         else:
             request = self.read.request
-            self.logger.warning("request %r is not confirmed yet: %s", request, error)
+            self.logger.warning(
+                "request %r: waiting for the lease to be confirmed: %s", request, error
+            )

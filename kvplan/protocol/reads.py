@@ -418,7 +418,7 @@ class Reads:
         # Digests of different elements say nothing.
         if error is not None and error.code == "COVER":
             request = job.read.request
-            self._logger.warning("request %r is not verified: %s", request, error)
+            self._logger.warning("request %r: digests are not compared: %s", request, error)
             return None
         return error
 

@@ -105,7 +105,7 @@ class PrefillRank(Rank):
         for request in ended.released:
             self.ended[request] = ended.late.get(request)
         if ended.num_stale:
-            message = "%d claims came for leases that are over: their requests fail"
+            message = "%d renewals came after their lease expired; the requests fail"
             logger.error(message, ended.num_stale)
 
 
@@ -262,7 +262,7 @@ class Sender(BaseKVSender):
                 system=self._rank.system,
             )
         except KVPlanError as error:
-            logger.warning("request %s is not published yet: %s", self._room, error)
+            logger.warning("request %s: KV is not published yet: %s", self._room, error)
             return False
         self._is_published = True
         return True
@@ -283,7 +283,7 @@ class Sender(BaseKVSender):
                 system=self._rank.system,
             )
         except KVPlanError as error:
-            logger.warning("request %s is not withdrawn: %s", self._room, error)
+            logger.warning("request %s: its published KV is not withdrawn: %s", self._room, error)
 
     def poll(self) -> Any:
         """Return the state of the request, a value of KVPoll."""

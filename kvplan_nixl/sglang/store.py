@@ -132,7 +132,7 @@ class KvplanStore(HiCacheStorage):
         self._searcher = StallGuard(make_reader, stall_s=settings.search_timeout_s)
         self._loader = StallGuard(make_client, stall_s=settings.stall_s)
         self._saver = StallGuard(make_client, stall_s=settings.stall_s)
-        logger.info("%s keeps pages in %s", worker, settings.folder)
+        logger.info("%s uses the store in %s", worker, settings.folder)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Return how many pages in a row can be loaded, without windows."""
@@ -162,7 +162,7 @@ class KvplanStore(HiCacheStorage):
                     lambda reader: reader.find(chain, start=start, stop=stop, step=prompt.page_size)
                 )
         except KVPlanError as error:
-            logger.warning("nothing is loaded of a prompt: %s", error)
+            logger.warning("nothing is loaded from the store: %s", error)
             return 0
         return (end - start) // prompt.page_size
 
@@ -201,7 +201,11 @@ class KvplanStore(HiCacheStorage):
             self._loader.call(lambda client: client.load(chain, tables, {group: positions}))
             self._loader.call(lambda client: client.use(chain, stop))
         except KVPlanError as error:
-            logger.warning("%d positions are computed: %s", stop - start, error)
+            logger.warning(
+                "%d tokens are recomputed, since their KV cannot be loaded from the store: %s",
+                stop - start,
+                error,
+            )
             return [False] * len(keys)
         return [True] * len(keys)
 
@@ -240,7 +244,7 @@ class KvplanStore(HiCacheStorage):
             )
             self._saver.call(lambda client: client.use(chain, stop))
         except KVPlanError as error:
-            logger.warning("%d positions are not saved: %s", stop - start, error)
+            logger.warning("KV of %d tokens is not stored: %s", stop - start, error)
             return [False] * len(keys)
         return [True] * len(keys)
 
@@ -251,7 +255,9 @@ class KvplanStore(HiCacheStorage):
 
     def clear(self) -> bool:
         """Clear nothing, since other engines use the store too."""
-        logger.warning("the store stays: kvplan store gc deletes pages")
+        logger.warning(
+            "flushing the cache does not empty the store; to delete pages: kvplan store gc"
+        )
         return False
 
     # SGLang's older interface names a page by its hash alone, which no store has.

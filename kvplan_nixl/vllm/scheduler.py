@@ -152,7 +152,7 @@ class Scheduler:
             self._tables.cache_groups,
             early_tokens=settings.early_tokens,
         )
-        logger.info("%s serves the offers of %d workers", self._listener.source, len(envelopes))
+        logger.info("serving metadata of %d workers at %s", len(envelopes), self._listener.source)
 
     def close(self) -> None:
         """Stop serving."""
@@ -210,7 +210,11 @@ class Scheduler:
         if not num_tokens:
             gap = self._importer.skip(name)
             if gap is not None:
-                logger.warning("request %r is computed: %s", name, gap)
+                logger.warning(
+                    "request %r: the prompt is recomputed, since its KV cannot be loaded: %s",
+                    name,
+                    gap,
+                )
             return
         self._state.load(name)
         self._importer.begin(
@@ -247,7 +251,7 @@ class Scheduler:
             exporter.open(name, room)
         except KVPlanError as error:
             # its handoff comes with the answer
-            logger.warning("request %r is not published: %s", name, error)
+            logger.warning("request %r: KV is not published while it is computed: %s", name, error)
             exporter.open(name)
         else:
             if room:
@@ -341,7 +345,7 @@ class Scheduler:
         if exporter is None or not (is_done and any(ids) and self._is_exportable(request)):
             return None
         if not self._state.is_current(request):
-            logger.warning("request %r is not handed over: %s", name, OUTDATED)
+            logger.warning("request %r: KV is not exported: %s", name, OUTDATED)
             return None
         # A step under way writes the positions of tokens that may not be the request's.
         num_in_flight = request.num_in_flight_tokens
@@ -435,7 +439,7 @@ class Scheduler:
         stats.count("num_kv_expired_reqs", len(ended.late))
         stats.count("num_notifications_after_expiry", ended.num_stale)
         if ended.num_stale:
-            message = "%d claims came for leases that are over: their requests fail"
+            message = "%d renewals came after their lease expired; the requests fail"
             logger.error(message, ended.num_stale)
         stats.set("num_lent_blocks", exporter.num_blocks)
         # in steps of seconds, so that a step of an engine with nothing new has nothing to tell

@@ -214,7 +214,7 @@ class StoreScheduler:
         if not (self._saves and is_done and any(ids)):
             return False
         if not self._state.is_current(request):
-            logger.warning("request %r is not saved: %s", request.request_id, OUTDATED)
+            logger.warning("request %r: KV is not stored: %s", request.request_id, OUTDATED)
             return False
         # a step under way writes the positions of tokens that may not be the request's
         num_computed = request.num_computed_tokens - request.num_in_flight_tokens
@@ -265,9 +265,12 @@ def _pin_of(request: Request, settings: StoreSettings) -> tuple[bool | None, str
         if owner is None:
             continue
         if not settings.max_pinned_bytes:
-            logger.warning("request %r pins nothing: max_pinned_bytes is 0", request.request_id)
+            logger.warning(
+                "request %r: not pinned: max_pinned_bytes is 0",
+                request.request_id,
+            )
         elif not isinstance(owner, str) or not owner:
-            message = "request %r pins nothing: %s must be a text that only the client knows"
+            message = "request %r: not pinned: %s must be a string that only the client knows"
             logger.warning(message, request.request_id, label)
         else:
             return is_pinned, owner

@@ -71,12 +71,12 @@ class StoreSearches:
             if time.monotonic() - search.began_s < self._timeout_s:
                 return None
             self._paused_until_s = time.monotonic() + PAUSE_S
-            logger.warning("nothing is loaded of request %r: the store is slow", request)
+            logger.warning("request %r: nothing is loaded: the store is too slow", request)
             return start
         try:
             return search.stop.result()
         except KVPlanError as error:
-            logger.warning("nothing is loaded of request %r: %s", request, error)
+            logger.warning("request %r: nothing is loaded: %s", request, error)
             return start
 
     def forget(self, request: str) -> None:

@@ -70,7 +70,7 @@ class StoreWorker:
         self._groups = {view.group for view in self._worker.views}
         for lane in (self._loads, self._saves):
             lane.start(StallGuard(self._client, stall_s=self._settings.stall_s))
-        logger.info("%s keeps pages in %s", self._worker, self._settings.folder)
+        logger.info("%s uses the store in %s", self._worker, self._settings.folder)
 
     def _client(self) -> StoreClient:
         # memory of the host is copied without NIXL, which would copy it too
@@ -110,10 +110,14 @@ class StoreWorker:
         try:
             guard.call(lambda client: client.load(job.chain, *self._held(job)))
         except KVPlanError as error:
-            logger.warning("request %r is computed: %s", job.request, error)
+            logger.warning(
+                "request %r: recomputed, since the store cannot load it: %s",
+                job.request,
+                error,
+            )
             has_failed = True
         except Exception:  # whatever it is, the request goes on without the store
-            logger.exception("the store has failed for request %r", job.request)
+            logger.exception("request %r: the store has failed", job.request)
             has_failed = True
         with self._lock:
             self._results.finished_recving.add(job.request)
@@ -126,10 +130,10 @@ class StoreWorker:
     def _save(self, guard: StallGuard[StoreClient], job: StoreJob, waited_s: float) -> None:
         try:
             if waited_s > SAVE_WAIT_S:
-                logger.warning("request %r is not saved: the store is slow", job.request)
+                logger.warning("request %r: KV is not stored: the store is too slow", job.request)
                 return
             num_saved = guard.call(lambda client: client.save(job.chain, *self._held(job)))
-            logger.debug("request %r: %d new pages", job.request, num_saved)
+            logger.debug("request %r: stored %d new pages", job.request, num_saved)
         finally:
             with self._lock:
                 self._results.finished_sending.add(job.request)
@@ -196,6 +200,6 @@ class _Lane:
             try:
                 self._carry_out(guard, job, time.monotonic() - came_s)
             except KVPlanError as error:
-                logger.warning("the store has failed for request %r: %s", job.request, error)
+                logger.warning("request %r: the store has failed: %s", job.request, error)
             except Exception:  # whatever it is, the thread goes on
-                logger.exception("the store has failed for request %r", job.request)
+                logger.exception("request %r: the store has failed", job.request)

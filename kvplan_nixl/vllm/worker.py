@@ -160,7 +160,7 @@ class Worker:
         try:
             return cache_digests(worker, self._memories, tables, ranges)
         except KVPlanError as error:
-            logger.error("%s is not digested: %s", request.lease, error)
+            logger.error("no digest of lease %s: %s", request.lease, error)
             return {}
 
     def take_report(self) -> KvplanWorkerMetadata | None:

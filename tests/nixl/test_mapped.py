@@ -276,7 +276,7 @@ def test_handles_that_cannot_be_mapped(bad: str, caplog: pytest.LogCaptureFixtur
         remote = executor.connect(envelope_with(BAD_HANDLES[bad](handles), source))
         assert not executor.maps(remote)
         assert mappers[1].num_open == 0
-        assert ["prefill/0 moves its bytes through NIXL" in record.message for record in caplog.records] == [True]
+        assert ["prefill/0 is read through NIXL" in record.message for record in caplog.records] == [True]
         plan = plan_reads(here, [remote])
         executor.prepare(plan)
         (spec,) = executor.bind(plan, **BLOCKS)

@@ -749,7 +749,7 @@ def test_claims_that_come_too_late_are_logged_once(prefill: Side, caplog: pytest
         rank.exporter.leases.claim("a lease that is over", "decode")
         for _ in range(3):
             rank._note_ended()
-    assert caplog.text.count("1 claims came for leases that are over") == 2
+    assert caplog.text.count("1 renewals came after their lease expired") == 2
 
 
 def test_a_bootstrap_server_that_is_late(plugin: SimpleNamespace, prefill: Side, decode: Side) -> None:

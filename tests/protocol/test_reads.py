@@ -1008,7 +1008,7 @@ def test_what_has_arrived_is_compared(monkeypatch: pytest.MonkeyPatch, caplog: p
     monkeypatch.setattr("kvplan.protocol.reads.mismatch", lambda *_: KVPlanError("COVER", "", expected="", got=""))
     world.reads.begin(world.read("elsewhere"))
     assert world.until(1)["elsewhere"].error is None
-    assert "request 'elsewhere' is not verified: COVER" in caplog.text
+    assert "request 'elsewhere': digests are not compared: COVER" in caplog.text
     world.reads.begin(world.read("gone"))
     assert "PEER: cannot check" in str(world.until(1)["gone"].error)
 

@@ -147,7 +147,7 @@ def test_a_request_that_weights_have_changed_under_is_not_handed_over(
     prefill.count_tokens_to_read(request, 0)
     prefill._state.weights_changed()
     assert prefill.hand_over(request, ids_of(("full",), PROMPT)) is None
-    assert "is not handed over: weights or its adapter have changed" in caplog.text
+    assert "KV is not exported: weights or its adapter have changed" in caplog.text
     # one that begins afterwards, without anything from the prefix cache
     prefill.count_tokens_to_read(request, 0)
     assert prefill.hand_over(request, ids_of(("full",), PROMPT)) is not None
@@ -258,7 +258,7 @@ def test_a_request_that_weights_have_changed_under_is_not_stored(
         state.weights_changed()
     assert not {*chains[0]} & {*chains[1]}
     assert not store.begin_save(request, ids_of(("full",), PROMPT))
-    assert "is not saved: weights or its adapter have changed" in caplog.text
+    assert "KV is not stored: weights or its adapter have changed" in caplog.text
     store.close()
 
 

@@ -354,7 +354,9 @@ def test_a_room_is_one_request(engines: Engines, caplog: pytest.LogCaptureFixtur
     pair = Pair(engines, ("full",))
     second = request_of(SAID[:50], COMPUTE, request_id="second")
     pair.prefill.add(second)
-    assert "request 'second' is not published: NAME: cannot open room transfer 1" in caplog.text
+    assert (
+        "request 'second': KV is not published while it is computed: NAME: cannot open room transfer 1" in caplog.text
+    )
     pair.begin()
     pair.finish()
     assert pair.allocate().reads[0].tokens == {"group0": (0, PROMPT - 1)}

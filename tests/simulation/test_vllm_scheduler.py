@@ -268,7 +268,7 @@ def test_another_text_in_place_of_the_answer(
         assert read.tokens == {"group0": (0, min(PROMPT, len(tokens) - 1))}
     else:
         assert read is None
-    assert ("request 'r' is computed" in caplog.text) == (read is None)
+    assert ("request 'r': the prompt is recomputed" in caplog.text) == (read is None)
 
 
 def test_a_whole_prompt_has_no_prefix(engines: Engines) -> None:
@@ -607,7 +607,7 @@ def test_requests_that_nobody_reads_are_named(engines: Engines, caplog: pytest.L
     assert prefill.take_step().released == {"r"}
     assert prefill.take_step().released == set()
     assert "cannot export 'r': expected a reader that claims it within 5 s" in caplog.text
-    assert "claims came" not in caplog.text
+    assert "renewals came" not in caplog.text
 
 
 def test_a_reader_that_only_claims_has_a_time(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
@@ -640,9 +640,9 @@ def test_claims_that_come_too_late_are_logged(engines: Engines, caplog: pytest.L
     decode.add(request_of(SAID[:PROMPT], params))
     engines.run()
     prefill.take_step()
-    assert caplog.text.count("1 claims came for leases that are over") == 1
+    assert caplog.text.count("1 renewals came after their lease expired") == 1
     prefill.take_step()
-    assert caplog.text.count("claims came for leases that are over") == 1
+    assert caplog.text.count("renewals came after their lease expired") == 1
 
 
 def test_a_source_that_is_gone_leaves_claims_unanswered(engines: Engines) -> None:

@@ -264,11 +264,11 @@ def evict_beside(backend: Backend, limits: Limits, logger: Logger) -> Background
 
     def report(evicted: Evicted | KVPlanError) -> None:
         if isinstance(evicted, KVPlanError):
-            logger.warning("the store is not kept within its limits: %s", evicted)
+            logger.warning("store eviction failed: %s", evicted)
         elif evicted.num_pages:
-            logger.info("the store is kept within its limits: %s", evicted)
+            logger.info("store eviction: %s", evicted)
         if isinstance(evicted, Evicted) and evicted.faults:
             faults, first = len(evicted.faults), evicted.faults[0]
-            logger.warning("%d entries of the store stay, such as: %s", faults, first)
+            logger.warning("store eviction could not delete %d entries, such as: %s", faults, first)
 
     return BackgroundEviction(backend, limits, report)
