@@ -10,15 +10,15 @@ import attrs
 
 from kvplan import Blocks, Model, Worker, compare, decode, encode, plan_mesh, plan_reads, verify
 from kvplan.handshake import fingerprint
-from tests.museum.exhibit import Look, accepted, exhibit
-from tests.museum.faults import asking, moving
+from tests.known_bugs.faults import asking, moving
+from tests.known_bugs.known_bug import Outcome, accepted, known_bug
 from tests.small import engine
 
 REQUEST = asking({"attn": Blocks([8, 1])}, {"attn": Blocks([3, 9])}, (0, 8))
 
 
 @accepted("K1", "vllm-project/vllm#29503, ai-dynamo/dynamo#10027, ai-dynamo/dynamo#12821")
-def test_a_hash_that_differs() -> Look:
+def test_a_hash_that_differs() -> Outcome:
     """Engines compared one hash of all settings, refused harmless differences and did not say which they were."""
     model = Model.shipped("qwen2.5-1.5b")
     (source,), (destination,) = (
@@ -38,12 +38,12 @@ class Exit:
         return sys.exit, ("a message was run",)
 
 
-@exhibit(
+@known_bug(
     "K2",
     "GHSA-x3m8-f7g5-qhm7, GHSA-hj4w-hm2g-p6w5, sgl-project/sglang#21435 (CVE-2026-3060), InternLM/lmdeploy#4804",
     "refused: MESSAGE",
 )
-def test_messages_that_run() -> tuple[Look, Look]:
+def test_messages_that_run() -> tuple[Outcome, Outcome]:
     """Descriptions of caches went between engines as pickles, and whoever could reach a port could run code there."""
     (source,), (destination,) = engine("prefill"), engine("decode")
     plan = plan_reads(decode(encode(destination)), [decode(encode(source))])
@@ -51,7 +51,7 @@ def test_messages_that_run() -> tuple[Look, Look]:
 
 
 @accepted("K3", "vllm-project/vllm#50765")
-def test_other_sizes_on_both_sides() -> Look:
+def test_other_sizes_on_both_sides() -> Outcome:
     """A Gemma 4 on 2 workers and on 4 failed in the transfer library, with an error that named no reason."""
     model = Model.shipped("gemma-4-31b")
     sources, destinations = model.engine("prefill", tp=2, num_blocks=12), model.engine("decode", tp=4, num_blocks=10)
@@ -59,8 +59,8 @@ def test_other_sizes_on_both_sides() -> Look:
     return lambda: verify(plan_mesh(destinations, sources), **asking(local, remote, (0, 4)))
 
 
-@exhibit("K4", "vllm-project/vllm#21789", "verify: VALUE")
-def test_a_layout_that_was_not_passed_on() -> tuple[Look, Look]:
+@known_bug("K4", "vllm-project/vllm#21789", "verify: VALUE")
+def test_a_layout_that_was_not_passed_on() -> tuple[Outcome, Outcome]:
     """A connector inside another one did not receive the layout, and took heads inside tokens for heads outside."""
     (source,), (destination,) = engine("prefill", order="NH"), engine("decode")
     taken_for: Worker = attrs.evolve(source, views=engine("prefill")[0].views)

@@ -11,8 +11,8 @@ import pytest
 from kvplan import Axis, Blocks, Group, KVPlanError, ReadSpec, View, Worker, decode, encode, plan_reads, verify
 from kvplan.verification import Report
 from tests.edits import edited_specs
-from tests.museum.exhibit import Look, exhibit, outcome
-from tests.museum.faults import asking, by_hand, worker_of
+from tests.known_bugs.faults import asking, by_hand, worker_of
+from tests.known_bugs.known_bug import Outcome, known_bug, seen
 from tests.small import engine
 
 HIGH = 0xFFFF81AB54E01000
@@ -24,8 +24,8 @@ def placed(worker: Worker, address: int) -> Worker:
     return attrs.evolve(worker, regions=[attrs.evolve(region, address=address)])
 
 
-@exhibit("I1", "sgl-project/sglang#24188, sgl-project/sglang#24648, sgl-project/sglang#27415", "verify: VALUE")
-def test_addresses_of_64_bits() -> tuple[Look, Look]:
+@known_bug("I1", "sgl-project/sglang#24188, sgl-project/sglang#24648, sgl-project/sglang#27415", "verify: VALUE")
+def test_addresses_of_64_bits() -> tuple[Outcome, Outcome]:
     """Addresses above 2**63 plus signed offsets became floating-point numbers, which have no room for the last bits."""
     (source,) = engine("prefill", layers=1)
     source = placed(source, HIGH)
@@ -39,8 +39,8 @@ def test_addresses_of_64_bits() -> tuple[Look, Look]:
     return lambda: verify(edited_specs(plan, wrong), **request), lambda: verify(plan, **request)
 
 
-@exhibit("I2", "ai-dynamo/nixl#2142", "verify: COVER, BOUNDS")
-def test_the_end_of_the_address_space() -> tuple[Look, Look]:
+@known_bug("I2", "ai-dynamo/nixl#2142", "verify: COVER, BOUNDS")
+def test_the_end_of_the_address_space() -> tuple[Outcome, Outcome]:
     """A range so long that its end wrapped around was taken to lie in a region, and one that ends at 2**64 was not."""
     (source,), (destination,) = engine("prefill", layers=1), engine("decode", layers=1)
     source = placed(source, (1 << 64) - source.regions[0].size_bytes)
@@ -53,14 +53,14 @@ def test_the_end_of_the_address_space() -> tuple[Look, Look]:
     return lambda: verify(edited_specs(plan, by_hand(spec, *ranges)), **request), lambda: verify(plan, **request)
 
 
-@exhibit("I3", "ai-dynamo/nixl#1048", "refused: MESSAGE")
-def test_messages_cut_short() -> tuple[Look, Look]:
+@known_bug("I3", "ai-dynamo/nixl#1048", "refused: MESSAGE")
+def test_messages_cut_short() -> tuple[Outcome, Outcome]:
     """A message shorter than its own header had a size below 0, which was taken for a huge one."""
     (source,), (destination,) = engine("prefill"), engine("decode")
     message = encode(source)
 
     def cut_anywhere() -> str:
-        return ", ".join({outcome(functools.partial(_read, message[:size])) for size in range(len(message))})
+        return ", ".join({seen(functools.partial(_read, message[:size])) for size in range(len(message))})
 
     request = asking({"attn": Blocks([8, 1])}, {"attn": Blocks([3, 9])}, (0, 8))
     return cut_anywhere, lambda: verify(plan_reads(destination, [decode(message)]), **request)
@@ -70,8 +70,8 @@ def _read(message: bytes) -> str:
     return str(decode(message))
 
 
-@exhibit("I4", "vllm-project/vllm#51952 and vLLM 0.33.0, base_worker.py", "verify: COVER, IDS")
-def test_ids_of_31_bits() -> tuple[Look, Look]:
+@known_bug("I4", "vllm-project/vllm#51952 and vLLM 0.33.0, base_worker.py", "verify: COVER, IDS")
+def test_ids_of_31_bits() -> tuple[Outcome, Outcome]:
     """Ids were computed in 32 bits, and those of 128 tensors of 20 million blocks would have wrapped to below 0."""
     layers, blocks = 128, 20_000_000
     source, destination = (_states(name, layers, blocks) for name in ("prefill", "decode"))

@@ -9,13 +9,13 @@ import attrs
 
 from kvplan import Axis, Blocks, Context, Group, TransferPlan, View, Worker, plan_mesh, plan_reads, verify
 from kvplan.verification import Report
-from tests.museum.exhibit import VERIFIED, Look, accepted, check, exhibit
-from tests.museum.faults import asking, awaited, completed, cost, moving, notified, worker_of
+from tests.known_bugs.faults import asking, awaited, completed, cost, moving, notified, worker_of
+from tests.known_bugs.known_bug import VERIFIED, Outcome, accepted, check, known_bug
 from tests.small import engine
 
 
-@exhibit("G1", "vllm-project/vllm#38433", "verify: VALUE")
-def test_every_second_block() -> tuple[Look, Look]:
+@known_bug("G1", "vllm-project/vllm#38433", "verify: VALUE")
+def test_every_second_block() -> tuple[Outcome, Outcome]:
     """With 2 decode and 2 prefill context ranks, each rank used every second block instead of every fourth."""
     (source,) = engine("prefill", heads=1, blocks=20)
     ranks = engine("decode", heads=1, contexts=(4, 4))
@@ -29,8 +29,8 @@ def test_every_second_block() -> tuple[Look, Look]:
     return lambda: verify(wrong, **request), lambda: verify(mesh, **request)
 
 
-@exhibit("G2", "vllm-project/vllm#52779", "completions")
-def test_replicas_that_nobody_reads() -> tuple[Look, Look]:
+@known_bug("G2", "vllm-project/vllm#52779", "completions")
+def test_replicas_that_nobody_reads() -> tuple[Outcome, Outcome]:
     """All ranks of a source waited for a notice of a request's end, also replicas that nobody reads."""
     shards = engine("prefill", 2)
     replicas = [attrs.evolve(worker, rank=worker.rank + 2) for worker in shards]
@@ -40,7 +40,7 @@ def test_replicas_that_nobody_reads() -> tuple[Look, Look]:
 
 
 @accepted("G3", "vllm-project/vllm#50611, vllm-project/vllm#54803")
-def test_some_of_the_ranks() -> Look:
+def test_some_of_the_ranks() -> Outcome:
     """A cache spread over some of the ranks was refused: it had to be on one rank, or over all, block by block."""
     request = asking({"attn": Blocks([8, 1, 5, 2])}, {"attn": Blocks([3, 9, 4])}, (0, 30))
 
@@ -58,7 +58,7 @@ def test_some_of_the_ranks() -> Look:
 
 
 @accepted("G4", "vllm-project/vllm-ascend#13934, vllm-project/vllm-ascend#16492")
-def test_room_for_drafts_on_8_ranks() -> Look:
+def test_room_for_drafts_on_8_ranks() -> Outcome:
     """Ranks of a decode context of 8, with room for 5 draft tokens, read beyond a list or from the wrong ranks."""
 
     def moved(theirs: int, ours: int) -> Report:
@@ -80,8 +80,8 @@ def latents(name: str, rank: int, context: Context) -> Worker:
     return worker_of(name, [Group("attn", 64, context)], views, rank)
 
 
-@exhibit("G5", "sgl-project/sglang#35186, sgl-project/sglang#35762", "cost")
-def test_tokens_one_by_one() -> tuple[Look, Look]:
+@known_bug("G5", "sgl-project/sglang#35186, sgl-project/sglang#35762", "cost")
+def test_tokens_one_by_one() -> tuple[Outcome, Outcome]:
     """Ranks with every eighth token received their 7000 of a prompt of 56000 in 168000 pieces of 576 bytes."""
     source, destination = latents("prefill", 0, Context()), latents("decode", 3, Context(3, 8))
     packed = latents("prefill", 1, destination.groups[0].context)  # memory at the source, for what the rank takes

@@ -1,4 +1,4 @@
-"""Generates `docs/museum.md` from the exhibits: `python -m tests.museum.page` writes it."""
+"""Generates `docs/known-bugs.md` from the tests: `python -m tests.known_bugs.page` writes it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import attrs
 
 from kvplan.errors import CODES
 from kvplan.verification import PROMISES
-from tests.museum.exhibit import Exhibit
+from tests.known_bugs.known_bug import KnownBug
 
 HERE: Final = Path(__file__).parent
-PAGE: Final = HERE.parent.parent / "docs" / "museum.md"
+PAGE: Final = HERE.parent.parent / "docs" / "known-bugs.md"
 THREAD: Final = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
 
 
 @attrs.frozen
 class Outside:
-    """A fault without an exhibit. ``keeper`` has to prevent it."""
+    """A bug that no test here reproduces. ``keeper`` has to prevent it."""
 
     number: str
     bug: str
@@ -46,11 +46,11 @@ FAMILIES: Final = {
     "K": "Trust",
 }
 
-TOP: Final = """# The museum of bugs
+TOP: Final = """# Known bugs
 
-Look up here how KV cache transfers have failed, in public threads or released code, and what catches each fault. Each
-exhibit is a test in `tests/museum`: it reproduces the fault, asserts what catches it, and verifies the plan that kvplan
-makes instead. The last column says what catches it:
+This page lists how KV cache transfers have failed, in public threads or released code, and what catches each fault.
+Each row is a test in `tests/known_bugs`: it reproduces the fault, asserts what catches it, and verifies the plan that
+kvplan makes instead. The last column says what catches it:
 """
 
 WAYS: Final = {
@@ -65,20 +65,20 @@ WAYS: Final = {
 """The words of the last column."""
 
 
-def exhibits() -> list[Exhibit]:
-    """All exhibits, in the order of the page."""
-    modules = [path.stem for path in HERE.glob("test_*.py")]
-    members = [value for name in modules for value in vars(importlib.import_module(f"tests.museum.{name}")).values()]
-    return sorted((value.exhibit for value in members if hasattr(value, "exhibit")), key=_place)
+def known_bugs() -> list[KnownBug]:
+    """All known bugs, in the order of the page."""
+    modules = [importlib.import_module(f"tests.known_bugs.{path.stem}") for path in HERE.glob("test_*.py")]
+    members = [value for module in modules for value in vars(module).values()]
+    return sorted((value.known_bug for value in members if hasattr(value, "known_bug")), key=_place)
 
 
-def _place(item: Exhibit | Outside) -> tuple[str, int]:
+def _place(item: KnownBug | Outside) -> tuple[str, int]:
     return item.number[0], int(item.number[1:])
 
 
 def page() -> str:
     """The text of the page."""
-    shown = exhibits()
+    shown = known_bugs()
     parts = [TOP, *_legend(shown)]
     for letter, title in FAMILIES.items():
         rows = [one for one in shown if one.number[0] == letter]
@@ -89,8 +89,8 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _legend(shown: Iterable[Exhibit]) -> list[str]:
-    """The ways in which exhibits are caught, each with the codes that occur in it."""
+def _legend(shown: Iterable[KnownBug]) -> list[str]:
+    """The ways in which bugs are caught, each with the codes that occur in it."""
     found: dict[str, set[str]] = {}
     for one in shown:
         way, _, codes = one.caught_by.partition(": ")
@@ -104,7 +104,7 @@ def _legend(shown: Iterable[Exhibit]) -> list[str]:
     return lines
 
 
-def _table(last: str, rows: Iterable[tuple[Exhibit | Outside, str]]) -> list[str]:
+def _table(last: str, rows: Iterable[tuple[KnownBug | Outside, str]]) -> list[str]:
     lines = [f"| | fault | known from | {last} |", "|---|---|---|---|"]
     return lines + [f"| {one.number} | {one.bug} | {links(one.reference)} | {text} |" for one, text in rows]
 

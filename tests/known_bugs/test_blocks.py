@@ -10,8 +10,8 @@ import numpy as np
 
 from kvplan import Blocks, Group, Model, Region, Worker, plan_mesh, plan_reads, plan_writes, tails, verify, view_of
 from kvplan.verification import FakeMemory, Report
-from tests.museum.exhibit import VERIFIED, Look, accepted, exhibit
-from tests.museum.faults import asking, grouped, moving
+from tests.known_bugs.faults import asking, grouped, moving
+from tests.known_bugs.known_bug import VERIFIED, Outcome, accepted, known_bug
 from tests.small import engine
 
 
@@ -26,19 +26,19 @@ def expanded(ids: Iterable[int], step: int, count: int) -> list[int]:
     return [step * block + kernel for block in ids for kernel in range(count)]
 
 
-@exhibit("C1", "vllm-project/vllm#28661, vllm-project/vllm#28677", "verify: COVER, OWN")
-def test_ids_of_blocks_for_kernel_blocks() -> tuple[Look, Look]:
+@known_bug("C1", "vllm-project/vllm#28661, vllm-project/vllm#28677", "verify: COVER, OWN")
+def test_ids_of_blocks_for_kernel_blocks() -> tuple[Outcome, Outcome]:
     """Ids that count blocks of 128 tokens were used in a cache of kernel blocks of 64, and led to other blocks."""
     return _ids_of_blocks_for_kernel_blocks(128, 64)
 
 
-@exhibit("C3", "vllm-project/vllm#46334", "verify: COVER, OWN")
-def test_ids_of_blocks_for_tokens() -> tuple[Look, Look]:
+@known_bug("C3", "vllm-project/vllm#46334", "verify: COVER, OWN")
+def test_ids_of_blocks_for_tokens() -> tuple[Outcome, Outcome]:
     """Ids of blocks of 16 tokens counted single tokens of the registered tensors, and led into block 0, nobody's."""
     return _ids_of_blocks_for_kernel_blocks(16, 1)
 
 
-def _ids_of_blocks_for_kernel_blocks(block: int, kernel: int) -> tuple[Look, Look]:
+def _ids_of_blocks_for_kernel_blocks(block: int, kernel: int) -> tuple[Outcome, Outcome]:
     local, remote = {"attn": Blocks([8, 1, 5])}, {"attn": Blocks([3, 9, 4])}
     plan, as_kernels = (
         plan_reads(paged("decode", tokens, blocks), [paged("prefill", tokens, blocks)])
@@ -49,8 +49,8 @@ def _ids_of_blocks_for_kernel_blocks(block: int, kernel: int) -> tuple[Look, Loo
     return lambda: verify(wrong, **request), lambda: verify(plan, **request)
 
 
-@exhibit("C12", "vLLM 0.33.0, mooncake_connector.py", "verify: VALUE, COVER")
-def test_unequal_blocks_of_a_replicated_cache() -> tuple[Look, Look]:
+@known_bug("C12", "vLLM 0.33.0, mooncake_connector.py", "verify: VALUE, COVER")
+def test_unequal_blocks_of_a_replicated_cache() -> tuple[Outcome, Outcome]:
     """Lengths of blocks were not compared where ranks hold whole latents, so unequal blocks paired from the tail."""
     (prefill,), (decode,) = (
         engine(name, heads=1, tokens=tokens, order="NH", layers=1, blocks=20)
@@ -67,7 +67,7 @@ def test_unequal_blocks_of_a_replicated_cache() -> tuple[Look, Look]:
 
 
 @accepted("C2", "vllm-project/vllm#28925, vllm-project/vllm#28890")
-def test_blocks_that_both_kernels_split() -> Look:
+def test_blocks_that_both_kernels_split() -> Outcome:
     """Blocks of 128 tokens, 2 kernel blocks on both sides, were taken for unequal, and the handshake failed."""
     keys = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
     sources, destinations = (
@@ -78,8 +78,8 @@ def test_blocks_that_both_kernels_split() -> Look:
     return lambda: verify(plan_mesh(destinations, sources), **request)
 
 
-@exhibit("C4", "vllm-project/vllm#42097", "verify: VALUE")
-def test_blocks_of_the_other_side() -> tuple[Look, Look]:
+@known_bug("C4", "vllm-project/vllm#42097", "verify: VALUE")
+def test_blocks_of_the_other_side() -> tuple[Outcome, Outcome]:
     """A source's blocks of 2 kernel blocks were taken to have 3, as the destination's have."""
     ours, theirs = [8, 1], [3, 7, 4]
     plan = plan_reads(paged("decode", 12, 10), [paged("prefill", 8, 10)])
@@ -91,8 +91,8 @@ def test_blocks_of_the_other_side() -> tuple[Look, Look]:
     return lambda: verify(wrong, **request), lambda: verify(plan, **request)
 
 
-@exhibit("C5", "tests of vLLM 0.33.0, test_nixl_desc_geometry.py", "verify: COVER, OWN")
-def test_blocks_of_another_request() -> tuple[Look, Look]:
+@known_bug("C5", "tests of vLLM 0.33.0, test_nixl_desc_geometry.py", "verify: COVER, OWN")
+def test_blocks_of_another_request() -> tuple[Outcome, Outcome]:
     """A destination's blocks of 2 kernel blocks were placed as if they had 3, the source's, in those of a neighbour."""
     ours, theirs = [4, 7, 2], [3, 9]
     plan = plan_reads(paged("decode", 8, 30), [paged("prefill", 12, 10)])
@@ -103,8 +103,8 @@ def test_blocks_of_another_request() -> tuple[Look, Look]:
     return lambda: verify(wrong, **request), lambda: verify(plan, **request)
 
 
-@exhibit("C6", "tests of vLLM 0.33.0, test_nixl_desc_geometry.py", "tails")
-def test_what_an_earlier_request_left() -> tuple[Look, Look]:
+@known_bug("C6", "tests of vLLM 0.33.0, test_nixl_desc_geometry.py", "tails")
+def test_what_an_earlier_request_left() -> tuple[Outcome, Outcome]:
     """The unfilled end of a block still held an earlier request's bytes, and answers became garbage."""
     (source,), (destination,) = engine("prefill", tokens=4), engine("decode", tokens=8)
     plan = plan_reads(destination, [source])
@@ -130,7 +130,7 @@ def test_what_an_earlier_request_left() -> tuple[Look, Look]:
 
 
 @accepted("C7", "vllm-project/vllm#50714, vllm-project/vllm#50717")
-def test_blocks_of_4_and_of_256_tokens() -> Look:
+def test_blocks_of_4_and_of_256_tokens() -> Outcome:
     """The smallest of all groups' block sizes, 4, was used for a group of 256 tokens, and no kernel had such blocks."""
     source, destination = (grouped(name, compressor=4, attn=256) for name in ("prefill", "decode"))
     request = asking(
@@ -142,7 +142,7 @@ def test_blocks_of_4_and_of_256_tokens() -> Look:
 
 
 @accepted("C8", "vllm-project/vllm#53721")
-def test_pages_of_16_and_of_32_tokens() -> Look:
+def test_pages_of_16_and_of_32_tokens() -> Outcome:
     """A Gemma 4, whose layers have 16 or 32 tokens in a block, was refused by a connector with one size for all."""
     model = Model.shipped("gemma-4-31b")
     two_layers = attrs.evolve(model, layers=model.layers[4:6])
@@ -153,7 +153,7 @@ def test_pages_of_16_and_of_32_tokens() -> Look:
 
 
 @accepted("C9", "vllm-project/vllm#42945")
-def test_a_window_that_begins_inside_a_stored_block() -> Look:
+def test_a_window_that_begins_inside_a_stored_block() -> Outcome:
     """Stored blocks were 16 of the GPU's; those that a window had left were counted but not listed: a check failed."""
     gpu, cpu = grouped("gpu", window=4), grouped("cpu", window=64)
     plan = plan_writes(gpu, [cpu])
@@ -166,7 +166,7 @@ def test_a_window_that_begins_inside_a_stored_block() -> Look:
 
 
 @accepted("C10", "vllm-project/vllm#19338, vllm-project/vllm#19341, vllm-project/vllm#19532")
-def test_a_rank_with_more_blocks() -> Look:
+def test_a_rank_with_more_blocks() -> Outcome:
     """Rank 0 of 8 had 111680 blocks and the others 111488, and a handshake that asserts one number for all failed."""
 
     def ranks(blocks: int) -> tuple[Worker, ...]:
@@ -178,7 +178,7 @@ def test_a_rank_with_more_blocks() -> Look:
 
 
 @accepted("C11", "ovg-project/kvcached#311, ovg-project/kvcached#312")
-def test_room_for_more_blocks() -> Look:
+def test_room_for_more_blocks() -> Outcome:
     """A tensor that has room to grow, for 185344 blocks, failed an assertion that it has just the number planned."""
     caches = [np.zeros((blocks, 4, 2, 8), np.float16) for blocks in (185344, 1000)]
     regions = [Region(f"{i}", cache.__array_interface__["data"][0], cache.nbytes) for i, cache in enumerate(caches)]

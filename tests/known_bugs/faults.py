@@ -1,4 +1,4 @@
-"""Building blocks of exhibits: plans, notices and costs with one fault, and small workers."""
+"""Building blocks of known bugs: plans, notices and costs with one fault, and small workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvplan import Axis, Blocks, Group, MeshPlan, ReadSpec, Region, TransferPlan
 from kvplan.describe.worker import Key
 from kvplan.plan import Table
 from tests.edits import EditedPlan, edited_specs
-from tests.museum.exhibit import VERIFIED
+from tests.known_bugs.known_bug import VERIFIED
 from tests.small import DIM, HEAD_BYTES, axes
 
 

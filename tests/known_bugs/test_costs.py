@@ -13,9 +13,9 @@ import attrs
 
 from kvplan import Blocks, MeshPlan, Model, TransferPlan, plan_mesh, plan_reads, verify
 from kvplan.cli.trials import DESTINATION_SPREAD, SOURCE_SPREAD, scattered
-from tests.museum.exhibit import VERIFIED, Look, check, exhibit, outcome
-from tests.museum.faults import asking, cost
-from tests.museum.mistakes import in_pieces, layers_of
+from tests.known_bugs.faults import asking, cost
+from tests.known_bugs.known_bug import VERIFIED, Outcome, check, known_bug, seen
+from tests.known_bugs.mistakes import in_pieces, layers_of
 from tests.small import HEAD_BYTES, engine
 
 Options = Mapping[str, Any]
@@ -30,15 +30,15 @@ def apart(blocks: int, pool: int) -> dict[str, Any]:
     return asking({"attn": local}, {"attn": remote})
 
 
-def counted(plan: TransferPlan | MeshPlan, request: Mapping[str, Any], **numbers: int) -> Look:
+def counted(plan: TransferPlan | MeshPlan, request: Mapping[str, Any], **numbers: int) -> Outcome:
     """The :func:`cost` of what moves the right bytes."""
 
-    def look() -> str:
+    def outcome() -> str:
         report = verify(plan, **request)
-        seen = outcome(lambda: report)
-        return cost(report.num_descriptors, **numbers) if seen == VERIFIED else seen
+        result = seen(lambda: report)
+        return cost(report.num_descriptors, **numbers) if result == VERIFIED else result
 
-    return look
+    return outcome
 
 
 def compared(
@@ -48,10 +48,10 @@ def compared(
     src: Options = AS_IT_IS,
     dst: Options = AS_IT_IS,
     **numbers: int,
-) -> tuple[Look, Look]:
+) -> tuple[Outcome, Outcome]:
     """So many blocks, moved between engines in a bad layout and in a good one; ``src`` and ``dst`` go before either."""
 
-    def read(layout: Options) -> Look:
+    def read(layout: Options) -> Outcome:
         sources, destinations = (
             model.engine(name, **{"num_blocks": 10, **layout, **side})
             for name, side in (("prefill", src), ("decode", dst))
@@ -62,8 +62,8 @@ def compared(
     return read(bad), read(good)
 
 
-@exhibit("J1", "vllm-project/vllm#48209, vllm-project/vllm#55157, ai-dynamo/nixl#1978", "cost")
-def test_a_tuple_for_each_block_of_the_pool() -> tuple[Look, Look]:
+@known_bug("J1", "vllm-project/vllm#48209, vllm-project/vllm#55157, ai-dynamo/nixl#1978", "cost")
+def test_a_tuple_for_each_block_of_the_pool() -> tuple[Outcome, Outcome]:
     """When engines met, a tuple was made for each block of each tensor: 6.5 million for a 32B model, in seconds."""
     blocks = 50_782
     (source,), (destination,) = (Model.shipped("qwen3-32b").engine(n, kv="split", num_blocks=blocks) for n in "pd")
@@ -78,8 +78,8 @@ def test_a_tuple_for_each_block_of_the_pool() -> tuple[Look, Look]:
     return lambda: cost(sum(view.num_blocks for view in destination.views), **numbers), rows
 
 
-@exhibit("J2", "ai-dynamo/nixl#135, ai-dynamo/nixl#156, ai-dynamo/nixl#176", "cost")
-def test_a_descriptor_for_each_token() -> tuple[Look, Look]:
+@known_bug("J2", "ai-dynamo/nixl#135, ai-dynamo/nixl#156, ai-dynamo/nixl#176", "cost")
+def test_a_descriptor_for_each_token() -> tuple[Outcome, Outcome]:
     """A request of pages of one token was 15,000 descriptors, and 20 MB as a message, though neighbours can be one."""
     (source,), (destination,) = (engine(name, tokens=1, layers=60, blocks=300) for name in ("prefill", "decode"))
     plan = plan_reads(destination, [source])
@@ -89,8 +89,8 @@ def test_a_descriptor_for_each_token() -> tuple[Look, Look]:
     return counted(pieces, request, **numbers), counted(plan, request, **numbers)
 
 
-@exhibit("J3", "vllm-project/vllm#53237, vllm-project/vllm#53825, vllm-project/vllm#57952", "cost")
-def test_a_descriptor_for_each_layer_of_a_page() -> tuple[Look, Look]:
+@known_bug("J3", "vllm-project/vllm#53237, vllm-project/vllm#53825, vllm-project/vllm#57952", "cost")
+def test_a_descriptor_for_each_layer_of_a_page() -> tuple[Outcome, Outcome]:
     """The 43 layers of a block were contiguous in memory, and each had its own descriptor: 9 GB/s of 50."""
     model = layers_of("deepseek-v3", 0, 43)
     (source,), (destination,) = (model.engine(n, layout="BLHNC", tokens_per_block=4, num_blocks=24) for n in "pd")
@@ -100,8 +100,8 @@ def test_a_descriptor_for_each_layer_of_a_page() -> tuple[Look, Look]:
     return counted(pieces, request, **numbers), counted(plan, request, **numbers)
 
 
-@exhibit("J4", "vllm-project/vllm#55434, vllm-project/vllm#55431", "cost")
-def test_tensors_of_uneven_width() -> tuple[Look, Look]:
+@known_bug("J4", "vllm-project/vllm#55434, vllm-project/vllm#55431", "cost")
+def test_tensors_of_uneven_width() -> tuple[Outcome, Outcome]:
     """Latents and index keys, 576 and 128 wide, could not be packed by block: 112,000 descriptors for a request."""
     model = layers_of("deepseek-v3.2", 0).with_dtypes("bfloat16")
     (both,) = model.layers
@@ -109,8 +109,8 @@ def test_tensors_of_uneven_width() -> tuple[Look, Look]:
     return compared(model, 2, {"layout": "LBHNC"}, {"layout": "BLHNC"}, too_many=2 * 101, enough=2 * 2)
 
 
-@exhibit("J5", "sgl-project/sglang#15674, sgl-project/sglang#19890, sgl-project/sglang#22536", "cost")
-def test_tokens_outside_heads_gathered() -> tuple[Look, Look]:
+@known_bug("J5", "sgl-project/sglang#15674, sgl-project/sglang#19890, sgl-project/sglang#22536", "cost")
+def test_tokens_outside_heads_gathered() -> tuple[Outcome, Outcome]:
     """Heads inside tokens went to fewer ranks as a slice for each token, 30,000 for a request, and ranks failed."""
     model, heads_inside, heads_outside = layers_of("qwen3-32b", 0, 8), {"layout": "LBNHC"}, {"layout": "LBHNC"}
     of_layers = 2 * 8 * 2  # K and V of 8 layers, from each of 2 ranks
@@ -118,8 +118,8 @@ def test_tokens_outside_heads_gathered() -> tuple[Look, Look]:
     return compared(model, 2, heads_inside, heads_outside, src={"tp": 2, "kv": "axis"}, dst={"kv": "axis"}, **numbers)
 
 
-@exhibit("J6", "ai-dynamo/dynamo#12750", "cost")
-def test_layers_apart_on_one_side() -> tuple[Look, Look]:
+@known_bug("J6", "ai-dynamo/dynamo#12750", "cost")
+def test_layers_apart_on_one_side() -> tuple[Outcome, Outcome]:
     """Blocks that are contiguous on disk were read in 96 pieces of 16 KB, because K and V of each layer were apart."""
     model = layers_of("qwen3-235b-a22b", 0, 48)  # 4 heads of 128
     one_piece = {"layout": "BLHNC", "kv": "axis"}
@@ -127,11 +127,11 @@ def test_layers_apart_on_one_side() -> tuple[Look, Look]:
     return compared(model, 1, {"layout": "LBHNC", "kv": "split"}, one_piece, src=disk, dst=gpu, too_many=96, enough=1)
 
 
-@exhibit("J7", "vllm-project/vllm#50913, vllm-project/vllm#51919", "cost")
-def test_blocks_of_few_tokens() -> tuple[Look, Look]:
+@known_bug("J7", "vllm-project/vllm#50913, vllm-project/vllm#51919", "cost")
+def test_blocks_of_few_tokens() -> tuple[Outcome, Outcome]:
     """A prompt of 5000 tokens in blocks of 16 was tens of thousands of descriptors, four times as many as with 64."""
 
-    def read(tokens: int) -> Look:
+    def read(tokens: int) -> Outcome:
         blocks = -(-5000 // tokens)
         (source,), (destination,) = (engine(n, heads=1, tokens=tokens, layers=64, blocks=3 * blocks) for n in "pd")
         request = {**apart(blocks, 3 * blocks), "tokens": (0, 5000)}
@@ -140,15 +140,15 @@ def test_blocks_of_few_tokens() -> tuple[Look, Look]:
     return read(16), read(64)
 
 
-@exhibit("J8", "vllm-project/vllm#30207, vllm-project/vllm#33339", "cost")
-def test_layers_apart() -> tuple[Look, Look]:
+@known_bug("J8", "vllm-project/vllm#30207, vllm-project/vllm#33339", "cost")
+def test_layers_apart() -> tuple[Outcome, Outcome]:
     """Each block of a model of 28 layers was 56 descriptors, K and V of each layer, in place of one."""
     separate, together = {"layout": "LBHNC", "kv": "split"}, {"layout": "BLHNC"}
     return compared(Model.shipped("qwen3-0.6b"), 1, separate, together, too_many=56, enough=1)
 
 
-@exhibit("J9", "vllm-project/vllm#18833", "cost")
-def test_tokens_outside_heads() -> tuple[Look, Look]:
+@known_bug("J9", "vllm-project/vllm#18833", "cost")
+def test_tokens_outside_heads() -> tuple[Outcome, Outcome]:
     """With tokens outside heads, a rank's heads were one descriptor for each token of a block, in place of one."""
     model, heads_inside, heads_outside = layers_of("llama-3.1-8b", 0), {"layout": "LBNHC"}, {"layout": "LBHNC"}
     return compared(model, 1, heads_inside, heads_outside, dst={"tp": 2}, too_many=16 * 2, enough=2)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvplan import MeshPlan, Model, TransferPlan, View, Worker
 from tests.edits import EditedPlan, edited_specs
-from tests.museum.faults import by_hand, moving
+from tests.known_bugs.faults import by_hand, moving
 
 
 def layers_of(model: str, first: int, count: int = 1) -> Model:

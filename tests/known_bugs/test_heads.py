@@ -10,17 +10,17 @@ import numpy as np
 from kvplan import Axis, Blocks, Model, TransferPlan, Worker, plan_mesh, plan_reads, verify
 from kvplan.verification import Report
 from tests.edits import EditedPlan, edited_specs
-from tests.museum.exhibit import Look, accepted, exhibit
-from tests.museum.faults import asking, moving
-from tests.museum.mistakes import holding, layers_of, taken_for, with_axis, with_views
+from tests.known_bugs.faults import asking, moving
+from tests.known_bugs.known_bug import Outcome, accepted, known_bug
+from tests.known_bugs.mistakes import holding, layers_of, taken_for, with_axis, with_views
 from tests.small import DIM, HEAD_BYTES, engine
 
 REQUEST = asking({"attn": Blocks([8, 1])}, {"attn": Blocks([3, 5])}, (0, 8))
 
 
-def looks(
+def outcomes(
     destinations: Iterable[Worker], sources: Iterable[Worker], taken: Iterable[Worker], known: Iterable[Worker]
-) -> tuple[Look, Look]:
+) -> tuple[Outcome, Outcome]:
     """A mesh that takes destinations and sources for others, and the true one."""
     right = plan_mesh(destinations, sources)
     wrong = taken_for(right, plan_mesh(taken, known), **REQUEST)
@@ -33,25 +33,27 @@ def keys(worker: Worker) -> Worker:
     return with_axis(with_views(worker, *views), "dim", stop=2 * DIM, size=2 * DIM)
 
 
-@exhibit("A1", "sgl-project/sglang#19086", "verify: VALUE")
-def test_heads_counted_by_ranks() -> tuple[Look, Look]:
+@known_bug("A1", "sgl-project/sglang#19086", "verify: VALUE")
+def test_heads_counted_by_ranks() -> tuple[Outcome, Outcome]:
     """A source of 4 ranks with 1 head each was taken to have 4 heads, not 2 held twice, so it wrote halves of heads."""
     sources, destinations = ([keys(w) for w in engine(name, tp, 2, order="NH")] for name, tp in (("p", 4), ("d", 1)))
     halves = [with_axis(worker, "dim", stop=DIM, size=DIM) for worker in (*sources, *destinations)]
     of_four = [holding(worker, worker.rank, 4) for worker in halves[:4]]
     in_four = with_axis(halves[4], "head", stop=4, size=4, stride_bytes=HEAD_BYTES // 2)
-    return looks(destinations, sources, [in_four], of_four)
+    return outcomes(destinations, sources, [in_four], of_four)
 
 
-@exhibit("A2", "sgl-project/sglang#23746, sgl-project/sglang#23744, sgl-project/sglang#30997", "verify: VALUE")
-def test_replicas_in_turn() -> tuple[Look, Look]:
+@known_bug("A2", "sgl-project/sglang#23746, sgl-project/sglang#23744, sgl-project/sglang#30997", "verify: VALUE")
+def test_replicas_in_turn() -> tuple[Outcome, Outcome]:
     """Ranks 0 to 3 of a destination with 2 heads received heads 0, 1, 0, 1 instead of 0, 0, 1, 1."""
     sources, destinations = engine("prefill", heads=2), engine("decode", 4, heads=2)
-    return looks(destinations, sources, [holding(worker, worker.rank % 2, 2) for worker in destinations], sources)
+    return outcomes(destinations, sources, [holding(worker, worker.rank % 2, 2) for worker in destinations], sources)
 
 
-@exhibit("A3", "sgl-project/sglang#31295, sgl-project/sglang#31968, sgl-project/sglang#32247", "verify: COVER, BOUNDS")
-def test_a_slice_for_each_rank() -> tuple[Look, Look]:
+@known_bug(
+    "A3", "sgl-project/sglang#31295, sgl-project/sglang#31968, sgl-project/sglang#32247", "verify: COVER, BOUNDS"
+)
+def test_a_slice_for_each_rank() -> tuple[Outcome, Outcome]:
     """A source of 2 heads was cut into 4 slices, one for each rank, of which half lay beyond its memory."""
     sources, destinations = (engine(name, tp, 2, order="NH") for name, tp in (("prefill", 1), ("decode", 4)))
     (four_heads,) = engine("prefill", heads=4, order="NH")
@@ -61,16 +63,16 @@ def test_a_slice_for_each_rank() -> tuple[Look, Look]:
     return lambda: verify(taken_for(right, wrong, **request), **request), lambda: verify(right, **request)
 
 
-@exhibit("A4", "sgl-project/sglang#39660", "verify: VALUE")
-def test_one_of_four_copies() -> tuple[Look, Look]:
+@known_bug("A4", "sgl-project/sglang#39660", "verify: VALUE")
+def test_one_of_four_copies() -> tuple[Outcome, Outcome]:
     """The rule for replicated heads was in four places; three were fixed, and the fourth still sent wrong heads."""
     sources, destinations = engine("prefill", 2), engine("decode", 8)
     as_ever = [holding(worker, worker.rank // 4 * 2 + worker.rank % 2, 4) for worker in destinations]
-    return looks(destinations, sources, as_ever, sources)
+    return outcomes(destinations, sources, as_ever, sources)
 
 
-@exhibit("A5", "vllm-project/vllm#52516", "verify: COVER")
-def test_a_replica_is_no_full_copy() -> tuple[Look, Look]:
+@known_bug("A5", "vllm-project/vllm#52516", "verify: COVER")
+def test_a_replica_is_no_full_copy() -> tuple[Outcome, Outcome]:
     """One of 8 ranks that hold 4 heads twice was read as if it had all: 196,608 of 262,144 bytes were never written."""
     sources = engine("prefill", 8, tokens=4096, layers=1, blocks=2)
     plan = plan_reads(engine("decode", 1, tokens=4096, layers=1, blocks=2)[0], sources)
@@ -87,7 +89,7 @@ def test_a_replica_is_no_full_copy() -> tuple[Look, Look]:
 
 
 @accepted("A6", "vllm-project/vllm#45330")
-def test_pages_that_stop_shrinking() -> Look:
+def test_pages_that_stop_shrinking() -> Outcome:
     """Pages were expected to be half as large on 16 ranks as on 8, but 8 heads leave one to each rank of both."""
     sources, destinations = engine("prefill", 8, heads=8), engine("decode", 16, heads=8)
     mesh = plan_mesh(destinations, sources)
@@ -99,7 +101,7 @@ def test_pages_that_stop_shrinking() -> Look:
 
 
 @accepted("A7", "vllm-project/vllm#19691")
-def test_more_ranks_than_heads() -> Look:
+def test_more_ranks_than_heads() -> Outcome:
     """Models of fewer heads than ranks were refused, as each rank was expected to have a head of its own."""
     meshes = [
         plan_mesh(engine("decode", ours, heads), engine("prefill", theirs, heads))
@@ -110,8 +112,8 @@ def test_more_ranks_than_heads() -> Look:
     return lambda: tuple(verify(mesh, **REQUEST) for mesh in meshes)
 
 
-@exhibit("A8", "vllm-project/vllm-ascend#11885, vllm-project/vllm-ascend#11886", "verify: COVER")
-def test_heads_of_a_rank_for_those_of_the_model() -> tuple[Look, Look]:
+@known_bug("A8", "vllm-project/vllm-ascend#11885, vllm-project/vllm-ascend#11886", "verify: COVER")
+def test_heads_of_a_rank_for_those_of_the_model() -> tuple[Outcome, Outcome]:
     """How many ranks to read from was computed from one rank's heads, not the model's, so 2 of 4 were never read."""
     sources, destinations = engine("prefill", 8, heads=8), engine("decode", 2, heads=8)
     right = plan_mesh(destinations, sources)
@@ -128,8 +130,8 @@ def test_heads_of_a_rank_for_those_of_the_model() -> tuple[Look, Look]:
     return lambda: verify(wrong, **REQUEST), lambda: verify(right, **REQUEST)
 
 
-@exhibit("A9", "tests of vLLM 0.33.0, test_tp_mapping.py", "verify: VALUE")
-def test_a_draft_beside_latents() -> tuple[Look, Look]:
+@known_bug("A9", "tests of vLLM 0.33.0, test_tp_mapping.py", "verify: VALUE")
+def test_a_draft_beside_latents() -> tuple[Outcome, Outcome]:
     """With one mapping of ranks for latents and a draft's heads, each rank would read the first head of its source."""
     latents, drafts = layers_of("deepseek-v3", 0), layers_of("qwen3-0.6b", 0)
     model = latents.with_draft(drafts)
@@ -156,8 +158,8 @@ def _heads(worker: Worker) -> Axis:
     return next(axis for axis in worker.views[-1].axes if axis.name == "head")
 
 
-@exhibit("A10", "sgl-project/sglang#9960", "verify: VALUE")
-def test_heads_counted_from_the_first_of_the_model() -> tuple[Look, Look]:
+@known_bug("A10", "sgl-project/sglang#9960", "verify: VALUE")
+def test_heads_counted_from_the_first_of_the_model() -> tuple[Outcome, Outcome]:
     """Offsets of heads counted from the model's first, not the rank's, and led into the next token's heads."""
     sources, destinations = (engine(name, tp, order="NH") for name, tp in (("prefill", 2), ("decode", 4)))
     right = plan_mesh(destinations, sources)

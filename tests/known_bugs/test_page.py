@@ -1,28 +1,28 @@
-"""The page shows what the exhibits say."""
+"""The page shows what the tests say."""
 
 from __future__ import annotations
 
 import re
 
-from tests.museum.exhibit import Exhibit
-from tests.museum.page import FAMILIES, OUTSIDE, PAGE, Outside, exhibits, page
+from tests.known_bugs.known_bug import KnownBug
+from tests.known_bugs.page import FAMILIES, OUTSIDE, PAGE, Outside, known_bugs, page
 
 
-def rows() -> list[Exhibit | Outside]:
+def rows() -> list[KnownBug | Outside]:
     """All rows of the page."""
-    return [*exhibits(), *OUTSIDE]
+    return [*known_bugs(), *OUTSIDE]
 
 
 def test_the_page_is_up_to_date() -> None:
-    """`python -m tests.museum.page` would change nothing."""
+    """`python -m tests.known_bugs.page` would change nothing."""
     assert PAGE.read_text() == page()
 
 
 def test_numbers_of_a_family_have_no_gap() -> None:
-    """A number is a family's letter and one from 1 on, first of its exhibits and then of those outside."""
+    """A number is a family's letter and one from 1 on, first of its tests and then of those outside."""
     for letter in FAMILIES:
         shown, outside = (
-            sorted(int(one.number[1:]) for one in those if one.number[0] == letter) for those in (exhibits(), OUTSIDE)
+            sorted(int(one.number[1:]) for one in those if one.number[0] == letter) for those in (known_bugs(), OUTSIDE)
         )
         assert [*shown, *outside] == [*range(1, len(shown) + len(outside) + 1)], letter
     assert {one.number[0] for one in rows()} == {*FAMILIES}

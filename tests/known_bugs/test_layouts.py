@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from kvplan import Axis, Blocks, Group, MeshPlan, Region, Worker, plan_mesh, plan_reads, plan_writes, verify, view_of
 from tests.edits import edited_specs
-from tests.museum.exhibit import Look, exhibit
-from tests.museum.faults import asking, by_hand, grouped, moving
-from tests.museum.mistakes import layers_of, taken_for, with_axis, with_views
+from tests.known_bugs.faults import asking, by_hand, grouped, moving
+from tests.known_bugs.known_bug import Outcome, known_bug
+from tests.known_bugs.mistakes import layers_of, taken_for, with_axis, with_views
 from tests.small import DIM, HEAD_BYTES, axes, engine
 
 REQUEST = asking({"attn": Blocks([8, 1])}, {"attn": Blocks([3, 5])}, (0, 8))
@@ -41,8 +41,8 @@ def zeros(*shape: int) -> npt.NDArray[np.float16]:
     return np.zeros(shape, np.float16)
 
 
-@exhibit("B1", "NVIDIA/TensorRT-LLM#6507, NVIDIA/TensorRT-LLM#6917", "verify: VALUE")
-def test_kernels_of_another_order() -> tuple[Look, Look]:
+@known_bug("B1", "NVIDIA/TensorRT-LLM#6507, NVIDIA/TensorRT-LLM#6917", "verify: VALUE")
+def test_kernels_of_another_order() -> tuple[Outcome, Outcome]:
     """Kernels that expect heads outside tokens cut caches for other ranks that have tokens outside heads."""
     model = layers_of("qwen3-235b-a22b", 0)  # 4 heads of 128
 
@@ -57,8 +57,8 @@ def test_kernels_of_another_order() -> tuple[Look, Look]:
     return lambda: verify(wrong, **LONG), lambda: verify(right, **LONG)
 
 
-@exhibit("B2", "vllm-project/vllm#35444, vllm-project/vllm#37703, vllm-project/vllm#37940", "verify: VALUE")
-def test_an_order_that_was_asked_for() -> tuple[Look, Look]:
+@known_bug("B2", "vllm-project/vllm#35444, vllm-project/vllm#37703, vllm-project/vllm#37940", "verify: VALUE")
+def test_an_order_that_was_asked_for() -> tuple[Outcome, Outcome]:
     """A connector requested heads outside tokens, a backend had them inside, and slices of heads were a few tokens."""
     memory = zeros(10, 4, 2, 2 * DIM)
     given: Named = memory.transpose(0, 2, 1, 3), "block head token dim"
@@ -69,8 +69,8 @@ def test_an_order_that_was_asked_for() -> tuple[Look, Look]:
     return lambda: verify(moving(right, wrong, **REQUEST), **REQUEST), lambda: verify(right, **REQUEST)
 
 
-@exhibit("B3", "vllm-project/vllm#46204", "verify: VALUE")
-def test_an_order_that_was_imposed() -> tuple[Look, Look]:
+@known_bug("B3", "vllm-project/vllm#46204", "verify: VALUE")
+def test_an_order_that_was_imposed() -> tuple[Outcome, Outcome]:
     """A connector declared heads outside tokens for a kernel that writes them inside, and 8 ranks read mixed heads."""
     sources, destinations = engine("prefill", tokens=128, order="NH"), engine("decode", 8, tokens=128)
     right = plan_mesh(destinations, sources)
@@ -79,8 +79,8 @@ def test_an_order_that_was_imposed() -> tuple[Look, Look]:
     return lambda: verify(taken_for(right, wrong, **request), **request), lambda: verify(right, **request)
 
 
-@exhibit("B4", "vllm-project/vllm#32204", "verify: VALUE")
-def test_a_group_that_was_not_converted() -> tuple[Look, Look]:
+@known_bug("B4", "vllm-project/vllm#32204", "verify: VALUE")
+def test_a_group_that_was_not_converted() -> tuple[Outcome, Outcome]:
     """Pages were reordered for the destination after the transfer, but only those of the first group."""
     (source, received), groups = (grouped(name, full=4, window=4) for name in ("prefill", "decode")), ("full", "window")
     plan, first_only = (plan_reads(_tokens_outside(received, *kept), [source]) for kept in (groups, groups[:1]))
@@ -96,8 +96,8 @@ def _tokens_outside(worker: Worker, *groups: str) -> Worker:
     )
 
 
-@exhibit("B5", "vllm-project/vllm#30448", "verify: VALUE")
-def test_converted_in_a_copy() -> tuple[Look, Look]:
+@known_bug("B5", "vllm-project/vllm#30448", "verify: VALUE")
+def test_converted_in_a_copy() -> tuple[Outcome, Outcome]:
     """Blocks of 64 tokens, cut for blocks of 16, were reordered in a copy, and the cache stayed as received."""
     (source,), (destination,) = engine("prefill", tokens=64), engine("decode", tokens=16, order="NH", blocks=20)
     plan = plan_reads(destination, [source])
@@ -113,8 +113,8 @@ def test_converted_in_a_copy() -> tuple[Look, Look]:
     return lambda: verify(edited_specs(plan, as_received), **request), lambda: verify(plan, **request)
 
 
-@exhibit("B6", "LMCache/LMCache#4463, LMCache/LMCache#4467, ai-dynamo/dynamo#14416", "verify: VALUE")
-def test_an_order_guessed_from_a_shape() -> tuple[Look, Look]:
+@known_bug("B6", "LMCache/LMCache#4463, LMCache/LMCache#4467, ai-dynamo/dynamo#14416", "verify: VALUE")
+def test_an_order_guessed_from_a_shape() -> tuple[Outcome, Outcome]:
     """Where a model has 2 heads, a cache of heads with K and V side by side was taken for one of K and one of V."""
     cache = zeros(10, 16, 2, 256).transpose(0, 2, 1, 3)
     assert cache.shape == (10, 2, 16, 256)
@@ -128,8 +128,8 @@ def test_an_order_guessed_from_a_shape() -> tuple[Look, Look]:
     return lambda: verify(moving(right, wrong, **LONG), **LONG), lambda: verify(right, **LONG)
 
 
-@exhibit("B9", "vLLM 0.33.0, base_worker.py", "verify: VALUE")
-def test_scales_behind_all_heads() -> tuple[Look, Look]:
+@known_bug("B9", "vLLM 0.33.0, base_worker.py", "verify: VALUE")
+def test_scales_behind_all_heads() -> tuple[Outcome, Outcome]:
     """NVFP4 pages keep scales behind all heads' values, so one slice of a page is no head, and pairs were refused."""
     model = layers_of("qwen2.5-1.5b", 0).quantized(4, "float8_e4m3fn", 16)
     (source,), destinations = (
@@ -146,10 +146,10 @@ def test_scales_behind_all_heads() -> tuple[Look, Look]:
     return lambda: verify(wrong, **LONG), lambda: verify(right, **LONG)
 
 
-@exhibit(
+@known_bug(
     "B10", "vllm-project/vllm#45885, vllm-project/vllm#46039, vllm-project/vllm#46290", "verify: VALUE, COVER, OWN"
 )
-def test_one_layer_for_all() -> tuple[Look, Look]:
+def test_one_layer_for_all() -> tuple[Outcome, Outcome]:
     """Offsets were computed for one layer and used for all, of which some keep K and V in turn, and some K alone."""
     source, destination = (
         arrays(
@@ -181,8 +181,8 @@ def _as_the_first(worker: Worker) -> Worker:
     return made
 
 
-@exhibit("B14", "vllm-project/vllm#38935, vllm-project/vllm#47871", "verify: VALUE")
-def test_an_order_that_had_changed() -> tuple[Look, Look]:
+@known_bug("B14", "vllm-project/vllm#38935, vllm-project/vllm#47871", "verify: VALUE")
+def test_an_order_that_had_changed() -> tuple[Outcome, Outcome]:
     """The packed order of a CPU's cache had changed, and pages were still converted to the one before."""
     (source,), (destination,) = engine("prefill", tokens=8), engine("decode", tokens=8)
     plain = {"kv": 8 * 2 * DIM, "head": 16 * 2 * DIM, "token": 2 * DIM, "dim": 2}
@@ -204,8 +204,8 @@ def test_an_order_that_had_changed() -> tuple[Look, Look]:
     return lambda: verify(moving(plan, before, **request), **request), lambda: verify(plan, **request)
 
 
-@exhibit("B16", "ai-dynamo/dynamo#2989", "refused: BOUNDS")
-def test_sizes_of_another_layout() -> tuple[Look, Look]:
+@known_bug("B16", "ai-dynamo/dynamo#2989", "refused: BOUNDS")
+def test_sizes_of_another_layout() -> tuple[Outcome, Outcome]:
     """The sizes of blocks were kept once for a process, and a second layout was copied with those of the first."""
     target, drafts = ([engine(name, heads=heads)[0] for name in ("prefill", "decode")] for heads in (4, 2))
 

@@ -9,9 +9,9 @@ import attrs
 
 from kvplan import Blocks, Group, MeshPlan, View, Worker, plan_mesh, plan_reads, plan_writes, verify
 from tests.edits import EditedPlan
-from tests.museum.exhibit import Look, exhibit
-from tests.museum.faults import asking, moving, worker_of
-from tests.museum.mistakes import layers_of, taken_for
+from tests.known_bugs.faults import asking, moving, worker_of
+from tests.known_bugs.known_bug import Outcome, known_bug
+from tests.known_bugs.mistakes import layers_of, taken_for
 from tests.small import HEAD_BYTES, axes, engine
 
 READ = asking({"attn": Blocks([8, 1])}, {"attn": Blocks([3, 9])}, (0, 8))
@@ -45,7 +45,7 @@ def misplaced(mesh: MeshPlan, *places: Sequence[str]) -> list[EditedPlan]:
     return wrong
 
 
-def _keys_then_values(stages: Sequence[int], drafts: int) -> tuple[Look, Look]:
+def _keys_then_values(stages: Sequence[int], drafts: int) -> tuple[Outcome, Outcome]:
     """Stages that find V of the destination at half of its tensors, and by their own number of layers."""
     layers, begin, parts = sum(stages), 0, []
     for number in stages:
@@ -64,14 +64,14 @@ def _keys_then_values(stages: Sequence[int], drafts: int) -> tuple[Look, Look]:
     return lambda: verify(wrong, **WRITTEN), lambda: verify(mesh, **WRITTEN)
 
 
-@exhibit("F1", "sgl-project/sglang#27740, sgl-project/sglang#28229", "verify: VALUE, COVER, DISJOINT")
-def test_a_draft_that_is_none() -> tuple[Look, Look]:
+@known_bug("F1", "sgl-project/sglang#27740, sgl-project/sglang#28229", "verify: VALUE, COVER, DISJOINT")
+def test_a_draft_that_is_none() -> tuple[Outcome, Outcome]:
     """Stages of 7 and 8 layers took the remainder of 15 for a draft, and put V behind 14 and 8 layers of K, not 15."""
     return _keys_then_values([7, 8], drafts=0)
 
 
-@exhibit("F2", "sgl-project/sglang#33497, sgl-project/sglang#28229", "verify: VALUE, COVER, OWN")
-def test_behind_the_draft() -> tuple[Look, Look]:
+@known_bug("F2", "sgl-project/sglang#33497, sgl-project/sglang#28229", "verify: VALUE, COVER, OWN")
+def test_behind_the_draft() -> tuple[Outcome, Outcome]:
     """Half of all tensors, a draft's among them, was taken for where V begins, and V went to the layers behind."""
     return _keys_then_values([3, 4, 4, 4], drafts=1)
 
@@ -86,8 +86,8 @@ def pooled(name: str, rank: int, *slots: Slot) -> Worker:
     return worker_of(name, [Group("full", 4), Group("window", 4)], views, rank)
 
 
-@exhibit("F3", "vllm-project/vllm-ascend#15900", "verify: VALUE, COVER, OWN")
-def test_slots_in_order() -> tuple[Look, Look]:
+@known_bug("F3", "vllm-project/vllm-ascend#15900", "verify: VALUE, COVER, OWN")
+def test_slots_in_order() -> tuple[Outcome, Outcome]:
     """Slots of a pool were paired in the order of stages, but with one stage other layers share them."""
     first: list[Slot] = [("layers.0", "layers.1"), ("layers.2", None)]
     second: list[Slot] = [("layers.3", "layers.4"), ("layers.5", "layers.6")]
@@ -108,8 +108,8 @@ def test_slots_in_order() -> tuple[Look, Look]:
     return lambda: verify(moving(plan, in_order, **request), **request), lambda: verify(plan, **request)
 
 
-@exhibit("F4", "vllm-project/vllm-ascend#10202", "refused: NAME")
-def test_a_draft_behind_its_stage() -> tuple[Look, Look]:
+@known_bug("F4", "vllm-project/vllm-ascend#10202", "refused: NAME")
+def test_a_draft_behind_its_stage() -> tuple[Outcome, Outcome]:
     """The number of a draft layer after 48 was counted from the 24 of a stage, which had a layer 24 already."""
     first, last = of_layers(range(24)), of_layers(range(24, 48))
     destination, source = storing("decode", 0, of_layers(range(49))), storing("prefill", 0, first)
@@ -121,8 +121,8 @@ def test_a_draft_behind_its_stage() -> tuple[Look, Look]:
     return lambda: with_draft(24), lambda: with_draft(48)
 
 
-@exhibit("F5", "vllm-project/vllm-ascend#15507", "verify: VALUE, COVER, DISJOINT")
-def test_keys_that_begin_at_0_in_each_stage() -> tuple[Look, Look]:
+@known_bug("F5", "vllm-project/vllm-ascend#15507", "verify: VALUE, COVER, DISJOINT")
+def test_keys_that_begin_at_0_in_each_stage() -> tuple[Outcome, Outcome]:
     """Stages of 21 and 23 layers both stored theirs under keys from 0 on, and one overwrote the other."""
     sources = [storing("prefill", rank, of_layers(part)) for rank, part in enumerate((range(21), range(21, 44)))]
     mesh = plan_mesh([storing("store", 0, of_layers(range(44)))], sources, "WRITE")
@@ -130,12 +130,12 @@ def test_keys_that_begin_at_0_in_each_stage() -> tuple[Look, Look]:
     return lambda: verify(wrong, **WRITTEN), lambda: verify(mesh, **WRITTEN)
 
 
-@exhibit(
+@known_bug(
     "F6",
     "vllm-project/vllm#54926, vllm-project/vllm#49230, vllm-project/vllm#39203, sgl-project/sglang#30222",
     "refused: TENSOR",
 )
-def test_a_draft_on_one_side() -> tuple[Look, Look]:
+def test_a_draft_on_one_side() -> tuple[Outcome, Outcome]:
     """A destination with a draft had 79 regions and its source 78, which showed as a crash, if at all."""
     source = storing("prefill", 0, of_layers(range(78)))
     destination = storing("decode", 0, [*of_layers(range(78)), "draft.0.attn"])
@@ -145,8 +145,8 @@ def test_a_draft_on_one_side() -> tuple[Look, Look]:
     )
 
 
-@exhibit("F7", "ROCm/ATOM#690", "verify: COVER")
-def test_as_far_as_the_shorter_list() -> tuple[Look, Look]:
+@known_bug("F7", "ROCm/ATOM#690", "verify: COVER")
+def test_as_far_as_the_shorter_list() -> tuple[Outcome, Outcome]:
     """Lists of blocks of unequal length were noted in the log, and paired as far as the shorter one went."""
     (source,), (destination,) = engine("prefill"), engine("decode")
     plan = plan_writes(source, [destination])
@@ -157,8 +157,8 @@ def test_as_far_as_the_shorter_list() -> tuple[Look, Look]:
     return lambda: verify(shorter, **request), lambda: verify(plan, **request)
 
 
-@exhibit("F8", "ROCm/ATOM#2354", "verify: COVER")
-def test_the_keys_of_an_indexer() -> tuple[Look, Look]:
+@known_bug("F8", "ROCm/ATOM#2354", "verify: COVER")
+def test_the_keys_of_an_indexer() -> tuple[Outcome, Outcome]:
     """A backend moved the latents of a sparse model but not its indexer's keys, by which long prompts are read."""
     model = layers_of("deepseek-v3.2", 0, 2)
     destinations, sources = (model.engine(name, tp=4, num_blocks=10) for name in ("decode", "prefill"))

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from kvplan import Blocks, plan_reads, plan_writes, verify
-from tests.museum.exhibit import Look, accepted, exhibit
-from tests.museum.faults import asking, grouped, moving
+from tests.known_bugs.faults import asking, grouped, moving
+from tests.known_bugs.known_bug import Outcome, accepted, known_bug
 from tests.small import engine
 
 
-@exhibit("D1", "vllm-project/vllm#48633, vllm-project/vllm#48758", "verify: VALUE")
-def test_pushed_from_the_head() -> tuple[Look, Look]:
+@known_bug("D1", "vllm-project/vllm#48633, vllm-project/vllm#48758", "verify: VALUE")
+def test_pushed_from_the_head() -> tuple[Outcome, Outcome]:
     """A source that pushes to a destination with a cached prefix sent its first blocks in place of its last."""
     (source,), (destination,) = engine("prefill"), engine("decode")
     plan = plan_writes(source, [destination])
@@ -22,8 +22,8 @@ def test_pushed_from_the_head() -> tuple[Look, Look]:
     return lambda: verify(first_two, **request), lambda: verify(plan, **request)
 
 
-@exhibit("D2", "vllm-project/vllm#50558 and vLLM 0.33.0, base_worker.py", "verify: VALUE, OWN")
-def test_paired_from_the_tail() -> tuple[Look, Look]:
+@known_bug("D2", "vllm-project/vllm#50558 and vLLM 0.33.0, base_worker.py", "verify: VALUE, OWN")
+def test_paired_from_the_tail() -> tuple[Outcome, Outcome]:
     """A prompt of 2048 that had become 2049 on the destination shifted all blocks by one: they pair from the tail."""
     (source,), (destination,) = (engine(name, 1, heads=1, tokens=64, layers=1, blocks=40) for name in "pd")
     plan = plan_reads(destination, [source])
@@ -35,7 +35,7 @@ def test_paired_from_the_tail() -> tuple[Look, Look]:
 
 
 @accepted("D13", "vLLM 0.33.0, base_worker.py")
-def test_nothing_of_one_group() -> Look:
+def test_nothing_of_one_group() -> Outcome:
     """A group that is wholly cached, so wants its last 0 blocks, got all: a slice from -0 is the whole list."""
     source, destination = (grouped(name, full=4, window=4) for name in ("prefill", "decode"))
     plan = plan_reads(destination, [source])
@@ -48,7 +48,7 @@ def test_nothing_of_one_group() -> Look:
 
 
 @accepted("D3", "vllm-project/vllm#41693, vllm-project/vllm#42554")
-def test_placeholders_of_states() -> Look:
+def test_placeholders_of_states() -> Outcome:
     """A placeholder before the last state made a list longer than the destination's, and an assertion failed."""
     source, destination = (grouped(name, state=None, attn=4) for name in ("prefill", "decode"))
     plan = plan_reads(destination, [source])
@@ -60,8 +60,8 @@ def test_placeholders_of_states() -> Look:
     return lambda: verify(plan, **request)
 
 
-@exhibit("D4", "xLLM-AI/xllm#2040", "refused: BLOCKS")
-def test_lists_of_different_origin() -> tuple[Look, Look]:
+@known_bug("D4", "xLLM-AI/xllm#2040", "refused: BLOCKS")
+def test_lists_of_different_origin() -> tuple[Outcome, Outcome]:
     """A destination with a cached prefix sent only the ids of new blocks, to a source that counts from the first."""
     (source,), (destination,) = engine("prefill"), engine("decode")
     plan = plan_writes(source, [destination])
@@ -71,8 +71,8 @@ def test_lists_of_different_origin() -> tuple[Look, Look]:
     return lambda: verify(plan, **unaware), lambda: verify(plan, **request)
 
 
-@exhibit("D5", "vllm-project/vllm-ascend#8908", "verify: VALUE")
-def test_a_block_more_for_a_draft() -> tuple[Look, Look]:
+@known_bug("D5", "vllm-project/vllm-ascend#8908", "verify: VALUE")
+def test_a_block_more_for_a_draft() -> tuple[Outcome, Outcome]:
     """A prompt that fills its blocks got one more for draft tokens on the source, and pairing from the tail slipped."""
     (source,), (destination,) = engine("prefill"), engine("decode")
     plan = plan_reads(destination, [source])
@@ -89,8 +89,8 @@ def test_a_block_more_for_a_draft() -> tuple[Look, Look]:
     )
 
 
-@exhibit("D6", "NVIDIA/TensorRT-LLM#17619, NVIDIA/TensorRT-LLM#18657", "verify: VALUE")
-def test_a_window_anchored_by_its_length() -> tuple[Look, Look]:
+@known_bug("D6", "NVIDIA/TensorRT-LLM#17619, NVIDIA/TensorRT-LLM#18657", "verify: VALUE")
+def test_a_window_anchored_by_its_length() -> tuple[Outcome, Outcome]:
     """A list of a sliding window's blocks was anchored at the prompt's end, but ended with one for draft tokens."""
     source, destination = (grouped(name, window=4) for name in ("prefill", "decode"))
     plan = plan_reads(destination, [source])
@@ -103,8 +103,8 @@ def test_a_window_anchored_by_its_length() -> tuple[Look, Look]:
     return lambda: verify(ending_here, **request), lambda: verify(plan, **request)
 
 
-@exhibit("D7", "vllm-project/vllm#42761, vllm-project/vllm#42959", "verify: OWN")
-def test_a_block_that_the_window_has_left() -> tuple[Look, Look]:
+@known_bug("D7", "vllm-project/vllm#42761, vllm-project/vllm#42959", "verify: OWN")
+def test_a_block_that_the_window_has_left() -> tuple[Outcome, Outcome]:
     """An id from an earlier step, whose block a sliding window had given back to others, was offloaded once more."""
     gpu, cpu = (grouped(name, window=4) for name in ("gpu", "cpu"))
     plan = plan_writes(gpu, [cpu])
@@ -114,8 +114,8 @@ def test_a_block_that_the_window_has_left() -> tuple[Look, Look]:
     return lambda: verify(moving(plan, **earlier), **now), lambda: verify(plan, **now)
 
 
-@exhibit("D8", "tests of vLLM 0.33.0, test_mooncake_store_coordinator.py", "verify: COVER")
-def test_pruned_twice() -> tuple[Look, Look]:
+@known_bug("D8", "tests of vLLM 0.33.0, test_mooncake_store_coordinator.py", "verify: COVER")
+def test_pruned_twice() -> tuple[Outcome, Outcome]:
     """A hit was cut by a block for a draft model, and once more when it was loaded: its last block stayed empty."""
     (source,), (destination,) = (engine(name, tokens=16) for name in ("store", "decode"))
     plan = plan_reads(destination, [source])
@@ -124,19 +124,19 @@ def test_pruned_twice() -> tuple[Look, Look]:
     return lambda: verify(pruned, **request), lambda: verify(plan, **request)
 
 
-@exhibit("D9", "vllm-project/vllm#53951", "refused: BLOCKS")
-def test_a_reader_of_one_block_more() -> tuple[Look, Look]:
+@known_bug("D9", "vllm-project/vllm#53951", "refused: BLOCKS")
+def test_a_reader_of_one_block_more() -> tuple[Outcome, Outcome]:
     """A store kept the last blocks of a window, and a reader with a draft model always needed one before them."""
     return _kept_and_needed(kept=2, start=4)
 
 
-@exhibit("D12", "vllm-project/vllm#56701", "refused: BLOCKS")
-def test_a_hit_of_more_than_is_kept() -> tuple[Look, Look]:
+@known_bug("D12", "vllm-project/vllm#56701", "refused: BLOCKS")
+def test_a_hit_of_more_than_is_kept() -> tuple[Outcome, Outcome]:
     """A hit was reported for a window and the draft tokens before it, whose blocks had been given back."""
     return _kept_and_needed(kept=2, start=6)
 
 
-def _kept_and_needed(kept: int, start: int) -> tuple[Look, Look]:
+def _kept_and_needed(kept: int, start: int) -> tuple[Outcome, Outcome]:
     """A store that kept the last blocks of 16 positions, and a reader that needs all from ``start`` on."""
     store, reader = (grouped(name, window=4) for name in ("store", "decode"))
     plan = plan_reads(reader, [store])
@@ -149,8 +149,8 @@ def _kept_and_needed(kept: int, start: int) -> tuple[Look, Look]:
     return lambda: verify(plan, **request(kept)), lambda: verify(plan, **request(needed))
 
 
-@exhibit("D10", "vllm-project/vllm#51362", "verify: OWN")
-def test_no_block_is_not_block_0() -> tuple[Look, Look]:
+@known_bug("D10", "vllm-project/vllm#51362", "verify: OWN")
+def test_no_block_is_not_block_0() -> tuple[Outcome, Outcome]:
     """A table with 0 where there is no state was stored whole: block 0, nobody's, went out as states of the request."""
     source, store = (grouped(name, state=None) for name in ("prefill", "store"))
     plan = plan_writes(source, [store])
