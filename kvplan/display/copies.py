@@ -9,7 +9,6 @@ that no two blocks are neighbours on both sides.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,9 @@ from typing import Any, Final, NamedTuple
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
+from kvplan._arrays import Ints, integers_in
 from kvplan._text import count, size, sizes
 from kvplan.budget import Budget
 from kvplan.describe.axes import segments
@@ -27,6 +28,7 @@ from kvplan.describe.worker import Worker
 from kvplan.display.blocks import TENSOR, DrawnLayer, Interval, boxes, folded, layers_of
 from kvplan.plan.align import before, in_slots, in_tokens, period, position_of, reach, slots
 from kvplan.plan.bind import range_of
+from kvplan.plan.tables import Descriptors
 from kvplan.plan.transfer import TransferPlan
 
 POSITION: Final = "position"
@@ -206,16 +208,12 @@ def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tupl
         # A state has no positions to draw.
         is_token_group = group.tokens_per_block is not None
         tokens = bind_request["tokens"][group.name] if is_token_group else None
-        held = [layer for layer in layers if layer.group == group]
-        for rows in _rows_by_layer(plan, bind_request, held, remotes, budget):
-            places = tuple(
-                (row.local[1], row.local[3], row.remote_index, row.length) for row in rows
-            )
-            ends = tuple((row.remote[1], row.remote[3]) for row in rows)
-            held_by = {id(row.local[0]): row.local[0] for row in rows}.values()
-            cells = tuple((layer.cells.content, layer.rest_bytes) for layer in held_by)
-            kind = cells, tokens, asked, places, ends
-            names = [name for row in rows for name in row.local[0].names]
+        for rows in _rows_by_layer(plan, bind_request, group, layers, remotes, budget):
+            held = [layers[number] for number in dict.fromkeys(rows[:, 0].tolist())]
+            cells = tuple((layer.cells.content, layer.rest_bytes) for layer in held)
+            # ordinal and offset on both sides, remote worker and length
+            kind = cells, tokens, asked, rows[:, [1, 3, 5, 7, 8, 9]].tobytes()
+            names = dict.fromkeys(name for layer in held for name in layer.names)
             if kind in drawn:
                 panel = drawn[kind]
                 drawn[kind] = attrs.evolve(
@@ -224,14 +222,15 @@ def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tupl
                     num_layers=panel.num_layers + 1,
                 )
                 continue
+            copied = [_Row(_Place(*row[:4]), _Place(*row[4:8]), *row[8:]) for row in rows.tolist()]
             drawn[kind] = Panel(
-                tensors=tuple(dict.fromkeys(names)),
+                tensors=tuple(names),
                 num_layers=1,
                 tokens=tokens,
                 asked=asked,
                 operation=plan.operation,
                 is_example=request is None,
-                copies=tuple(_copies(plan, rows, budget)),
+                copies=tuple(_copies(plan, copied, layers, remotes, budget)),
             )
     return tuple(drawn.values())
 
@@ -348,8 +347,13 @@ def _pool(workers: Sequence[Worker], group: Group) -> int:
     return min(sizes_of, default=1)
 
 
-_Place = tuple[DrawnLayer, int, int, int]
-"""A layer, the ordinal and the id of a block, and an offset in the layer's bytes there."""
+class _Place(NamedTuple):
+    """A layer, by its number, and an offset in what it has in one block."""
+
+    layer: int
+    ordinal: int
+    block: int
+    offset: int
 
 
 class _Row(NamedTuple):
@@ -380,85 +384,145 @@ def by_remote_group(plan: TransferPlan) -> Iterator[tuple[str, TransferPlan]]:
 def _rows_by_layer(
     plan: TransferPlan,
     request: Mapping[str, Any],
-    local_layers: Sequence[DrawnLayer],
+    group: Group,
+    layers: Sequence[DrawnLayer],
     remotes: Sequence[Sequence[DrawnLayer]],
     budget: Budget,
-) -> Iterator[list[_Row]]:
-    """Yield what descriptors move of each local layer, in order of the local side."""
-    local = _Index(plan.local, local_layers, request["local"], budget)
-    found: dict[Any, list[_Row]] = {layer.key: [] for layer in local_layers}
+) -> Iterator[Ints]:
+    """Yield the rows of each local layer of a group, in order of the local side.
+
+    A row is an array of what :class:`_Row` has: thousands of rows of equal layers are compared, and
+    only those of the first one become copies.
+    """
+    number_of_key: dict[Any, int] = {}
+    for layer in layers:
+        if layer.group == group:
+            number_of_key.setdefault(layer.key, len(number_of_key))
+    keys = [number_of_key.get(layer.key, -1) if layer.group == group else -1 for layer in layers]
+    local = _Pieces.of(
+        plan.local, layers, [0 if key >= 0 else -1 for key in keys], request["local"], budget
+    )
+    found = []
     for name, group_plan in by_remote_group(plan):
         for number, spec in enumerate(group_plan.bind(**request)):
             if not spec.num_bytes:
                 continue
-            by_key: dict[Any, list[DrawnLayer]] = {}
-            for layer in remotes[number]:
-                if layer.group.name == name:
-                    by_key.setdefault(layer.key, []).append(layer)
-            indices: dict[Any, _Index] = {}
-            for here, there in zip(*(side.tolist() for side in spec.descriptors()), strict=True):
-                for skip, part, (layer, ordinal, block, offset) in local.cut(*here):
-                    key = layer.key
-                    if key not in indices:
-                        tables = request["remote"]
-                        indices[key] = _Index(plan.remotes[number], by_key[key], tables, budget)
-                    remote_parts = indices[key].cut(there[0] + skip, part, there[2])
-                    for more, num_bytes, far in remote_parts:
-                        place = layer, ordinal, block, offset + more
-                        found[key].append(_Row(place, far, number, num_bytes, here[1]))
-    order = {id(layer): number for number, layer in enumerate(local_layers)}
+            # equal addresses may be in blocks of several layers, of which the row's own counts
+            held = remotes[number]
+            keys_of_remote = [
+                number_of_key.get(layer.key, -1) if layer.group.name == name else -1
+                for layer in held
+            ]
+            remote = _Pieces.of(
+                plan.remotes[number], held, keys_of_remote, request["remote"], budget
+            )
+            here, there = spec.descriptors()
+            row, skip, length, near = local.cut(np.zeros(len(here), np.int64), here)
+            ranges = there[row]
+            ranges[:, 0] += skip.astype(np.uint64)
+            ranges[:, 1] = length
+            part, more, length, far = remote.cut(np.array(keys)[near[:, 0]], ranges)
+            near = near[part]
+            near[:, 3] += more
+            run_bytes = here[row[part], 1].astype(np.int64)
+            found.append(
+                np.column_stack([near, far, np.full(len(part), number), length, run_bytes])
+            )
+    rows = np.concatenate(found or [np.zeros((0, 11), np.int64)])
+    key = np.array(keys)[rows[:, 0]]
+    layer, ordinal, _, offset = rows.T[:4]
+    order = np.lexsort((offset, rows[:, 8], ordinal, layer, key))
+    yield from np.split(rows[order], np.flatnonzero(np.diff(key[order])) + 1) if len(rows) else ()
 
-    def place_of(row: _Row) -> tuple[int, ...]:
-        layer, ordinal, _, offset = row.local
-        return order[id(layer)], ordinal, row.remote_index, offset
 
-    yield from (sorted(rows, key=place_of) for rows in found.values() if rows)
+@attrs.frozen(eq=False)
+class _Pieces:
+    """The contiguous bytes of a request's blocks on one worker.
 
+    ``starts`` has the key, the device and the first address of each, in ascending order.
+    """
 
-class _Index:
-    """The contiguous bytes of a request's blocks on one worker, by device and address."""
+    starts: npt.NDArray[np.uint64]
+    lengths: Ints
+    places: Ints
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         worker: Worker,
         layers: Sequence[DrawnLayer],
+        keys: Sequence[int],
         tables: Mapping[str, Blocks],
         budget: Budget,
-    ) -> None:
-        pieces: list[tuple[tuple[int, int], int, _Place]] = []
-        for layer in layers:
+    ) -> _Pieces:
+        """Return those of layers with a key; others have a negative one."""
+        starts, others = [], []
+        for number, (layer, key) in enumerate(zip(layers, keys, strict=True)):
+            if key < 0:
+                continue
             region = worker.regions[layer.region]
             table = tables.get(layer.group.name, Blocks([]))
             ids, first = np.unique(table.ids, return_index=True)  # a source may have a block twice
-            spans = [*layer.cells.pieces]
-            number = len(spans) * ids.size
-            budget.take(number, "pieces of blocks", PIECE_BYTES, f"draw {worker.label}")
-            for block, ordinal in zip(ids.tolist(), table.ordinals[first].tolist(), strict=True):
-                base = region.address + layer.offset + block * layer.block_stride_bytes
-                for start, stop in spans:
-                    place = layer, ordinal, block, start
-                    pieces.append(((region.device_id, base + start), base + stop, place))
-        self._pieces = sorted(pieces, key=lambda piece: piece[0])
-        self._starts = [start for start, _, _ in self._pieces]
+            spans = np.array([*layer.cells.pieces], np.int64)
+            num_pieces = len(spans) * ids.size
+            budget.take(num_pieces, "pieces of blocks", PIECE_BYTES, f"draw {worker.label}")
+            block = np.repeat(ids.astype(np.int64), len(spans))
+            start, stop = np.tile(spans, (ids.size, 1)).T
+            offset = layer.offset + block * layer.block_stride_bytes + start
+            address = np.uint64(region.address) + offset.astype(np.uint64)
+            device = np.full(num_pieces, region.device_id, np.uint64)
+            starts.append(np.column_stack([np.full_like(device, key), device, address]))
+            ordinal = np.repeat(table.ordinals[first], len(spans))
+            layer_of = np.full(num_pieces, number)
+            others.append(np.column_stack([stop - start, layer_of, ordinal, block, start]))
+        joined = np.concatenate(starts)
+        order = np.lexsort(joined.T[::-1])
+        rest = np.concatenate(others)[order]
+        return cls(joined[order], rest[:, 0], rest[:, 1:])
 
-    def cut(self, address: int, length: int, device: int) -> Iterator[tuple[int, int, _Place]]:
-        """Yield the parts of a range of bytes: bytes before each, its length, its place."""
-        at = bisect.bisect_right(self._starts, (device, address)) - 1
-        skip = 0
-        while skip < length:
-            (_, start), stop, (layer, ordinal, block, offset) = self._pieces[at]
-            begin = address + skip
-            part = min(stop - begin, length - skip)
-            yield skip, part, (layer, ordinal, block, offset + begin - start)
-            skip += part
-            at += 1
+    def cut(self, keys: Ints, ranges: Descriptors) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return the parts of ranges that are in one piece each.
+
+        A part has the index of its range, the bytes before it, its length, and its place.
+        """
+        address, length, device = ranges.T
+        key = keys.astype(np.uint64)
+        first = self._at(np.column_stack([key, device, address]))
+        last = self._at(np.column_stack([key, device, address + length - np.uint64(1)]))
+        piece = integers_in(np.column_stack([first, last + 1]))
+        row = np.repeat(np.arange(len(ranges)), last + 1 - first)
+        start = self.starts[piece, 2]
+        begin = np.maximum(address[row], start)
+        skip = (begin - address[row]).astype(np.int64)
+        place = self.places[piece]
+        place[:, 3] += (into := (begin - start).astype(np.int64))
+        num_bytes = np.minimum(length[row].astype(np.int64) - skip, self.lengths[piece] - into)
+        return row, skip, num_bytes, place
+
+    def _at(self, bytes_: npt.NDArray[np.uint64]) -> Ints:
+        """Return the piece that has each byte: the last one that begins at it or before."""
+        joint = np.concatenate([self.starts, bytes_])
+        order = np.lexsort(joint.T[::-1])
+        number = np.empty(len(joint), np.int64)
+        number[order] = np.cumsum(order < len(self.starts)) - 1
+        return number[len(self.starts) :]
 
 
-def _copies(plan: TransferPlan, rows: Sequence[_Row], budget: Budget) -> Iterator[BoxCopy]:
+def _copies(
+    plan: TransferPlan,
+    rows: Sequence[_Row],
+    layers: Sequence[DrawnLayer],
+    remotes: Sequence[Sequence[DrawnLayer]],
+    budget: Budget,
+) -> Iterator[BoxCopy]:
     """Yield the copies of one layer, as large as boxes of both sides can be."""
     budget.take(len(rows), "copies", COPY_BYTES, f"draw {plan.local.label}")
     for row in rows:
-        ends = [(place[0].cells, place[3]) for place in (row.local, row.remote)]
+        sides = layers[row.local.layer], remotes[row.remote_index][row.remote.layer]
+        ends = [
+            (layer.cells, place.offset)
+            for layer, place in zip(sides, (row.local, row.remote), strict=True)
+        ]
         # Both sides cut where a cell of either begins.
         edges = {0, row.length}
         for cells, offset in ends:
@@ -470,19 +534,21 @@ def _copies(plan: TransferPlan, rows: Sequence[_Row], budget: Budget) -> Iterato
         tensors = found[0][1][:, ends[0][0].axes.index(TENSOR)]
         bounds = [0, *(np.flatnonzero(np.diff(tensors)) + 1).tolist(), len(views)]
         for first, stop in itertools.pairwise(bounds):
-            sides = [(low[first:stop], high[first:stop]) for _, low, high in found]
+            both = [(low[first:stop], high[first:stop]) for _, low, high in found]
             itemsize = int(ends[0][0].itemsize[views[first]])
-            for box in boxes(sides, np.diff(start)[first:stop], itemsize):
+            for box in boxes(both, np.diff(start)[first:stop], itemsize):
                 part = slice(first + box.start, first + box.stop)
                 span = int(start[part.start]), int(start[part.stop])
-                local = _end(plan.local, row.local, span, found[0], part)
+                local = _end(plan.local, sides[0], row.local, span, found[0], part)
                 remote_worker = plan.remotes[row.remote_index]
-                remote = _end(remote_worker, row.remote, span, found[1], part)
+                remote = _end(remote_worker, sides[1], row.remote, span, found[1], part)
                 yield BoxCopy(local, remote, row.remote_index, row.run_bytes)
 
 
-def _end(worker: Worker, place: _Place, span: Range, found: Sequence[Any], part: slice) -> CopyEnd:
-    layer, ordinal, block, offset = place
+def _end(
+    worker: Worker, layer: DrawnLayer, place: _Place, span: Range, found: Sequence[Any], part: slice
+) -> CopyEnd:
+    _, ordinal, block, offset = place
     cell, low, high = (column[part] for column in found)
     intervals = {}
     for axis, start, stop in zip(

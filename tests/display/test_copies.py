@@ -77,6 +77,17 @@ def test_a_run_over_layers_is_drawn_for_one() -> None:
     assert (copy.num_bytes, copy.run_bytes) == (65536, 32 * 65536)
 
 
+def test_addresses_may_be_the_last_of_all() -> None:
+    """Regions of a worker may end where 64 bits end; what is copied does not change."""
+    (low,), sources = engine("decode"), engine("prefill", tp=2)
+    end = max(region.address + region.size_bytes for region in low.regions)
+    regions = [attrs.evolve(region, address=region.address + 2**64 - end) for region in low.regions]
+    high = attrs.evolve(low, regions=regions)
+    panel = only(plan_reads(high, sources))
+    details = [panel.details(copy) for copy in only(plan_reads(low, sources)).copies]
+    assert [panel.details(copy) for copy in panel.copies] == details
+
+
 def test_layers_of_different_sources_are_panels_apart() -> None:
     """Pipeline stages that hold different layers have panels of their own, with their number of layers."""
     found = panels(plan_reads(LLAMA.engine("d")[0], LLAMA.engine("p", layers_per_stage=[10, 22])))
