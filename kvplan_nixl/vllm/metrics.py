@@ -61,7 +61,7 @@ METRICS: Final = (
     Metric(
         "vllm:nixl_post_time_seconds",
         ("post_duration",),
-        "Seconds until all transfers of a request were handed over, in one worker.",
+        "Seconds until all transfers of a request were posted, in one worker.",
         POST_SECONDS,
     ),
     Metric(
