@@ -23,7 +23,7 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import KVPlanError, Worker, plan_reads
+from kvplan import Blocks, Group, KVPlanError, Worker, plan_reads
 from kvplan.bridges import RankInfo, from_vllm, vllm_model
 from kvplan.protocol import Handoff, Read, Source, whole_blocks
 from kvplan.protocol.groups import first_listed
@@ -371,6 +371,61 @@ def test_other_rows_are_refused(make: Any, source: Any, destination: Any, text: 
     decode = Engine("decode", partial(make, **destination), 2)
     with pytest.raises(KVPlanError, match=text):
         moved(prefill, decode, 700)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 13, 16, 700])
+@pytest.mark.parametrize("drafts", [(0, 7), (7, 0)])
+def test_rings_of_unequal_length_as_windows(drafts: tuple[int, int], num_tokens: int) -> None:
+    """Rings of 8 and 16 rows both have the last 8 positions: position ``p`` is in slot ``p % rows`` of one block.
+
+    Described as a window, a ring's table lists its block for each lap. A destination may list a block once, so a lap
+    that ends is bound apart from the next one.
+    """
+    engines = [
+        Engine(name, partial(specs.deepseek_v41, drafts=number))
+        for name, number in zip(("prefill", "decode"), drafts, strict=True)
+    ]
+    memories, workers, blocks, ids = [], [], [], []
+    for rank, (engine, make) in enumerate(zip(engines, (computed, loaded), strict=True)):
+        memory, views = allocated(engine.cache, engine.layout, rank)
+        memories.append(memory)
+        ids.append(make(engine.cache, num_tokens))
+        worker, group = ring_as_window(described(engine, engine.cache, views, 0))
+        workers.append(worker)
+        blocks.append(ids[-1][int(group.removeprefix("group"))][0])
+    (source, destination), (remote, local) = engines, workers
+    fill(memories[0], rows_of(source, source.cache, ids[0], 0, num_tokens, {}))
+    plan = plan_reads(local, [remote])
+    sizes = [int(worker.groups[0].tokens_per_block or 0) for worker in (local, remote)]
+    start, begins_anew = max(0, num_tokens - min(sizes)), (num_tokens - 1) // sizes[0] * sizes[0]
+    for low, high in ((start, begins_anew), (max(start, begins_anew), num_tokens)):
+        if low < high:
+            laps = [range(low // size, (high - 1) // size + 1) for size in sizes]
+            tables_of = [
+                {worker.groups[0].name: Blocks([block] * len(own), first=own.start)}
+                for worker, block, own in zip((local, remote), blocks[::-1], laps, strict=True)
+            ]
+            for spec in plan.bind(local=tables_of[0], remote=tables_of[1], tokens=(low, high)):
+                copy(spec)
+    num_compared = 0
+    for name, row, _, ranges in rows_of(destination, destination.cache, ids[1], 0, num_tokens, {}):
+        if destination.caches[name].ring and start <= row < num_tokens:
+            found = np.concatenate([memories[1][offset : offset + length] for offset, length in ranges])
+            assert (found == label(name, row, 0, found.size)).all()
+            num_compared += 1
+    assert num_compared == 2 * (num_tokens - start)
+
+
+def ring_as_window(worker: Worker) -> tuple[Worker, str]:
+    """A worker's rings alone, as a group of positions, and the group's name."""
+    rings = [view for view in worker.views if view.name.endswith(".ring")]
+    (name,) = {view.group for view in rings}
+    views = []
+    for view in rings:
+        axes = [attrs.evolve(axis, name="token") if axis.name == "position" else axis for axis in view.axes]
+        views.append(attrs.evolve(view, axes=axes))
+    (rows,) = {axis.extent for view in views for axis in view.axes if axis.name == "token"}
+    return attrs.evolve(worker, groups=[Group(name, rows)], views=views), name
 
 
 def invented(tp: int, block: int = 64, record: int = 600) -> Caches:
