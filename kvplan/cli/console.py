@@ -15,6 +15,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from kvplan._text import WIDTH
+from kvplan.display.explanation import wrap_line
 
 
 def _plain(value: Any) -> Any:
@@ -40,13 +41,8 @@ def terminal_width() -> int:
 
 
 def wrapped(lines: Iterable[str]) -> list[str]:
-    """Return lines of which none is wider than the terminal. What follows is indented more."""
-    wrapped_lines = []
-    for line in lines:
-        indent = line[: len(line) - len(line.lstrip())]
-        text = click.wrap_text(line.strip(), terminal_width(), indent, f"{indent}    ")
-        wrapped_lines += text.splitlines()
-    return wrapped_lines
+    """Return lines of which none is wider than the terminal."""
+    return [part for line in lines for part in wrap_line(line, terminal_width())]
 
 
 def print_lines(lines: Iterable[str]) -> None:

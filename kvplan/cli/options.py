@@ -23,7 +23,7 @@ from kvplan.cli.model_files import (
 )
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
-from kvplan.models import FAMILIES, Model
+from kvplan.models import Model
 from kvplan.models.engines import ENGINES, reasons
 from kvplan.models.options import MAX_TOKENS, EngineOptions, read_decimal
 
@@ -180,30 +180,9 @@ def _completed_models(
     return [CompletionItem(name) for name in names] or [CompletionItem(text, type="file")]
 
 
-def _completed_keys(ctx: click.Context, param: click.Parameter, text: str) -> list[CompletionItem]:
-    """Return what may follow in ``vllm,tp=4,layout=LBNHC``: engines, keys, or values of a key."""
-    before, comma, last = text.rpartition(",")
-    before += comma
-    key, equals, value = last.partition("=")
-    fields = attrs.fields_dict(EngineOptions)
-    if equals:
-        values = fields[key].metadata["values"] if key in fields else ()
-        values = Model.names() if key == "draft" else values
-        words = [f"{key}={word}" for word in dict.fromkeys(values) if word.startswith(value)]
-    else:
-        given_keys = {item.partition("=")[0] for item in before.split(",")}
-        words = [f"{name}=" for name in fields if name not in given_keys]
-        # the name of an engine comes first
-        words += [] if before else [f"{name}," for name in ENGINES]
-    return [CompletionItem(before + word) for word in words if word.startswith(last)]
-
-
 like_option = click.option(
     "--like",
     metavar="TYPE",
-    shell_complete=lambda ctx, param, text: [
-        CompletionItem(name) for name in FAMILIES if name.startswith(text)
-    ],
     help="Read a config.json of an unknown model_type as one of TYPE.",
 )
 _bits = click.option(
@@ -219,7 +198,6 @@ _engine = partial(
     default="",
     metavar="ENGINE",
     callback=lambda context, option, text: EngineInput.parse(text, option.opts[0]),
-    shell_complete=_completed_keys,
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 

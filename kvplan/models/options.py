@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -11,12 +11,10 @@ import attrs
 
 from kvplan._checks import integer
 from kvplan._text import meant
-from kvplan.describe.views import ITEMSIZE
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
-from kvplan.models.layouts import CONV_ORDERS, KV_FORMS, LETTERS, ORDERS
+from kvplan.models.layouts import LETTERS, ORDERS
 from kvplan.models.model import Model
-from kvplan.models.parallel import SCALES
 from kvplan.models.tensors import FP8_DTYPES
 
 AUTO: Final = "auto"
@@ -101,17 +99,13 @@ def _option(
     about: str,
     reader: Callable[..., Any] = read_decimal,
     argument: str = "",
-    values: Sequence[str] = (),
     **limits: int,
 ) -> Any:
-    """Return a field whose text ``reader`` converts, for an argument of :meth:`Model.engine`.
-
-    ``values`` are those that can be listed.
-    """
+    """Return a field whose text ``reader`` converts, for an argument of :meth:`Model.engine`."""
     if default is not None:
         about += f" (default: {int(default) if isinstance(default, bool) else default})"
     reader = partial(reader, **limits)
-    metadata = {"reader": reader, "about": about, "argument": argument, "values": tuple(values)}
+    metadata = {"reader": reader, "about": about, "argument": argument}
     return attrs.field(default=default, metadata=metadata)
 
 
@@ -120,7 +114,6 @@ _word_option = partial(_option, reader=lambda text, subject: text)
 _flag_option = partial(
     _option, False, reader=lambda text, subject: bool(read_decimal(text, subject, 0, 2))
 )
-_dtypes = (*ITEMSIZE, *SHORT_DTYPES)
 
 
 @attrs.frozen
@@ -145,12 +138,12 @@ class EngineOptions:
         1, "consecutive positions on one context-parallel rank", low=1, high=MAX_TOKENS
     )
     block: int | None = _option(
-        16, f"tokens per block; {AUTO}: as a recurrent state", _block, "tokens_per_block", (AUTO,)
+        16, f"tokens per block; {AUTO}: as a recurrent state", _block, "tokens_per_block"
     )
     layout: str = _word_option(
-        "LBHNC", f"memory order, slowest dimension first ({LETTERS}): {LAYOUTS}", values=ORDERS
+        "LBHNC", f"memory order, slowest dimension first ({LETTERS}): {LAYOUTS}"
     )
-    kv: str = _word_option("content", f"where K and V are: {KV_PLACES}", values=KV_FORMS)
+    kv: str = _word_option("content", f"where K and V are: {KV_PLACES}")
     pad: int = _option(0, "bytes of padding after each block", low=0, high=1 << 40)
     blocks: int | None = _option(
         None, "blocks in the pool", argument="num_blocks", low=1, high=1 << 31
@@ -159,7 +152,6 @@ class EngineOptions:
         "DS",
         "convolution state: DS (channel, step) or SD (step, channel)",
         argument="conv_order",
-        values=CONV_ORDERS,
     )
     stages: tuple[int, ...] | None = _option(
         None, "layers per pipeline stage, such as 10+22", _stages, "layers_per_stage"
@@ -169,7 +161,7 @@ class EngineOptions:
     )
     shared: bool = _flag_option("1: the KV cache groups of a hybrid model share one pool")
     scales: str = _word_option(
-        "inline", "where scales of quantized K and V are: inline, page, region", values=SCALES
+        "inline", "where scales of quantized K and V are: inline, page, region"
     )
     spread: bool = _flag_option(
         "1: prefill context-parallel ranks hold different positions", argument="pcp_spreads"
@@ -179,9 +171,8 @@ class EngineOptions:
         None,
         "dtype of K and V, or latents, such as bfloat16, or an engine's word: fp8",
         _dtype,
-        values=(*_dtypes, *ROW_WORDS),
     )
-    ssm: str | None = _option(None, "dtype of SSM states", _dtype, values=tuple(ITEMSIZE))
+    ssm: str | None = _option(None, "dtype of SSM states", _dtype)
 
     @classmethod
     def parse(cls, text: str, subject: str) -> EngineOptions:
