@@ -1,7 +1,7 @@
 """Staged requests carried out by code that knows no plan: it reads descriptors and copies alone.
 
 Every byte of the sources has a label. The first step of a chunk always precedes the second step of the chunk before, so
-that buffer slots must not overlap.
+that neighbouring chunks must not share staging blocks.
 """
 
 from __future__ import annotations

@@ -56,8 +56,9 @@ class Schedule:
         """No settled request has anything under way."""
         names = {transfer.request for transfer in self.settled}
         assert names.isdisjoint(transfer.request for transfer in self.rig.executor.running)
-        slots = [work.slot for work in self.rig.pipeline._under_way]
-        assert len(slots) == len({*slots})
+        blocks = [(n, *block) for work in self.rig.pipeline._under_way for n, block in enumerate(work.chunk.blocks)]
+        held = [(n, block) for n, *ids in blocks for block in ids]
+        assert len(held) == len({*held})
 
     def drain(self) -> None:
         """Let everything under way end, in some order."""

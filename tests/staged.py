@@ -2,8 +2,8 @@
 
 A source's memory is filled with numbers without a pattern. What a staged plan leaves in every worker's memory, but for
 the staging region, is compared with what direct plans leave there. A :class:`Rig` runs a pipeline whose transfers and
-copies end when a test says so, and leave garbage until then: bytes that are taken from a buffer slot too early, or put
-into it too early, differ in the end.
+copies end when a test says so, and leave garbage until then: bytes that are taken from staging blocks too early, or put
+into them too early, differ in the end.
 """
 
 from __future__ import annotations
@@ -251,22 +251,22 @@ class ManualCopier:
 
 
 ONE_BLOCK = 2 * 2 * 256
-"""Bytes of both slots for one block of 4 tokens, 4 heads and 2 layers: a staging region of chunks of 4 positions."""
+"""Bytes of two staging blocks of 4 tokens, 4 heads and 2 layers: a staging region of chunks of 4 positions."""
 
 PEERS = 2
 """The peers of a rig, each with half of the heads: each chunk has a transfer with both."""
 
 OTHERS = 4
-"""The peers of the rig's second plan, each with one head, so that buffer slots lie elsewhere in the staging region."""
+"""The peers of the rig's second plan, each with one head, so that staging blocks lie elsewhere in the region."""
 
 Places = set[tuple[Key, str, int]]
 """Blocks, by worker and region."""
 
 
-def rig_plan(blocks: int, peers: int = PEERS, name: str = "peers") -> StagedPlan:
+def rig_plan(blocks: int, peers: int = PEERS, name: str = "peers", staging_bytes: int = ONE_BLOCK) -> StagedPlan:
     """The plan of a worker that reads from others."""
     near, far = engine("local", order="HN", blocks=blocks), engine(name, tp=peers, order="NH", blocks=blocks)
-    (plan,) = plans_of(far, near, ONE_BLOCK)
+    (plan,) = plans_of(far, near, staging_bytes)
     return plan
 
 
@@ -355,7 +355,7 @@ class Rig:
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """How many chunks are read into their buffer slot, and how many are copied out of it."""
+        """How many chunks are read into staging blocks, and how many are copied out of them."""
         return len(self.moving) // PEERS, len(self.copier.running)
 
     def fill(self, which: int = 0) -> None:
@@ -368,7 +368,7 @@ class Rig:
         self.copier.end(self.copier.running[which])
 
     def go(self, steps: str) -> None:
-        """Fill, f, or empty, e, the first buffer slot under way; then poll. Nothing is settled."""
+        """End the transfers, f, or the copies, e, of the first chunk under way; then poll. Nothing is settled."""
         for step in steps:
             self.fill() if step == "f" else self.empty()
             assert self.pipeline.poll() == ()

@@ -20,15 +20,16 @@ therefore reads long runs into a staging buffer, and then copies the bytes into 
   multiple of the period after which the blocks and contexts of all groups repeat, so that few
   blocks are cut. If no such window fits, ``W`` is a multiple of the longest period of a single
   group that fits, then of what divides all periods, then any number.
-- staging.S7: every staging buffer has room for two chunks, so that one is filled while the other is
-  emptied: for each group twice the most blocks that a window touches, and twice one state.
+- staging.S7: every staging buffer has room for two whole chunks, so that one is filled while the
+  other is emptied: for each group twice the most blocks that a window touches, and twice one state.
+  Smaller chunks take fewer of these blocks, so that more of them fit.
 - staging.S8: ``W`` is the greatest that fits.
 
 >>> attention, state = fit([(Group("attn", 16), 4096), (Group("state"), 1000)], 1 << 20).places
 >>> attention
-PoolPlace(offset_bytes=0, slot_blocks=127)
+PoolPlace(offset_bytes=0, num_blocks=254)
 >>> state
-PoolPlace(offset_bytes=1040384, slot_blocks=1)
+PoolPlace(offset_bytes=1040384, num_blocks=2)
 """
 
 from __future__ import annotations
@@ -134,14 +135,14 @@ class Pool:
 class StagingBuffer:
     """Staging memory for one peer, described as a worker under the peer's key.
 
-    ``groups`` has the buffer's group for each pair of groups. The blocks of a group form two buffer
-    slots of ``slot_blocks`` each, by group name. ``view_indices`` has the index of a view, by the
-    name of its group and the number of the peer's view.
+    ``groups`` has the buffer's group for each pair of groups. ``places`` has those of each group's
+    pools, by its name. ``view_indices`` has the index of a view, by the name of its group and the
+    number of the peer's view.
     """
 
     worker: Worker
     groups: Mapping[BothGroups, Group]
-    slot_blocks: Mapping[str, int]
+    places: Mapping[str, tuple[PlacedPool, ...]]
     view_indices: Mapping[tuple[str, int], int]
 
     def transfer_step(self, peer: Worker, budget: Budget) -> list[Cell]:
@@ -241,10 +242,18 @@ def _needed_spans(cells: Iterable[Cell]) -> dict[BothGroups, dict[int, Spans]]:
 
 
 class PoolPlace(NamedTuple):
-    """Where a pool is: its offset in the region, and the blocks of each of its two buffer slots."""
+    """Where a pool is: its offset in the region, and its blocks."""
 
     offset_bytes: int
-    slot_blocks: int
+    num_blocks: int
+
+
+class PlacedPool(NamedTuple):
+    """A pool's place, and what its blocks are like: buffers that are equal in this share blocks."""
+
+    place: PoolPlace
+    block_bytes: int
+    inner_bytes: int
 
 
 @attrs.frozen
@@ -328,8 +337,9 @@ def _laid_out(demands: Sequence[Demand], grain: int, window: int) -> _Layout:
     end = 0
     for group, block_bytes in demands:
         offset = -(-end // ALIGNMENT) * ALIGNMENT
-        places.append(PoolPlace(offset, touched[group]))
-        end = offset + 2 * touched[group] * block_bytes
+        # two whole chunks, rule staging.S7
+        places.append(PoolPlace(offset, 2 * touched[group]))
+        end = offset + places[-1].num_blocks * block_bytes
     return _Layout(tuple(places), end)
 
 
@@ -342,7 +352,7 @@ def staging_buffer(
 ) -> StagingBuffer:
     """Return the buffer for a peer in a region of ``local``; ``places`` has each pool's place."""
     groups: dict[BothGroups, Group] = {}
-    slot_blocks: dict[str, int] = {}
+    placed: dict[str, tuple[PlacedPool, ...]] = {}
     views: list[View] = []
     view_indices: dict[tuple[str, int], int] = {}
     for both_groups, group_pools in pools_of.items():
@@ -350,14 +360,13 @@ def staging_buffer(
         groups[both_groups] = attrs.evolve(both_groups[SOURCE], name=group_name)
         for pool in group_pools:
             place = next(places)
-            slot_blocks[group_name] = place.slot_blocks
-            # two buffer slots, rule staging.S7
-            num_blocks = 2 * place.slot_blocks
-            for number, view in pool.placed(group_name, region, place.offset_bytes, num_blocks):
+            like = PlacedPool(place, pool.block_bytes, pool.inner_bytes)
+            placed[group_name] = (*placed.get(group_name, ()), like)
+            for number, view in pool.placed(group_name, region, *place):
                 view_indices[group_name, number] = len(views)
                 views.append(view)
     worker = Worker(peer.engine_id, peer.rank, local.regions, groups.values(), views)
-    return StagingBuffer(worker, groups, slot_blocks, view_indices)
+    return StagingBuffer(worker, groups, placed, view_indices)
 
 
 def _groups(cell: Cell) -> BothGroups:

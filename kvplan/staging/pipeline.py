@@ -2,19 +2,20 @@
 
 A :class:`Pipeline` has a staging region, an :class:`~kvplan.Executor` for transfers and a
 :class:`Copier` for local copies. It takes requests of any plans that stage in this region, such as
-one for each remote engine. A chunk is transferred into a buffer slot, and then copied into place.
+one for each remote engine. A chunk is transferred into staging blocks, and then copied into place.
 
-- staging.D1: chunks go through the staging region in the order in which their requests were
-  submitted, and alternate between the buffer slots, also from one request to the next. Requests
-  wait; none fails because there are many.
-- staging.D2: a buffer slot is refilled only when all transfers of its previous chunk are settled,
-  and its copies are done. Each plan has its buffer slots elsewhere in the region, so a chunk of
-  another plan waits until this holds of both slots.
+- staging.D1: chunks begin in the order in which their requests were submitted, as many as there are
+  free staging blocks for, of one request or of several. Requests wait; none fails because there are
+  many, and none overtakes another.
+- staging.D2: staging blocks are free again only when all transfers of their chunk are settled, and
+  its copies are done. Plans of equal layouts share blocks, such as those of like engines. A plan of
+  another layout has its blocks elsewhere in the region, so its chunks wait until all blocks are
+  free.
 - staging.D3: the copies of a chunk begin when all its transfers are done; never if one has failed.
 - staging.D4: when a request fails, or the caller cancels it, its transfers are cancelled and no
   more of it begins. It is settled when its transfers are, and the copies that had begun are done.
-  Only its own blocks may have been written. A transfer that cannot be stopped holds its buffer slot
-  until it ends.
+  Only its own blocks may have been written. A transfer that cannot be stopped holds its staging
+  blocks until it ends.
 - staging.D5: what fails under way becomes the request's ``error``, never an exception, and affects
   no other request.
 """
@@ -22,7 +23,7 @@ one for each remote engine. A chunk is transferred into a buffer slot, and then 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
 import attrs
@@ -33,7 +34,7 @@ from kvplan.describe.blocks import Tokens
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Status, Transfer, still_running
 from kvplan.staging.copies import Copy
-from kvplan.staging.plan import BlockTables, Chunk, StagedPlan
+from kvplan.staging.plan import BlockTables, Chunk, FreeBlocks, StagedPlan, StagedRequest
 
 
 class Copier(Protocol):
@@ -77,12 +78,12 @@ class StagedTransfer:
 
 
 @attrs.define(eq=False)
-class _StagedRequest:
-    """A request of a plan: ``chunks`` still to be made, None when all are, and how it will end."""
+class _Queued:
+    """A request of a pipeline: chunks still to be made, None when all are, and how it will end."""
 
     transfer: StagedTransfer
     plan: StagedPlan
-    chunks: Iterator[Chunk] | None
+    chunks: StagedRequest | None
     ends: Status = Status.DONE
     error: KVPlanError | None = None
 
@@ -93,19 +94,12 @@ class _StagedRequest:
 
 @attrs.define(eq=False)
 class _Work:
-    """A chunk under way in a buffer slot."""
+    """A chunk under way."""
 
-    request: _StagedRequest
-    slot: int
+    request: _Queued
+    chunk: Chunk
     steps: Iterator[None] = attrs.field(init=False)
     transfers: list[Transfer] = attrs.field(factory=list)
-
-
-class _PendingChunk(NamedTuple):
-    """A chunk that is made and waits for its buffer slot, and its request."""
-
-    request: _StagedRequest
-    chunk: Chunk
 
 
 class Pipeline:
@@ -144,11 +138,9 @@ class Pipeline:
         self.staging: str = name(staging, "staging")
         self.num_chunks = 0
         """Chunks that have begun."""
-        self._requests: dict[StagedTransfer, _StagedRequest] = {}
-        self._next: _PendingChunk | None = None
+        self._requests: dict[StagedTransfer, _Queued] = {}
         self._under_way: list[_Work] = []
-        # the first chunk goes to slot 0
-        self._last_slot = 1
+        self._free = FreeBlocks(())
         if self._by_region.setdefault((id(executor), staging), self) is not self:
             raise KVPlanError(
                 "MEMORY",
@@ -186,19 +178,18 @@ class Pipeline:
                 expected=f"a plan that stages in {self.staging!r}",
                 got=f"one in {plan.staging!r}",
             )
-        slots = self._slots()
-        chunks = plan.bind(local=local, remote=remote, tokens=tokens, buffer_slots=slots)
-        self._requests[transfer] = _StagedRequest(transfer, plan, chunks)
+        chunks = plan.requested(local=local, remote=remote, tokens=tokens)
+        self._requests[transfer] = _Queued(transfer, plan, chunks)
         self._begin_chunks()
         return transfer
 
     def poll(self) -> tuple[StagedTransfer, ...]:
         """Continue without waiting, and return the requests that are now settled.
 
-        Takes a step or two in each buffer slot.
+        Takes a step or two of each chunk.
         """
         self._under_way = [work for work in self._under_way if self._advance(work)]
-        # chunks that have ended leave their slots to the next ones
+        # chunks that have ended leave their blocks to the next ones
         self._begin_chunks()
         settled = list[StagedTransfer]()
         busy = self._busy()
@@ -223,70 +214,53 @@ class Pipeline:
         if not instance(StagedTransfer, transfer, "transfer").status.is_settled:
             raise still_running(transfer.request, "release a staged transfer")
 
-    def _slots(self) -> Iterator[int]:
-        """Yield for each chunk that is made the slot that did not begin last."""
-        while True:
-            yield 1 - self._last_slot
-
-    def _busy(self) -> set[_StagedRequest]:
+    def _busy(self) -> set[_Queued]:
         """Return the requests with chunks to be made or carried out."""
         busy = {request for request in self._requests.values() if request.chunks is not None}
-        if self._next is not None:
-            busy.add(self._next.request)
         return busy.union(work.request for work in self._under_way)
 
     def _begin_chunks(self) -> None:
-        """Begin chunks by rules staging.D1 and staging.D2. One more than can begin is made, while
-        bytes move.
-        """
-        while (following := self._following()) is not None and self._may_begin(following):
-            request, chunk = following
-            self._next = None
-            self._last_slot = chunk.buffer_slot
-            self.num_chunks += 1
-            request.transfer.num_bytes += sum(copy.num_bytes for copy in chunk.copies)
-            work = _Work(request, chunk.buffer_slot)
-            work.steps = self._steps(work, chunk)
-            self._under_way.append(work)
-            if not self._advance(work):
-                self._under_way.remove(work)
+        """Begin the chunks that there is room for, by rules staging.D1 and staging.D2."""
+        for request in [*self._requests.values()]:
+            while request.chunks is not None:
+                if not self._begin_chunk(request, request.chunks):
+                    return
 
-    def _may_begin(self, following: _PendingChunk) -> bool:
-        """Return whether a chunk's buffer slot is free, and the other one is not another plan's."""
-        return all(
-            work.request.plan is following.request.plan and work.slot != following.chunk.buffer_slot
-            for work in self._under_way
-        )
-
-    def _following(self) -> _PendingChunk | None:
-        """Return the chunk to begin next, made if need be."""
-        for request in self._requests.values():
-            while self._next is None and request.chunks is not None:
-                self._make_chunk(request, request.chunks)
-        return self._next
-
-    def _make_chunk(self, request: _StagedRequest, chunks: Iterator[Chunk]) -> None:
-        """Make the next chunk of a request, if there is one."""
+    def _begin_chunk(self, request: _Queued, chunks: StagedRequest) -> bool:
+        """Begin the next chunk of a request, if there is one. Return whether there was room."""
+        if self._free.layout != request.plan.layout:
+            if self._under_way:
+                return False
+            self._free = FreeBlocks(request.plan.layout)
         try:
-            chunk = next(chunks, None)
+            chunk = chunks.next_chunk(self._free)
         except KVPlanError as error:
             self._stop(request, Status.FAILED, error)
-            return
-        if chunk is None:
+            return True
+        if not chunks.ranges:
             request.chunks = None
-        else:
-            self._next = _PendingChunk(request, chunk)
+        if chunk is None:
+            return request.chunks is None
+        self.num_chunks += 1
+        request.transfer.num_bytes += sum(copy.num_bytes for copy in chunk.copies)
+        work = _Work(request, chunk)
+        work.steps = self._steps(work, chunk)
+        self._under_way.append(work)
+        if not self._advance(work):
+            self._under_way.remove(work)
+        return True
 
     def _advance(self, work: _Work) -> bool:
         """Continue some work by one step, and return whether anything of it is left."""
         try:
             next(work.steps)
         except StopIteration:
+            self._free.give_back(work.chunk.blocks)
             return False
         return True
 
     def _steps(self, work: _Work, chunk: Chunk) -> Iterator[None]:
-        """Carry out a chunk by rule staging.D3: read into its buffer slot, then copy into place."""
+        """Carry out a chunk by rule staging.D3: read into its blocks, then copy into place."""
         request = work.request.transfer.request
         try:
             for spec in chunk.specs:
@@ -333,7 +307,7 @@ class Pipeline:
 
     def _stop(
         self,
-        request: _StagedRequest,
+        request: _Queued,
         ends: Status,
         error: KVPlanError | None = None,
     ) -> None:
@@ -345,8 +319,6 @@ class Pipeline:
             request.ends = ends
             request.error = error
             request.chunks = None
-        if self._next is not None and self._next.request is request:
-            self._next = None
         for work in self._under_way:
             if work.request is request:
                 for transfer in work.transfers:

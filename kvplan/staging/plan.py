@@ -8,10 +8,10 @@ region, which the caller has set aside.
   and otherwise only the staging region. Bytes that are read but not needed stay in the staging
   region.
 - staging.S13: a request moves in *chunks*, one for each window of positions that has any. Chunk n
-  also carries the n-th state of each local state group. Chunks alternate between two buffer slots:
-  a slot is refilled only after its previous contents were copied out.
-- staging.S14: the buffer slot of a chunk holds the blocks of the peer that have a position of the
-  chunk, and no others.
+  also carries the n-th state of each local state group. A chunk takes staging blocks that are free,
+  the lowest ones, and has them until its bytes were copied out.
+- staging.S14: a chunk takes as many staging blocks as the peer has blocks with a position of the
+  chunk.
 - staging.S15: a wrong request is refused before there is any chunk.
 """
 
@@ -21,12 +21,13 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 
 import attrs
 import numpy as np
 
 from kvplan._arrays import Ints
-from kvplan._checks import ID_END, having, instance, integer
+from kvplan._checks import ID_END, instance
 from kvplan._text import count
 from kvplan.budget import Budget
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens
@@ -41,15 +42,24 @@ from kvplan.plan.specs import READ, ReadSpec
 from kvplan.plan.transfer import TransferPlan, checked_workers
 from kvplan.staging.buffers import (
     Demand,
+    PlacedPool,
     Pool,
     StagedPeer,
-    StagingBuffer,
     checked_staging,
     fit,
     pools,
     staging_buffer,
 )
-from kvplan.staging.copies import SOURCE, BothGroups, Copy, copy_templates, ordinals
+from kvplan.staging.copies import (
+    DESTINATION,
+    SOURCE,
+    BothGroups,
+    BothTables,
+    Copy,
+    CopyTemplate,
+    copy_templates,
+    ordinals,
+)
 from kvplan.staging.cost import StagedCost, staged_cost
 
 GroupRanges = Mapping[str, Range]
@@ -66,21 +76,63 @@ BlockTables = Mapping[str, Blocks]
 class Chunk:
     """A part of a request: ``specs``, one for each of the plan's transfers, and local ``copies``.
 
-    All specs fill ``buffer_slot``, 0 or 1; then all copies empty it. ``tokens`` has the chunk's
-    ranges by local group: a direct plan moves the same for these ranges, where the destination has
-    all their blocks.
+    All specs fill staging blocks; then all copies empty them. ``blocks`` has their ids, for each
+    group of each staging buffer. ``tokens`` has the chunk's ranges by local group: a direct plan
+    moves the same for these ranges, where the destination has all their blocks.
     """
 
     tokens: GroupRanges
     specs: tuple[ReadSpec, ...]
     copies: tuple[Copy, ...]
-    buffer_slot: int
+    blocks: tuple[Ints, ...]
 
     def __repr__(self) -> str:
         moved = sum(spec.num_bytes for spec in self.specs)
         copied = sum(copy.num_bytes for copy in self.copies)
         steps = f"{count(moved, 'byte')} read, {copied} copied into place"
-        return f"<Chunk of {dict(self.tokens)}: {steps}, buffer slot {self.buffer_slot}>"
+        blocks = count(sum(ids.size for ids in self.blocks), "staging block")
+        return f"<Chunk of {dict(self.tokens)}: {steps}, {blocks}>"
+
+
+Layout = tuple[tuple[PlacedPool, ...], ...]
+"""The pools of each group of each staging buffer of a plan."""
+
+
+class FreeBlocks:
+    """The staging blocks of a layout that no chunk has.
+
+    >>> from kvplan.staging.buffers import PoolPlace
+    >>> pool = PlacedPool(PoolPlace(0, num_blocks=4), block_bytes=64, inner_bytes=64)
+    >>> free = FreeBlocks(((pool,),))
+    >>> first, second = free.take([3]), free.take([2])
+    >>> first, second
+    ((array([0, 1, 2]),), None)
+    >>> free.give_back(first)
+    >>> free.take([2])
+    (array([0, 1]),)
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        # all pools of a group have as many blocks
+        self._is_free = [np.ones(pools[0].place.num_blocks, bool) for pools in layout]
+
+    def take(self, numbers: Iterable[int]) -> tuple[Ints, ...] | None:
+        """Take some blocks of each group, or none where a group has too few."""
+        taken = list[Ints]()
+        for is_free, number in zip(self._is_free, numbers, strict=True):
+            ids = np.flatnonzero(is_free)[:number]
+            if ids.size < number:
+                return None
+            taken.append(ids)
+        for is_free, ids in zip(self._is_free, taken, strict=True):
+            is_free[ids] = False
+        return tuple(taken)
+
+    def give_back(self, blocks: Iterable[Ints]) -> None:
+        """Give blocks back that were taken."""
+        for is_free, ids in zip(self._is_free, blocks, strict=True):
+            is_free[ids] = True
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -114,34 +166,39 @@ class StagedPlan:
         """
         return staged_cost(self.direct.cost(tokens), self.peers, self.num_positions)
 
+    @cached_property
+    def layout(self) -> Layout:
+        """Where staging blocks are: chunks of plans that are equal in it may share a region."""
+        buffers = [peer.buffer for peer in self.peers]
+        return tuple([pools for buffer in buffers for pools in buffer.places.values()])
+
     def bind(
-        self,
-        *,
-        local: BlockTables,
-        remote: BlockTables,
-        tokens: Tokens = None,
-        buffer_slots: Iterator[int] | None = None,
+        self, *, local: BlockTables, remote: BlockTables, tokens: Tokens = None
     ) -> Iterator[Chunk]:
         """Return what one request moves, chunk by chunk.
 
         Takes and raises what :meth:`TransferPlan.bind` does.
 
         The second step of a chunk may begin when its first step is done: see :class:`Chunk`. A
-        chunk may begin to fill a buffer slot when the chunk before it in that slot is done.
-        ``buffer_slots`` gives each chunk its slot when the chunk is made; by default they
-        alternate. Requests that share a staging region share one such iterator.
+        chunk may begin when all chunks before the last one are done, whose blocks it may have.
         """
-        if buffer_slots is None:
-            buffer_slots = itertools.cycle((0, 1))
-        else:
-            having("__next__", buffer_slots, "buffer_slots", "an iterator of slots")
+        return self.requested(local=local, remote=remote, tokens=tokens).alone()
+
+    def requested(
+        self, *, local: BlockTables, remote: BlockTables, tokens: Tokens = None
+    ) -> StagedRequest:
+        """Return a request, of which chunks are made where blocks are free.
+
+        Takes and raises what :meth:`TransferPlan.bind` does.
+        """
         self.direct.check(local=local, remote=remote, tokens=tokens)
         wants = [self._wanted(peer, local, tokens) for peer in self.peers]
-        ranges = list(chunk_ranges(wants, local, self.num_positions))
+        ranges = deque(chunk_ranges(wants, local, self.num_positions))
+        request = StagedRequest(self, local, remote, wants, ranges)
         if self._has_wide_ids:
             # making all chunks raises where an id that is needed does not fit
-            deque(self._chunks(ranges, wants, local, remote, itertools.repeat(0)), maxlen=0)
-        return self._chunks(ranges, wants, local, remote, buffer_slots)
+            deque(attrs.evolve(request, ranges=ranges.copy()).alone(), maxlen=0)
+        return request
 
     @cached_property
     def _has_wide_ids(self) -> bool:
@@ -158,29 +215,6 @@ class StagedPlan:
             ranges[groups] = wanted(local, tables[local.name], range_of(tokens, local), "local")
         return ranges
 
-    def _chunks(
-        self,
-        ranges: Iterable[GroupRanges],
-        wants: Sequence[WantedRanges],
-        local: BlockTables,
-        remote: BlockTables,
-        buffer_slots: Iterator[int],
-    ) -> Iterator[Chunk]:
-        """Yield the chunks of a request, one for each of ``ranges`` in which something moves."""
-        slot: int | None = None
-        for tokens in ranges:
-            if slot is None:  # a range in which nothing moves leaves its slot to the next one
-                slot = _next_slot(buffer_slots)
-            specs = list[ReadSpec]()
-            copies = list[Copy]()
-            for peer, peer_wants in zip(self.peers, wants, strict=True):
-                spec, peer_copies = _steps(peer, peer_wants, tokens, slot, local, remote)
-                specs.append(spec)
-                copies += peer_copies
-            if copies:
-                yield Chunk(self._in_tokens(tokens), tuple(specs), tuple(copies), slot)
-                slot = None
-
     def _in_tokens(self, ranges: GroupRanges) -> GroupRanges:
         """Return the ranges of tokens of some positions by local group."""
         groups = {group.name: group for group in self.direct.local.groups}
@@ -192,70 +226,113 @@ class StagedPlan:
         return f"<StagedPlan {self.direct.local.label}: {peers}, {positions} at a time>"
 
 
-def _steps(
-    peer: StagedPeer,
-    wants: WantedRanges,
-    tokens: GroupRanges,
-    slot: int,
-    local: BlockTables,
-    remote: BlockTables,
-) -> tuple[ReadSpec, list[Copy]]:
-    """Return both steps of a part of a request with one peer, through a buffer slot."""
-    staged_tables = dict[str, Blocks]()
-    staged_ranges = dict[str, Range]()
-    copies = list[Copy]()
-    for groups, buffer_group in peer.buffer.groups.items():
-        destination, _ = groups
-        local_table = local[destination.name]
-        start, stop = tokens[destination.name]
-        low, high = wants[groups]
-        # the part of the chunk that this peer serves
-        low = max(low, start)
-        high = min(high, stop)
-        # one array for each template of the group: the positions of the chunk that it copies
-        templates = peer.templates_of(buffer_group)
-        positions = [template.positions(local_table, low, high) for template in templates]
-        slot_table = _slot_table(peer.buffer, groups, slot, positions)
-        staged_tables[buffer_group.name] = slot_table
-        positions_in_slot = (low, high) if slot_table.ids.size else (0, 0)
-        staged_ranges[buffer_group.name] = in_tokens(buffer_group, positions_in_slot)
-        for template, copied_positions in zip(templates, positions, strict=True):
-            copies += template.copies(copied_positions, low, high, (local_table, slot_table))
-    remote_tables = {source.name: remote[source.name] for _, source in peer.buffer.groups}
-    (spec,) = peer.transfer.bind(local=staged_tables, remote=remote_tables, tokens=staged_ranges)
-    return spec, copies
+@attrs.define(eq=False)
+class StagedRequest:
+    """A request of a plan: its tables, what each peer serves, and ``ranges`` still to be moved."""
+
+    plan: StagedPlan
+    local: BlockTables
+    remote: BlockTables
+    wants: Sequence[WantedRanges]
+    ranges: deque[GroupRanges]
+    _next: list[_Part] = attrs.field(factory=list, init=False)
+
+    def next_chunk(self, free: FreeBlocks) -> Chunk | None:
+        """Make the next chunk. Return None where too few blocks are free, or nothing is left."""
+        while self.ranges:
+            tokens = self.ranges[0]
+            parts = self._next or list(self._parts(tokens))
+            if any(part.num_copied for part in parts):
+                blocks = free.take([part.ordinals.size for part in parts])
+                if blocks is None:
+                    self._next = parts
+                    return None
+                self._next = []
+                self.ranges.popleft()
+                try:
+                    return self._chunk(tokens, parts, blocks)
+                except KVPlanError:
+                    free.give_back(blocks)
+                    raise
+            # a range in which nothing moves
+            self.ranges.popleft()
+        return None
+
+    def alone(self) -> Iterator[Chunk]:
+        """Yield all chunks, where no other request uses staging blocks."""
+        free = FreeBlocks(self.plan.layout)
+        held = deque[Chunk]()
+        while self.ranges:
+            chunk = self.next_chunk(free)
+            if chunk is not None:
+                held.append(chunk)
+                yield chunk
+            elif self.ranges:
+                free.give_back(held.popleft().blocks)
+
+    def _parts(self, tokens: GroupRanges) -> Iterator[_Part]:
+        """Yield the parts of a chunk, one for each group of each peer's buffer."""
+        for peer, wants in zip(self.plan.peers, self.wants, strict=True):
+            for groups, buffer_group in peer.buffer.groups.items():
+                start, stop = tokens[groups[DESTINATION].name]
+                low, high = wants[groups]
+                # the part of the chunk that this peer serves
+                span = max(low, start), min(high, stop)
+                table = self.local[groups[DESTINATION].name]
+                templates = peer.templates_of(buffer_group)
+                # one array for each template: the positions of the chunk that it copies
+                positions = [template.positions(table, *span) for template in templates]
+                yield _Part(groups, buffer_group, span, templates, positions)
+
+    def _chunk(
+        self, tokens: GroupRanges, parts: Iterable[_Part], blocks: tuple[Ints, ...]
+    ) -> Chunk:
+        """Return the chunk of some parts in staging blocks."""
+        placed = iter(zip(parts, blocks, strict=True))
+        specs = list[ReadSpec]()
+        copies = list[Copy]()
+        for peer in self.plan.peers:
+            staged_tables = dict[str, Blocks]()
+            staged_ranges = dict[str, Range]()
+            for part, ids in islice(placed, len(peer.buffer.groups)):
+                name = part.buffer_group.name
+                # all blocks of the peer without a position of the chunk are gaps
+                table = Blocks(ids, ordinals=part.ordinals, listed=(0, POSITION_END))
+                staged_tables[name] = table
+                positions_moved = part.span if ids.size else (0, 0)
+                staged_ranges[name] = in_tokens(part.buffer_group, positions_moved)
+                copies += part.copies((self.local[part.groups[DESTINATION].name], table))
+            sources = [source.name for _, source in peer.buffer.groups]
+            remote = {name: self.remote[name] for name in sources}
+            specs += peer.transfer.bind(local=staged_tables, remote=remote, tokens=staged_ranges)
+        return Chunk(self.plan._in_tokens(tokens), tuple(specs), tuple(copies), blocks)
 
 
-def _next_slot(buffer_slots: Iterator[int]) -> int:
-    """Return the buffer slot of a chunk. Raises ``RANGE`` or ``TYPE`` for what is none."""
-    slot = next(buffer_slots, None)
-    if slot is None:
-        raise KVPlanError(
-            "RANGE",
-            "make a chunk",
-            expected="a buffer slot for each chunk",
-            got="an iterator that has ended",
-            hint="itertools.cycle((0, 1)) never ends",
-        )
-    return integer(slot, "a buffer slot", high=2)
+@attrs.frozen(eq=False)
+class _Part:
+    """What a chunk moves of a pair of groups: ``positions`` of each template, within ``span``."""
 
+    groups: BothGroups
+    buffer_group: Group
+    span: Range
+    templates: Sequence[CopyTemplate]
+    positions: Sequence[Ints]
+    ordinals: Ints = attrs.field(init=False)
+    """Those of the peer's blocks with such a position, rule staging.S14."""
 
-def _slot_table(
-    buffer: StagingBuffer,
-    groups: BothGroups,
-    slot: int,
-    positions: Iterable[Ints],
-) -> Blocks:
-    """Return the block table of a buffer slot for the peer's blocks of some positions, rule
-    staging.S14.
+    @ordinals.default
+    def _ordinals(self) -> Ints:
+        return ordinals(self.groups[SOURCE], self.positions)
 
-    They fill the slot from its first block on. All other blocks are gaps.
-    """
-    block_ordinals = ordinals(groups[SOURCE], positions)
-    # ids of the second slot's blocks follow those of the first one's
-    first_block = slot * buffer.slot_blocks[buffer.groups[groups].name]
-    block_ids = np.arange(first_block, first_block + block_ordinals.size)
-    return Blocks(block_ids, ordinals=block_ordinals, listed=(0, POSITION_END))
+    @property
+    def num_copied(self) -> int:
+        """Positions that move, once for each template."""
+        return sum(positions.size for positions in self.positions)
+
+    def copies(self, tables: BothTables) -> Iterator[Copy]:
+        """Yield the local copies, given the block tables of both sides."""
+        for template, positions in zip(self.templates, self.positions, strict=True):
+            yield from template.copies(positions, *self.span, tables)
 
 
 def chunk_ranges(
@@ -413,9 +490,9 @@ def stage(
     >>> for chunk in staged.bind(**tables, tokens=(10, 190)):
     ...     print(chunk)
     ...     print([spec.num_descriptors for spec in chunk.specs])
-    <Chunk of {'attn': (10, 144)}: 3842048 bytes read, 3842048 copied into place, buffer slot 0>
+    <Chunk of {'attn': (10, 144)}: 3842048 bytes read, 3842048 copied into place, 9 staging blocks>
     [28]
-    <Chunk of {'attn': (144, 190)}: 1318912 bytes read, 1318912 copied into place, buffer slot 1>
+    <Chunk of {'attn': (144, 190)}: 1318912 bytes read, 1318912 copied into place, 3 staging blocks>
     [28]
     >>> [spec.num_descriptors for spec in staged.direct.bind(**tables, tokens=(10, 190))]
     [9772]

@@ -33,6 +33,7 @@ from kvplan.protocol.exporter import Exporter
 from kvplan.protocol.importer import Importer
 from kvplan.protocol.lease_check import LeaseCheck
 from kvplan.staging import Pipeline
+from kvplan.staging.plan import FreeBlocks
 from kvplan.testing.simulation import MODELS, Feature, Scenario, Stages, engine, fabric, leases
 from kvplan.testing.simulation.catalog import NO_STAGES
 from kvplan.testing.simulation.features import NO_FEATURES
@@ -179,10 +180,10 @@ HYBRID_VLLM_FAULTS = [
 ]  # fmt: skip
 
 STAGING_FAULTS = [
-    Fault("a slot is filled again while it is copied", Pipeline, "_may_begin", " and work.slot != following.chunk.buffer_slot", "", seed=4, rule="OWN"),
-    Fault("two plans share a staging region", Pipeline, "_may_begin", "work.request.plan is following.request.plan and ", "", seed=1, rule="OWN"),
+    Fault("staging blocks are filled again while they are copied", FreeBlocks, "take", "is_free[ids] = False", "is_free[ids] = True", seed=1, rule="OWN"),
+    Fault("two layouts share a staging region", Pipeline, "_begin_chunk", "if self._under_way:", "if False:", seed=1, rule="CRASH"),
     Fault("copies are not awaited", Pipeline, "_steps", "not self._copier.done(ticket)", "False and (yield)", seed=0, rule="GIVEN"),
-    Fault("what is staged is read directly too", reads.Reads, "_poll_pipeline", "transfer.num_bytes > 0 or ", "", seed=144, rule="GROW"),
+    Fault("what is staged is read directly too", reads.Reads, "_poll_pipeline", "transfer.num_bytes > 0 or ", "", seed=71, rule="GROW"),
     Fault("a region that stalls is waited for", reads.Reads, "_poll_pipeline", "if now - self._last_chunk_at < STALL_S", "if True"),
     Fault("a staged transfer that fails goes on", Pipeline, "_poll_transfers", "status is not Status.DONE", "False", seed=90, rule="OWN"),
 ]  # fmt: skip

@@ -41,7 +41,7 @@ def test_with_less_room_windows_are_whole_blocks_of_one_group() -> None:
     """staging.S6: multiples of 24 cut the blocks of 16 only."""
     fitted = fit([(ATTN, 100), (WIDE, 100)], 2 * (2 + 1) * 100 + 60)
     assert fitted.num_positions == 24
-    assert [slot_blocks for _, slot_blocks in fitted.places] == [2, 1]
+    assert [num_blocks for _, num_blocks in fitted.places] == [4, 2]
 
 
 def test_with_less_room_windows_divide_the_blocks_of_all() -> None:
@@ -60,13 +60,13 @@ def test_there_is_room_for_two_windows_and_two_states() -> None:
     demands = [(ATTN, 1000), (STATE, 77), (SPREAD, 10)]
     fitted = fit(demands, 100_000)
     end = 0
-    for (group, size), (offset, slot_blocks) in zip(demands, fitted.places, strict=True):
+    for (group, size), (offset, num_blocks) in zip(demands, fitted.places, strict=True):
         assert offset >= end
         assert offset % ALIGNMENT == 0
-        assert slot_blocks == (
+        assert num_blocks == 2 * (
             1 if group is STATE else blocks_touched(group, fitted.num_positions, fitted.num_positions)
         )
-        end = offset + 2 * slot_blocks * size
+        end = offset + num_blocks * size
     assert end <= 100_000
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from kvplan import Blocks, KVPlanError
 from kvplan.executor import Status
-from kvplan.staging import Chunk, Pipeline, StagedPlan, StagedTransfer
+from kvplan.staging import Chunk, Pipeline, StagedTransfer
+from kvplan.staging.plan import StagedRequest
 from kvplan.testing import FakeCopier, FakeNetwork
 from tests.small import engine
 from tests.staged import (
@@ -66,8 +67,8 @@ def test_requests_move_as_a_direct_plan_moves_them() -> None:
         assert not rig.wrong(requests)
 
 
-def test_a_slot_is_filled_while_the_other_one_is_emptied(rig: Rig) -> None:
-    """staging.D1: both slots are filled at once, and the first one is refilled when it has been emptied."""
+def test_blocks_are_filled_while_others_are_emptied(rig: Rig) -> None:
+    """staging.D1: all blocks are filled at once, and the first ones are refilled when they have been emptied."""
     transfer = rig.submit(0, (0, 16))
     seen = [rig.under_way]
     for step in "ffef":
@@ -78,8 +79,8 @@ def test_a_slot_is_filled_while_the_other_one_is_emptied(rig: Rig) -> None:
     assert not rig.wrong({0: (0, 16)})
 
 
-def test_requests_alternate_between_the_slots(rig: Rig) -> None:
-    """staging.D1: of requests of one chunk each, two are under way, and the third uses the slot of the first."""
+def test_requests_take_blocks_that_others_leave(rig: Rig) -> None:
+    """staging.D1: of requests of one chunk each, two are under way, and the third takes the blocks of the first."""
     transfers = [rig.submit(number) for number in range(3)]
     assert rig.under_way == (2, 0)
     rig.fill()
@@ -88,39 +89,93 @@ def test_requests_alternate_between_the_slots(rig: Rig) -> None:
     rig.empty()
     assert rig.pipeline.poll() == (transfers[0],)
     assert rig.under_way == (2, 0)
-    assert [work.slot for work in rig.pipeline._under_way] == [1, 0]
+    assert [[ids.tolist() for ids in work.chunk.blocks] for work in rig.pipeline._under_way] == [[[1], [1]], [[0], [0]]]
     assert rig.finish() == transfers[1:]
     assert not rig.wrong(dict.fromkeys(range(3), (0, 4)))
 
 
-def test_a_slot_waits_until_it_is_empty(rig: Rig) -> None:
-    """staging.D2: even if the other slot is emptied first."""
+def test_blocks_are_refilled_in_any_order(rig: Rig) -> None:
+    """staging.D2: those that are emptied first, while others are not."""
     rig.submit(0, (0, 16))
     rig.go("ff")
     rig.empty(1)
     rig.pipeline.poll()
-    assert rig.under_way == (0, 1)
+    assert rig.under_way == (1, 1)
     rig.go("e")
     assert rig.under_way == (2, 0)
     rig.finish()
     assert not rig.wrong({0: (0, 16)})
 
 
-def test_a_slot_waits_for_what_cannot_be_stopped(rig: Rig) -> None:
-    """staging.D2, staging.D4: transfers of a cancelled request hold their slot until they end."""
-    cancelled, other = rig.submit(0, (0, 8)), rig.submit(1, (0, 8))
-    running = list(rig.moving)
+def test_blocks_wait_for_what_cannot_be_stopped(rig: Rig) -> None:
+    """staging.D2, staging.D4: transfers of a cancelled request hold their blocks until they end. Others go on."""
+    cancelled, other = rig.submit(0, (0, 4)), rig.submit(1, (0, 8))
+    held, gone_on = rig.moving[:2], rig.moving[2:]
     rig.pipeline.cancel(cancelled)
-    for transfer in running[1:]:
+    rig.executor.end(held[1])
+    for transfer in gone_on:
         rig.executor.end(transfer)
-        assert rig.pipeline.poll() == ()
-        assert not rig.copier.running
-        assert {moving.request for moving in rig.moving} == {"request 0"}
-    rig.executor.end(running[0])
+    assert rig.pipeline.poll() == ()
+    rig.empty()
+    assert rig.pipeline.poll() == ()
+    (second,) = (work for work in rig.pipeline._under_way if work.request.transfer is other)
+    assert [ids.tolist() for ids in second.chunk.blocks] == [[1], [1]]
+    for transfer in [one for one in rig.moving if one not in held]:
+        rig.executor.end(transfer)
+    rig.pipeline.poll()
+    rig.empty()
+    assert rig.pipeline.poll() == (other,)
+    rig.executor.end(held[0])
     assert rig.pipeline.poll() == (cancelled,)
-    assert rig.under_way == (2, 0)
-    assert rig.finish() == [other]
     assert rig.wrong({1: (0, 8)}) <= own_blocks(plan=rig.plan, numbers=[0])
+
+
+def test_as_many_requests_are_under_way_as_fit() -> None:
+    """staging.D1: where one chunk could have half of the blocks, 32 short requests have theirs at once."""
+    plan = rig_plan(200, staging_bytes=32 * ONE_BLOCK)
+    assert plan.num_positions == 4 * 32
+    network = network_of(plan)
+    with network.memory:
+        rig = Rig.of(network, plan)
+        requests = [rig.submit(number, (0, 8)) for number in range(33)]
+        assert rig.under_way == (32, 0)
+        rig.fill(31)
+        rig.pipeline.poll()
+        rig.empty()
+        assert rig.pipeline.poll() == (requests[31],)
+        assert rig.under_way == (32, 0)
+        assert {*rig.finish()} == {*requests} - {requests[31]}
+        assert not rig.wrong(dict.fromkeys(range(33), (0, 8)))
+
+
+def test_a_long_request_is_not_overtaken() -> None:
+    """staging.D1: where a chunk waits for blocks, shorter ones that would fit wait behind it."""
+    plan = rig_plan(100, staging_bytes=4 * ONE_BLOCK)
+    network = network_of(plan)
+    with network.memory:
+        rig = Rig.of(network, plan)
+        for number, tokens in enumerate([(0, 16), (0, 12), (0, 8), (0, 4)]):
+            rig.submit(number, tokens)
+        assert [work.request.transfer.request for work in rig.pipeline._under_way] == ["request 0", "request 1"]
+        rig.finish()
+        assert not rig.wrong({0: (0, 16), 1: (0, 12), 2: (0, 8), 3: (0, 4)})
+
+
+def test_plans_of_like_engines_share_the_region() -> None:
+    """staging.D2: chunks of two plans whose blocks are alike are under way at once."""
+    plans = rig_plan(30), rig_plan(30, name="more")
+    network = network_of(*plans)
+    with network.memory:
+        rig = Rig.of(network, *plans)
+        requests = [rig.submit(0, (0, 4)), rig.submit(1, (0, 8))]
+        assert {work.request.transfer for work in rig.pipeline._under_way} == {*requests}
+        rig.fill(1)
+        rig.pipeline.poll()
+        rig.empty()
+        rig.pipeline.poll()
+        assert {work.request.transfer for work in rig.pipeline._under_way} == {*requests}
+        assert {*rig.finish()} == {*requests}
+        assert not rig.wrong({0: (0, 4), 1: (0, 8)})
 
 
 def test_many_requests_wait(rig: Rig) -> None:
@@ -132,7 +187,7 @@ def test_many_requests_wait(rig: Rig) -> None:
 
 
 def test_requests_of_two_plans_take_turns(two: Rig) -> None:
-    """staging.D2: each has its bytes, though the slots of one plan have bytes of both slots of the other."""
+    """staging.D2: each has its bytes, though the blocks of one plan have bytes of several of the other."""
     requests = {0: (0, 20), 1: (3, 18), 2: (9, 10), 3: (4, 4), 4: (0, 4), 5: (1, 20)}
     submitted = [two.submit(number, tokens) for number, tokens in requests.items()]
     assert sorted(two.finish(), key=submitted.index) == submitted
@@ -140,7 +195,7 @@ def test_requests_of_two_plans_take_turns(two: Rig) -> None:
     assert not two.wrong(requests)
 
 
-def test_a_chunk_of_another_plan_waits_for_both_slots(two: Rig) -> None:
+def test_a_chunk_of_another_layout_waits_for_all_blocks(two: Rig) -> None:
     """staging.D2: whichever of them is emptied first; then the first plan waits for the second one."""
 
     def under_way() -> set[str]:
@@ -177,20 +232,19 @@ def test_a_plan_waits_for_what_hangs_of_another(two: Rig) -> None:
     assert two.wrong({3: (0, 4)}) <= own_blocks(two.plan, [0])
 
 
-def test_chunks_are_made_one_ahead(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """staging.D1: one more than the two that are under way, however many requests wait."""
+def test_chunks_are_made_when_they_begin(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """staging.D1: however many requests wait, no more than there is room for."""
     made: list[Chunk] = []
 
-    def bind(self: StagedPlan, **given: Any) -> Iterator[Chunk]:
-        for chunk in bound(self, **given):
-            made.append(chunk)
-            yield chunk
+    def chunk(self: StagedRequest, *given: Any) -> Chunk:
+        made.append(make(self, *given))
+        return made[-1]
 
-    bound = StagedPlan.bind
-    monkeypatch.setattr(StagedPlan, "bind", bind)
+    make = StagedRequest._chunk
+    monkeypatch.setattr(StagedRequest, "_chunk", chunk)
     for number in range(3):
         rig.submit(number, (0, 20))
-    assert len(made) == 3
+    assert len(made) == 2
     rig.finish()
     assert len(made) == 15
 
@@ -271,8 +325,8 @@ def test_a_failed_request_waits_for_copies_that_have_begun(rig: Rig) -> None:
     assert not rig.copier.running
 
 
-def test_no_slot_of_a_failed_request_is_emptied(rig: Rig) -> None:
-    """staging.D4: of two chunks that fill their slots, neither goes on when the first one has failed."""
+def test_no_blocks_of_a_failed_request_are_emptied(rig: Rig) -> None:
+    """staging.D4: of two chunks under way, neither goes on when the first one has failed."""
     failed = rig.submit(0, (0, 8))
     rig.executor.end(rig.moving[0], broken("read"))
     rig.finish()
@@ -310,7 +364,7 @@ def test_a_refused_start_waits_for_those_that_were_not(rig: Rig) -> None:
 
 
 def test_copies_that_cannot_begin_fail_the_request(rig: Rig) -> None:
-    """staging.D5: the next request uses its slot at once."""
+    """staging.D5: the next request takes its blocks at once."""
     rig.copier.refuses = error = broken("copy")
     failed = rig.submit(0, (0, 20))
     for transfer in rig.moving:
@@ -355,12 +409,13 @@ def test_a_transfer_that_is_not_released_fails_the_request(rig: Rig) -> None:
 def test_a_chunk_that_cannot_be_made_fails_the_request(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """staging.D5: the chunks before it are cancelled."""
 
-    def bind(self: StagedPlan, **given: Any) -> Iterator[Chunk]:
-        yield next(bound(self, **given))
-        raise error
+    def chunk(self: StagedRequest, *given: Any) -> Chunk:
+        if len(self.ranges) < 4:
+            raise error
+        return make(self, *given)
 
-    bound, error = StagedPlan.bind, broken("make a chunk")
-    monkeypatch.setattr(StagedPlan, "bind", bind)
+    make, error = StagedRequest._chunk, broken("make a chunk")
+    monkeypatch.setattr(StagedRequest, "_chunk", chunk)
     transfer = rig.submit(0, (0, 20))
     assert rig.under_way == (1, 0)
     assert rig.executor.cancelled == rig.executor.running

@@ -119,22 +119,22 @@ def test_transfers_are_plans_of_the_local_worker() -> None:
     assert repr(plan) == "<StagedPlan 2/1: 2 sources, 8192 positions at a time>"
 
 
-def test_chunks_alternate_between_buffer_slots() -> None:
-    """staging.S13: windows begin at multiples of their length and are cut to the request; the second step empties a
-    slot.
+def test_chunks_take_the_lowest_free_blocks() -> None:
+    """staging.S13: windows begin at multiples of their length and are cut to the request; the second step empties
+    blocks, which are free for the chunk after the next.
     """
     plan = simple(2 * ONE_BLOCK)
     chunks = list(plan.bind(**request((1, 18))))
     assert plan.num_positions == 8
     assert [dict(chunk.tokens) for chunk in chunks] == [{"attn": (1, 8)}, {"attn": (8, 16)}, {"attn": (16, 18)}]
-    assert [chunk.buffer_slot for chunk in chunks] == [0, 1, 0]
+    assert [[ids.tolist() for ids in chunk.blocks] for chunk in chunks] == [[[0, 1]], [[2, 3]], [[0]]]
     first, second, third = (moved(chunk, 0) for chunk in chunks)
     assert [copied(chunk, 1) for chunk in chunks] == [first, second, third]
     assert first.isdisjoint(second)
     assert third.isdisjoint(second)
     assert not third.isdisjoint(first)
     steps = "256 bytes read, 256 copied into place"
-    assert repr(chunks[2]) == f"<Chunk of {{'attn': (16, 18)}}: {steps}, buffer slot 0>"
+    assert repr(chunks[2]) == f"<Chunk of {{'attn': (16, 18)}}: {steps}, 1 staging block>"
 
 
 @pytest.mark.parametrize(
@@ -156,11 +156,11 @@ def test_chunk_n_carries_the_nth_state(tokens: Any, expected: list[tuple[Any, ..
 
 
 def test_positions_of_other_ranks_make_no_chunk() -> None:
-    """staging.S13: a window in which the destination holds nothing is left out, and no buffer slot is skipped."""
+    """staging.S13: a window in which the destination holds nothing is left out, and takes no blocks."""
     local, sources = engine("decode", order="NH", contexts=(3, 8))[1], engine("prefill")
     plan = staged(local, sources, 2 * ONE_BLOCK)
     chunks = list(plan.bind(**request()))
-    assert [(dict(chunk.tokens)["attn"], chunk.buffer_slot) for chunk in chunks] == [((8, 16), 0)]
+    assert [(dict(chunk.tokens)["attn"], chunk.blocks[0].tolist()) for chunk in chunks] == [((8, 16), [0, 1])]
 
 
 @pytest.mark.parametrize("null", [False, True])
@@ -309,20 +309,3 @@ def test_long_runs_are_why(whole: bool, expected: int) -> None:
     specs = plan_reads(destinations[0], sources).bind(**given)
     assert sum(lengths) == (2 if whole else 1) * sum(spec.num_bytes for spec in specs)
     assert sum(spec.num_descriptors for spec in specs) > (4 if whole else 3.9) * expected
-
-
-@pytest.mark.parametrize(
-    "slots, message",
-    [
-        ([0], "RANGE: cannot make a chunk: expected a buffer slot for each chunk, got an iterator that has ended"),
-        ([0, 2], "RANGE: cannot read a buffer slot"),
-        ([0, "1"], "TYPE: cannot read a buffer slot"),
-    ],
-)
-def test_slots_that_end_or_are_none_are_refused(slots: list[Any], message: str) -> None:
-    """The second chunk has no slot: an error of kvplan, not the StopIteration of the iterator."""
-    plan = simple(1 << 10)
-    chunks = plan.bind(**request(), buffer_slots=iter(slots))
-    next(chunks)
-    with pytest.raises(KVPlanError, match=message):
-        next(chunks)
