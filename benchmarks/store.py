@@ -28,19 +28,11 @@ import attrs
 import numpy as np
 
 from kvplan import Blocks, Model, Region, Worker, plan_reads, plan_writes
+from kvplan.protocol.page_keys import Chain
+from kvplan.protocol.page_parts import parts_of
 from kvplan.protocol.page_reads import place
 from kvplan.protocol.pages import pack
-from kvplan_nixl.serving.store import (
-    Backend,
-    Chain,
-    FileBackend,
-    MemoryBackend,
-    StoreClient,
-    StoreReader,
-    find,
-    open_backend,
-    parts_of,
-)
+from kvplan_nixl.serving.store import Backend, FileBackend, MemoryBackend, StoreClient, StoreReader, find, open_backend
 
 PAGE: Final = 64
 ROUNDS: Final = 9

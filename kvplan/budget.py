@@ -20,9 +20,6 @@ from kvplan._checks import integer
 from kvplan._text import size
 from kvplan.errors import KVPlanError
 
-BUDGET_BYTES: Final = 5 << 28
-"""The bytes of a budget: what a hybrid of 128 layers needs whose convolutions are reordered."""
-
 MESSAGE_BYTES: Final = 200
 """What it takes to read a byte of an offer, whatever it says."""
 
@@ -51,7 +48,10 @@ class Budget:
     Raises ``TYPE`` or ``RANGE`` for anything but a number of bytes.
     """
 
-    def __init__(self, num_bytes: int = BUDGET_BYTES) -> None:
+    DEFAULT_BYTES: Final = 5 << 28
+    """What a hybrid of 128 layers needs whose convolutions are reordered."""
+
+    def __init__(self, num_bytes: int = DEFAULT_BYTES) -> None:
         self.num_bytes: int = integer(num_bytes, "bytes of a budget", high=1 << 62)
         self.num_taken: int = 0
 

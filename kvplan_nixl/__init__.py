@@ -12,17 +12,28 @@ if TYPE_CHECKING:
     from kvplan_nixl.envelope import Envelope
     from kvplan_nixl.events import Peer, TransferEvent
     from kvplan_nixl.executor import UCX, NixlExecutor, NixlTransfer, settle
+    from kvplan_nixl.reads import make_reads
 
 LATER: Final = MappingProxyType(
     {
         "Envelope": "envelope",
         **dict.fromkeys(("Peer", "TransferEvent"), "events"),
         **dict.fromkeys(("UCX", "NixlExecutor", "NixlTransfer", "settle"), "executor"),
+        "make_reads": "reads",
     }
 )
 """The module of each name."""
 
-__all__ = ["UCX", "Envelope", "NixlExecutor", "NixlTransfer", "Peer", "TransferEvent", "settle"]
+__all__ = [
+    "UCX",
+    "Envelope",
+    "NixlExecutor",
+    "NixlTransfer",
+    "Peer",
+    "TransferEvent",
+    "make_reads",
+    "settle",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan import KVPlanError, Region
-from kvplan._checks import instance, wrong_type
+from kvplan.support import instance, wrong_type
 
 try:
     import nixl

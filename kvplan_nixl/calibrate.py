@@ -39,12 +39,12 @@ from kvplan import (
     plan_reads,
     region_of,
 )
-from kvplan._arrays import Ints
-from kvplan._checks import integer, name
-from kvplan.staging import Copier, Copy, Rates
-from kvplan.staging.copies import CopySide
+from kvplan.staging import Copier, Copy, CopySide, Rates
+from kvplan.support import Ints, integer, name
 from kvplan_nixl.executor import NixlExecutor, settle
 from kvplan_nixl.kernel import copier_of
+
+__all__ = ["calibrate"]
 
 SIZE: Final = 64 << 20
 """Bytes of each memory: more than the caches of most processors."""

@@ -15,11 +15,7 @@ import numpy as np
 import torch
 
 from kvplan import Axis, Blocks, Context, KVPlanError, Region, View, Worker
-from kvplan._arrays import Ints, distinct
-from kvplan._checks import instance, members
-from kvplan.describe.blocks import Tokens, check_blocks
-from kvplan.describe.views import TOKEN
-from kvplan.plan.bind import check_names, range_of
+from kvplan.describe import TOKEN, Tokens
 from kvplan.protocol.digest import (
     DIVIDED,
     WORD_BYTES,
@@ -30,9 +26,13 @@ from kvplan.protocol.digest import (
     keys,
     packed_axis,
     parts_of,
+    positions_by_group,
     to_json,
 )
+from kvplan.support import Ints, instance, members
 from kvplan_nixl.rearrange import Memory, MemoryPlace
+
+__all__ = ["cache_digests"]
 
 CHUNK_BYTES: Final = {"cpu": 1 << 20, "cuda": 32 << 20}
 """Bytes of words in work at a time, by type of device, or of one block if that has more.
@@ -81,19 +81,11 @@ def cache_digests(
     >>> error.code, error.action
     ('TRANSFER', 'use layers.0 head 2')
     """
-    groups = {group.name: group for group in instance(Worker, worker, "worker of digests").groups}
+    instance(Worker, worker, "worker of digests")
     memories = members(Memory, memories, "memories of digests")
-    check_names(groups, instance(Mapping, blocks, "block tables"), "block table")
-    check_names(groups, tokens if isinstance(tokens, Mapping) else (), "token range")
-    for geometry in worker.geometries:
-        group = geometry.group.name
-        if group in blocks:
-            check_blocks(group, blocks[group], geometry.num_blocks, is_destination=False)
+    instance(Mapping, blocks, "block tables")
     context = Context() if within is None else instance(Context, within, "within")
-    positions = {}
-    for group, table in blocks.items():
-        span = range_of(tokens, groups[group])
-        positions[group] = BlockPositions.of(groups[group], table, span, context)
+    positions = positions_by_group(worker, blocks, tokens, context)
     regions = {region.name: region for region in worker.regions}
     divided_names = members(str, divided, "divided axes")
     arrays = DeviceArrays()
@@ -331,7 +323,7 @@ def _tensors(
         place_sums = host_sums[start : start + part_numbers.size]
         start += part_numbers.size
         # one element for each part: views that hold boxes of one part are added up, rule digest.D4
-        parts = distinct(part_numbers)
+        parts = np.unique(part_numbers)
         part_indices = np.searchsorted(parts, part_numbers)
         coverage = np.zeros(parts.size, np.uint64)
         np.add.at(coverage, part_indices, place_coverage)

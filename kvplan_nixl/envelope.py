@@ -18,9 +18,8 @@ from typing import Final
 import attrs
 
 from kvplan import KVPlanError, PeerError, Worker, decode, encode
-from kvplan._checks import instance, name
-from kvplan._text import brief_repr
 from kvplan.handshake import Problem
+from kvplan.support import brief_repr, instance, name
 from kvplan_nixl.serving.host_key import AnyKey, key_of
 
 MAGIC: Final = b"kvplan_nixl 3\n"

@@ -18,8 +18,10 @@ from typing import Final, TypeVar
 import attrs
 
 from kvplan import KVPlanError, Status, Transfer, Worker
-from kvplan._text import brief_repr
-from kvplan.describe.worker import Key, label_of
+from kvplan.describe import Key
+from kvplan.support import brief_repr
+
+__all__ = ["Listener", "Peer", "TransferEvent"]
 
 LOGGER: Final = logging.getLogger("kvplan_nixl")
 
@@ -95,7 +97,7 @@ class TransferEvent:
 
     def __str__(self) -> str:
         arrow = "<-" if self.operation == "READ" else "->"
-        workers = f"{label_of(self.local)} {arrow} {label_of(self.remote)}"
+        workers = "{}/{} {} {}/{}".format(*self.local, arrow, *self.remote)
         code = f" with {self.code}" if self.code else ""
         return (
             f"{self.request}: {self.operation} {workers} {self.status.value}{code}, "

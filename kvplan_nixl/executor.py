@@ -34,12 +34,11 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import attrs
 
 from kvplan import Executor, KVPlanError, ReadSpec, Status, Transfer, TransferPlan, Worker
-from kvplan._checks import having, instance, members, seconds
-from kvplan.describe.tensors import check_memory
-from kvplan.describe.worker import Key
+from kvplan.describe import Key, check_memory
 from kvplan.executor import check_local, not_connected, not_planned_for, still_running, unprepared
 from kvplan.plan import Pair, Table
-from kvplan.protocol.keys import SharedKey
+from kvplan.protocol import SharedKey
+from kvplan.support import having, instance, members, seconds
 from kvplan_nixl import cma
 from kvplan_nixl.agent import LOCAL, Agent, Handle, MemoryRange, checked_backends
 from kvplan_nixl.envelope import Envelope, agent_prefix

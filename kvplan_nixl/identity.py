@@ -45,7 +45,7 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvplan.errors import KVPlanError
+from kvplan import KVPlanError
 from kvplan_nixl.serving.fingerprint import read_config
 
 Facts = dict[str, Any]

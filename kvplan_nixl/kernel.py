@@ -1,10 +1,11 @@
 """The copy kernel: one Triton function that moves a request by its plan, and what launches it.
 
-A program moves tiles of :data:`~kvplan_nixl.copy_plan.TILE_BYTES`: rows of words, each row a part
-of one run. It takes every n-th tile of every entry, n being the number of programs, which is the
-limit on how much of a GPU a copy uses beside running requests. Addresses are computed in the kernel
-by rules nixl.K1 and nixl.K2 of :mod:`kvplan_nixl.copy_plan`. Triton's interpreter runs the same
-function on a CPU, where tests compare its bytes with fake memory; nothing but tests uses it there.
+A program moves tiles of :data:`~kvplan.staging.copy_plan.TILE_BYTES`: rows of words, each row a
+part of one run. It takes every n-th tile of every entry, n being the number of programs, which is
+the limit on how much of a GPU a copy uses beside running requests. Addresses are computed in the
+kernel by rules staging.K1 and staging.K2 of :mod:`kvplan.staging.copy_plan`. Triton's interpreter
+runs the same function on a CPU, where tests compare its bytes with fake memory; nothing but tests
+uses it there.
 """
 
 # Triton reads the annotations of a kernel as values, so this module has no postponed ones.
@@ -22,10 +23,8 @@ import numpy as np
 import torch
 
 from kvplan import KVPlanError, Worker, region_of
-from kvplan._arrays import Ints
-from kvplan.staging import Copier, Copy
-from kvplan.staging.copies import CopySide
-from kvplan_nixl.copy_plan import (
+from kvplan.staging import Copier, Copy, CopySide
+from kvplan.staging.copy_plan import (
     NO_ENTRIES,
     TILE_BYTES,
     BoundCopy,
@@ -34,7 +33,10 @@ from kvplan_nixl.copy_plan import (
     PairCopy,
     copy_of_boxes,
 )
+from kvplan.support import Ints
 from kvplan_nixl.rearrange import STAGING, TorchCopier, tensor_at
+
+__all__ = ["KernelCopies"]
 
 NUM_WARPS: Final = 8
 
@@ -66,7 +68,7 @@ if has_triton:
         INDEX: tl.constexpr,
         HAS_CONTEXT: tl.constexpr,
     ):
-        """Move the runs of some entries, of which :class:`~kvplan_nixl.copy_plan.Field` says how.
+        """Move the runs of entries, of which :class:`~kvplan.staging.copy_plan.Field` says how.
 
         ``PER_WORD`` elements make a word, to which all addresses and lengths are aligned.
         """
@@ -104,12 +106,12 @@ if has_triton:
                 piece = item // chunks
                 offset = (item - piece * chunks) * WIDTH
                 run = piece // count
-                # where the run occurs, rule nixl.K1
+                # where the run occurs, rule staging.K1
                 occurrence = first + piece - run * count
                 turn = occurrence // num_starts
                 start = occurrence - turn * num_starts
                 position = turn * period + tl.load(starts + start, mask=is_item, other=0).to(INDEX)
-                # its block and slot on each side, rule nixl.K2
+                # its block and slot on each side, rule staging.K2
                 to_index = position
                 from_index = position
                 if HAS_CONTEXT:

@@ -32,17 +32,18 @@ from typing import Any
 import attrs
 
 from kvplan import Blocks, KVPlanError, ReadSpec, Region, TransferPlan, Worker
-from kvplan._text import shown
-from kvplan.describe.blocks import Tokens
-from kvplan.plan import Pair
-from kvplan.plan.series import Ids
+from kvplan.describe import Tokens
+from kvplan.plan import Ids, Pair
+from kvplan.staging.copy_plan import BoundCopy, PairCopy, Tables, copy_of_spec
+from kvplan.support import shown
 from kvplan_nixl.cma import Process
-from kvplan_nixl.copy_plan import BoundCopy, PairCopy, Tables, copy_of_spec
 from kvplan_nixl.executor import UCX, Backends, NixlExecutor, NixlTransfer
 from kvplan_nixl.kernel import Copies, KernelCopies, TorchCopies, has_triton
 from kvplan_nixl.mapping import MAX_HANDLE_BYTES, Mapped, Mapper, cuda_mapper, unmapped_note
 from kvplan_nixl.rearrange import tensor_at
 from kvplan_nixl.rows import PreparedRows
+
+__all__ = ["MappedExecutor"]
 
 MakeCopies = Callable[[Sequence[Region]], Copies]
 """Makes what copies between these regions: those of this worker, and of a peer."""

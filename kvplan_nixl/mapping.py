@@ -21,8 +21,10 @@ from typing import Any, Final, Protocol
 import attrs
 
 from kvplan import KVPlanError, Region, Worker
-from kvplan._text import few
+from kvplan.support import few
 from kvplan_nixl.cma import Process
+
+__all__ = ["CudaMapper"]
 
 MAX_HANDLE_BYTES: Final = 512
 

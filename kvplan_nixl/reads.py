@@ -6,14 +6,19 @@ from collections.abc import Callable
 from functools import partial
 from logging import Logger
 
-from kvplan.budget import BUDGET_BYTES
-from kvplan.describe import Worker
-from kvplan.protocol import Claims, Connections, HandshakeResult, Reads, fetch
-from kvplan.protocol.digest_requests import fetch_digests
-from kvplan.protocol.keys import SharedKey
-from kvplan.protocol.peer_engines import HANDSHAKE_S
-from kvplan.protocol.reads import Digest
-from kvplan.protocol.system import System
+from kvplan import Budget, Worker
+from kvplan.protocol import (
+    HANDSHAKE_S,
+    Claims,
+    Connections,
+    Digest,
+    HandshakeResult,
+    Reads,
+    SharedKey,
+    System,
+    fetch,
+    fetch_digests,
+)
 from kvplan.staging import Copier, Pipeline, Rates
 from kvplan_nixl.envelope import Envelope
 from kvplan_nixl.executor import NixlExecutor
@@ -31,7 +36,7 @@ def make_reads(
     timeout_s: float = HANDSHAKE_S,
     digest: Digest | None = None,
     on_handshake: Callable[[HandshakeResult], object] | None = None,
-    budget_bytes: int = BUDGET_BYTES,
+    budget_bytes: int = Budget.DEFAULT_BYTES,
     rates: Rates | None = None,
 ) -> Reads:
     """Return the reads of an executor's worker. Offers are envelopes of the ``key``.

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from kvplan import KVPlanError, Region
-from kvplan._arrays import Ints, integers_in
-from kvplan._checks import having, members, wrong_type
-from kvplan.plan.tables import Descriptors
-from kvplan.staging import Copy
-from kvplan.staging.copies import CopySide
+from kvplan.plan import Descriptors
+from kvplan.staging import Copy, CopySide
+from kvplan.support import Ints, having, integers_in, members, wrong_type
+
+__all__ = ["TorchCopier"]
 
 WORDS: Final = {16: "complex128", 8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
 """Types of torch by their bytes. Copies move bits, whatever numbers these would be."""

@@ -10,20 +10,17 @@ from typing import Any, Final, Protocol, Self
 
 import attrs
 
-from kvplan._checks import instance, integer, members, name, seconds
-from kvplan._text import meant, shown
-from kvplan.budget import BUDGET_BYTES
-from kvplan.errors import KVPlanError
-from kvplan.protocol.claims import MAX_SOURCES
-from kvplan.protocol.handoff import PORT_END
-from kvplan.protocol.leases import LEASE_S, MAX_LEASE_S
-from kvplan.protocol.peer_engines import HANDSHAKE_S
+from kvplan import Budget, KVPlanError
+from kvplan.protocol import HANDSHAKE_S, LEASE_S, MAX_LEASE_S, MAX_SOURCES
+from kvplan.protocol.page_keys import PAGE_TOKENS
+from kvplan.protocol.system import PORT_END
 from kvplan.staging import Rates
+from kvplan.support import instance, integer, meant, members, name, seconds, shown
 from kvplan_nixl.agent import checked_backends
 from kvplan_nixl.executor import UCX, Backends
 from kvplan_nixl.serving import Access, tls_contexts
 from kvplan_nixl.serving.host_key import key_in_file
-from kvplan_nixl.serving.store import PAGE_TOKENS, Limits
+from kvplan_nixl.serving.store import Limits
 from kvplan_nixl.serving.store.client import BUFFER_BYTES
 from kvplan_nixl.serving.store.stalls import STALL_S
 
@@ -272,7 +269,7 @@ class Settings(NamedSettings):
     rates: str = setting(name, "")
     map_memory: bool = setting(switch, False)
     handshake_timeout_s: float = setting(seconds, HANDSHAKE_S)
-    budget_bytes: int = setting(integer, BUDGET_BYTES)
+    budget_bytes: int = setting(integer, Budget.DEFAULT_BYTES)
     max_peers: int = setting(at_least_one, MAX_SOURCES)
     early_tokens: int = setting(at_least_one, EARLY_TOKENS)
     model: str = setting(name, "")

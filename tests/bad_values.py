@@ -59,7 +59,6 @@ from kvplan.protocol import (
     Reads,
     Source,
     WholeBlocks,
-    attended,
     prompt_digest,
     whole_blocks,
 )
@@ -75,9 +74,9 @@ Calls = Iterable[tuple[str, Callable[..., Any], dict[str, Any]]]
 """The name of every public function, the function, and the arguments of a right call, by name."""
 
 MADE: Final = """
-Certificate Choice Chunk Comparison Copy Cost Difference EndedLeases HandshakeResult KVPlanError MeshPlan
-Option Pair PairCost PeerError Picture Problem ReadResult ReadSpec Report StagedCost StagedPlan StagedTransfer Table
-Tail TransferPlan
+Certificate Choice Chunk Comparison Copy CopySide Cost Difference EndedExports EndedLeases HandshakeResult KVPlanError
+MeshPlan Option Pair PairCost PartialRead PeerError Picture Problem ReadResult ReadSpec Report StagedCost StagedPlan
+StagedTransfer Table Tail TransferPlan Withdrawn
 """
 """Classes whose values kvplan makes. Their methods are called here, their constructors are not."""
 
@@ -346,7 +345,6 @@ def calls() -> Calls:
     yield "protocol.Handoff.first_kept", Handoff(**handoff).first_kept, {"group": "attn", "attended": 9}
     yield "protocol.Offers", Offers, {"engine_id": "p", "start": "a", "workers": (b"",)}
     yield "protocol.Offers.decode", Offers.decode, {"data": b'{"engine_id":"p","start":"a","workers":[]}'}
-    yield "protocol.attended", attended, {"start": 0, "stop": 9, "window": 4}
     positions = {"tokens": (0, 9), "attended": 5, "tokens_per_block": 4, "listed": 4, "kept": 5}
     yield "protocol.whole_blocks", whole_blocks, positions
     yield "protocol.WholeBlocks", WholeBlocks, {"start": 0, "stop": 9, "first_whole": 0}

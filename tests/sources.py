@@ -13,6 +13,19 @@ FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for pat
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
 
 
+def doors() -> Iterator[tuple[str, list[str]]]:
+    """The public modules of both packages, each with the names that it lists. Nothing is imported."""
+    for package in (PACKAGE, PACKAGE.parent / "kvplan_nixl"):
+        for path in sorted(package.rglob("*.py")):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                    module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+                    yield module.removesuffix(".__init__"), ast.literal_eval(node.value)
+
+
+DOORS = dict(doors())
+
+
 def tree(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text())
 

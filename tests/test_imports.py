@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvplan
-from tests.sources import MODULES, imports, modules_of_ours, room, tree
+from tests.sources import DOORS, MODULES, PACKAGE, imports, modules_of_ours, room, tree
 
 DEPENDENCIES = {"numpy", "attr", "attrs"}
 
@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "_arrays": set(),
     "_version": set(),
     "budget": {"errors", "_text", "_checks"},
+    "support": {"_text", "_checks", "_arrays"},
     "describe": LEAVES,
     "plan": CORE,
     "verification": {*CORE, "plan"},
@@ -73,7 +74,7 @@ def test_a_connector_loads_no_oracle() -> None:
     code = "import sys, kvplan.protocol; print(*{name.split('.')[1] for name in sys.modules if name[:7] == 'kvplan.'})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     rooms = {*run.stdout.split()} & {room(module) for module in MODULES}
-    assert rooms == {*CORE, "plan", "executor", "handshake", "staging", "protocol"}
+    assert rooms == {*CORE, "plan", "executor", "staging", "protocol"}
 
 
 def test_a_store_on_files_loads_no_engine_and_no_nixl() -> None:
@@ -121,6 +122,44 @@ def test_the_door_has_the_rooms_with_names() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert len(run.stdout.split()) == len(kvplan.ROOMS)
     assert {*kvplan.ROOMS} <= {*dir(kvplan)}
+
+
+def unlisted(code: str) -> list[str]:
+    """The names that code imports from kvplan and kvplan_nixl, but that no public module lists."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("kvplan", "kvplan_nixl"):
+            listed = {*DOORS.get(node.module or "", ())}
+            # a module may be imported from its package too
+            listed |= {door.removeprefix(f"{node.module}.") for door in DOORS}
+            found += [f"{node.module}.{alias.name}" for alias in node.names if alias.name not in listed]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.startswith("kvplan") and alias.name not in DOORS]
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE.parent / "kvplan_nixl").rglob("*.py")), ids=lambda path: path.stem)
+def test_what_has_effects_is_written_on_the_public_api(path: Path) -> None:
+    """What kvplan's own connectors need, a connector of another engine can have too."""
+    assert [name for name in unlisted(path.read_text()) if name.startswith("kvplan.")] == []
+
+
+def test_an_unlisted_name_would_be_found() -> None:
+    """The check above sees helpers, private names, and modules that are imported whole."""
+    lines = "from kvplan._checks import integer\nfrom kvplan.protocol.leases import _Lease\nimport kvplan.plan.bind"
+    found = ["kvplan._checks.integer", "kvplan.protocol.leases._Lease", "kvplan.plan.bind"]
+    assert unlisted(f"{lines}\nfrom kvplan import Worker, protocol\n") == found
+
+
+def test_private_modules_list_nothing() -> None:
+    """A name that has an underscore before it, or in the name of its module, is not public."""
+    names = [f"{door}.{name}" for door, listed in DOORS.items() for name in listed]
+    assert [name for name in names if any(part.startswith("_") for part in name.split("."))] == []
+
+
+def test_the_doors_are_as_wide_as_their_use() -> None:
+    """The first door of a user has few names."""
+    assert len(kvplan.__all__) <= 40
 
 
 LATE_PROGRAM = """

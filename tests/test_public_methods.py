@@ -19,21 +19,25 @@ from kvplan import Budget, KVPlanError, Model, PeerError, Region, View, Workspac
 from kvplan.bridges import ObservedModel
 from kvplan.handshake import Problem
 from kvplan.plan import Table
-from kvplan.protocol import Handoff, Leases, Pending, SharedKey, System
+from kvplan.protocol import (
+    CacheGroup,
+    DigestRequest,
+    Exporter,
+    Handoff,
+    Importer,
+    Leases,
+    Pending,
+    ReadParts,
+    Rooms,
+    SharedKey,
+    System,
+)
+from kvplan.protocol.page_parts import StoredPart, parts_of
 from kvplan.staging import Rates
 from kvplan.testing import FakeCopier
 from kvplan.verification import FakeMemory
 from kvplan_nixl.serving import Driver
-from kvplan_nixl.serving.store import (
-    FileBackend,
-    MemoryBackend,
-    MemoryMover,
-    StallGuard,
-    StoreClient,
-    StoredPart,
-    StoreReader,
-    parts_of,
-)
+from kvplan_nixl.serving.store import FileBackend, MemoryBackend, MemoryMover, StallGuard, StoreClient, StoreReader
 from tests import bad_values
 from tests.bad_values import OURS, PLAN, REQUEST, SOURCE
 from tests.blocking import KEY
@@ -42,8 +46,20 @@ from tests.test_public_values import WRONG, classes
 Example = tuple[Any, dict[str, Any]]
 """An instance of a class, and right values for the parameters of its methods, by name, or by method and name."""
 
-INNER = {Pending, SharedKey, System, Table, Workspace}
-"""Their methods are steps of :mod:`kvplan.plan` and :mod:`kvplan.protocol`, which pass them values of their own."""
+INNER = {
+    CacheGroup,
+    DigestRequest,
+    Exporter,
+    Importer,
+    Pending,
+    ReadParts,
+    Rooms,
+    SharedKey,
+    System,
+    Table,
+    Workspace,
+}
+"""Their methods are steps of plans, of the protocol and of a connector, which pass them values of their own."""
 
 SOME: Mapping[str, Any] = {**WRONG, "1 << 40": 1 << 40, "[None]": [None], "[-1]": [-1], "{None: None}": {None: None}}
 

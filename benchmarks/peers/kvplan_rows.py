@@ -146,7 +146,7 @@ def rows(world: World, request: Request) -> Iterator[Row]:
 def kernel_rows(world: World, request: Request, made_tables: Tables) -> Iterator[Row]:
     """Yield the rows of the copy kernel: all that the host does for it before a launch."""
     try:
-        from kvplan_nixl.copy_plan import CopyPlan
+        from kvplan.staging.copy_plan import CopyPlan
     except ImportError:  # which needs NIXL
         return
     prepared = CopyPlan(world.plan)

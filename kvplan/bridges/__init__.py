@@ -19,18 +19,23 @@ are its draft layers.
 from kvplan.bridges.assembly import ObservedModel, RankInfo
 from kvplan.bridges.lmcache import from_lmcache
 from kvplan.bridges.sglang import from_sglang
-from kvplan.bridges.sglang_model import sglang_model
+from kvplan.bridges.sglang_model import TotalHeads, sglang_model, sglang_state
 from kvplan.bridges.tensorrt_llm import from_tensorrt_llm
 from kvplan.bridges.vllm import from_vllm
-from kvplan.bridges.vllm_model import vllm_model
+from kvplan.bridges.vllm_model import KvHeads, holds_state, vllm_group_names, vllm_model
 
 __all__ = [
+    "KvHeads",
     "ObservedModel",
     "RankInfo",
+    "TotalHeads",
     "from_lmcache",
     "from_sglang",
     "from_tensorrt_llm",
     "from_vllm",
+    "holds_state",
     "sglang_model",
+    "sglang_state",
+    "vllm_group_names",
     "vllm_model",
 ]

@@ -29,6 +29,7 @@ from typing import Any, Final, NamedTuple
 import attrs
 
 from kvplan._checks import instance, integer, members
+from kvplan._text import brief_repr
 from kvplan.bridges.assembly import ObservedModel, RankInfo, contradiction, reads_engine
 from kvplan.models.model import NamedLayer
 from kvplan.models.tensors import (
@@ -58,6 +59,8 @@ class TotalHeads:
     full: int | None = None
     sliding: int | None = None
     draft: int | None = None
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         for count in (self.full, self.sliding, self.draft):
@@ -231,6 +234,21 @@ def _total_heads(action: str, local: int, tp: int, total: int | None) -> int:
 
 def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+@reads_engine("SGLang 0.5.23")
+def sglang_state(
+    pool: Any, shape: Any, conv_dtype: Any, ssm_dtype: Any, info: RankInfo, rule: str = ""
+) -> Layer:
+    """Return the tensors of each layer in a pool of states, for :func:`sglang_model`.
+
+    ``pool`` is a ``MambaPool``, and ``shape`` that of a state on a single rank. Where the shape
+    does not say how ranks divide a state (:func:`state_layer`), each rank's part has tensors of its
+    own, which move between engines with equally many ranks (:func:`rank_state`).
+    """
+    instance(RankInfo, info, "info")
+    layer = state_layer(shape, conv_dtype, ssm_dtype, rule)
+    return rank_state(pool, info) if layer is None else layer
 
 
 def state_layer(shape: Any, conv_dtype: Any, ssm_dtype: Any, rule: str = "") -> Layer | None:

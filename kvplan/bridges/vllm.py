@@ -33,9 +33,9 @@ from kvplan.bridges.vllm_model import (
     DRAFT_MODULES,
     CachedLayer,
     cached_layers,
+    holds_state,
     is_indexer,
     is_ring,
-    is_state,
     unit_of,
 )
 from kvplan.bridges.vllm_rows import PAGE
@@ -152,7 +152,7 @@ def from_vllm(
             first = members[0]
             assembly.begin_group(
                 _key_of(first, model),
-                None if is_state(first.spec) else first.spec.block_size,
+                None if holds_state(first.spec) else first.spec.block_size,
                 spread=getattr(first.spec, "dcp_sharded", True),
                 tokens_per_slot=unit or first.spec.block_size,
             )
@@ -200,7 +200,7 @@ def _add_layer(
         ((ring,),) = assembly.pages(key)["ring"].sections
         assembly.add(_bytes_of(cache), RING.replace("slot", ring.axes[0].name), ring)
         return
-    if is_state(spec):
+    if holds_state(spec):
         page = assembly.pages(key)[STATE]
         order = conv_order(page.sections, spec.shapes, spec.dtypes)
         if not isinstance(cache, list | tuple):

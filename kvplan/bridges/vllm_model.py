@@ -39,7 +39,7 @@ from typing import Any, Final, NamedTuple
 
 import attrs
 
-from kvplan._checks import instance
+from kvplan._checks import instance, integer
 from kvplan.bridges.assembly import (
     ObservedModel,
     RankInfo,
@@ -93,12 +93,12 @@ class CachedLayer(NamedTuple):
         """Which of the caches of a layer this is: a state, an indexer's keys, or attention."""
         if is_ring(self.spec):
             return "ring"
-        if is_state(self.spec):
+        if holds_state(self.spec):
             return "state"
         return "index" if is_indexer(self.spec) else "attn"
 
 
-def is_state(spec: Any) -> bool:
+def holds_state(spec: Any) -> bool:
     """Return whether a block of a spec holds one state of a request and not values of tokens."""
     return hasattr(spec, "shapes") or is_ring(spec)
 
@@ -146,7 +146,7 @@ def tokens_per_state(spec: Any) -> int:
 
     Raises ``LAYOUT`` where a token has several.
     """
-    if is_state(spec):
+    if holds_state(spec):
         return 1
     tokens = getattr(spec, "tokens_per_state", 1)
     if tokens != int(tokens) or tokens < 1:
@@ -167,7 +167,7 @@ def units_of(spec: Any) -> list[int]:
     the layer, which a scheduler does not have.
     """
     units = [tokens_per_state(spec)]
-    if not is_state(spec) and is_packed(spec) and packed_row(spec, None) is None:
+    if not holds_state(spec) and is_packed(spec) and packed_row(spec, None) is None:
         # A record that is not known has no other order.
         has_record = getattr(spec, "state_content_bytes", None) is not None
         units = [BLOCK] if has_record else [*units, BLOCK]
@@ -187,6 +187,16 @@ def group_name(index: int, tokens: int = 1) -> str:
     ('group0', 'group2.4', 'group2.block')
     """
     return f"group{index}" + {1: "", BLOCK: ".block"}.get(tokens, f".{tokens}")
+
+
+@reads_engine("vLLM 0.33")
+def vllm_group_names(index: int, spec: Any) -> list[str]:
+    """Return kvplan's names of one of vLLM's cache groups, or of its layers of one spec.
+
+    A worker has some of them, and a scheduler, which has no layers, knows all: rows of bytes may
+    move one by one or as whole blocks. Raises ``LAYOUT`` where a token has several values.
+    """
+    return [group_name(integer(index, "index of a group"), unit) for unit in units_of(spec)]
 
 
 @reads_engine("vLLM 0.33")
@@ -231,7 +241,7 @@ def vllm_model(
         module = layers.get(layer.name)
         if is_ring(layer.spec):
             tensors = _ring(layer, cached, info, kv_heads(layer.name, number, is_draft))
-        elif is_state(layer.spec):
+        elif holds_state(layer.spec):
             tensors = _states(layer, module, info, conv)
         else:
             total = kv_heads(layer.name, number, is_draft)
@@ -313,7 +323,7 @@ def _ring(
         other
         for other in cached
         if _number(other.name) == number
-        and not is_state(other.spec)
+        and not holds_state(other.spec)
         and tokens_per_state(other.spec) > 1
     ]
     slots = int(spec.num_heads)

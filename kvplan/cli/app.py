@@ -25,6 +25,8 @@ from kvplan.cli.status import INTERRUPTED, PIPE_CLOSED
 from kvplan.cli.store import store_command
 from kvplan.errors import KVPlanError
 
+__all__ = ["run"]
+
 COMPLETION: Final = "_KVPLAN_COMPLETE"
 """The variable by which a shell asks for completions."""
 

@@ -20,17 +20,10 @@ from kvplan.cli.options import json_option
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import plan_reads
-from kvplan.protocol.page_parts import DIVIDED, NAME_DIGITS
+from kvplan.protocol.page_parts import DIVIDED, NAME_DIGITS, StoredPart
 from kvplan.protocol.page_reads import of_group, place
-from kvplan_nixl.serving.store import (
-    Backend,
-    FileEntry,
-    Limits,
-    PageHeader,
-    StoredPart,
-    evict,
-    open_backend,
-)
+from kvplan.protocol.pages import PageHeader
+from kvplan_nixl.serving.store import Backend, FileEntry, Limits, evict, open_backend
 from kvplan_nixl.serving.store.backends import is_pin
 from kvplan_nixl.serving.store.page_files import check_file, read_header
 from kvplan_nixl.serving.store.parallel import in_batches

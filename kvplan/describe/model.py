@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvplan._checks import name, wrong_type
+from kvplan._checks import instance, name, wrong_type
 from kvplan._text import few
 
 MAX_MODEL: Final = 1 << 16
@@ -116,7 +116,7 @@ def model_values(first: str, second: str) -> tuple[str, str]:
     >>> model_values("llama", "qwen")
     ("model 'llama'", "'qwen'")
     """
-    differences = differing(first, second)
+    differences = differing(instance(str, first, "a model"), instance(str, second, "a model"))
     if not differences:
         return f"model {_text(first)}", _text(second)
     own, other = (

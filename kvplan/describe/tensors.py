@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import integer, wrong_type
+from kvplan._checks import integer, members, wrong_type
 from kvplan._text import shown
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import ITEMSIZE, Group, Region, View
@@ -126,7 +126,7 @@ def _spanned_range(elements: _TensorMemory) -> tuple[int, int]:
 
 def check_memory(regions: Iterable[Region], action: str) -> None:
     """Refuse regions whose owners have given their memory up, or moved it. Raises ``MEMORY``."""
-    for region in regions:
+    for region in members(Region, regions, "regions"):
         # a caller may give any object as an owner, of which nothing can be checked
         for owner in region.owners:
             if isinstance(owner, MemoryOwner) and not owner.is_in_place:

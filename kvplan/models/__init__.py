@@ -2,5 +2,6 @@
 
 from kvplan.models.families import FAMILIES, REFUSED
 from kvplan.models.model import Model
+from kvplan.models.tensors import FP8_DTYPES, Layer
 
-__all__ = ["FAMILIES", "REFUSED", "Model"]
+__all__ = ["FAMILIES", "FP8_DTYPES", "REFUSED", "Layer", "Model"]

@@ -88,13 +88,16 @@ move one by one. A request is of the caller, so its ids count apart: 2**28 with 
 from kvplan.plan.bind import Workspace
 from kvplan.plan.cost import Cost, PairCost
 from kvplan.plan.mesh import MeshPlan, contacts, plan_mesh
+from kvplan.plan.series import Ids
 from kvplan.plan.specs import Pair, ReadSpec
-from kvplan.plan.tables import Table
+from kvplan.plan.tables import Descriptors, Table
 from kvplan.plan.tails import tails
 from kvplan.plan.transfer import TransferPlan, plan_reads, plan_writes
 
 __all__ = [
     "Cost",
+    "Descriptors",
+    "Ids",
     "MeshPlan",
     "Pair",
     "PairCost",

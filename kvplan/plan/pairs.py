@@ -13,7 +13,7 @@ import attrs
 
 from kvplan._arrays import Ints
 from kvplan._checks import instance
-from kvplan.budget import BUDGET_BYTES, Budget
+from kvplan.budget import Budget
 from kvplan.describe.worker import Key, Worker
 from kvplan.plan.cells import Cell, cells
 from kvplan.plan.estimate import ROW_BYTES, take_cells, take_geometry, take_runs, take_workers
@@ -61,7 +61,7 @@ def shares(
 def budget_of(budget: Budget | None, num_destinations: int = 1) -> Budget:
     """Return the caller's budget, or else as much as each destination may cost that plans alone."""
     if budget is None:
-        return Budget(max(num_destinations, 1) * BUDGET_BYTES)
+        return Budget(max(num_destinations, 1) * Budget.DEFAULT_BYTES)
     return instance(Budget, budget, "budget")
 
 

@@ -2,60 +2,76 @@
 
 It knows no engine and no NIXL, and does no input or output: what waits is a coroutine that reaches
 the world through a :class:`System`, and the rest are plain objects that an engine calls in each
-step. Prefill keeps the blocks of a computed request under a lease, and describes the request in a
-:class:`Handoff`. Decode claims the lease while the request waits, reads the request, and says when
-it is done:
+step. Prefill's :class:`Exporter` keeps the blocks of a computed request under a lease, and
+describes the request in a :class:`Handoff`. Decode's :class:`Importer` claims the lease while the
+request waits, says what to read, and ends the claim when it is read:
 
     prefill                                    decode
-    Listener: offers of all workers  <-- GET   Reads, in each worker: a handshake, then transfers
+    Exporter: request 1 is pinned              Importer: request 1 is claimed, and read
+    Listener: offers of all workers  <-- GET   ReadParts, in each worker: a handshake, transfers
     Leases: request 1 is kept        <-- POST  Claims: I claim it, is its lease valid, I am done
 
-The format of stored pages is here too: :class:`Chain` has the keys of a prompt's pages,
-:func:`parts_of` what a worker writes of each, and :class:`PageHeader` what a file says of itself.
+These names are for authors of connectors, and provisional: they may change in any release. Modules
+of the package have others, as provisional, for what few connectors need: ``digest`` for digests on
+a device, ``groups`` for block tables, ``system`` and ``background`` for another event loop,
+``keys`` and ``room_contents`` for another server, and ``page_keys``, ``page_parts``,
+``page_reads``, ``pages`` and ``prefix_search`` for the format of a store.
 """
 
-from kvplan.protocol.claims import Claims
-from kvplan.protocol.handoff import Handoff, Source, WholeBlocks, attended, whole_blocks
+from kvplan.protocol.claims import MAX_SOURCES, Claims
+from kvplan.protocol.digest_requests import DigestRequest, fetch_digests
+from kvplan.protocol.exporter import EndedExports, Exporter, Withdrawn
+from kvplan.protocol.groups import CacheGroup
+from kvplan.protocol.handoff import Handoff, Source, WholeBlocks, whole_blocks
+from kvplan.protocol.importer import Importer, ImportState, PartialRead
 from kvplan.protocol.keys import SharedKey
-from kvplan.protocol.leases import EndedLeases, Leases
+from kvplan.protocol.leases import LEASE_S, MAX_LEASE_S, EndedLeases, Leases
 from kvplan.protocol.listener import Listener, Offers, fetch, send_claims
-from kvplan.protocol.page_keys import PAGE_TOKENS, Chain, Fact
-from kvplan.protocol.page_parts import StoredPart, parts_of
-from kvplan.protocol.pages import PageHeader
-from kvplan.protocol.peer_engines import Connections, HandshakeResult
-from kvplan.protocol.prefix_search import Attended
+from kvplan.protocol.peer_engines import HANDSHAKE_S, Connections, HandshakeResult
 from kvplan.protocol.prompt import prompt_digest
 from kvplan.protocol.read import Read, ReadResult
-from kvplan.protocol.reads import Reads
+from kvplan.protocol.read_parts import ReadParts
+from kvplan.protocol.reads import Digest, Reads
+from kvplan.protocol.retention import keeping
+from kvplan.protocol.rooms import Rooms
 from kvplan.protocol.system import Pending, Route, System
 
 __all__ = [
-    "PAGE_TOKENS",
-    "Attended",
-    "Chain",
+    "HANDSHAKE_S",
+    "LEASE_S",
+    "MAX_LEASE_S",
+    "MAX_SOURCES",
+    "CacheGroup",
     "Claims",
     "Connections",
+    "Digest",
+    "DigestRequest",
+    "EndedExports",
     "EndedLeases",
-    "Fact",
+    "Exporter",
     "Handoff",
     "HandshakeResult",
+    "ImportState",
+    "Importer",
     "Leases",
     "Listener",
     "Offers",
-    "PageHeader",
+    "PartialRead",
     "Pending",
     "Read",
+    "ReadParts",
     "ReadResult",
     "Reads",
+    "Rooms",
     "Route",
     "SharedKey",
     "Source",
-    "StoredPart",
     "System",
     "WholeBlocks",
-    "attended",
+    "Withdrawn",
     "fetch",
-    "parts_of",
+    "fetch_digests",
+    "keeping",
     "prompt_digest",
     "send_claims",
     "whole_blocks",

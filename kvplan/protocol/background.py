@@ -11,6 +11,8 @@ from kvplan.protocol.system import Pending, System, pend
 if TYPE_CHECKING:
     from logging import Logger
 
+__all__ = ["Background"]
+
 T = TypeVar("T")
 
 

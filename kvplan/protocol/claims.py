@@ -24,16 +24,13 @@ from kvplan._checks import at_most, having, instance, integer, members, name, wr
 from kvplan.errors import KVPlanError
 from kvplan.protocol.handoff import Source
 from kvplan.protocol.leases import LEASE_S, Leases
-from kvplan.protocol.system import Pending, Signal, System
+from kvplan.protocol.system import RETRY_S, Pending, Signal, System
 
 if TYPE_CHECKING:
     from logging import Logger
 
 RENEW_S: Final = LEASE_S / 6
 """Seconds after which a claim is renewed."""
-
-RETRY_S: Final = 1.0
-"""Seconds after which a claim is sent again that got no answer."""
 
 IDLE_S: Final = 10.0
 """Seconds after which the coroutine of an engine ends that has nothing to send."""

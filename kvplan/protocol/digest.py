@@ -38,10 +38,35 @@ import numpy.typing as npt
 
 from kvplan._arrays import Ints, heads, integers_in
 from kvplan._checks import at_most, instance, integer, interval, members, name, wrong_type
-from kvplan.describe.blocks import POSITION_END, Blocks, Range, check_listed
+from kvplan.describe.blocks import (
+    POSITION_END,
+    Blocks,
+    Range,
+    Tokens,
+    check_blocks,
+    check_listed,
+)
 from kvplan.describe.views import TOKEN, Context, Group
+from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import before, position_of, slots
+from kvplan.plan.bind import check_names, range_of
+
+__all__ = [
+    "DIVIDED",
+    "WORD_BYTES",
+    "BlockPositions",
+    "Residues",
+    "TensorDigests",
+    "divided_axes",
+    "joined",
+    "keys",
+    "mismatch",
+    "packed_axis",
+    "parts_of",
+    "positions_by_group",
+    "to_json",
+]
 
 DIVIDED: Final = ("head", "channel")
 """The axes that tensor-parallel workers divide."""
@@ -203,6 +228,26 @@ class BlockPositions:
         has_any = is_asked.any(axis=1)
         position_keys = np.where(is_asked, keys(TOKEN, position), np.uint64(0))
         return cls(table.ids[has_any], position_keys[has_any], positions)
+
+
+def positions_by_group(
+    worker: Worker, blocks: Mapping[str, Blocks], tokens: Tokens, within: Context
+) -> dict[str, BlockPositions]:
+    """Return the positions of a request in each of its block tables on one worker.
+
+    ``blocks`` and ``tokens`` are as ``bind`` takes them. Raises what it does.
+    """
+    groups = {group.name: group for group in worker.groups}
+    check_names(groups, blocks, "block table")
+    check_names(groups, tokens if isinstance(tokens, Mapping) else (), "token range")
+    for geometry in worker.geometries:
+        group = geometry.group.name
+        if group in blocks:
+            check_blocks(group, blocks[group], geometry.num_blocks, is_destination=False)
+    return {
+        name: BlockPositions.of(groups[name], table, range_of(tokens, groups[name]), within)
+        for name, table in blocks.items()
+    }
 
 
 def _of_slots(context: Context, tokens_per_slot: int) -> Context:

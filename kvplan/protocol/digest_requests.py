@@ -9,6 +9,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan._checks import instance, interval, members, name, seconds
+from kvplan._text import brief_repr
 from kvplan.describe.blocks import POSITION_END, Range
 from kvplan.errors import KVPlanError
 from kvplan.protocol.handoff import Source
@@ -34,6 +35,8 @@ class DigestRequest:
 
     lease: str
     tokens: tuple[tuple[str, Range], ...]
+
+    __repr__ = brief_repr
 
     @classmethod
     def of(cls, lease: str, tokens: Mapping[str, Any]) -> DigestRequest:

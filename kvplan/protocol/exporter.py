@@ -33,7 +33,7 @@ from typing import Final
 
 import attrs
 
-from kvplan._checks import integer, name
+from kvplan._checks import instance, integer, name
 from kvplan._text import brief_repr
 from kvplan.describe.blocks import Blocks
 from kvplan.errors import KVPlanError
@@ -164,9 +164,9 @@ class Exporter:
         *,
         early_tokens: int = 1,
     ) -> None:
-        self.source: Source = source
-        self.leases: Leases = leases
-        self._groups = groups
+        self.source: Source = instance(Source, source, "source")
+        self.leases: Leases = instance(Leases, leases, "leases")
+        self._groups = instance(Mapping, groups, "cache groups")
         self._whole_groups = whole_groups(groups)
         self._early_tokens: int = integer(early_tokens, "early_tokens", low=1)
         self._requests: dict[str, _Export] = {}

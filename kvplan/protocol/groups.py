@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
+from kvplan._text import brief_repr
 from kvplan.describe.blocks import Blocks
+
+__all__ = ["CacheGroup", "first_listed"]
 
 
 @attrs.frozen
@@ -20,6 +23,8 @@ class CacheGroup:
 
     tokens_per_block: int | None
     first_attended: Callable[[int], int] | None = None
+
+    __repr__ = brief_repr
 
     @classmethod
     def of_window(cls, tokens_per_block: int, window: int | None) -> CacheGroup:

@@ -23,8 +23,7 @@ from kvplan._text import brief_repr, few, shown
 from kvplan.describe.blocks import POSITION_END, Blocks, Range
 from kvplan.errors import KVPlanError
 from kvplan.protocol.keys import HINT, SharedKey
-
-PORT_END: Final = 1 << 16
+from kvplan.protocol.system import PORT_END
 
 MAX_TABLE_IDS: Final = 1 << 22
 """Blocks of one group that a handoff may list: a request of 64 million tokens in blocks of 16."""
@@ -409,21 +408,3 @@ def whole_blocks(
     # the next block, if the source lacks the beginning of this one
     first_whole = start if start == first_wanted else -(-start // size) * size
     return WholeBlocks(start, stop, first_whole)
-
-
-def attended(start: int, stop: int, window: int | None) -> Range:
-    """Return the positions of ``[start, stop)`` that the token at ``stop`` and later attend to.
-
-    These are all, or the last ones of a window: with one of ``w`` tokens, a token at ``p`` attends
-    to positions above ``p - w``.
-
-    >>> attended(0, 100, 64), attended(50, 100, 64), attended(0, 100, None)
-    ((37, 100), (50, 100), (0, 100))
-    """
-    start = integer(start, "start of a range")
-    stop = integer(stop, "stop of a range")
-    if window is None:
-        return start, stop
-    # a window may begin before the range
-    first_in_window = stop - integer(window, "window", low=1) + 1
-    return min(max(start, first_in_window), stop), stop

@@ -17,6 +17,11 @@ import attrs
 from kvplan._checks import at_most, instance, members
 from kvplan.errors import KVPlanError
 
+__all__ = [
+    "HINT",
+    "SharedKey",
+]
+
 MIN_KEY_BYTES: Final = 16
 """The length of a secret. A shorter one can be guessed from what it has signed."""
 

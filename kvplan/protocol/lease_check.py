@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from kvplan.errors import KVPlanError
-from kvplan.protocol.claims import RETRY_S, Claims
+from kvplan.protocol.claims import Claims
 from kvplan.protocol.read import Read
-from kvplan.protocol.system import Pending, System
+from kvplan.protocol.system import RETRY_S, Pending, System
 
 if TYPE_CHECKING:
     from logging import Logger

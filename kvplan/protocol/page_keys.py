@@ -27,6 +27,12 @@ from kvplan._checks import instance, integer, members, wrong_type
 from kvplan._text import brief_repr
 from kvplan.describe.blocks import POSITION_END
 
+__all__ = [
+    "PAGE_TOKENS",
+    "Chain",
+    "Fact",
+]
+
 VERSION: Final = 1
 """The version of the format: of keys, of files and of their headers."""
 

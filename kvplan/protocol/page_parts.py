@@ -41,6 +41,14 @@ from kvplan.errors import KVPlanError
 from kvplan.handshake import decode, encode
 from kvplan.protocol.retention import windows_kept
 
+__all__ = [
+    "NAME_DIGITS",
+    "STATES",
+    "TOKENS",
+    "StoredPart",
+    "parts_of",
+]
+
 TOKENS: Final = "tokens"
 WINDOW: Final = "window"
 STATES: Final = "states"

@@ -28,6 +28,13 @@ from kvplan.protocol.page_parts import StoredPart, parts_of
 from kvplan.protocol.prefix_search import Attended
 from kvplan.protocol.retention import windows_kept
 
+__all__ = [
+    "FIRST_ADDRESS",
+    "NO_WINDOWS",
+    "PagePlan",
+    "PageReads",
+]
+
 NO_WINDOWS: Final[Mapping[str, Attended]] = MappingProxyType({})
 
 FIRST_ADDRESS: Final = 1 << 12

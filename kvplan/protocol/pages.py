@@ -39,6 +39,20 @@ from kvplan.handshake.messages import MAX_BYTES
 from kvplan.protocol.page_keys import VERSION, space_of
 from kvplan.protocol.page_parts import StoredPart, name_of
 
+__all__ = [
+    "ALIGNMENT",
+    "ROW_BYTES",
+    "DataDigest",
+    "PageHeader",
+    "check_size",
+    "check_space",
+    "check_stop",
+    "damaged",
+    "data_offset",
+    "pack",
+    "parse_header",
+]
+
 MAGIC: Final = b"KVPLPAGE"
 PREFIX_BYTES: Final = 48
 ALIGNMENT: Final = 4096

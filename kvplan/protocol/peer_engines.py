@@ -26,7 +26,7 @@ import attrs
 
 from kvplan._checks import having, instance
 from kvplan._text import brief_repr
-from kvplan.budget import BUDGET_BYTES, MESSAGE_BYTES, Budget
+from kvplan.budget import MESSAGE_BYTES, Budget
 from kvplan.describe.blocks import Request
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
@@ -175,7 +175,7 @@ class PeerEngines:
         connections: Connections,
         pipeline: Pipeline | None,
         timeout_s: float,
-        budget_bytes: int = BUDGET_BYTES,
+        budget_bytes: int = Budget.DEFAULT_BYTES,
         *,
         system: System,
         rates: Rates | None = None,

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
+__all__ = ["Attended", "PageNeeds", "longest_prefix"]
+
 Attended = Callable[[int], int]
 """Returns the first position to which the token at a position, or a later one, attends."""
 

@@ -7,7 +7,7 @@
   without. Until then its blocks must stay, also where :meth:`Reads.late` says before that it has
   failed.
 - read.R3: What fails is one request, or those that wait for one engine. Another request to that
-  engine tries again. A request that came :data:`~kvplan.protocol.claims.RETRY_S` after a handshake
+  engine tries again. A request that came :data:`~kvplan.protocol.system.RETRY_S` after a handshake
   began does not fail with it, since the network may have healed meanwhile: it shakes hands again.
   So does one whose connection is lost, unless it has waited for that connection, or its bytes may
   still move: a connection that broke while nothing was read shows it only when bytes are to move.
@@ -40,14 +40,14 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from kvplan._checks import having, instance, name, seconds
-from kvplan.budget import BUDGET_BYTES, Budget
+from kvplan.budget import Budget
 from kvplan.describe.blocks import Request
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Status, Transfer
 from kvplan.plan import ReadSpec, TransferPlan
 from kvplan.protocol.background import Background
-from kvplan.protocol.claims import RETRY_S, Claims
+from kvplan.protocol.claims import Claims
 from kvplan.protocol.digest import mismatch
 from kvplan.protocol.digest_requests import DigestRequest
 from kvplan.protocol.handoff import Source
@@ -61,7 +61,7 @@ from kvplan.protocol.peer_engines import (
     PeerPlan,
 )
 from kvplan.protocol.read import Read, ReadResult, cut, error_of, request_of
-from kvplan.protocol.system import Pending, System
+from kvplan.protocol.system import RETRY_S, Pending, System
 from kvplan.staging import Pipeline, Rates, StagedTransfer
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Reads:
         pipeline: Pipeline | None = None,
         digest: Digest | None = None,
         on_handshake: Callable[[HandshakeResult], object] | None = None,
-        budget_bytes: int = BUDGET_BYTES,
+        budget_bytes: int = Budget.DEFAULT_BYTES,
         rates: Rates | None = None,
     ) -> None:
         self.worker: Worker = instance(Worker, worker, "worker")

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import attrs
 
+from kvplan._checks import instance, integer, name
 from kvplan.describe.worker import Worker, label_of
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan
@@ -43,7 +44,12 @@ def keeping(worker: Worker, windows: Mapping[str, int], *, whole_prompts: bool =
     >>> keeping(worker, {}, whole_prompts=True).extensions
     '{"kvplan.whole_prompts":true,"kvplan.windows":{}}'
     """
-    facts = {WINDOWS: dict(windows)} | ({WHOLE_PROMPTS: True} if whole_prompts else {})
+    instance(Worker, worker, "worker")
+    kept = {
+        name(group, "a group"): integer(window, f"window of {group}", low=1)
+        for group, window in instance(Mapping, windows, "windows").items()
+    }
+    facts = {WINDOWS: kept} | ({WHOLE_PROMPTS: True} if whole_prompts else {})
     return attrs.evolve(worker, extensions=json.loads(worker.extensions) | facts)
 
 

@@ -23,6 +23,16 @@ from kvplan.protocol.handoff import Handoff
 from kvplan.protocol.keys import SharedKey
 from kvplan.protocol.system import ANSWER_S, MAX_ANSWER_BYTES, TOKEN_BYTES, Signal, System
 
+__all__ = [
+    "ENTRY_BYTES",
+    "MAX_QUESTION_BYTES",
+    "MAX_ROOM_CHARACTERS",
+    "RoomAnswers",
+    "RoomTexts",
+    "ask_again",
+    "is_part",
+]
+
 MAX_ASKED: Final = 1 << 10
 """Rooms in one question."""
 

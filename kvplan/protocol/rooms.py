@@ -17,7 +17,7 @@ from kvplan.errors import KVPlanError
 from kvplan.protocol.claims import MAX_SOURCES
 from kvplan.protocol.keys import SharedKey
 from kvplan.protocol.room_contents import MAX_ASKED, WAIT_S, RoomsAnswer, ask_again
-from kvplan.protocol.system import Signal, System
+from kvplan.protocol.system import RETRY_S, Signal, System
 
 if TYPE_CHECKING:
     from logging import Logger
@@ -27,9 +27,6 @@ MAX_SERVERS: Final = MAX_SOURCES
 
 ASK_S: Final = 0.01
 """Seconds between an answer and the next question to a server, by default."""
-
-RETRY_S: Final = 1.0
-"""Seconds after which a server that gave no answer is asked again."""
 
 
 @attrs.define(eq=False)

@@ -26,6 +26,20 @@ from kvplan.errors import KVPlanError
 if TYPE_CHECKING:
     from logging import Logger
 
+__all__ = [
+    "ANSWER_S",
+    "MAX_ANSWER_BYTES",
+    "PORT_END",
+    "RETRY_S",
+    "TOKEN_BYTES",
+    "Pending",
+    "Route",
+    "Server",
+    "Signal",
+    "System",
+    "pend",
+]
+
 T = TypeVar("T")
 
 ANSWER_S: Final = 3.0
@@ -34,8 +48,14 @@ ANSWER_S: Final = 3.0
 MAX_ANSWER_BYTES: Final = 1 << 24
 """The length of an answer: the offers of over a hundred workers."""
 
+RETRY_S: Final = 1.0
+"""Seconds after which something is asked or sent again that got no answer."""
+
 TOKEN_BYTES: Final = 16
 """The length of random names, too long for two of them to be equal."""
+
+PORT_END: Final = 1 << 16
+"""Ports of a server are below this."""
 
 
 class Pending(Generic[T]):

@@ -1,7 +1,7 @@
-"""Reads in two steps, through a staging buffer, where layouts leave only short runs."""
+"""Reads in two steps, through a staging buffer, and copies within memory that a process reaches."""
 
 from kvplan.staging.choice import CUDA_IPC, SHARED_MEMORY, Choice, Option, Rates, choose
-from kvplan.staging.copies import Copy
+from kvplan.staging.copies import Copy, CopySide
 from kvplan.staging.cost import StagedCost
 from kvplan.staging.pipeline import Copier, Pipeline, StagedTransfer
 from kvplan.staging.plan import Chunk, StagedPlan, stage
@@ -13,6 +13,7 @@ __all__ = [
     "Chunk",
     "Copier",
     "Copy",
+    "CopySide",
     "Option",
     "Pipeline",
     "Rates",

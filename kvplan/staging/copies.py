@@ -26,7 +26,7 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints, distinct, integers_in, read_only
-from kvplan._text import count, fold
+from kvplan._text import brief_repr, count, fold
 from kvplan.budget import Budget
 from kvplan.describe.axes import Segments
 from kvplan.describe.blocks import Blocks, places
@@ -80,6 +80,8 @@ class CopySide:
     origins: tuple[Origin, ...]
     offsets: Ints
     strides_bytes: tuple[int, ...]
+
+    __repr__ = brief_repr
 
     @property
     def region_names(self) -> str:

@@ -1,6 +1,6 @@
 """Serving: the machine that :mod:`kvplan.protocol` runs on, and who may talk to it.
 
-It needs neither NIXL nor torch.
+It needs neither NIXL nor torch. Its names are provisional, as those of the protocol are.
 """
 
 from kvplan_nixl.serving.access import Access, tls_contexts

@@ -28,11 +28,11 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import instance, members
-from kvplan._text import brief_repr, shown
-from kvplan.errors import KVPlanError
-from kvplan.protocol.keys import HINT, SharedKey
+from kvplan import KVPlanError
+from kvplan.protocol import SharedKey
+from kvplan.protocol.keys import HINT
 from kvplan.protocol.system import TOKEN_BYTES
+from kvplan.support import brief_repr, instance, members, shown
 from kvplan_nixl.serving.host_key import key_of
 
 MAX_NONCES: Final = 1 << 16

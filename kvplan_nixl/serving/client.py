@@ -22,12 +22,10 @@ from typing import Final
 
 import attrs
 
-from kvplan._checks import instance, integer, seconds
-from kvplan._text import shown
-from kvplan.errors import KVPlanError
-from kvplan.protocol.handoff import PORT_END
+from kvplan import KVPlanError
 from kvplan.protocol.keys import HINT
-from kvplan.protocol.system import MAX_ANSWER_BYTES
+from kvplan.protocol.system import MAX_ANSWER_BYTES, PORT_END
+from kvplan.support import instance, integer, seconds, shown
 from kvplan_nixl.serving.access import Access, Asked, Proof, numeric_address
 from kvplan_nixl.serving.addresses import addresses_of
 from kvplan_nixl.serving.http import (

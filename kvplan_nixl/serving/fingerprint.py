@@ -17,9 +17,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvplan._checks import wrong_type
-from kvplan._text import shown
-from kvplan.errors import KVPlanError
+from kvplan import KVPlanError
+from kvplan.support import shown, wrong_type
 
 DIGEST_BYTES: Final = 16
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Final
 
-from kvplan._checks import instance
-from kvplan.errors import KVPlanError
-from kvplan.protocol.keys import HINT, SharedKey
+from kvplan import KVPlanError
+from kvplan.protocol import SharedKey
+from kvplan.protocol.keys import HINT
+from kvplan.support import instance
 
 MAX_FILE_BYTES: Final = 1 << 12
 

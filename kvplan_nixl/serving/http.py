@@ -20,10 +20,10 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import instance, integer, name
-from kvplan.errors import KVPlanError
-from kvplan.protocol.handoff import PORT_END
-from kvplan.protocol.system import Route
+from kvplan import KVPlanError
+from kvplan.protocol import Route
+from kvplan.protocol.system import PORT_END
+from kvplan.support import instance, integer, name
 from kvplan_nixl.serving.access import Access, Challenges, Proof, numeric_address
 
 MAX_HEAD_BYTES: Final = 1 << 12

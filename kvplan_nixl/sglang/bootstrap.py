@@ -28,9 +28,7 @@ from typing import Any, Final, NamedTuple
 import attrs
 
 from kvplan import KVPlanError
-from kvplan._checks import at_most, integer
-from kvplan.protocol.keys import SharedKey
-from kvplan.protocol.leases import LEASE_S
+from kvplan.protocol import LEASE_S, Route, SharedKey, System
 from kvplan.protocol.room_contents import (
     ENTRY_BYTES,
     MAX_QUESTION_BYTES,
@@ -39,7 +37,10 @@ from kvplan.protocol.room_contents import (
     ask_again,
     is_part,
 )
-from kvplan.protocol.system import ANSWER_S, MAX_ANSWER_BYTES, TOKEN_BYTES, Route, System
+from kvplan.protocol.system import ANSWER_S, MAX_ANSWER_BYTES, TOKEN_BYTES
+from kvplan.support import at_most, integer
+
+__all__ = ["BootstrapServer", "ask", "publish"]
 
 MAX_ROOMS: Final = 1 << 14
 """Rooms that a server keeps."""

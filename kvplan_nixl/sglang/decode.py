@@ -17,11 +17,8 @@ from sglang.srt.disaggregation.base import BaseKVReceiver, KVPoll
 from sglang.srt.disaggregation.base.conn import KVTransferDestination
 
 from kvplan import KVPlanError
-from kvplan.protocol import Claims, send_claims
-from kvplan.protocol.importer import Importer, ImportState
-from kvplan.protocol.read_parts import ReadParts
-from kvplan.protocol.rooms import Rooms
-from kvplan.protocol.system import TOKEN_BYTES, System
+from kvplan.protocol import Claims, Importer, ImportState, ReadParts, Rooms, System, send_claims
+from kvplan.protocol.system import TOKEN_BYTES
 from kvplan.staging import Copier
 from kvplan_nixl.reads import make_reads
 from kvplan_nixl.settings import Settings

@@ -16,9 +16,8 @@ import attrs
 from sglang.srt.runtime_context import get_parallel
 
 from kvplan import KVPlanError, Worker
-from kvplan.bridges import RankInfo, from_sglang, sglang_model
-from kvplan.bridges.sglang_model import TotalHeads, rank_state, state_layer
-from kvplan.models.tensors import Layer
+from kvplan.bridges import RankInfo, TotalHeads, from_sglang, sglang_model, sglang_state
+from kvplan.models import Layer
 from kvplan_nixl.identity import Facts
 from kvplan_nixl.settings import ModelNames
 
@@ -26,7 +25,7 @@ MODEL: Final = "SGLang's model"
 """What messages call the model before its facts are known."""
 
 DELTA, MAMBA = "delta", "mamba"
-"""Kinds of states, by the names of :func:`kvplan.bridges.sglang_model.state_layer`."""
+"""Kinds of states, by the names of :func:`kvplan.bridges.sglang_state`."""
 
 GROUPS: Final = ("tp", "attn_tp", "attn_cp", "moe_ep")
 """SGLang's groups of ranks whose sizes are checked against those of its configuration."""
@@ -116,8 +115,8 @@ def state_of(config: Any, model: Any, pool: Any, info: RankInfo) -> Layer:
     with get_parallel().override(**SINGLE_RANK):
         shape = mambaish_config(config).mamba2_cache_params.shape
     cache = pool.mamba_pool.mamba_cache
-    layer = state_layer(shape, cache.conv[0].dtype, cache.temporal.dtype, _rule_of(model))
-    return rank_state(pool.mamba_pool, info) if layer is None else layer
+    dtypes = (cache.conv[0].dtype, cache.temporal.dtype)
+    return sglang_state(pool.mamba_pool, shape, *dtypes, info, _rule_of(model))
 
 
 def _rule_of(model: Any) -> str:

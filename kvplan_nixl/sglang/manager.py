@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from kvplan import Worker
 from kvplan.bridges import RankInfo
-from kvplan.protocol.retention import keeping
+from kvplan.protocol import keeping
 from kvplan_nixl.kernel import with_staging
 from kvplan_nixl.mapped import make_executor
 from kvplan_nixl.serving import Driver

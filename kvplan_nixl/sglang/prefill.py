@@ -20,12 +20,10 @@ from sglang.srt.runtime_context import get_serving
 from sglang.srt.utils.network import get_local_ip_auto
 
 from kvplan import KVPlanError
-from kvplan._checks import at_most
-from kvplan.protocol import Handoff, Leases, Listener, Source
+from kvplan.protocol import Exporter, Handoff, Leases, Listener, Source, System
 from kvplan.protocol.background import Background
-from kvplan.protocol.exporter import Exporter
-from kvplan.protocol.rooms import RETRY_S
-from kvplan.protocol.system import TOKEN_BYTES, System
+from kvplan.protocol.system import RETRY_S, TOKEN_BYTES
+from kvplan.support import at_most
 from kvplan_nixl.serving.access import is_loopback
 from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.bootstrap import publish, withdraw

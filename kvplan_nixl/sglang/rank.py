@@ -16,9 +16,8 @@ import torch
 
 from kvplan import Blocks, KVPlanError
 from kvplan.bridges import RankInfo
-from kvplan.protocol.groups import CacheGroup
-from kvplan.protocol.keys import SharedKey
-from kvplan.protocol.system import TOKEN_BYTES, System
+from kvplan.protocol import CacheGroup, SharedKey, System
+from kvplan.protocol.system import TOKEN_BYTES
 from kvplan_nixl import NixlExecutor
 
 logger = logging.getLogger(f"sglang.{__name__}")

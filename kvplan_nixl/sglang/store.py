@@ -22,11 +22,11 @@ from sglang.srt.runtime_context import (
 
 from kvplan import Blocks, KVPlanError
 from kvplan.bridges import RankInfo, from_sglang, sglang_model
-from kvplan.models.tensors import FP8_DTYPES
+from kvplan.models import FP8_DTYPES
+from kvplan.protocol.page_keys import Chain
 from kvplan_nixl.identity import short_model
 from kvplan_nixl.serving.store import (
     BackgroundEviction,
-    Chain,
     StallGuard,
     StoreClient,
     StoreReader,

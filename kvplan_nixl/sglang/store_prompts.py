@@ -19,8 +19,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from kvplan import Blocks
-from kvplan.describe.blocks import Range
-from kvplan_nixl.serving.store import Fact
+from kvplan.describe import Range
+from kvplan.protocol.page_keys import Fact
 from kvplan_nixl.sglang.changes import ADAPTERS, WEIGHTS, request_facts
 
 

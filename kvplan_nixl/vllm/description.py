@@ -26,10 +26,16 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvplan import Context, KVPlanError, Worker
-from kvplan.bridges import RankInfo, from_vllm, vllm_model
-from kvplan.bridges.vllm_model import KvHeads, group_name, is_ring, tokens_per_state, units_of
-from kvplan.describe.blocks import POSITION_END
-from kvplan.protocol.retention import keeping
+from kvplan.bridges import (
+    KvHeads,
+    RankInfo,
+    from_vllm,
+    holds_state,
+    vllm_group_names,
+    vllm_model,
+)
+from kvplan.describe import POSITION_END
+from kvplan.protocol import keeping
 from kvplan_nixl.vllm.settings import ModelSettings
 
 
@@ -41,8 +47,7 @@ def specs_of(group: Any) -> list[Any]:
 
 def is_state(group: Any) -> bool:
     """Return whether a block of a cache group is a state of one request: recurrent, or a ring."""
-    spec = specs_of(group)[0]
-    return isinstance(spec, MambaSpec) or is_ring(spec)
+    return holds_state(specs_of(group)[0])
 
 
 POSITIONED: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
@@ -66,7 +71,6 @@ def check_kinds(cache: KVCacheConfig) -> None:
                 expected = f"{kinds}, or one derived from them, or a ring"
                 got = type(spec).__name__
                 raise KVPlanError("LAYOUT", action, expected=expected, got=got)
-            tokens_per_state(spec)
         if getattr(group, "host_resident", False):
             expected = "blocks on the device"
             got = "a group whose blocks are on the host (HiSparse)"
@@ -125,8 +129,7 @@ def groups_of(config: KVCacheConfig) -> dict[str, int]:
     groups = {}
     for index in config.transfer_group_ids:
         for spec in specs_of(config.kv_cache_groups[index]):
-            names = [group_name(index, unit) for unit in units_of(spec)]
-            groups.update(dict.fromkeys(names, index))
+            groups.update(dict.fromkeys(vllm_group_names(index, spec), index))
     return groups
 
 

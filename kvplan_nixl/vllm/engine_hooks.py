@@ -25,7 +25,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from kvplan.errors import KVPlanError
+from kvplan import KVPlanError
 from kvplan_nixl.vllm.engine_state import (
     OUTDATED,
     AdapterChanges,

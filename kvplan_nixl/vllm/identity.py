@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from vllm.config import VllmConfig
 
-from kvplan.describe.model import model_text, model_values
-from kvplan.errors import KVPlanError
+from kvplan import KVPlanError
+from kvplan.describe import model_text, model_values
 from kvplan_nixl.identity import (
     HF_CONFIG,
     KEPT_WHOLE,

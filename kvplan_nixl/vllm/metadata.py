@@ -13,8 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvplan import Blocks
-from kvplan.protocol.digest_requests import DigestRequest
-from kvplan.protocol.importer import PartialRead
+from kvplan.protocol import DigestRequest, PartialRead
 from kvplan_nixl.vllm.engine_state import AdapterChanges
 
 

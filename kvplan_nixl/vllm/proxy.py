@@ -50,6 +50,8 @@ from aiohttp import (
 )
 from yarl import URL
 
+__all__ = ["prefill_body"]
+
 LOGGER: Final = logging.getLogger("kvplan_nixl.vllm.proxy")
 
 Body = dict[str, Any]

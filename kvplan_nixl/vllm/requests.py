@@ -14,8 +14,8 @@ from typing import Any, Final
 from vllm.v1.request import Request
 
 from kvplan import KVPlanError
-from kvplan._checks import at_most, name
 from kvplan.protocol.room_contents import MAX_ROOM_CHARACTERS
+from kvplan.support import at_most, name
 
 ROOM: Final = "transfer_id"
 """The parameter that names a request's room."""

@@ -22,12 +22,20 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import KVPlanError
-from kvplan.protocol import Claims, Handoff, Leases, Listener, send_claims
+from kvplan.protocol import (
+    Claims,
+    Exporter,
+    Handoff,
+    Importer,
+    Leases,
+    Listener,
+    Rooms,
+    System,
+    Withdrawn,
+    send_claims,
+)
 from kvplan.protocol.digest import joined
-from kvplan.protocol.exporter import Exporter, Withdrawn
-from kvplan.protocol.importer import Importer
-from kvplan.protocol.rooms import Rooms
-from kvplan.protocol.system import TOKEN_BYTES, System
+from kvplan.protocol.system import TOKEN_BYTES
 from kvplan_nixl.identity import Identity
 from kvplan_nixl.vllm.description import check_kinds
 from kvplan_nixl.vllm.engine_state import OUTDATED, EngineState

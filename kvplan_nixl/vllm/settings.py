@@ -17,9 +17,8 @@ import attrs
 from vllm import envs
 from vllm.config import VllmConfig
 
-from kvplan._checks import integer, name, seconds
-from kvplan._text import shown
-from kvplan.errors import KVPlanError
+from kvplan import KVPlanError
+from kvplan.support import integer, name, seconds, shown
 from kvplan_nixl.settings import ModelNames, Settings, secrets_beside, setting, switch
 
 PLACE: Final = "kv_connector_extra_config"

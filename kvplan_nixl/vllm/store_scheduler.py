@@ -19,10 +19,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, decode
-from kvplan.describe.blocks import Range
+from kvplan.describe import Range
 from kvplan.protocol.groups import first_listed
+from kvplan.protocol.page_keys import Chain
+from kvplan.protocol.prefix_search import Attended
 from kvplan_nixl.identity import Identity
-from kvplan_nixl.serving.store import Attended, Chain, open_backend
+from kvplan_nixl.serving.store import open_backend
 from kvplan_nixl.serving.store.eviction import evict_beside
 from kvplan_nixl.settings import StoreSettings
 from kvplan_nixl.vllm.description import frees_blocks

@@ -11,7 +11,9 @@ import attrs
 from vllm.logger import init_logger
 
 from kvplan import KVPlanError, Worker
-from kvplan_nixl.serving.store import Attended, Backend, Chain, StoreReader, find
+from kvplan.protocol.page_keys import Chain
+from kvplan.protocol.prefix_search import Attended
+from kvplan_nixl.serving.store import Backend, StoreReader, find
 from kvplan_nixl.serving.store.stalls import PAUSE_S
 
 logger = init_logger(f"vllm.{__name__}")

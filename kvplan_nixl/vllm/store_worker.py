@@ -17,8 +17,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import Blocks, KVPlanError, encode
-from kvplan.describe.blocks import Range
-from kvplan.describe.model import model_text
+from kvplan.describe import Range, model_text
 from kvplan_nixl.executor import NixlExecutor
 from kvplan_nixl.identity import short_model
 from kvplan_nixl.mover import NixlMover

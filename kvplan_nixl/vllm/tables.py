@@ -13,8 +13,8 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import Blocks
-from kvplan.describe.blocks import Range
-from kvplan.protocol.groups import CacheGroup
+from kvplan.describe import Range
+from kvplan.protocol import CacheGroup
 from kvplan_nixl.vllm.description import (
     first_attended,
     frees_blocks,

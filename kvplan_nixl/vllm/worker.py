@@ -19,11 +19,8 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import Blocks, KVPlanError, tails
-from kvplan.describe.blocks import Request as Binding
-from kvplan.protocol import Claims, Read, send_claims
-from kvplan.protocol.digest_requests import DigestRequest
-from kvplan.protocol.read_parts import ReadParts
-from kvplan.protocol.system import System
+from kvplan import Request as Binding
+from kvplan.protocol import Claims, DigestRequest, Read, ReadParts, System, send_claims
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.digest import cache_digests
 from kvplan_nixl.kernel import with_staging

@@ -63,6 +63,7 @@ def check(*specs: Any, **fields: Any) -> None:
         spec = SimpleNamespace(kv_cache_specs=names)
     group = SimpleNamespace(kv_cache_spec=spec, **fields)
     description.check_kinds(SimpleNamespace(transfer_groups=[group]))
+    description.groups_of(SimpleNamespace(transfer_group_ids=[0], kv_cache_groups=[group]))
 
 
 def test_each_class_has_a_row() -> None:

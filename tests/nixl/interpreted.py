@@ -15,8 +15,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from kvplan import Region, TransferPlan, Worker
 from kvplan.describe.worker import label_of
+from kvplan.staging.copy_plan import BoundCopy, CopyPlan, copy_of_spec
 from kvplan.verification import FakeMemory
-from kvplan_nixl.copy_plan import BoundCopy, CopyPlan, copy_of_spec
 from kvplan_nixl.kernel import KernelCopies, copy_runs
 
 LINE = 64

@@ -20,9 +20,9 @@ import numpy as np
 from benchmarks.real_memory import TIMEOUT_S, forkserver
 from kvplan import Executor, KVPlanError, Region, Worker
 from kvplan.describe.worker import Key
+from kvplan.staging.copy_plan import BoundCopy, PairCopy
 from kvplan.testing.executors import Bytes
 from kvplan_nixl.cma import Process
-from kvplan_nixl.copy_plan import BoundCopy, PairCopy
 from kvplan_nixl.kernel import Copies
 from kvplan_nixl.mapped import MakeCopies, MappedExecutor, copies_between
 from kvplan_nixl.mapping import Mapped

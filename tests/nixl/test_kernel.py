@@ -29,12 +29,12 @@ from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
 
 from kvplan import Blocks, KVPlanError, Model, Region, plan_mesh, plan_reads
-from kvplan.staging import Copy, StagedPlan, stage
+from kvplan.staging import Copy, StagedPlan, copy_plan, stage
 from kvplan.staging.copies import CopySide
+from kvplan.staging.copy_plan import BoundCopy, CopyPlan, Field, Launch, SideField, copy_of_boxes, width_of
 from kvplan.testing.strategies import NUM_CHOICES, Case, case_of, cases
 from kvplan.verification import FakeMemory
-from kvplan_nixl import copy_plan, kernel
-from kvplan_nixl.copy_plan import BoundCopy, CopyPlan, Field, Launch, SideField, copy_of_boxes, width_of
+from kvplan_nixl import kernel
 from kvplan_nixl.kernel import KernelCopier, TorchCopies
 from property_tests import fewer
 from tests.nixl.interpreted import (

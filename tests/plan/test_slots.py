@@ -29,9 +29,9 @@ from kvplan import (
     verify,
 )
 from kvplan.handshake import compare
+from kvplan.protocol.page_parts import parts_of
 from kvplan.staging import stage
 from kvplan.verification import FakeMemory
-from kvplan_nixl.serving.store import parts_of
 
 DIM = 8
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from kvplan import KVPlanError
 from kvplan.protocol import Claims, Leases, Source
-from kvplan.protocol.claims import RENEW_S, RETRY_S, Claim, ClaimAnswer, ClaimMessage, SourceClaims, answer_claims
+from kvplan.protocol.claims import RENEW_S, Claim, ClaimAnswer, ClaimMessage, SourceClaims, answer_claims
 from kvplan.protocol.leases import LEASE_S
+from kvplan.protocol.system import RETRY_S
 from kvplan_nixl.serving import Driver
 from tests.blocking import Clock, error_of, unblocked, waited
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError
-from kvplan.protocol import Handoff, Source, WholeBlocks, attended, whole_blocks
+from kvplan.protocol import CacheGroup, Handoff, Source, WholeBlocks, whole_blocks
 from kvplan.protocol.handoff import PARAMS, PURPOSE, SIGNATURE
 from kvplan.protocol.keys import SharedKey
 from tests.blocking import KEY
@@ -146,10 +146,10 @@ def test_a_strangers_values_are_refused(key: str, value: Any, code: str) -> None
 def test_exactly_what_is_attended_to_moves(start: int, length: int, window: int | None) -> None:
     """A position moves if the token at the stop, which decode computes, or a later one attends to it."""
     stop = start + length
-    low, high = attended(start, stop, window)
+    low = min(max(start, CacheGroup.of_window(16, window).attended(stop)), stop)
     tokens = range(stop, stop + 60)
     seen = [p for p in range(start, stop) if window is None or any(p > token - window for token in tokens)]
-    assert [*range(low, high)] == seen
+    assert [*range(low, stop)] == seen
 
 
 @given(

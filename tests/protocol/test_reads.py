@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError, Status, Transfer, Worker, decode, encode, plan_reads
-from kvplan.protocol import Claims, Connections, HandshakeResult, Offers, Read, ReadResult, Reads, Source, attended
+from kvplan.protocol import Claims, Connections, HandshakeResult, Offers, Read, ReadResult, Reads, Source
 from kvplan.protocol.background import Background
 from kvplan.protocol.digest_requests import DigestRequest
 from kvplan.protocol.lease_check import ASK_S
@@ -1163,7 +1163,7 @@ def test_exactly_the_positions_of_the_range_arrive(
         engine("prefill", tp=tps[0], tokens=theirs, blocks=12),
         engine("decode", tps[1], tokens=ours, blocks=12, order="NH"),
     )
-    low, high = attended(start, stop, window)
+    low = start if window is None else min(max(start, stop - window + 1), stop)
     tables = {side: [*range(11, 11 - -(-stop // side), -1)] for side in {ours, theirs}}
     gone = {side: [block if (i + 1) * side > low else 0 for i, block in enumerate(ids)] for side, ids in tables.items()}
     for local in locals_:
@@ -1178,7 +1178,7 @@ def test_exactly_the_positions_of_the_range_arrive(
         read = world.read(
             local={"attn": Blocks(gone[ours], null=0)},
             remote={"attn": Blocks(gone[theirs], null=0)},
-            tokens={"attn": (low, high)},
+            tokens={"attn": (low, stop)},
             to_block_end=to_block_end,
         )
         world.reads.begin(read)
@@ -1186,7 +1186,7 @@ def test_exactly_the_positions_of_the_range_arrive(
         for view in local.views:
             memory = world.network.memory.array(world.local, view)
             for position in range(stop if to_block_end else -(-stop // ours) * ours):
-                expected = position + 1 if low <= position < high else 0
+                expected = position + 1 if low <= position < stop else 0
                 assert (memory[tables[ours][position // ours], :, :, position % ours] == expected).all()
 
 

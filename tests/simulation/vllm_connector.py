@@ -105,6 +105,8 @@ def cache_of(kinds: Iterable[str], block_size: int, window: int = 0, *, is_zeroe
         spec.dcp_sharded = False
         spec.tokens_per_state = 1
         spec.sliding_window = window
+        if kind == "state":
+            spec.shapes = ()
         groups.append(SimpleNamespace(kv_cache_spec=spec, layer_names=[]))
     return SimpleNamespace(
         kv_cache_groups=groups,

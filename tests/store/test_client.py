@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from kvplan import Blocks, KVPlanError, Model
+from kvplan.protocol.page_keys import Chain
+from kvplan.protocol.page_parts import parts_of
 from kvplan.protocol.retention import keeping
-from kvplan_nixl.serving.store import Chain, FileBackend, MemoryBackend, StoreClient, StoreReader, parts_of
+from kvplan_nixl.serving.store import FileBackend, MemoryBackend, StoreClient, StoreReader
 from tests.store.engines import PAGE, PROMPT, QWEN, EngineWithStore
 
 BLOCKS = {"attn": Blocks([3, 9, 5, 1, 7, 30, 2])}

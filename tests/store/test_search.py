@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplan import Model
+from kvplan.protocol.page_keys import Chain
+from kvplan.protocol.page_parts import parts_of
 from kvplan.protocol.pages import pack
-from kvplan_nixl.serving.store import Attended, Backend, Chain, MemoryBackend, StoreReader, find, parts_of
+from kvplan.protocol.prefix_search import Attended
+from kvplan_nixl.serving.store import Backend, MemoryBackend, StoreReader, find
 
 SIZE = 4
 NUM_PAGES = 7

@@ -8,9 +8,9 @@ from typing import Final
 import attrs
 
 from kvplan.models import Model
-from kvplan.protocol.claims import RENEW_S, RETRY_S
+from kvplan.protocol.claims import RENEW_S
 from kvplan.protocol.leases import LEASE_S
-from kvplan.protocol.system import ANSWER_S
+from kvplan.protocol.system import ANSWER_S, RETRY_S
 from kvplan.testing.simulation.catalog import MODELS, NO_STAGES, SHAPES, Shape, Stages
 from kvplan.testing.simulation.fabric import Trouble
 from kvplan.testing.simulation.features import NO_FEATURES, Feature

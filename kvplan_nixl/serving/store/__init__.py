@@ -9,7 +9,6 @@ from the description. The page "The format of a store" specifies keys and files.
     StoreClient.load    Backend.get --digests checked--> pages in memory --plan_reads--> cache
 """
 
-from kvplan.protocol import PAGE_TOKENS, Attended, Chain, Fact, PageHeader, StoredPart, parts_of
 from kvplan_nixl.serving.store.backends import (
     Backend,
     FileEntry,
@@ -27,13 +26,9 @@ from kvplan_nixl.serving.store.readers import StoreReader, find
 from kvplan_nixl.serving.store.stalls import StallGuard
 
 __all__ = [
-    "PAGE_TOKENS",
-    "Attended",
     "Backend",
     "BackgroundEviction",
-    "Chain",
     "Evicted",
-    "Fact",
     "FileBackend",
     "FileEntry",
     "Limits",
@@ -41,15 +36,12 @@ __all__ = [
     "MemoryMover",
     "Mover",
     "OpenFile",
-    "PageHeader",
     "StallGuard",
     "StoreClient",
     "StoreReader",
-    "StoredPart",
     "Unfinished",
     "evict",
     "find",
     "open_backend",
-    "parts_of",
     "read_file",
 ]

@@ -26,8 +26,7 @@ from typing import Final, Protocol
 import attrs
 
 from kvplan import KVPlanError
-from kvplan._checks import instance, integer, members, seconds, wrong_type
-from kvplan._text import brief_repr, shown
+from kvplan.support import brief_repr, instance, integer, members, seconds, shown, wrong_type
 
 FILE_NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{64}/[0-9a-z][0-9a-z.]{0,63}")
 

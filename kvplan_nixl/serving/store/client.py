@@ -25,13 +25,13 @@ import attrs
 import numpy as np
 
 from kvplan import Blocks, Group, KVPlanError, TransferPlan, Worker
-from kvplan._checks import instance, integer, interval
-from kvplan.describe.blocks import POSITION_END, Range
+from kvplan.describe import POSITION_END, Range
 from kvplan.protocol.page_keys import PAGE_TOKENS, Chain
 from kvplan.protocol.page_parts import NAME_DIGITS, StoredPart
 from kvplan.protocol.page_reads import NO_WINDOWS, PagePlan
 from kvplan.protocol.pages import PageHeader, check_size, check_stop, pack
 from kvplan.protocol.prefix_search import Attended
+from kvplan.support import instance, integer, interval
 from kvplan_nixl.serving.store.backends import PIN, Backend, is_pin
 from kvplan_nixl.serving.store.mover import MemoryMover, Mover
 from kvplan_nixl.serving.store.page_files import read_whole

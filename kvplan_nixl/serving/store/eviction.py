@@ -30,8 +30,7 @@ from typing import Final
 import attrs
 
 from kvplan import KVPlanError
-from kvplan._checks import having, instance, seconds
-from kvplan._text import brief_repr
+from kvplan.support import brief_repr, having, instance, seconds
 from kvplan_nixl.serving.store.backends import Backend, FileEntry, is_pin, note
 from kvplan_nixl.serving.store.files import UNFINISHED_S
 from kvplan_nixl.serving.store.parallel import in_parallel

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Final
 
 from kvplan import KVPlanError
-from kvplan._checks import instance, integer, name, seconds
+from kvplan.support import instance, integer, name, seconds
 from kvplan_nixl.serving.store.backends import (
     FILE_NAME,
     FileBytes,

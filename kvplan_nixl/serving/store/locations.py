@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvplan import KVPlanError
-from kvplan._checks import name
-from kvplan._text import shown
+from kvplan.support import name, shown
 from kvplan_nixl.serving.store.backends import Backend
 from kvplan_nixl.serving.store.files import FileBackend
 

@@ -10,9 +10,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from kvplan import KVPlanError
-from kvplan._arrays import Ints, distinct
-from kvplan._checks import instance, members
 from kvplan.plan import ReadSpec, TransferPlan
+from kvplan.support import Ints, instance, members
 
 LONG_BYTES: Final = 4096
 """Longer ranges are copied one by one: numpy copies shorter ones up to 20 times faster."""
@@ -51,7 +50,7 @@ class MemoryMover:
             # both sides list the same lengths
             written, read = (local, remote) if spec.operation == "READ" else (remote, local)
             lengths = written[:, 1]
-            for num_bytes in distinct(lengths).tolist() if lengths.size else ():
+            for num_bytes in np.unique(lengths).tolist():
                 ranges = lengths == num_bytes
                 _copy(written[ranges, 0], read[ranges, 0], num_bytes)
 

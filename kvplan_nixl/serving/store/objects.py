@@ -24,8 +24,8 @@ import obstore
 from obstore.exceptions import BaseError, GenericError
 from obstore.store import ObjectStore, from_url
 
-from kvplan._checks import integer, seconds
-from kvplan._checks import name as checked_text
+from kvplan.support import integer, seconds
+from kvplan.support import name as checked_text
 from kvplan_nixl.serving.store.backends import (
     FILE_NAME,
     FileBytes,

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Final
 
 from kvplan import KVPlanError
-from kvplan._checks import having
-from kvplan._checks import name as checked_name
 from kvplan.protocol.page_parts import StoredPart
 from kvplan.protocol.pages import (
     ALIGNMENT,
@@ -22,6 +20,8 @@ from kvplan.protocol.pages import (
     data_offset,
     parse_header,
 )
+from kvplan.support import having
+from kvplan.support import name as checked_name
 from kvplan_nixl.serving.store.backends import Backend, OpenFile, read_fully
 
 PIECE_BYTES: Final = 16 * ROW_BYTES

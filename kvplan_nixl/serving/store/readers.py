@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from kvplan import Group, KVPlanError, Worker
-from kvplan._checks import instance, integer, members, seconds
-from kvplan.describe.blocks import POSITION_END
+from kvplan.describe import POSITION_END
 from kvplan.protocol.page_keys import PAGE_TOKENS, Chain
 from kvplan.protocol.page_parts import NAME_DIGITS, StoredPart
 from kvplan.protocol.page_reads import FIRST_ADDRESS, NO_WINDOWS, PagePlan, PageReads
 from kvplan.protocol.prefix_search import Attended, PageNeeds, longest_prefix
+from kvplan.support import instance, integer, members, seconds
 from kvplan_nixl.serving.store.backends import Backend
 from kvplan_nixl.serving.store.page_files import read_header
 from kvplan_nixl.serving.store.parallel import in_parallel

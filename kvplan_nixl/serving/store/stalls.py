@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from kvplan import KVPlanError
-from kvplan._checks import having, seconds
+from kvplan.support import having, seconds
 from kvplan_nixl.serving.store.parallel import Returned
 
 STALL_S: Final = 10.0

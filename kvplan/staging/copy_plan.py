@@ -8,12 +8,12 @@ a pair of workers into these sums once, and keeps them on the device. A request 
 block tables and, for each series of runs, the numbers of the first and the last occurrence in its
 range. The kernel (:mod:`kvplan_nixl.kernel`) computes the rest:
 
-- nixl.K1: Occurrence ``n`` of a series begins at position ``starts[n % starts] + n // starts *
+- staging.K1: Occurrence ``n`` of a series begins at position ``starts[n % starts] + n // starts *
   period``.
-- nixl.K2: On each side that position has a local index, a block ordinal and a slot (rules plan.A1
-  and plan.A2), and the block table has the block id of the ordinal; -1 is a gap, to which nothing
-  moves.
-- nixl.K3: A copy moves words of 16, 8, 4, 2 or 1 bytes: the widest that divides the length, and
+- staging.K2: On each side that position has a local index, a block ordinal and a slot (rules
+  plan.A1 and plan.A2), and the block table has the block id of the ordinal; -1 is a gap, to which
+  nothing moves.
+- staging.K3: A copy moves words of 16, 8, 4, 2 or 1 bytes: the widest that divides the length, and
   every origin, block step and slot term of both sides. It is chosen when a plan is prepared.
 
 A spec whose ids are listed moves too: a row is a series whose "blocks" are ids.
@@ -29,16 +29,29 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan import Blocks, Group, ReadSpec, Region, TransferPlan
 from kvplan._arrays import Ints, read_only
-from kvplan.describe.blocks import Tokens, check_listed
+from kvplan.describe.blocks import Blocks, Tokens, check_listed
+from kvplan.describe.views import Group, Region
 from kvplan.describe.worker import Key
-from kvplan.plan import Table
 from kvplan.plan.align import count_below, cycle, local_index, slots
 from kvplan.plan.series import GroupPair, RunSeries, TablePair, TokenSeries
-from kvplan.plan.transfer import Requested
-from kvplan.staging import Copy
-from kvplan.staging.copies import CopySide
+from kvplan.plan.specs import ReadSpec
+from kvplan.plan.tables import Table
+from kvplan.plan.transfer import Requested, TransferPlan
+from kvplan.staging.copies import Copy, CopySide
+
+__all__ = [
+    "NO_ENTRIES",
+    "TILE_BYTES",
+    "BoundCopy",
+    "CopyPlan",
+    "Field",
+    "Launch",
+    "PairCopy",
+    "Tables",
+    "copy_of_boxes",
+    "copy_of_spec",
+]
 
 Tables = tuple[Table, Table]
 """Tables of a pair, the destination's first."""
@@ -157,7 +170,7 @@ class Entry:
             header[field + SideField.STEP] = self.steps[side]
 
     def position(self, number: Ints) -> Ints:
-        """Return the positions of occurrences, rule nixl.K1."""
+        """Return the positions of occurrences, rule staging.K1."""
         return self.starts[number % self.starts.size] + number // self.starts.size * self.period
 
 
@@ -213,7 +226,7 @@ def _terms_of(blocks: Any) -> Ints:
 
 
 def _entry(*, num_blocks: tuple[int, int], **values: Any) -> Entry:
-    """Return an entry, with the words of rule nixl.K3 and the shape of its tiles."""
+    """Return an entry, with the words of rule staging.K3 and the shape of its tiles."""
     steps = [step for step, blocks in zip(values["steps"], num_blocks, strict=True) if blocks > 1]
     word = word_bytes(values["length"], values["origins"], values["terms"], steps)
     groups = values["groups"]
