@@ -83,12 +83,18 @@ class PoolPart(NamedTuple):
     index_dtype: Any = None
 
 
+OTHER_SCORES: Final = (
+    "vLLM's compressors keep scores with the bias of a position added, SGLang's without it"
+)
+"""Why DeepSeek-V4 would not move between the two engines even if rings were described."""
+
+
 def pool_parts(pool: Any) -> Iterator[PoolPart]:
     """Yield the pools inside one, each with a block table of its own. Raises ``LAYOUT``."""
     if hasattr(pool, "compression_ratios"):
         expected = "rows whose positions the pages of a request say"
         got = "rows of compressors in rings, by position % size (DeepSeek-V4)"
-        raise contradiction("LAYOUT", READ_POOL, expected, got)
+        raise contradiction("LAYOUT", READ_POOL, expected, got).with_hint(OTHER_SCORES)
     if hasattr(pool, "swa_kv_pool"):
         ring = getattr(pool, "swa_req_ring_size", None)
         if ring is not None:

@@ -96,13 +96,19 @@ def _first_attended(spec: Any, position: int) -> int:
 
 
 def windows_of(cache: KVCacheConfig) -> dict[str, int]:
-    """Return the positions that a group keeps before the next one, for groups that free others."""
+    """Return how many positions a group keeps at least before the next one, if it frees others."""
     windows = {}
     for name, index in groups_of(cache).items():
         group = cache.kv_cache_groups[index]
         if not is_state(group) and frees_blocks(group):
-            windows[name] = POSITION_END - first_attended(group, POSITION_END)
+            windows[name] = max(_fewest_kept(spec) for spec in specs_of(group))
     return windows
+
+
+def _fewest_kept(spec: Any) -> int:
+    # where a chunk ends, the next token attends to none before it
+    is_chunked = isinstance(spec, ChunkedLocalAttentionSpec)
+    return 0 if is_chunked else POSITION_END - _first_attended(spec, POSITION_END)
 
 
 def frees_blocks(group: Any) -> bool:

@@ -443,7 +443,8 @@ def refused_states(zeros: Any, *shape: int, dtype: Any = np.int16) -> Any:
             lambda z: SimpleNamespace(swa_kv_pool=None, compression_ratios=[0, 4, 128]),
             GQA,
             "LAYOUT: cannot read a pool of SGLang: expected rows whose positions the pages of a request say, "
-            "got rows of compressors in rings, by position % size (DeepSeek-V4)",
+            "got rows of compressors in rings, by position % size (DeepSeek-V4) (vLLM's compressors keep scores with "
+            "the bias of a position added, SGLang's without it)",
         ),
         (
             lambda z: refused_states(z, 27, 3),

@@ -66,6 +66,22 @@ def check(*specs: Any, **fields: Any) -> None:
     description.groups_of(SimpleNamespace(transfer_group_ids=[0], kv_cache_groups=[group]))
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "kept"),
+    [
+        ("SlidingWindowSpec", {"sliding_window": 32}, 31),
+        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 32}, 0),
+        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 48}, 0),
+        ("FullAttentionSpec", {}, None),
+    ],
+)
+def test_positions_kept_before_the_next_one(kind: str, fields: dict[str, int], kept: int | None) -> None:
+    """The fewest at any position: where a chunk ends there are none, whatever its size."""
+    group = SimpleNamespace(kv_cache_spec=spec_of(kind, fields))
+    cache = SimpleNamespace(kv_cache_groups=[group], transfer_group_ids=[0])
+    assert description.windows_of(cache) == ({} if kept is None else {"group0": kept})
+
+
 def test_each_class_has_a_row() -> None:
     """A release may add one. In it, look up what a block holds and who frees it, before it is moved."""
     classes = {

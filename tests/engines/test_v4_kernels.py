@@ -266,6 +266,20 @@ def client_of(engine: Engine, rank: Rank, number: int, backend: MemoryBackend) -
     return StoreClient(backend, worker, tokens_per_page=PAGE, attended=attended)
 
 
+def test_a_compressor_keeps_scores_with_the_bias_of_their_positions() -> None:
+    """SGLang's kernels keep scores alone, and add the bias as they read: a copy between the two would be wrong."""
+    rank = rank_of(engine := Engine("prefill", specs.deepseek_v4), blocks_of(engine.cache, 0, 8), 1)
+    name = "model.layers.1.attn"
+    states = f"{name}.compressor.state_cache"
+    compress(rank, name, states, range(8), 4, DIM)
+    slots = rank.slots(states, torch.arange(8))
+    kept = rank.rows(states).reshape(-1, 4 * DIM)[slots]
+    score, bias = random_of(f"{states} score", range(8), 2 * DIM), random_of(f"{states} ape", range(4), 2 * DIM)
+    assert torch.equal(kept[:, : 2 * DIM], random_of(f"{states} kv", range(8), 2 * DIM))
+    assert torch.equal(kept[:, 2 * DIM :], score + bias.repeat(2, 1))
+    assert not torch.equal(kept[:, 2 * DIM :], score)
+
+
 def rank_of(engine: Engine, ids: list[list[int]], seed: int) -> Rank:
     """A rank whose cache has something in each byte."""
     planned = engine.cache
