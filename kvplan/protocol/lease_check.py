@@ -47,6 +47,12 @@ class LeaseCheck:
         self.asked_at = -math.inf
         self.answer = None
 
+    def is_due(self, now: float) -> bool:
+        """Return whether an answer has come, or it is time to ask."""
+        if self.answer is not None:
+            return self.answer.done
+        return now - self.asked_at >= (RETRY_S if self.has_last_byte else ASK_S)
+
     def poll(self) -> None:
         """Take the answer that has come, and ask again when it is time."""
         now = self.system.monotonic()
@@ -54,9 +60,8 @@ class LeaseCheck:
             error = self.answer.error
             self.answer = None
             self._take(error, now)
-        interval_s = RETRY_S if self.has_last_byte else ASK_S
         is_over = self.is_confirmed or self.error is not None
-        if self.answer is None and not is_over and now - self.asked_at >= interval_s:
+        if self.answer is None and not is_over and self.is_due(now):
             self.asked_at = now
             self.answer = self.claims.ask(self.read.source, self.read.lease)
 

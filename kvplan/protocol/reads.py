@@ -101,10 +101,10 @@ class _DigestCheck:
 class _Job:
     """A read under way, and its transfers.
 
-    ``unposted`` are transfers to be handed over, none of a read that has failed. ``error`` is the
-    first reason to fail. Once ``is_settled``, no byte can move any more. If its engine
-    ``was_connected`` when it began, the connection may have been lost since; it ``is_lost`` once
-    that has shown.
+    ``unposted`` are transfers to be handed over, none of a read that has failed. ``num_changes``
+    counts what was seen to happen to the others. ``error`` is the first reason to fail. Once
+    ``is_settled``, no byte can move any more. If its engine ``was_connected`` when it began, the
+    connection may have been lost since; it ``is_lost`` once that has shown.
     """
 
     read: Read
@@ -116,6 +116,7 @@ class _Job:
     digest_check: _DigestCheck | None = None
     transfers: list[Transfer | StagedTransfer] = attrs.field(factory=list)
     unposted: deque[ReadSpec] = attrs.field(factory=deque)
+    num_changes: int = -1
     error: KVPlanError | None = None
     is_settled: bool = False
     is_reported_late: bool = False
@@ -207,7 +208,9 @@ class Reads:
         self._last_chunk_at = 0.0
         self._posted_s = 0.0  # in this step, which begins with poll
         self._waiting: dict[Source, list[_PendingRead]] = {}
-        self._jobs: list[_Job] = []
+        # all reads under way, and those to which something has happened since ``late`` looked
+        self._jobs: dict[_Job, None] = {}
+        self._changed: dict[_Job, None] = {}
         self._results: list[ReadResult] = []
 
     def begin(self, read: Read) -> None:
@@ -239,7 +242,12 @@ class Reads:
                 self._take_peer(pending, peer)
         if self._pipeline is not None:
             self._poll_pipeline(self._pipeline)
-        for job in [*self._jobs]:
+        now = self._system.monotonic()
+        changed = [
+            job for job in self._jobs if self._has_changed(job) or job.lease_check.is_due(now)
+        ]
+        for job in changed:
+            self._changed[job] = None
             self._poll_job(job)
         results = self._results
         self._results = []
@@ -252,7 +260,7 @@ class Reads:
         until :meth:`poll` reports it: when its source answers or dies.
         """
         late = dict[str, KVPlanError]()
-        for job in self._jobs:
+        for job in self._changed:
             error = job.held_error or job.lease_check.error
             if error is not None and not job.is_reported_late:
                 job.is_reported_late = True
@@ -260,6 +268,7 @@ class Reads:
                 late[request] = error
                 message = "blocks of request %r stay until its source answers or dies: %s"
                 self._logger.error(message, request, error)
+        self._changed.clear()
         return late
 
     @property
@@ -285,7 +294,7 @@ class Reads:
             read, self._claims, self._logger, self._system, asked_at=now, confirmed_at=now
         )
         job = _Job(read, plan.direct, lease_check, began_at=now, was_connected=was_connected)
-        self._jobs.append(job)
+        self._jobs[job] = None
         try:
             # The source computes its digests while the bytes move.
             if self._digest is not None:
@@ -352,6 +361,7 @@ class Reads:
                 if not has_begun:
                     pipeline.cancel(transfer)
                     job.transfers.remove(transfer)
+                    job.num_changes = -1
                     self._read_directly(job)
 
     def _read_directly(self, job: _Job) -> None:
@@ -364,12 +374,29 @@ class Reads:
         except KVPlanError as error:
             self._fail(job, error)
 
+    def _has_changed(self, job: _Job) -> bool:
+        """Look at the transfers of a read, and return whether there is something to do for it.
+
+        Most reads of a step are those of which nothing has happened, so this does little else.
+        """
+        if job.is_settled:
+            return job.lease_check.is_confirmed
+        num_changes = 0
+        for transfer in job.transfers:
+            if isinstance(transfer, Transfer):
+                self._executor.poll(transfer)
+            if transfer.error is not None:
+                num_changes += 1
+            if transfer.status is not Status.RUNNING:
+                num_changes += 1
+        if num_changes == job.num_changes and not job.unposted:
+            return False
+        job.num_changes = num_changes
+        return True
+
     def _poll_job(self, job: _Job) -> None:
         """Continue a read; report it when no byte of it can move, and it is right or has failed."""
         if not job.is_settled:
-            for transfer in job.transfers:
-                if isinstance(transfer, Transfer):
-                    self._executor.poll(transfer)
             if job.error is None and (held_error := job.held_error) is not None:
                 self._fail(job, held_error)
             if job.unposted:
@@ -389,7 +416,7 @@ class Reads:
             job.error = self._mismatch(job, job.digest_check)
         # Before it is settled, a read that has failed keeps its blocks, by rule read.R2.
         if job.is_settled and (job.error is not None or is_right):
-            self._jobs.remove(job)
+            del self._jobs[job], self._changed[job]
             if job.may_repeat:
                 self._begin(job.read)
             else:
