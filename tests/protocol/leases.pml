@@ -6,6 +6,9 @@
    lost and overtake each other, and prefill dies and comes back under its name. Any decode engine may get any handoff,
    also one that was read before.
 
+   What becomes of an exported and of an imported request is looked up in the tables of exporter.py and importer.py:
+   transitions.pml is generated from them, and an event that a table does not have is an error.
+
    A comment names the rule of leases.py (L), claims.py (C) or reads.py (R) that a line stands for. FAULT takes one
    rule away, and spin has to find what comes of it. */
 
@@ -37,12 +40,28 @@
 #define FAULT 0
 #endif
 
+#include "transitions.pml"
+
 mtype = { claim, end, ask };
 
 typedef Block { byte half[2] };
 Block prefill_block[PREFILLS];
 Block decode_block[DECODES];
 byte owner[DECODES];  /* the request that may write into the block of a decode engine */
+
+/* What the request in the block of each engine is. */
+byte exported[PREFILLS] = EXPORT_FREE;
+byte imported[DECODES] = IMPORT_ENDED;
+
+inline move_export(event) {
+    exported[p] = AFTER_EXPORT(exported[p], event);
+    assert(exported[p] != NOTHING)
+}
+
+inline move_import(event) {
+    imported[d] = AFTER_IMPORT(imported[d], event);
+    assert(imported[d] != NOTHING)
+}
 
 /* Of each request: the engine that computed it, and in which of its starts. */
 byte source[REQUESTS + 1];
@@ -69,10 +88,15 @@ proctype Prefill(byte p) {
 end_of_prefill:
     do
     /* A request is computed in a free block, one half after the other, and lent. */
-    :: atomic { lent[p] == 0 && num_requests < REQUESTS -> num_requests++; request = num_requests };
+    :: atomic {
+           exported[p] == EXPORT_FREE && num_requests < REQUESTS -> num_requests++;
+           request = num_requests;
+           exported[p] = EXPORT_COMPUTING
+       };
        prefill_block[p].half[0] = request;
        atomic {
            prefill_block[p].half[1] = request;
+           move_export(EXPORT_FINISH);
            source[request] = p;
            computed_in[request] = start[p];
            lent[p] = request;
@@ -87,6 +111,7 @@ end_of_prefill:
            :: kind == claim && STANDS(p, request, at) -> claims[p] = claims[p] | (1 << reader)
            :: kind == claim && FAULT == REVIVED && lent[p] == 0 && at == start[p] ->
               lent[p] = request;
+              exported[p] = EXPORT_PINNED;
               claims[p] = 1 << reader
            :: kind == end && STANDS(p, request, at) ->
               claims[p] = claims[p] & ~(1 << reader);
@@ -101,7 +126,7 @@ end_of_prefill:
     :: atomic { lasts[p] -> lasts[p] = false }
     :: atomic { claims[p] -> claims[p] = 0 }
     /* The scheduler frees a block when its lease is over, and computes another request in it. */
-    :: atomic { lent[p] && !lasts[p] && !claims[p] -> lent[p] = 0 }
+    :: atomic { lent[p] && !lasts[p] && !claims[p] -> move_export(EXPORT_LEASE_OVER); lent[p] = 0 }
     :: atomic { FAULT == REAPED && lent[p] && claims[p] && !lasts[p] -> prefill_block[p].half[1] = 0 }
     /* The engine dies and starts again, with nobody's bytes in its block. */
     :: atomic {
@@ -109,7 +134,7 @@ end_of_prefill:
            start[p]++;
            if
            :: FAULT == SAME_START
-           :: else -> lent[p] = 0
+           :: else -> lent[p] = 0; exported[p] = EXPORT_FREE
            fi;
            lasts[p] = false;
            claims[p] = 0;
@@ -130,7 +155,7 @@ inline send(kind, number) {
 
 /* The bytes of one half land. They must not land in a block that somebody else has by then. */
 inline land(nth) {
-    assert(owner[d] == request);
+    assert(owner[d] == request && (imported[d] == IMPORT_READING || imported[d] == IMPORT_ENDING));
     decode_block[d].half[nth] = prefill_block[source[request]].half[nth]
 }
 
@@ -144,17 +169,20 @@ proctype Decode(byte d) {
            num_reads++;
            select(request : 1 .. REQUESTS);
            is_lent[request];
+           imported[d] = IMPORT_ASKING;
+           move_import(IMPORT_PUBLISH);
+           move_import(IMPORT_ALLOCATE);
            owner[d] = request;
            send(claim, 0)
        };
-       atomic { land(0) };
+       atomic { land(0); move_import(IMPORT_LAST) };
        if
        :: FAULT == EARLY || FAULT == STALE -> atomic { send(ask, 1) }
        :: else
        fi;
        /* read.R2: a source may be silent for so long that the request has failed, and its bytes land afterwards. */
        if
-       :: FAULT == REUSED -> owner[d] = 255
+       :: FAULT == REUSED -> atomic { move_import(IMPORT_END); owner[d] = 255 }
        :: true
        fi;
        atomic { land(1) };
@@ -182,6 +210,7 @@ proctype Decode(byte d) {
        /* claim.C1: its claim ends, and its block is free. */
        atomic {
            send(end, 0);
+           move_import(IMPORT_END);
            owner[d] = 0;
            request = 0;
            answered = 0;

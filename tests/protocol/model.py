@@ -6,9 +6,12 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
+
+from tests.protocol.transitions import PAGE, TABLES, Table, written
 
 MODEL: Final = Path(__file__).with_name("leases.pml")
 
@@ -42,7 +45,7 @@ def is_available() -> bool:
     return all(map(shutil.which, TOOLS))
 
 
-def check(fault: int, **sizes: int) -> Verdict:
+def check(fault: int, tables: Mapping[str, Table] = TABLES, **sizes: int) -> Verdict:
     """Searches all states of the model with a fault; ``sizes`` are PREFILLS, DECODES, REQUESTS, READS and DEATHS."""
     defines = [f"-D{name}={value}" for name, value in {"FAULT": fault, **sizes}.items()]
     with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +53,10 @@ def check(fault: int, **sizes: int) -> Verdict:
         def run(*command: str) -> str:
             return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
 
-        run("spin", "-a", *defines, str(MODEL))
+        model = Path(folder, MODEL.name)
+        model.write_text(MODEL.read_text())
+        Path(folder, PAGE.name).write_text(written(tables))
+        run("spin", "-a", *defines, str(model))
         run("cc", "-O1", "-w", "-DSAFETY", "-DCOLLAPSE", "-o", "pan", "pan.c")
         # the depth of a search that goes on until it has seen all states
         output = run("./pan", "-m1000000", "-w22")

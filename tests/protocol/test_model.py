@@ -8,6 +8,8 @@ import pytest
 
 from tests.pages import ROOT
 from tests.protocol.model import FAULTS, check, is_available
+from tests.protocol.transitions import PAGE as PAGE_OF_TABLES
+from tests.protocol.transitions import TABLES, Table, written
 
 PAGE = ROOT / "docs" / "protocol.md"
 
@@ -27,6 +29,36 @@ def test_no_state_is_wrong() -> None:
 def test_a_fault_is_found(fault: str) -> None:
     """Without a rule some request attends to bytes that are not its own; and some request is right at all."""
     assert check(FAULTS[fault], READS=1).is_violated
+
+
+def test_the_model_has_the_tables_of_the_code() -> None:
+    """``python -m tests.protocol.transitions`` writes them after a change; check all states then."""
+    assert PAGE_OF_TABLES.read_text() == written()
+
+
+CHANGES = {
+    "a computed request is not pinned": ("EXPORT", ("COMPUTING", "FINISH"), "FREE"),
+    "a lease that is over pins": ("EXPORT", ("PINNED", "LEASE_OVER"), None),
+    "the last part ends a request": ("IMPORT", ("READING", "LAST"), "ENDED"),
+    "a request without blocks is read": ("IMPORT", ("CLAIMED", "ALLOCATE"), "CLAIMED"),
+    "a request does not end": ("IMPORT", ("ENDING", "END"), None),
+}
+"""Rows of a table, and what they become."""
+
+
+def changed(prefix: str, row: tuple[str, str], after: str | None) -> dict[str, Table]:
+    """The tables of the code with one row changed, or left out."""
+    table = {(state.name, event.name): (state, event) for state, event in TABLES[prefix]}
+    state, event = table[row]
+    others = {key: value for key, value in TABLES[prefix].items() if key != (state, event)}
+    return {**TABLES, prefix: others | ({} if after is None else {(state, event): type(state)[after]})}
+
+
+@needs_spin
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_wrong_table_is_found(change: str) -> None:
+    """The model runs the tables: one that lets bytes land in another request's block is an error in some state."""
+    assert check(FAULTS["none"], changed(*CHANGES[change]), READS=1).is_violated
 
 
 def test_the_page_has_a_row_for_each_fault() -> None:
