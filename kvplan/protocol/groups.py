@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from kvplan._text import brief_repr
-from kvplan.describe.blocks import Blocks
+from kvplan.describe.blocks import Blocks, Range
 
 __all__ = ["CacheGroup", "first_listed"]
 
@@ -16,13 +16,18 @@ __all__ = ["CacheGroup", "first_listed"]
 class CacheGroup:
     """A group of layers that share a block table.
 
-    A block holds ``tokens_per_block`` positions, or is a recurrent state: then it is None, and the
-    last block of a table counts. Tokens from a position on attend to positions from
-    ``first_attended`` of it on; without that, to all, and the engine keeps all.
+    A block holds ``tokens_per_block`` positions, or None for a state, which is read as it is after
+    the last token. Tokens from a position on attend to positions from ``first_attended`` of it on;
+    without that, to all, and the engine keeps all.
+
+    A state is the last block of its table, or a ring of ``ring_slots``, which has position ``p`` in
+    slot ``p % ring_slots`` of all its blocks together. In the workers of a ring's group, slots are
+    what tokens are in other groups.
     """
 
     tokens_per_block: int | None
     first_attended: Callable[[int], int] | None = None
+    ring_slots: int | None = None
 
     __repr__ = brief_repr
 
@@ -41,6 +46,15 @@ class CacheGroup:
     def keeps_all(self) -> bool:
         """Whether a running request has all its positions in the group."""
         return self.tokens_per_block is not None and self.first_attended is None
+
+    def slots_of(self, num_tokens: int) -> Range | None:
+        """Return the slots of a ring that are in use after some tokens, None of other groups.
+
+        >>> ring = CacheGroup(None, ring_slots=56)
+        >>> ring.slots_of(40), ring.slots_of(99)
+        ((0, 40), (0, 56))
+        """
+        return None if self.ring_slots is None else (0, min(num_tokens, self.ring_slots))
 
     def attended(self, position: int) -> int:
         """Return the first position to which the token at a position, or a later one, attends."""

@@ -544,6 +544,10 @@ class Importer:
                 self._check_siblings(request, group, whole)
                 partial[group] = whole
                 self.read_from.setdefault(request, {})[group] = whole.start
+        for group, value in self._groups.items():
+            slots = value.slots_of(record.tokens[1])
+            if slots is not None:
+                positions[group] = slots
         read = self._read(
             request, handoff, record.local, positions, to_block_end=self._to_block_end
         )

@@ -3,15 +3,15 @@
 A ring keeps position p of a request in slot ``p % window`` of the request's blocks. Between two rings of one window the
 slots are the positions to describe: the range is all slots that are in use, and the blocks need no wrap.
 
-A request is read by the rules of ``kvplan.protocol``: its handoff names its prompt, its blocks stay while a reader
-claims them, and what was read is right if the lease still stood after the last byte.
+The engine's connector is an exporter and an importer of ``kvplan.protocol``: a handoff names the prompt, blocks stay
+while a reader claims them, and what was read is right if the lease still stood after the last byte.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,9 +22,19 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import RequestState
 
 from kvplan import Blocks, Group, Worker, region_of, view_of
-from kvplan.protocol import Claims, EndedLeases, Handoff, Leases, Listener, Read, ReadResult, prompt_digest, send_claims
-from kvplan_nixl import NixlExecutor
-from kvplan_nixl.reads import make_reads
+from kvplan.protocol import (
+    CacheGroup,
+    Claims,
+    Exporter,
+    Importer,
+    Leases,
+    Listener,
+    ReadParts,
+    ReadResult,
+    prompt_digest,
+    send_claims,
+)
+from kvplan_nixl import NixlExecutor, make_reads
 from kvplan_nixl.serving import Driver
 from tests.engines.models import COMMON, MODELS
 
@@ -39,6 +49,14 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 TIMEOUT_S = 60.0
 
 LOGGER = logging.getLogger(__name__)
+
+Prefilled = tuple[int, Mapping[str, Any]]
+"""The first token after a prompt, and the parameters of a request that decode gets."""
+
+
+def digests_of(prompt: Sequence[int]) -> Callable[[int], str]:
+    """The digests of a prompt's first tokens, by their number."""
+    return lambda num_tokens: prompt_digest(prompt[:num_tokens])
 
 
 class Engine:
@@ -66,19 +84,29 @@ class Engine:
         self._manager.batch_processor = self._batches = self._manager._create_batch_processor()
         self._allocators = self._batches.cache.cache_allocators
         self.executor = NixlExecutor(self._worker(name))
-        self.leases = Leases(Driver())
-        self.listener = Listener(name, "127.0.0.1", [self.executor.envelope()], self.leases, system=Driver())
         driver = Driver()
+        self.key = driver.access.key
+        groups = {
+            kind: CacheGroup(None, ring_slots=WINDOW) if kind == RING else CacheGroup(allocator.tokens_per_page)
+            for kind, allocator in self._allocators.items()
+        }
+        leases = Leases(driver)
+        self.listener = Listener(name, "127.0.0.1", [self.executor.envelope()], leases, system=driver)
+        self.exporter = Exporter(self.listener.source, leases, groups)
         self.claims = Claims(LOGGER, partial(send_claims, system=driver), driver)
-        self._reads = make_reads(self.executor, self.claims, LOGGER, key=driver.access.key, system=driver)
+        self._importer = Importer(groups, self.claims, name, now=driver.monotonic, key=self.key)
+        self._reads = ReadParts(make_reads(self.executor, self.claims, LOGGER, key=self.key, system=driver))
+
+    def _blocks_of(self, kind: str) -> torch.Tensor:
+        """The cache as blocks of a kind: each has a page for each layer of the kind, and a page K and then V."""
+        one = self._allocators[kind]
+        shape = (one.pages_per_block, 2, one.tokens_per_page, *one.cache_tensor.shape[2:])
+        return self._batches.cache.cache_tensor.view(torch.float32).view(-1, *shape)
 
     def _worker(self, name: str) -> Worker:
-        cache = self._batches.cache.cache_tensor
-        region, views = region_of(cache), []
+        region, views = region_of(self._batches.cache.cache_tensor), []
         for kind, allocator in self._allocators.items():
-            # a block has a page for each layer of its kind, and a page K and then V
-            shape = (allocator.pages_per_block, 2, allocator.tokens_per_page, *allocator.cache_tensor.shape[2:])
-            blocks = cache.view(torch.float32).view(-1, *shape)
+            blocks = self._blocks_of(kind)
             for index, layer in enumerate(allocator.layer_indices):
                 views.append(
                     view_of(
@@ -113,57 +141,53 @@ class Engine:
         """What the engine generates by itself."""
         return self._finish(self._add("alone", prompt, new))
 
-    def prefill(self, request: str, prompt: Sequence[int]) -> tuple[int, Handoff]:
+    def _tables(self, request: str) -> dict[str, Blocks]:
+        return {kind: Blocks(allocator.block_table[request]) for kind, allocator in self._allocators.items()}
+
+    def prefill(self, request: str, prompt: Sequence[int]) -> Prefilled:
         """The first new token, and the handoff of the prompt, whose blocks stay for readers."""
         state = self._add(request, prompt, new=2)
         while not state.generated_tokens:
             self._step()
-        tables = {kind: Blocks(one.block_table[request]) for kind, one in self._allocators.items()}
-        lease = self.leases.grant(request)
-        handoff = Handoff(self.listener.source, lease, len(prompt), prompt_digest(prompt), tables)
-        return state.generated_tokens[0], handoff
+        handoff = self.exporter.finish(request, len(prompt), self._tables(request), digests_of(prompt))
+        assert handoff is not None
+        return state.generated_tokens[0], handoff.params(self.key)
 
-    def free(self) -> EndedLeases:
+    def free(self) -> tuple[str, ...]:
         """Free the blocks of requests whose leases have ended."""
-        ended = self.leases.take_ended()
-        for request in (*ended.done, *ended.late):
+        released = self.exporter.step().released
+        for request in released:
             self._batches.scheduler.finish_request(request)
-        return ended
+        return released
 
     def decode(
-        self, request: str, prompt: Sequence[int], prefilled: tuple[int, Handoff], new: int, *moved: str
+        self, request: str, prompt: Sequence[int], prefilled: Prefilled, new: int, left_out: str = ""
     ) -> list[int]:
-        """The tokens that follow a prompt, after the kinds of layers in ``moved`` were read. Raises why not."""
-        first, handoff = prefilled
-        handoff.check_prompt(prompt_digest(prompt))
+        """The tokens that follow a prompt that was read, but its layers of the kind ``left_out``. Raises why not."""
+        first, params = prefilled
+        self._importer.claim(request, params, digests_of(prompt))
         self._batches.cache.cache_tensor.zero_()  # what this engine has generated itself is not to be found again
         state = self._add(request, [*prompt, first], new - 1, cached=len(prompt))
         assert self._batches.cache.can_store_request_tokens(RequestState(request, []), len(prompt))
-        # a ring has the last positions, in as many slots
-        spans = {kind: (0, min(len(prompt), WINDOW) if kind == RING else len(prompt)) for kind in moved}
-        result = self._read(
-            Read(
-                request=request,
-                source=handoff.source,
-                lease=handoff.lease,
-                local={kind: Blocks(allocator.block_table[request]) for kind, allocator in self._allocators.items()},
-                remote=handoff.blocks,
-                tokens={kind: spans.get(kind, (0, 0)) for kind in self._allocators},
-            )
-        )
+        num_tokens = self._importer.count(request, 0, len(prompt))
+        assert num_tokens is not None
+        self._importer.begin(request, self._tables(request), num_tokens)
+        result = self._read()
+        self._importer.end(request)
         if result.error is not None:
             self._batches.scheduler.finish_request(request)
             raise result.error
+        if left_out:
+            self._blocks_of(left_out)[self._allocators[left_out].block_table[request]] = 0
         return [first, *self._finish(state)]
 
-    def _read(self, read: Read) -> ReadResult:
-        """Claim the lease of a read, and read until no byte can move any more."""
-        self.claims.begin(read.source, read.lease, read.request)
-        self._reads.begin(read)
+    def _read(self) -> ReadResult:
+        """Read what the importer says, until no byte can move any more."""
+        for part in self._importer.step():
+            self._reads.take(part)
         until = time.monotonic() + TIMEOUT_S
         while not (ended := self._reads.poll()):
             assert time.monotonic() < until, "the read does not end"
-        self.claims.end(read.source, read.lease, read.request)
         (result,) = ended
         return result
 

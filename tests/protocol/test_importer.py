@@ -104,6 +104,30 @@ def test_a_handoff_is_read_at_once(world: World) -> None:
     assert (world.claimed, len(world.importer)) == ([], 0)
 
 
+def test_a_ring_is_read_as_a_state(world: World) -> None:
+    """All of its slots that are in use, after the same tokens as those of prefill, however many of them are cached."""
+    groups = {"attn": CacheGroup(16), "ring": CacheGroup(None, ring_slots=56), "state": CacheGroup(None)}
+    tables = {"attn": Blocks(range(1, 8)), "ring": Blocks([2, 9, 4, 1]), "state": Blocks([3])}
+    found = []
+    for num_tokens in (40, 100):
+        importer = Importer(groups, world, "decode", now=lambda: 0.0, key=KEY)
+        handoff = Handoff(SOURCE, "l", num_tokens, f"{num_tokens}", tables, {"attn": 0})
+        importer.claim("r", handoff.params(KEY), prompt)
+        number = importer.count("r", 16, num_tokens)
+        assert number is not None
+        importer.begin("r", tables, number)
+        (part,) = importer.step()
+        assert part.read is not None
+        found.append(part.read.tokens)
+    assert found == [{"attn": (16, 40), "ring": (0, 40)}, {"attn": (16, 100), "ring": (0, 56)}]
+    importer.claim("r", handoff.params(KEY), prompt)
+    importer.count("r", 16, 99)
+    importer.begin("r", tables, 83)
+    (part,) = importer.step()
+    assert part.error is not None
+    assert part.error.code == "TOKENS"  # the ring has overwritten the first position
+
+
 def test_a_room_is_read_part_by_part(world: World) -> None:
     """Full blocks first; the claim is that of the first entry."""
     world.ask()
