@@ -49,10 +49,14 @@ class StoreSearches:
         timeout_s: float,
     ) -> None:
         # all threads ask the same readers, which have to see a part of a page once
-        self._readers = [
-            StoreReader(backend, worker, tokens_per_page=tokens_per_page, attended=attended)
-            for worker in workers
-        ]
+        self._readers = []
+        for worker in workers:
+            # the scheduler names groups of two units where layers decide which one they have
+            names = [group.name for group in worker.groups if group.name in attended]
+            own = {name: attended[name] for name in names}
+            size = tokens_per_page
+            reader = StoreReader(backend, worker, tokens_per_page=size, attended=own)
+            self._readers.append(reader)
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvplan store search")
         self._searches: dict[str, _Search] = {}

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvplan_nixl.serving.store import Limits, StoreClient, evict
 from kvplan_nixl.vllm.store_scheduler import KvplanStoreMetadata, StoreJob
+from kvplan_nixl.vllm.store_searches import StoreSearches
 from kvplan_nixl.vllm.store_settings import VllmStoreSettings
 from kvplan_nixl.vllm.store_worker import StoreWorker
 from tests.store.engines import BLOCKS, PAGE, PROMPT, QWEN, EngineWithStore, saved
@@ -33,6 +34,17 @@ def backend() -> HangingBackend:
     backend = HangingBackend()
     saved(backend)
     return backend
+
+
+def test_a_search_for_a_worker_that_lacks_a_group(backend: HangingBackend) -> None:
+    """A scheduler names a group of tokens and one of whole blocks where layers decide which of both they have."""
+    (cache,) = EngineWithStore.of(QWEN, backend).caches
+    attended = {"attn": lambda stop: max(0, stop - 20), "attn.block": lambda stop: 0}
+    searches = StoreSearches(backend, [cache.worker], PAGE, attended, timeout_s=30)
+    while (stop := searches.find("r", cache.client.chain(PROMPT), 0)) is None:
+        time.sleep(0.005)
+    searches.close()
+    assert stop == 96
 
 
 @pytest.fixture
