@@ -70,7 +70,7 @@ class ReadResult:
     __repr__ = brief_repr
 
 
-def cut(spec: ReadSpec) -> Iterator[ReadSpec]:
+def cut(spec: ReadSpec, max_ids: int = MAX_TRANSFER_IDS) -> Iterator[ReadSpec]:
     """Cut what is read from a worker into transfers of a limited number of ids and of bytes."""
     if not spec.num_ids:
         return
@@ -78,7 +78,7 @@ def cut(spec: ReadSpec) -> Iterator[ReadSpec]:
         yield spec
         return
     longest_bytes = int(spec.local_table.rows[:, 1].max())
-    num_ids = min(MAX_TRANSFER_IDS, max(1, MAX_TRANSFER_BYTES // longest_bytes))
+    num_ids = min(MAX_TRANSFER_IDS, max_ids, max(1, MAX_TRANSFER_BYTES // longest_bytes))
     if spec.local_ids.size <= num_ids:
         yield spec
         return

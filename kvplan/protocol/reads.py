@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from kvplan._checks import having, instance, name, seconds
+from kvplan._checks import having, instance, integer, name, seconds
 from kvplan.budget import Budget
 from kvplan.describe.blocks import Request
 from kvplan.describe.worker import Worker
@@ -60,7 +60,14 @@ from kvplan.protocol.peer_engines import (
     PeerEngines,
     PeerPlan,
 )
-from kvplan.protocol.read import Read, ReadResult, cut, error_of, request_of
+from kvplan.protocol.read import (
+    MAX_TRANSFER_IDS,
+    Read,
+    ReadResult,
+    cut,
+    error_of,
+    request_of,
+)
 from kvplan.protocol.system import RETRY_S, Pending, System
 from kvplan.staging import Pipeline, Rates, StagedTransfer
 
@@ -158,8 +165,8 @@ class Reads:
     asks sources whether leases stand. An engine has ``timeout_s`` to answer a handshake. ``digest``
     computes the digests of what has arrived. ``on_handshake`` is called with the result of each
     handshake. What an engine offers may cost ``budget_bytes`` of a :class:`kvplan.Budget`. By
-    ``rates`` the pipeline is faster or not, by default by those of the worker's memory. Not for
-    several threads at once.
+    ``rates`` the pipeline is faster or not, by default by those of the worker's memory. A transfer
+    has at most ``max_transfer_ids``. Not for several threads at once.
     """
 
     def __init__(
@@ -177,7 +184,9 @@ class Reads:
         on_handshake: Callable[[HandshakeResult], object] | None = None,
         budget_bytes: int = Budget.DEFAULT_BYTES,
         rates: Rates | None = None,
+        max_transfer_ids: int = MAX_TRANSFER_IDS,
     ) -> None:
+        self._max_transfer_ids = integer(max_transfer_ids, "max_transfer_ids", low=1)
         self.worker: Worker = instance(Worker, worker, "worker")
         self._executor: Executor = having("prepare", executor, "executor", "an Executor")
         self._logger: Logger = having("warning", logger, "logger", "a logger")
@@ -324,7 +333,7 @@ class Reads:
         bind = getattr(self._executor, "bind", None)
         specs = job.plan.bind(**request) if bind is None else bind(job.plan, **request)
         for spec in specs:
-            job.unposted.extend(cut(spec))
+            job.unposted.extend(cut(spec, self._max_transfer_ids))
         self._post(job)
 
     def _post(self, job: _Job) -> None:

@@ -34,12 +34,12 @@ from kvplan.protocol.importer import Importer
 from kvplan.protocol.lease_check import LeaseCheck
 from kvplan.staging import Pipeline
 from kvplan.staging.plan import FreeBlocks
-from kvplan.testing.simulation import MODELS, Feature, Scenario, Stages, engine, fabric, leases
+from kvplan.testing.simulation import MODELS, Feature, Scenario, Stages, engine, fabric
 from kvplan.testing.simulation.catalog import NO_STAGES
 from kvplan.testing.simulation.features import NO_FEATURES
 from kvplan.testing.simulation.leases import LeaseConnector
 from tests.simulation.sglang_connector import BOOTSTRAP, DECODE, MANAGER, PREFILL
-from tests.simulation.vllm_connector import DESCRIPTION, SCHEDULER, TABLES, WORKER
+from tests.simulation.vllm_connector import DESCRIPTION, ENGINE_STATE, SCHEDULER, TABLES, WORKER
 
 
 @attrs.frozen
@@ -261,9 +261,15 @@ STAGE_FAULTS = [
 
 BURSTS, PREEMPTION, ASYNC_STEPS = Feature.BURSTS, Feature.PREEMPTION, Feature.ASYNC_STEPS
 FEATURE_FAULTS = [
-    Fault("a digest is of the first token alone", leases, "prompt_digest", "ids.astype", "ids[:1].astype", seed=2, rule="OWN", features=Feature.NEAR_PROMPTS),
-    Fault("a digest leaves out the first token", leases, "prompt_digest", "ids.astype", "ids[1:].astype", seed=1, rule="OWN", features=Feature.NEAR_PROMPTS),
+    Fault("a digest is of the first token alone", engine, "prompt_digest", "ids.astype", "ids[:1].astype", seed=2, rule="OWN", features=Feature.NEAR_PROMPTS),
+    Fault("a digest leaves out the first token", engine, "prompt_digest", "ids.astype", "ids[1:].astype", seed=1, rule="OWN", features=Feature.NEAR_PROMPTS),
     Fault("a request waits though its transfer has failed", reads.Reads, "late", "job.held_error or job.lease_check.error", "job.lease_check.error", seed=0, rule="END", features=Feature.HELD_TRANSFERS),
+    Fault("a digest leaves out the facts", engine, "prompt_digest", 'members(str, facts, "facts of a prompt")', "()", seed=1, rule="OWN", features=Feature.FACTS),
+    Fault("the last slice is lost", reads.Reads, "_start_directly", "job.unposted.extend(cut(spec, self._max_transfer_ids))", "slices = [*cut(spec, self._max_transfer_ids)]\n        job.unposted.extend(slices[:-1] if len(slices) > 1 else slices)", seed=0, rule="OWN", features=Feature.SLICES),
+    Fault("a read ends when its first slices have", reads.Reads, "_poll_job", "is_posted = not job.unposted", "is_posted = True", seed=0, rule="OWN", features=Feature.SLICES),
+    Fault("malformed answers end the coroutine of claims", claims.Claims, "_run", "except KVPlanError as error:", "except KVPlanError as error:\n            if error.code == 'MESSAGE':\n                raise", seed=5, rule="CRASH", features=Feature.GARBLED_MESSAGES),
+    Fault("too few answers are taken", claims.ClaimAnswer, "of_fields", "if numbers != ", "if False and numbers != ", seed=25, rule="CRASH", features=Feature.GARBLED_MESSAGES),
+    Fault("an error of a server that parses is raised", claims.ClaimMessage, "of_fields", 'instance(Mapping, fields, "a message of claims")', "fields", seed=0, rule="CRASH", features=Feature.GARBLED_MESSAGES),
 ]  # fmt: skip
 FEATURE_ROOM_FAULTS = [
     Fault("the lease of a preempted request stands", Scheduler, "publish", "self._withdraw(self._exporter.revoke(name))", "pass", seed=4, rule="OWN", features=BURSTS | PREEMPTION),
@@ -273,4 +279,10 @@ FEATURE_ROOM_FAULTS = [
     Fault("what a step under way writes is published", Scheduler, "_publish_part", "num_tokens = request.num_computed_tokens - request.num_in_flight_tokens", "num_tokens = request.num_computed_tokens", seed=0, rule="OWN", features=ASYNC_STEPS),
     Fault("a prefix that another request computes is published", Exporter, "publish", "num_tokens <= export.num_found or ", "", seed=11, rule="OWN", features=BURSTS | ASYNC_STEPS | Feature.NEAR_PROMPTS),
     Fault("a request begins after no prefix", Scheduler, "publish", "self._exporter.begin(name, request.num_computed_tokens)", "pass", seed=11, rule="OWN", features=BURSTS | ASYNC_STEPS | Feature.NEAR_PROMPTS),
+    Fault("a digest leaves out the salt", ENGINE_STATE.EngineState, "facts_of", 'facts.append((0, f"salt {request.cache_salt}"))', "pass", seed=4, rule="OWN", features=Feature.FACTS),
+    Fault("a digest leaves out the adapter", ENGINE_STATE.EngineState, "facts_of", 'facts.append((0, f"adapter {self.adapter_of(request)}"))', "pass", seed=2, rule="OWN", features=Feature.FACTS),
+    Fault("a digest leaves out images", ENGINE_STATE.EngineState, "facts_of", "facts.append((int(place.offset), text))", "pass", seed=1, rule="OWN", features=Feature.FACTS),
+    Fault("a digest leaves out where an image is", ENGINE_STATE.EngineState, "facts_of", " at {place.offset}", "", seed=22, rule="OWN", features=Feature.FACTS),
+    Fault("a salt counts after the first token", ENGINE_STATE.EngineState, "prompt_of", "or not position", "and position", seed=2, rule="OWN", features=Feature.FACTS),
+    Fault("malformed answers of rooms end their coroutine", rooms.Rooms, "_run", "except KVPlanError as error:", "except KVPlanError as error:\n            if error.code == 'MESSAGE':\n                raise", seed=1, rule="CRASH", features=Feature.GARBLED_MESSAGES),
 ]  # fmt: skip

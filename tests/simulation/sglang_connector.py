@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import attrs
 import numpy as np
@@ -195,6 +196,7 @@ class SglangConnector:
             connections=site.connections(executor),
             claims=claims,
             system=site.host,
+            max_transfer_ids=site.max_transfer_ids,
         )
 
     def add(self, request: EngineRequest) -> None:
@@ -435,9 +437,17 @@ def _seen(request: EngineRequest) -> Any:
     """
     assert request.params is not None
     room = request.params["bootstrap_room"]
-    facts: Sequence[str] = ("lora_id", "cache_salt", "input_embeds", "token_type_ids", "positional_embed_overrides")
+    facts: Sequence[str] = ("input_embeds", "token_type_ids", "positional_embed_overrides")
+    given = {text.partition(" ")[0]: (position, text) for position, text in request.facts}
+    token_ids = request.tokens[: request.num_prompt]
+    if "image" in given:
+        # SGLang has the hash of an image in place of its tokens
+        position, text = given["image"]
+        token_ids[position : position + 1] = [crc32(text.encode())] * len(token_ids[position : position + 1])
     return SimpleNamespace(
         rid=request.name.partition("/")[0] if room // ROOM_STEP % 2 else f"of room {room}",
-        origin_input_ids=request.tokens[: request.num_prompt],
+        origin_input_ids=token_ids,
+        lora_id=given.get("adapter", (0, None))[1],
+        cache_salt=given.get("salt", (0, None))[1],
         **dict.fromkeys(facts),
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import attrs
 
@@ -77,7 +78,11 @@ VALUES = {
 }
 
 
-SCHEDULER, WORKER, DESCRIPTION, TABLES = stand_in("vllm", ("scheduler", "worker", "description", "tables"), VALUES)
+SCHEDULER, WORKER, DESCRIPTION, TABLES, ENGINE_STATE = stand_in(
+    "vllm", ("scheduler", "worker", "description", "tables", "engine_state"), VALUES
+)
+ADAPTERS = ("adapter a", "adapter b", "adapter a, changed", "adapter b, changed")
+"""The adapters of requests in fleets with facts."""
 SPEC_NAMES = {"full": "FullAttentionSpec", "window": "SlidingWindowSpec", "state": "MambaSpec"}
 """vLLM's names for the kinds of a cache group."""
 
@@ -153,9 +158,6 @@ class NamedReads(ReadParts):
 class SeenRequest:
     """A request as vLLM shows it, at any time."""
 
-    cache_salt = None
-    lora_request = None
-    mm_features = ()
     prompt_token_ids = None
     prompt_embeds = None
 
@@ -164,6 +166,16 @@ class SeenRequest:
         self.request_id = request.name
         self.kv_transfer_params = params
         self._all_token_ids = request.tokens
+        facts = {text.partition(" ")[0]: text for _, text in request.facts}
+        self.cache_salt = facts.get("salt")
+        adapter = facts.get("adapter")
+        self.lora_request = None if adapter is None else adapter_request(adapter)
+        # an image of one position
+        self.mm_features = [
+            SimpleNamespace(identifier=text, mm_position=SimpleNamespace(offset=position, length=1))
+            for position, text in request.facts
+            if text.startswith("image")
+        ]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -199,6 +211,11 @@ class SeenRequest:
         return RequestStatus.FINISHED_STOPPED if is_done else RequestStatus.FINISHED_ABORTED
 
 
+def adapter_request(name: str) -> Any:
+    """A request for an adapter, whose id is of its name."""
+    return SimpleNamespace(lora_name=name, lora_int_id=crc32(name.encode()), lora_path=name)
+
+
 def make_params(host: str, draw: random.Random) -> dict[str, Any]:
     """The parameters that a router gives to both engines: a transfer id of few, so that some are used again."""
     return {"transfer_id": f"{host} {draw.randrange(60)}", "remote_bootstrap_addr": f"http://{host}:{PORT}"}
@@ -224,6 +241,10 @@ class VllmConnector:
             host=host.name, port=PORT, key=SECRET, bootstrap_servers=("*",), early_tokens=1, prefill_timeout_s=WAITING_S
         )
         self._scheduler = SCHEDULER.Scheduler(config, cache, settings, host)
+        # their folders are read when they are loaded, which all engines have done
+        for name in ADAPTERS:
+            loaded = ENGINE_STATE.LoadedAdapter(crc32(name.encode()), name, f"content of {name}")
+            self._scheduler._state.adapter_added(loaded, is_replaced=False)
         self._managers = [
             SimpleNamespace(block_size=self._block_size, num_cached_block={}, req_to_blocks={}) for _ in kinds
         ]
@@ -238,6 +259,7 @@ class VllmConnector:
                 connections=site.connections(executor),
                 claims=worker._claims,
                 system=host,
+                max_transfer_ids=site.max_transfer_ids,
             )
             worker._reads = NamedReads(reads)
         self._promises = Promises(host)

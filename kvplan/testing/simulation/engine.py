@@ -17,8 +17,9 @@ import attrs
 
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
-from kvplan.protocol import Connections, fetch
+from kvplan.protocol import Connections, fetch, prompt_digest
 from kvplan.protocol.digest_requests import fetch_digests
+from kvplan.protocol.read import MAX_TRANSFER_IDS
 from kvplan.testing.simulation.catalog import NULL_BLOCK, GroupShape
 from kvplan.testing.simulation.fabric import Fabric, Port, VirtualCopier, VirtualExecutor
 from kvplan.testing.simulation.features import Feature
@@ -31,6 +32,9 @@ TOKENS_PER_STEP: Final = 16
 STEP_S: Final = 0.004
 """Seconds from one step of an engine that computes to the next."""
 
+
+SLICE_IDS: Final = 5
+"""Descriptor ids of a transfer where reads are cut into slices."""
 
 Tables = dict[str, list[int]]
 """The blocks of a request by cache group, in the order of its positions."""
@@ -59,13 +63,14 @@ class EngineRequest:
 
     The first ``num_prompt`` of the ``tokens`` are the prompt. With ``is_for_another``, another
     engine goes on with it. ``params`` are those of a request that is computed elsewhere, or those
-    that both engines get. ``tell`` is called with the parameters for the next engine, if there are
-    any, and the error. ``blocks`` has a table for each group of the cache, with the null block
-    where the request needs none any more. Of the blocks of a group that ``num_partial`` counts,
-    some were read in part: nobody finds them in the prefix cache. With ``reads_windows`` the
-    request reads all that it needs of windows and states: of the prefix cache it gets positions
-    before them. The last ``num_in_flight`` of the ``num_computed`` positions are those that steps
-    under way compute.
+    that both engines get. ``facts`` are what decides the cache beside the tokens, each from a
+    position on: a salt, an adapter, images. ``tell`` is called with the parameters for the next
+    engine, if there are any, and the error. ``blocks`` has a table for each group of the cache,
+    with the null block where the request needs none any more. Of the blocks of a group that
+    ``num_partial`` counts, some were read in part: nobody finds them in the prefix cache. With
+    ``reads_windows`` the request reads all that it needs of windows and states: of the prefix cache
+    it gets positions before them. The last ``num_in_flight`` of the ``num_computed`` positions are
+    those that steps under way compute.
     """
 
     name: str
@@ -73,6 +78,7 @@ class EngineRequest:
     num_answer: int
     tell: Callable[[Mapping[str, Any] | None, KVPlanError | None], None]
     params: Mapping[str, Any] | None = None
+    facts: tuple[tuple[int, str], ...] = ()
     is_for_another: bool = False
     reads_windows: bool = False
     num_prompt: int = attrs.field(init=False)
@@ -90,10 +96,15 @@ class EngineRequest:
         self.num_prompt = len(self.tokens)
         # the answer is known from the beginning: labels are made once
         answer = [(7 * self.tokens[-1] + number) % 50_000 for number in range(self.num_answer)]
-        self.labels = prefix_labels([*self.tokens, *answer])
+        self.labels = prefix_labels([*self.tokens, *answer], self.facts)
         self._answer = answer
 
     _answer: list[int] = attrs.field(init=False)
+
+    def digest(self, num_tokens: int) -> str:
+        """Digest the first tokens, and the facts that decide their cache too."""
+        facts = [fact for position, fact in self.facts if position < num_tokens]
+        return prompt_digest(self.tokens[:num_tokens], facts)
 
     @property
     def is_complete(self) -> bool:
@@ -177,7 +188,8 @@ class Site:
     """What a connector gets of its engine: the host, and its workers with what belongs to each.
 
     The ``groups`` are those of the cache, in each worker. The ``copiers`` are for a region of each
-    worker, the one that is called ``staging``.
+    worker, the one that is called ``staging``. Reads are cut into transfers of at most
+    ``max_transfer_ids``.
     """
 
     host: Host
@@ -187,6 +199,7 @@ class Site:
     copiers: Sequence[VirtualCopier]
     offers: Sequence[bytes]
     fabric: Fabric
+    max_transfer_ids: int = MAX_TRANSFER_IDS
 
     def connections(self, executor: VirtualExecutor) -> Connections:
         """Return how workers of other engines become known to an executor of this one."""
@@ -318,8 +331,9 @@ class Engine:
         copiers = [VirtualCopier(fabric, port) for port in ports]
         offers = [fabric.register(port) for port in ports]
         self._executors = executors
+        max_ids = SLICE_IDS if Feature.SLICES in features else MAX_TRANSFER_IDS
         self.connector = make_connector(
-            Site(host, workers, groups, executors, copiers, offers, fabric)
+            Site(host, workers, groups, executors, copiers, offers, fabric, max_ids)
         )
         self._interval_s = 0.0
         self._is_stepping = False

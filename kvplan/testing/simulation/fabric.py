@@ -38,6 +38,9 @@ from kvplan.testing.simulation.network import Host
 TOKEN_CHARACTERS: Final = 16
 """The length of the token that an offer begins with: of one start of an engine."""
 
+POST_S: Final = 0.011
+"""Seconds that it takes to post a transfer where reads are cut into slices."""
+
 GONE_S: Final = 4.0
 """Seconds after which a transfer notices that its source is gone, or cannot be reached."""
 
@@ -108,6 +111,7 @@ class Fabric:
         features: Feature = NO_FEATURES,
     ) -> None:
         self.catalog = catalog
+        self.post_s = POST_S if Feature.SLICES in features else 0.0
         self.shows_held = Feature.HELD_TRANSFERS in features
         self.random = random.Random(f"{seed} fabric")
         self.troubles = troubles
@@ -212,6 +216,7 @@ class VirtualExecutor:
     def start(self, spec: ReadSpec, request: str) -> Transfer:
         """Start to move the bytes of a spec, part by part."""
         transfer = Transfer(spec, request)
+        self.port.host.spend(self.fabric.post_s)
         # workers that exchange nothing need no connection
         if not len(spec.local_table.rows):
             transfer.status = Status.DONE

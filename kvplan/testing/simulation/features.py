@@ -18,7 +18,7 @@ class Feature(enum.Flag):
     """What engines, clients and transfers of a fleet do beside the usual.
 
     >>> Feature.of(4)
-    <Feature.BURSTS|PREEMPTION|NEAR_PROMPTS: 11>
+    <Feature.PREEMPTION|ASYNC_STEPS|NEAR_PROMPTS: 14>
     """
 
     BURSTS = enum.auto()
@@ -38,11 +38,26 @@ class Feature(enum.Flag):
     HELD_TRANSFERS = enum.auto()
     """A transfer that has failed shows its error while its bytes may still land."""
 
+    FACTS = enum.auto()
+    """Requests have salts, adapters and images, also wrong ones, which decide their cache too."""
+
+    SLICES = enum.auto()
+    """Reads are cut into small transfers, of which a step of the engine posts two."""
+
+    GARBLED_MESSAGES = enum.auto()
+    """Servers get malformed copies of what engines send, and some answers come malformed."""
+
+    LOST_ENGINES = enum.auto()
+    """There are at least two prefill and two decode engines, and one of each dies for good."""
+
+    RESTARTS = enum.auto()
+    """Engines die while they are used, and start again at once, under their names."""
+
     @classmethod
     def of(cls, seed: int) -> Feature:
-        """Draw the features of a seed: each with a chance of two in five."""
+        """Draw the features of a seed: each with a chance of a third."""
         draw = random.Random(f"{seed} features")
-        return reduce(or_, [feature for feature in cls if draw.random() < 0.4], cls(0))
+        return reduce(or_, [feature for feature in cls if draw.random() < 1 / 3], cls(0))
 
 
 NO_FEATURES: Final = Feature(0)

@@ -191,7 +191,7 @@ class Fleet:
         incidents = scenario.incidents
         disturbances = tuple(item for item in incidents if isinstance(item, Disturbance))
         troubles = tuple(item for item in incidents if isinstance(item, Trouble))
-        self._network = Network(self.loop, scenario.seed, disturbances)
+        self._network = Network(self.loop, scenario.seed, disturbances, scenario.features)
         self._fabric = Fabric(scenario.seed, troubles, catalog, scenario.features)
         self._workers = {
             member.name: catalog.workers(member.name, member.shape) for member in scenario.members
@@ -375,7 +375,7 @@ class Fleet:
             elif error is not None:
                 finish(error)
 
-        request = self._request(arrival.name, arrival.tokens, 1, computed)
+        request = self._request(arrival.name, arrival.tokens, 1, computed, arrival.facts)
         request.params = params
         request.is_for_another = True
         self._submit(self._engines[prefill], request, patience_s)
@@ -417,7 +417,8 @@ class Fleet:
             finish(error)
 
         tokens = visit.tokens or arrival.tokens
-        request = self._request(name, tokens, arrival.num_answer, ended)
+        facts = arrival.facts if visit.facts is None else visit.facts
+        request = self._request(name, tokens, arrival.num_answer, ended, facts)
         request.params = params
         self._submit(self._engine_of(visit.engine), request, visit.patience_s)
 
@@ -435,6 +436,7 @@ class Fleet:
         tokens: tuple[int, ...],
         num_answer: int,
         tell: Callable[[Mapping[str, Any] | None, KVPlanError | None], None],
+        facts: tuple[tuple[int, str], ...] = (),
     ) -> EngineRequest:
         """Return a request that tells its end, and is open until then."""
 
@@ -444,7 +446,7 @@ class Fleet:
             tell(answer, error)
 
         self._open[name] = self.loop.now + self._end_s
-        return EngineRequest(name, [*tokens], num_answer, tell=ended)
+        return EngineRequest(name, [*tokens], num_answer, tell=ended, facts=facts)
 
     def _submit(self, engine: Engine, request: EngineRequest, patience_s: float | None) -> None:
         """Send a request to an engine."""

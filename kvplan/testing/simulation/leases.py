@@ -11,7 +11,7 @@ from typing import Any, Final
 from kvplan.describe import Blocks
 from kvplan.describe.blocks import Request
 from kvplan.errors import KVPlanError
-from kvplan.protocol import Claims, Leases, Listener, Reads, prompt_digest, send_claims
+from kvplan.protocol import Claims, Leases, Listener, Reads, send_claims
 from kvplan.protocol.exporter import Exporter
 from kvplan.protocol.groups import CacheGroup
 from kvplan.protocol.importer import Importer
@@ -62,10 +62,11 @@ class Promises:
             return
         message = json.loads(sent)
         stand = json.loads(answer)
-        for (lease, reader), stands in zip(message["claims"], stand["claims"], strict=True):
+        # one that somebody has garbled may lack something
+        for (lease, reader), stands in zip(message.get("claims", ()), stand["claims"], strict=True):
             if stands and lease in self._ends:
                 self._ends[lease][reader] = self._host.monotonic() + LEASE_S
-        for (lease, reader), stands in zip(message["done"], stand["done"], strict=True):
+        for (lease, reader), stands in zip(message.get("done", ()), stand["done"], strict=True):
             if stands and lease in self._ends:
                 self._ends[lease].pop(reader, None)
                 self._ends[lease].pop("", None)
@@ -114,6 +115,7 @@ class LeaseConnector:
                     pipeline=Pipeline(executor, STAGING, copier) if is_staged else None,
                     digest=None if digest is None else partial(digest, executor),
                     system=host,
+                    max_transfer_ids=site.max_transfer_ids,
                 )
             )
             for worker, executor, copier in zip(
@@ -135,9 +137,7 @@ class LeaseConnector:
         if request.is_for_another and is_passing:
             request.stop_short()
         if request.params is not None:
-            self._importer.claim(
-                request.name, request.params, lambda number: prompt_digest(request.tokens[:number])
-            )
+            self._importer.claim(request.name, request.params, request.digest)
 
     def count_readable(self, request: EngineRequest, num_cached: int) -> int | None:
         """Return the positions that are computed and not cached, but the last of the prompt."""
@@ -212,7 +212,7 @@ class LeaseConnector:
             request.name,
             request.num_computed,
             self._tables(request),
-            lambda number: prompt_digest(request.tokens[:number]),
+            request.digest,
         )
         assert handoff is not None
         self._promises.grant(handoff.lease, request.name)

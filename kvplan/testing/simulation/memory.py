@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
+from zlib import crc32
 
 import attrs
 import numpy as np
@@ -30,12 +31,18 @@ TENSOR_BITS: Final = 14
 """The bits of a number that are of one tensor."""
 
 
-def prefix_labels(tokens: Sequence[int], salt: int = 0) -> CellLabels:
-    """Return for each position the label of its first byte, of all tokens up to it."""
+def prefix_labels(tokens: Sequence[int], facts: Sequence[tuple[int, str]] = ()) -> CellLabels:
+    """Return for each position the label of its first byte, of all tokens and facts up to it.
+
+    Each fact is that of a position.
+    """
     labels = []
-    state = 0x9E3779B97F4A7C15 + salt
+    state = 0x9E3779B97F4A7C15
     # a hash of all tokens so far, of which the high bits are the label
-    for token in tokens:
+    for position, token in enumerate(tokens):
+        for at, fact in facts:
+            if at == position:
+                state ^= crc32(fact.encode()) << 20
         state = (state ^ token + 1) * 0xD6E8FEB86659FD93 & (1 << 64) - 1
         state ^= state >> 32
         labels.append(state >> NUMBER_BITS << NUMBER_BITS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -12,11 +13,43 @@ import attrs
 
 from kvplan.errors import KVPlanError
 from kvplan.protocol.system import Route, Signal, System
+from kvplan.testing.simulation.features import NO_FEATURES, Feature
 from kvplan.testing.simulation.tasks import FOREVER, Task, TaskLoop
 
 T = TypeVar("T")
 
 HEAL: Final = "heal"
+
+MALFORMED: Final[tuple[Any, ...]] = (
+    *(None, True, -1, 1 << 70, 0.5, "", "x" * 300, "\ud800"),
+    *([], {}, [[]], [[1, 2]], [["x"]], {"x": 1}),
+)
+"""Values that stand for others in a malformed message."""
+
+
+def garbled(message: bytes, draw: random.Random) -> bytes:
+    """Return a malformed copy of a message in JSON: cut, of other bytes, or with another value."""
+    kind = draw.randrange(4)
+    if kind == 0:
+        return message[: draw.randrange(len(message))]
+    if kind == 1:
+        return draw.choice((b"", b"null", b"[" * 5000, b"{}", b"[]", b"\xff" + message))
+    value = json.loads(message)
+    if not isinstance(value, dict) or not value:
+        return b"{}"
+    # down to some part of it
+    place, key = value, draw.choice(sorted(value))
+    while isinstance(place[key], dict) and place[key] and draw.random() < 0.7:
+        place = place[key]
+        key = draw.choice(sorted(place))
+    item = place[key]
+    if isinstance(item, list) and item and draw.random() < 0.7:
+        # one too few, or another value in place of one
+        others = draw.choice(([], [draw.choice(MALFORMED)]))
+        place[key] = [*item[:-1], *others]
+    else:
+        place[key] = draw.choice(MALFORMED)
+    return json.dumps(value).encode()
 
 
 @attrs.frozen
@@ -24,7 +57,8 @@ class Disturbance:
     """What the links from one host to another suffer between two times.
 
     A message is lost with the probability ``loss``, comes twice with ``duplication``, is answered
-    by a reset with ``reset``, and is late by up to ``delay_s``. Names of hosts may be ``*``.
+    by a reset with ``reset``, and is late by up to ``delay_s``. An answer in JSON is malformed with
+    ``garbling``. Names of hosts may be ``*``.
     """
 
     begins_at: float
@@ -35,6 +69,7 @@ class Disturbance:
     duplication: float = 0.0
     reset: float = 0.0
     delay_s: float = 0.0
+    garbling: float = 0.0
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -53,8 +88,16 @@ class Disturbance:
 class Network:
     """The links between all hosts, and the servers that listen."""
 
-    def __init__(self, loop: TaskLoop, seed: int, disturbances: tuple[Disturbance, ...]) -> None:
+    def __init__(
+        self,
+        loop: TaskLoop,
+        seed: int,
+        disturbances: tuple[Disturbance, ...],
+        features: Feature = NO_FEATURES,
+    ) -> None:
         self.loop = loop
+        self._has_strays = Feature.GARBLED_MESSAGES in features
+        self._stray_random = random.Random(f"{seed} strays")
         self.disturbances = disturbances
         self._random = random.Random(f"{seed} network")
         self.servers: dict[str, VirtualServer] = {}
@@ -79,6 +122,33 @@ class Network:
         now = self.loop.now
         present = [item for item in self.disturbances if item.concerns(source, target, now)]
         return any(self._random.random() < item.reset for item in present)
+
+    def send_stray(self, address: str, path: str, sent: bytes) -> None:
+        """Send a malformed copy of a message, sometimes, whose answer nobody takes."""
+        draw = self._stray_random
+        if not self._has_strays or draw.random() > 0.3:
+            return
+        # what changes something belongs to who has signed it: a reader that is done, an entry
+        if not path.startswith(("/claims", "/ask", "/digests")) or b'"done": [[' in sent:
+            return
+        message = garbled(sent, draw)
+
+        def deliver() -> None:
+            server = self.servers.get(address)
+            if server is not None:
+                server.answer(path, message, lambda _: None)
+
+        self.loop.at(self.loop.now + 0.01 * draw.random(), deliver)
+
+    def garble(self, source: str, target: str, answer: bytes) -> bytes:
+        """Return an answer as it comes to the host that has asked."""
+        now = self.loop.now
+        draw = self._stray_random
+        for item in self.disturbances:
+            is_garbling = item.garbling and item.concerns(source, target, now)
+            if is_garbling and answer[:1] == b"{" and draw.random() < item.garbling:
+                return garbled(answer, draw)
+        return answer
 
     def is_cut(self, source: str, target: str) -> bool:
         """Return whether nothing comes from one host to another now."""
@@ -183,7 +253,9 @@ class Host(System):
     offset_s: float = 0.0
     witnesses: list[Callable[[str, bytes, bytes], None]] = attrs.field(factory=list)
     check: Callable[[str], object] = lambda _: None
-    _state: dict[str, float] = attrs.field(factory=lambda: {"dead": 0.0, "frozen_until": 0.0})
+    _state: dict[str, float] = attrs.field(
+        factory=lambda: {"dead": 0.0, "frozen_until": 0.0, "spent": 0.0}
+    )
 
     @property
     def loop(self) -> TaskLoop:
@@ -213,8 +285,12 @@ class Host(System):
                 server.close()
         self.loop.kill(self)
 
+    def spend(self, duration_s: float) -> None:
+        """Let this host's clock go on, as if something had taken so long."""
+        self._state["spent"] += duration_s
+
     def monotonic(self) -> float:
-        return self.offset_s + self.rate * self.loop.now
+        return self.offset_s + self.rate * self.loop.now + self._state["spent"]
 
     async def wait(self, duration_s: float) -> bool:
         """Wait in a task, for a time of this host's clock. Return whether the task was woken."""
@@ -283,6 +359,8 @@ class Host(System):
         self.network.send(
             self.name, target, partial(self._arrive, exchange, target, address, path, sent)
         )
+        if sent is not None:
+            self.network.send_stray(address, path, sent)
         # the time of this host's clock
         deadline = self.loop.now + timeout_s / self.rate
         # a task may be woken before its answer has come
@@ -314,6 +392,8 @@ class Host(System):
             server.answer(path, sent, partial(self._reply, exchange, target))
 
     def _reply(self, exchange: _Exchange, target: str, answer: tuple[int, bytes]) -> None:
+        status, content = answer
+        answer = status, self.network.garble(target, self.name, content)
         self.network.send(target, self.name, partial(self._take, exchange, answer))
 
     def _take(self, exchange: _Exchange, answer: tuple[int, bytes] | None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from types import MappingProxyType
 from typing import Final
 
 import attrs
@@ -51,13 +53,14 @@ class Visit:
     """A computed request at an engine that reads it, ``delay_s`` after prefill has answered.
 
     Its client aborts it ``patience_s`` after that. A proxy may take it for a request of other
-    ``tokens``.
+    ``tokens``, or of other ``facts``.
     """
 
     engine: str
     delay_s: float = 0.01
     patience_s: float | None = None
     tokens: tuple[int, ...] | None = None
+    facts: tuple[tuple[int, str], ...] | None = None
 
 
 @attrs.frozen
@@ -74,6 +77,7 @@ class Arrival:
     prefill: str
     visits: tuple[Visit, ...]
     patience_s: float | None = None
+    facts: tuple[tuple[int, str], ...] = ()
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -89,7 +93,8 @@ class Arrival:
         if len(self.visits) != 1 or self.patience_s is not None:
             return False
         (visit,) = self.visits
-        return visit.delay_s <= 1 and visit.patience_s is None and visit.tokens is None
+        is_same = visit.tokens is None and visit.facts is None
+        return visit.delay_s <= 1 and visit.patience_s is None and is_same
 
 
 @attrs.frozen
@@ -198,21 +203,24 @@ def _begin_of(incident: Incident) -> float:
 
 
 def _with_features(scenario: Scenario, features: Feature) -> Scenario:
-    """Change the requests of a scenario as its features say."""
-    incidents = list(scenario.incidents)
-    for feature, change in ((Feature.BURSTS, _in_bursts), (Feature.NEAR_PROMPTS, _near)):
+    """Change the requests of a scenario as its features say, and add what goes wrong."""
+    for feature, change in _CHANGES.items():
         if feature in features:
-            draw = random.Random(f"{scenario.seed} {feature.name}")
-            arrivals = [item for item in incidents if isinstance(item, Arrival)]
-            others = [item for item in incidents if not isinstance(item, Arrival)]
-            incidents = [*change(arrivals, draw), *others]
-    if Feature.HELD_TRANSFERS in features:
-        draw = random.Random(f"{scenario.seed} {Feature.HELD_TRANSFERS.name}")
-        begins_at = HEALED_S / 2 * draw.random()
-        incidents.append(
-            Trouble(begins_at, begins_at + 20.0, "*", chance=0.5, delay_s=20.0, breaks=True)
-        )
-    return attrs.evolve(scenario, incidents=tuple(incidents), features=features)
+            scenario = change(scenario, random.Random(f"{scenario.seed} {feature.name}"))
+    return attrs.evolve(scenario, features=features)
+
+
+def _arrivals(
+    change: Callable[[list[Arrival], random.Random], list[Arrival]],
+) -> Callable[[Scenario, random.Random], Scenario]:
+    """Return what changes the requests of a scenario."""
+
+    def change_all(scenario: Scenario, draw: random.Random) -> Scenario:
+        arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
+        others = [item for item in scenario.incidents if not isinstance(item, Arrival)]
+        return attrs.evolve(scenario, incidents=(*change(arrivals, draw), *others))
+
+    return change_all
 
 
 def _in_bursts(arrivals: list[Arrival], draw: random.Random) -> list[Arrival]:
@@ -252,6 +260,98 @@ def _with_another_token(tokens: tuple[int, ...], draw: random.Random) -> tuple[i
         return (tokens[0], *(draw.randrange(VOCABULARY) for _ in tokens[1:]))
     index = draw.choice((0, len(tokens) - 1, draw.randrange(len(tokens))))
     return (*tokens[:index], (tokens[index] + 1) % VOCABULARY, *tokens[index + 1 :])
+
+
+def _with_facts(arrivals: list[Arrival], draw: random.Random) -> list[Arrival]:
+    """Give requests a few facts, and take some for requests that lack one, or have another one."""
+    changed = []
+    for arrival in arrivals:
+        facts = _facts(len(arrival.tokens), draw)
+        visits = []
+        for visit in arrival.visits:
+            if draw.random() < 0.3:
+                others = _facts(len(arrival.tokens), draw)
+                # mostly one is missing or different
+                if facts and draw.random() < 0.7:
+                    index = draw.randrange(len(facts))
+                    at, fact = facts[index]
+                    moved = at + 1 if fact.startswith("image") else at
+                    changes = draw.choice(((), ((at, f"{fact}, changed"),), ((moved, fact),)))
+                    others = (*facts[:index], *changes, *facts[index + 1 :])
+                visit = attrs.evolve(visit, facts=others)
+            visits.append(visit)
+        changed.append(attrs.evolve(arrival, facts=facts, visits=tuple(visits)))
+    return changed
+
+
+def _facts(num_tokens: int, draw: random.Random) -> tuple[tuple[int, str], ...]:
+    facts = [(0, f"{kind} {draw.choice('ab')}") for kind in ("salt", "adapter")]
+    facts.append((draw.randrange(num_tokens), f"image {draw.choice('ab')}"))
+    return tuple(fact for fact in facts if draw.random() < 0.5)
+
+
+def _with_broken_transfers(scenario: Scenario, draw: random.Random) -> Scenario:
+    begins_at = HEALED_S / 2 * draw.random()
+    ends_at = begins_at + 20.0
+    trouble = Trouble(begins_at, ends_at, "*", chance=0.5, delay_s=20.0, breaks=True)
+    return attrs.evolve(scenario, incidents=(*scenario.incidents, trouble))
+
+
+def _with_garbled_answers(scenario: Scenario, draw: random.Random) -> Scenario:
+    begins_at = HEALED_S / 2 * draw.random()
+    garbling = Disturbance(begins_at, begins_at + 10.0, "*", "*", garbling=0.3)
+    return attrs.evolve(scenario, incidents=(*scenario.incidents, garbling))
+
+
+def _with_lost_engines(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Add engines up to two of each, let requests come to all, and let one of each die."""
+    members = [*scenario.members]
+    deaths = []
+    names = dict[str, list[str]]()
+    for role in ("prefill", "decode"):
+        ours = [member for member in members if member.name.startswith(role)]
+        if len(ours) == 1:
+            twin = attrs.evolve(ours[0], name=f"{role}-1")
+            members.append(twin)
+            ours.append(twin)
+        names[role] = [member.name for member in ours]
+        deaths.append(Death(HEALED_S / 2 * draw.random(), draw.choice(names[role]), None))
+    incidents = list[Incident]()
+    for incident in scenario.incidents:
+        if isinstance(incident, Arrival):
+            visits = [
+                attrs.evolve(visit, engine=draw.choice(names["decode"]))
+                for visit in incident.visits
+            ]
+            prefill = draw.choice(names["prefill"])
+            incidents.append(attrs.evolve(incident, prefill=prefill, visits=tuple(visits)))
+        else:
+            incidents.append(incident)
+    return attrs.evolve(scenario, members=tuple(members), incidents=(*incidents, *deaths))
+
+
+def _with_restarts(scenario: Scenario, draw: random.Random) -> Scenario:
+    arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
+    deaths = []
+    for _ in range(3 if arrivals else 0):
+        arrival = draw.choice(arrivals)
+        at = arrival.at + draw.choice((0.01, 0.05, 0.2)) * draw.random()
+        if at < HEALED_S - 1:
+            deaths.append(Death(at, draw.choice(arrival.engines), at + 0.05 * draw.random()))
+    return attrs.evolve(scenario, incidents=(*scenario.incidents, *deaths))
+
+
+_CHANGES: Final = MappingProxyType(
+    {
+        Feature.LOST_ENGINES: _with_lost_engines,
+        Feature.BURSTS: _arrivals(_in_bursts),
+        Feature.NEAR_PROMPTS: _arrivals(_near),
+        Feature.FACTS: _arrivals(_with_facts),
+        Feature.HELD_TRANSFERS: _with_broken_transfers,
+        Feature.GARBLED_MESSAGES: _with_garbled_answers,
+        Feature.RESTARTS: _with_restarts,
+    }
+)
 
 
 class _Draw:
