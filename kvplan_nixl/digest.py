@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any, Final
 
@@ -14,7 +16,18 @@ import attrs
 import numpy as np
 import torch
 
-from kvplan import Axis, Blocks, Context, KVPlanError, Region, View, Worker
+from kvplan import (
+    Axis,
+    Blocks,
+    Context,
+    Group,
+    KVPlanError,
+    Region,
+    View,
+    Worker,
+    region_of,
+    view_of,
+)
 from kvplan.describe import TOKEN, Tokens
 from kvplan.protocol.digest import (
     DIVIDED,
@@ -30,7 +43,9 @@ from kvplan.protocol.digest import (
     to_json,
 )
 from kvplan.support import Ints, instance, members
-from kvplan_nixl.rearrange import Memory, MemoryPlace
+from kvplan_nixl.digest_kernel import DigestKernel, ViewWork, WordTable
+from kvplan_nixl.kernel import has_triton
+from kvplan_nixl.rearrange import Memory, MemoryPlace, memories_of
 
 __all__ = ["cache_digests"]
 
@@ -57,8 +72,10 @@ def cache_digests(
     the axes that workers of either engine divide. Readers that spread positions over workers
     compare their digests together, or a source makes some for each of their contexts: ``within``.
 
-    All work is queued on torch's present stream before the first wait for it. Temporary memory is
-    twice :data:`CHUNK_BYTES`, or nine times one block if that is more.
+    All work is queued on torch's present stream before the first wait for it. On a GPU with Triton
+    it is one launch of :mod:`kvplan_nixl.digest_kernel` for each width of words. Otherwise torch
+    adds up, with temporary memory of twice :data:`CHUNK_BYTES`, or nine times one block if that is
+    more.
 
     Raises what ``bind`` does for its arguments, ``MEMORY`` for a region in none of the memories.
 
@@ -88,9 +105,8 @@ def cache_digests(
     positions = positions_by_group(worker, blocks, tokens, context)
     regions = {region.name: region for region in worker.regions}
     divided_names = members(str, divided, "divided axes")
-    arrays = DeviceArrays()
     words_of_geometry: dict[tuple[int, int], ViewWords] = {}
-    sums: dict[tuple[str, str], list[ViewSum]] = {}
+    views: list[PlacedView] = []
     for view, geometry_number in zip(worker.views, worker.geometry_of, strict=True):
         if view.group not in blocks:
             continue
@@ -100,9 +116,11 @@ def cache_digests(
         key = (geometry_number, word_bytes)
         if key not in words_of_geometry:
             words_of_geometry[key] = ViewWords.of(view, divided_names, word_bytes)
-        words = words_of_geometry[key]
-        values = words.digests(place, positions[view.group], arrays)
-        sums.setdefault((view.name, view.group), []).append(ViewSum(words, values))
+        views.append(PlacedView(view, words_of_geometry[key], place, positions[view.group]))
+    sums: dict[tuple[str, str], list[ViewSum]] = {}
+    for placed, values in zip(views, _sums(views), strict=True):
+        of_tensor = sums.setdefault((placed.view.name, placed.view.group), [])
+        of_tensor.append(ViewSum(placed.words, values))
     return to_json(_tensors(sums, positions))
 
 
@@ -229,6 +247,11 @@ class ViewWords:
             coverage=coverage,
         )
 
+    @cached_property
+    def table(self) -> WordTable:
+        """The words of a block as the kernel takes them."""
+        return WordTable.of(self.extents, self.strides_bytes, self.weights, self.slots, self.parts)
+
     def digests(
         self, place: MemoryPlace, positions: BlockPositions, arrays: DeviceArrays
     ) -> torch.Tensor:
@@ -261,6 +284,78 @@ class ViewWords:
             products *= slot_keys.view(-1, *slots.shape)
             sums += products.sum([0, *without_parts], keepdim=True)[0]
         return sums
+
+
+@attrs.frozen(eq=False)
+class PlacedView:
+    """A view, its words, where it is in memory, and the blocks of a request in it."""
+
+    view: View
+    words: ViewWords
+    place: MemoryPlace
+    positions: BlockPositions
+
+
+def _sums(views: Sequence[PlacedView]) -> list[torch.Tensor]:
+    """Return the sums of each view, in the shape of its parts."""
+    if not views:
+        return []
+    (device,) = {view.place.memory.words(1).device for view in views}
+    kernel = kernel_on(device)
+    return _sums_by_torch(views) if kernel is None else _sums_by(kernel, views)
+
+
+def _sums_by_torch(views: Sequence[PlacedView]) -> list[torch.Tensor]:
+    arrays = DeviceArrays()
+    return [view.words.digests(view.place, view.positions, arrays) for view in views]
+
+
+def _sums_by(kernel: DigestKernel, views: Sequence[PlacedView]) -> list[torch.Tensor]:
+    work = []
+    for view in views:
+        words = view.words
+        address = view.place.memory.address + view.place.offset_bytes
+        stride = words.block_stride_bytes
+        num_parts = words.parts.size
+        work.append(
+            ViewWork(words.table, words.word_bytes, address, stride, view.positions, num_parts)
+        )
+    shapes = [view.words.parts.shape for view in views]
+    return [sums.view(shape) for sums, shape in zip(kernel.sums(work), shapes, strict=True)]
+
+
+@cache
+def kernel_on(device: torch.device) -> DigestKernel | None:
+    """Return the kernel of a device, and None where torch adds up.
+
+    It does so on CPUs, without Triton, and where the kernel's sums of a trial are not torch's.
+    """
+    if not (has_triton and device.type == "cuda"):
+        return None
+    kernel = DigestKernel(device)
+    try:
+        is_right = try_out(kernel, device)
+    except Exception as error:  # of Triton's compiler, or of CUDA
+        logging.getLogger(__name__).warning("digests are computed by torch: %s", error)
+        return None
+    if not is_right:
+        logging.getLogger(__name__).warning("digests are computed by torch: the kernel's differ")
+    return kernel if is_right else None
+
+
+def try_out(kernel: DigestKernel, device: torch.device | str) -> bool:
+    """Return whether the sums of a few blocks are those of torch."""
+    cells = (torch.arange(2048) ** 2 // 7).to(torch.uint8).to(device).view(8, 4, 4, 16)
+    group = Group("trial", 4)
+    region = region_of(cells)
+    view = view_of(cells, "block token head dim", name="a", group=group.name, region=region)
+    (memory,) = memories_of([cells])
+    positions = BlockPositions.of(group, Blocks([5, 0, 3]), (1, 11), Context())
+    place = MemoryPlace(memory, memory.offset_of(region))
+    words = [ViewWords.of(view, DIVIDED, word_bytes) for word_bytes in (8, 1)]
+    views = [PlacedView(view, each, place, positions) for each in words]
+    pairs = zip(_sums_by_torch(views), _sums_by(kernel, views), strict=True)
+    return all(torch.equal(by_torch, by_kernel) for by_torch, by_kernel in pairs)
 
 
 class DeviceArrays:
