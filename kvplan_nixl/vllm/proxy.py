@@ -247,9 +247,14 @@ class Proxy:
         async with ClientSession(connector=connector, timeout=timeout) as self._session:
             yield
 
+    @property
+    def alone(self) -> Engines:
+        """The engines that compute what decode would not read, from beginning to end."""
+        return self.decode
+
     async def models(self, request: web.Request) -> web.StreamResponse:
         """Say what decode serves."""
-        return await self._forward(request)
+        return await self._forward(request, self.decode)
 
     async def health(self, _: web.Request) -> web.StreamResponse:
         """Say that an engine of each kind is well."""
@@ -298,7 +303,7 @@ class Proxy:
         """Answer a request, of which there is a part for each prompt."""
         is_streamed_list = len(parts) > 1 and body.get("stream")
         if is_streamed_list or any(body.get(key) for key in FOR_DECODE_ALONE):
-            return await self._forward(request, json=body)
+            return await self._forward(request, self.alone, json=body)
         answer_one = partial(self._answer_at_once if self.listeners else self._answer, request)
         if len(parts) == 1:
             response: web.StreamResponse = await answer_one(
@@ -350,7 +355,7 @@ class Proxy:
         self, request: web.Request, body: Body, engines: Engines, headers: Mapping[str, str] = {}
     ) -> Any:
         """Let prefill compute a prompt, and return its handoff, None if it keeps no cache."""
-        headers = {**headers, **_credentials(request)}
+        headers = {**headers, **credentials_of(request)}
         async with engines.ask(
             self._session, "POST", request.path, json=body, headers=headers
         ) as response:
@@ -363,18 +368,20 @@ class Proxy:
     async def _complete(self, request: web.Request, body: Body) -> Body:
         """Return decode's whole answer to a request."""
         async with self.decode.ask(
-            self._session, "POST", request.path, json=body, headers=_credentials(request)
+            self._session, "POST", request.path, json=body, headers=credentials_of(request)
         ) as response:
             answer: Body = await response.json()
         return answer
 
     async def _forward_body(self, request: web.Request, body: Body) -> web.StreamResponse:
-        return await self._forward(request, json=body)
+        return await self._forward(request, self.decode, json=body)
 
-    async def _forward(self, request: web.Request, **options: Any) -> web.StreamResponse:
-        """Send decode's answer to the client as it comes, in one piece or as a stream."""
-        async with self.decode.ask(
-            self._session, request.method, request.path, headers=_credentials(request), **options
+    async def _forward(
+        self, request: web.Request, engines: Engines, **options: Any
+    ) -> web.StreamResponse:
+        """Send an engine's answer to the client as it comes, in one piece or as a stream."""
+        async with engines.ask(
+            self._session, request.method, request.path, headers=credentials_of(request), **options
         ) as answer:
             # nothing is sent before something has come: until then another engine may answer
             response = web.StreamResponse(headers={"Content-Type": answer.headers["Content-Type"]})
@@ -472,10 +479,21 @@ async def close_idle(server: web.Server, busy: set[Any]) -> None:
                 connection.force_close()
 
 
+def bad_gateway(text: str) -> EngineError:
+    """Return the error for an engine that has not answered as it should."""
+    return EngineError(
+        HTTPStatus.BAD_GATEWAY, json.dumps(_error_body(HTTPStatus.BAD_GATEWAY, text))
+    )
+
+
 def _error(status: HTTPStatus, text: str) -> web.Response:
+    return web.json_response(_error_body(status, text), status=status)
+
+
+def _error_body(status: HTTPStatus, text: str) -> Body:
     """Return an error as OpenAI's and vLLM's servers write one: clients read ``error.message``."""
     error = {"message": text, "type": _type_of(status), "param": None, "code": status.value}
-    return web.json_response({"error": error}, status=status)
+    return {"error": error}
 
 
 def _type_of(status: HTTPStatus) -> str:
@@ -491,7 +509,7 @@ def _too_large() -> web.Response:
     return _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected at most {MAX_BODY_BYTES} bytes")
 
 
-def _credentials(request: web.Request) -> dict[str, str]:
+def credentials_of(request: web.Request) -> dict[str, str]:
     """Return the client's key, which engines want if they were started with one."""
     key = request.headers.get("Authorization")
     return {} if key is None else {"Authorization": key}
@@ -519,7 +537,7 @@ def _urls(
     return tuple(urls)
 
 
-def _listeners(
+def listeners_of(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> tuple[URL, ...]:
     """Return the addresses of listeners. Raises BadParameter for what is no host and port."""
@@ -553,7 +571,7 @@ def _listeners(
     "--listener",
     metavar="HOST:PORT",
     multiple=True,
-    callback=_listeners,
+    callback=listeners_of,
     help="Where each prefill engine's connector listens, in their order: both engines get a "
     "request at once, and decode reads a prompt while it is computed.",
 )

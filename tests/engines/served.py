@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -31,7 +31,8 @@ class Server:
     """An engine as its guide starts it for a side, with more ``settings``. It caches no prefix."""
 
     def __init__(self, engine: str, side: str, settings: dict[str, Any], log: Path, **more: str) -> None:
-        self.log, self.port, self.listener_port = log, free_port(), free_port()
+        self.engine, self.log, self.port, self.listener_port = engine, log, free_port(), free_port()
+        self.bootstrap_port = free_port()
         command = shlex.split(blocks(engine, "sh")[["prefill", "decode"].index(side)].replace("\\\n", ""))
         assert MODEL in command, command
         command = [settings["model"] if word == MODEL else word for word in command]
@@ -42,12 +43,17 @@ class Server:
         )
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                [*command, "--port", str(self.port), *options],
+                [*command, "--port", str(self.port), *self._rooms(side), *options],
                 env={**os.environ, **environment(self.listener_port), **more, "PYTHONPATH": path},
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
             )
+
+    def _rooms(self, side: str) -> list[str]:
+        """Where SGLang's prefill keeps rooms."""
+        is_asked = (self.engine, side) == ("sglang", "prefill")
+        return ["--disaggregation-bootstrap-port", f"{self.bootstrap_port}"] if is_asked else []
 
     def ready(self) -> Server:
         """Waits until the server answers."""
@@ -115,13 +121,39 @@ def proxy(prefill: Server, decode: Server, prefill_ranks: int = 0) -> Iterator[i
     With ``prefill_ranks`` it asks both servers at once.
     """
     command = shlex.split(blocks("vllm", "sh")[4 if prefill_ranks else 2])
-    port = free_port()
-    ports = {"8100": prefill.port, "8200": decode.port, "8000": port}
+    ports = {"8100": prefill.port, "8200": decode.port}
     if prefill_ranks:
         ports["5600"] = prefill.listener_port
         command += ["--port", "8000", "--prefill-ranks", f"{prefill_ranks}"]
-    assert {*re.findall(r"\b[58]\d00\b", shlex.join(command))} == ports.keys(), command
-    command = [re.sub(r"\b[58]\d00\b", lambda found: f"{ports[found[0]]}", word) for word in command]
+    with _started(command, ports) as port:
+        yield port
+
+
+@contextmanager
+def sglang_proxy(prefill: Server, decode: Server, program: Sequence[str] = ()) -> Iterator[int]:
+    """The proxy of SGLang's guide between two servers, or a ``program`` in its place. The port that it listens on.
+
+    It is the one for SGLang's prefill where that has a bootstrap server.
+    """
+    is_back = prefill.engine == "sglang"
+    command = shlex.split(blocks("sglang", "sh")[3 if is_back else 2])
+    ports = {"8100": prefill.port, "8200": decode.port}
+    if is_back:
+        ports["8998"] = prefill.bootstrap_port
+        command += ["--port", "8000"]
+    assert command[:3] == ["python", "-m", "kvplan_nixl.sglang.proxy"], command
+    with _started(["python", *(program or command[1:3]), *command[3:]], ports) as port:
+        yield port
+
+
+@contextmanager
+def _started(command: list[str], ports: dict[str, int]) -> Iterator[int]:
+    """A guide's proxy with other ``ports`` than the guide's, and a free one in place of 8000, which is returned."""
+    port = free_port()
+    ports = {**ports, "8000": port}
+    numbers = r"\b(?:[58]\d00|8998)\b"
+    assert {*re.findall(numbers, shlex.join(command))} == ports.keys(), command
+    command = [re.sub(numbers, lambda found: f"{ports[found[0]]}", word) for word in command]
     process = subprocess.Popen([sys.executable, *command[1:]])
     try:
         wait_for(port)
@@ -129,14 +161,6 @@ def proxy(prefill: Server, decode: Server, prefill_ranks: int = 0) -> Iterator[i
     finally:
         process.kill()
         process.wait()
-
-
-def sglang_proxy(prefill: Server, decode: Server) -> dict[str, Any]:
-    """The names of the proxy in SGLang's guide, between two servers."""
-    names: dict[str, Any] = {}
-    exec(blocks("sglang", "python")[0], names)
-    names |= {side: f"http://127.0.0.1:{one.port}" for side, one in (("PREFILL", prefill), ("DECODE", decode))}
-    return names
 
 
 def completed(port: int, prompts: list[list[int]], max_tokens: int) -> list[Answer]:

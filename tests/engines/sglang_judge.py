@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache
+from functools import cache, partial
 from itertools import count, cycle
 from pathlib import Path
 from types import MappingProxyType
@@ -47,7 +47,7 @@ from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER, main, verdict
 from tests.engines.hosts import Host
 from tests.engines.models import THETA
 from tests.engines.process import TIMEOUT_S, Answer, Engine, EngineFailedError, free_port
-from tests.engines.served import Server, answered, sglang_proxy
+from tests.engines.served import Server, answered, asked, sglang_proxy
 from tests.engines.sglang_engine import ENVIRONMENT, SETTINGS
 from tests.engines.trials import ASK, LENGTHS, TOKENS, idle, prompts
 
@@ -176,6 +176,7 @@ PAIRS = {
         "qwen3", Side("sglang", 16, tp=2, more=TWO_DP), Side("vllm", 32)
     ),
     "vLLM -> SGLang TP 1->2, served": Pair("llama", Side("vllm", 32), Side("sglang", 64, tp=2), "served"),
+    "SGLang -> vLLM TP 1->2, served": Pair("llama", Side("sglang", 1), Side("vllm", 64, tp=2), "served"),
     "SGLang 16 -> 64, 200 in flight": Pair(
         "llama", Side("sglang", 16, more=CHUNKED), Side("sglang", 64), "burst", lease_s=300
     ),
@@ -632,26 +633,54 @@ def _alone(model: str, trial: str, num_burst: int) -> dict[tuple[int, ...], Answ
 
 
 def served(name: str, connectors: Sequence[str], ending: ExitStack) -> Iterator[str]:
-    """The commands and the proxy of docs/how-to/sglang.md, with vLLM's prefill as docs/how-to/vllm.md starts it."""
-    folder = FOLDER / PAIRS[name].model
-    common = {"model": str(folder)}
-    ours = {key: value for key, value in ENGINE.items() if key not in ("skip_tokenizer_init", "disable_log_stats")}
+    """The commands and the proxies of docs/how-to/sglang.md, with vLLM's engine as docs/how-to/vllm.md starts it."""
+    pair = PAIRS[name]
+    sides = {"prefill": pair.prefill.engine, "decode": pair.decode.engine}
     left_out = ("tp_size", "skip_tokenizer_init", "log_level")
-    theirs = {key: value for key, value in SETTINGS.items() if key not in left_out}
-    bind = {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    prefill = Server("vllm", "prefill", {**common, **ours}, FOLDER / "logs/served.prefill.log")
-    ending.callback(prefill.kill)
-    decode = Server("sglang", "decode", {**common, **theirs}, FOLDER / "logs/served.decode.log", **bind)
-    ending.callback(decode.kill)
-    server = BootstrapServer("127.0.0.1", 0, system=Driver())
-    ending.callback(server.close)
-    names = sglang_proxy(prefill.ready(), decode.ready())
+    settings = {
+        "vllm": {key: ENGINE[key] for key in ENGINE if key not in ("skip_tokenizer_init", "disable_log_stats")},
+        "sglang": {key: SETTINGS[key] for key in SETTINGS if key not in left_out},
+    }
+    common = {"model": str(FOLDER / pair.model)}
+    bind = {"sglang": {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, "vllm": {}}
+    servers = []
+    for side, engine in sides.items():
+        log = FOLDER / f"logs/served.{side}.log"
+        servers.append(Server(engine, side, {**common, **settings[engine]}, log, **bind[engine]))
+        ending.callback(servers[-1].kill)
+    prefill, decode = (server.ready() for server in servers)
     for connector in connectors:
         tokens = prompts(1 if connector == "kvplan" else 2)
-        if connector == "nothing":
-            names["publish"] = lambda address, room, entry: publish(address, room, unwritten(entry))
-        answers = answered(lambda body: names["complete"](server, {**body, **common}), tokens, TOKENS)
-        yield verdict(answers, [alone(PAIRS[name])[tuple(prompt)].tokens for prompt in tokens])
+        program = ("-c", UNWRITTEN) if connector == "nothing" else ()
+        with sglang_proxy(prefill, decode, program) as port:
+            answers = answered(partial(asked_for, common, port), tokens, TOKENS)
+        yield verdict(answers, [alone(pair)[tuple(prompt)].tokens for prompt in tokens])
+
+
+def asked_for(model: dict[str, Any], port: int, body: dict[str, Any]) -> Any:
+    """What a proxy says to a request for a model."""
+    return asked(port, {**body, **model})
+
+
+UNWRITTEN = """
+from kvplan_nixl.sglang import proxy
+from tests.engines.sglang_judge import unwritten
+
+publish, ask_again = proxy.publish, proxy.ask_again
+
+def publish_unwritten(address, room, entry, **options):
+    return publish(address, room, unwritten(entry), **options)
+
+async def ask_unwritten(address, versions, **options):
+    answer = await ask_again(address, versions, **options)
+    for content in answer.contents.values():
+        object.__setattr__(content, "entry", unwritten(content.entry))
+    return answer
+
+proxy.publish, proxy.ask_again = publish_unwritten, ask_unwritten
+proxy.main()
+"""
+"""The proxy, whose handoffs name blocks that nobody has written."""
 
 
 def judge(name: str, connectors: Sequence[str]) -> Generator[str]:

@@ -128,20 +128,33 @@ class Running:
         limit: int | None = None,
         held_bytes: int = MAX_HELD_BYTES,
     ) -> None:
+        options = [word for listener in listeners for word in ("--listener", listener)]
+        options += ["--prefill-ranks", f"{prefill_ranks}"]
+        started = self._start("kvplan_nixl.vllm", prefills, decodes, options, limit, held_bytes)
+        sides = f"{len(prefills)} prefill and {len(decodes)} decode engines"
+        assert started == f"http://127.0.0.1:{self.port} asks {sides}\n"
+
+    def _start(
+        self,
+        module: str,
+        prefills: Sequence[int],
+        decodes: Sequence[int],
+        options: Sequence[str],
+        limit: int | None = None,
+        held_bytes: int = MAX_HELD_BYTES,
+    ) -> str:
+        """Starts the proxy of a package. Returns the line by which it says that it serves."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.port: int = server.getsockname()[1]
-        code = f"from kvplan_nixl.vllm import proxy; proxy.MAX_HELD_BYTES = {held_bytes}; proxy.main()"
-        command = [sys.executable, "-c", code, "--port", f"{self.port}"]
+        code = f"from kvplan_nixl.vllm import proxy; proxy.MAX_HELD_BYTES = {held_bytes}; import {module}.proxy as started; started.main()"
+        command = [sys.executable, "-c", code, "--port", f"{self.port}", *options]
         for side, ports in (("--prefill", prefills), ("--decode", decodes)):
             command += [word for port in ports for word in (side, f"http://127.0.0.1:{port}")]
-        command += [word for listener in listeners for word in ("--listener", listener)]
-        command += ["--prefill-ranks", f"{prefill_ranks}"]
         if limit is not None:
             command = ["sh", "-c", f'ulimit -S -n {limit}; exec "$@"', "sh", *command]
         self._process = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT)
         assert self._process.stdout is not None
-        sides = f"{len(prefills)} prefill and {len(decodes)} decode engines"
-        assert self._process.stdout.readline() == f"http://127.0.0.1:{self.port} asks {sides}\n"
+        return self._process.stdout.readline()
 
     def end(self) -> str:
         """Ends the proxy, as a supervisor does. Returns its log."""

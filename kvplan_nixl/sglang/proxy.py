@@ -1,0 +1,229 @@
+"""A proxy between vLLM and SGLang: ``python -m kvplan_nixl.sglang.proxy --help``.
+
+It is :mod:`kvplan_nixl.vllm.proxy` with SGLang in the place of one engine. SGLang knows a request
+by a *room*: a number at a bootstrap server, where its prompt is published. Two SGLang engines need
+no such proxy, since SGLang's own routers send a request to both.
+
+- vLLM computes, SGLang answers (:class:`ToSglang`): the bootstrap server is the proxy's. It
+  publishes vLLM's ``kv_transfer_params`` there with the first token, and sends SGLang the room.
+- SGLang computes, vLLM answers (:class:`FromSglang`): SGLang publishes at its own bootstrap server.
+  The proxy asks that for the room, and sends vLLM what it has as ``kv_transfer_params``.
+
+vLLM alone, on either side, computes what a decode engine would compute in any case: an SGLang
+engine of a disaggregated pair computes no request from beginning to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import random
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import attrs
+import click
+from aiohttp import web
+from yarl import URL
+
+from kvplan.errors import KVPlanError
+from kvplan.protocol.room_contents import ask_again, is_part
+from kvplan_nixl.serving import Access, Driver
+from kvplan_nixl.serving.host_key import key_in_file
+from kvplan_nixl.sglang.bootstrap import BootstrapServer, publish, withdraw
+from kvplan_nixl.vllm import proxy
+from kvplan_nixl.vllm.proxy import TRANSFER, Answering, Body, Engines, Proxy
+
+ROOM_BITS: Final = 62
+"""SGLang keeps a room in a signed integer of 64 bits."""
+
+ASK_S: Final = 1.0
+"""Seconds for which a bootstrap server holds a question, after which prefill is looked at again."""
+
+T = TypeVar("T")
+
+
+def room_at(address: str, room: int) -> Body:
+    """Return the parameters by which a request to SGLang names a room.
+
+    >>> room_at("[::1]:8998", 7)
+    {'bootstrap_host': '[::1]', 'bootstrap_port': 8998, 'bootstrap_room': 7}
+    """
+    host, _, port = address.rpartition(":")
+    return {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": room}
+
+
+@attrs.define(eq=False)
+class _WithRooms(Proxy):
+    """A proxy that talks to bootstrap servers."""
+
+    system: Driver = attrs.field(kw_only=True)
+
+    async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Wait for a coroutine of the protocol. Raises EngineError for what it raises."""
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        async def run() -> None:
+            try:
+                outcome.set_result(await coroutine)
+            except Exception as error:
+                outcome.set_exception(error)
+
+        self.system.start("the proxy's question", run)
+        try:
+            return await asyncio.wrap_future(outcome)
+        except KVPlanError as error:
+            raise proxy.bad_gateway(str(error)) from None
+
+    async def _asked(self, request: web.Request, body: Body, engines: Engines) -> Body:
+        """Return an engine's whole answer."""
+        async with engines.ask(
+            self._session,
+            "POST",
+            request.path,
+            json=body,
+            headers=proxy.credentials_of(request),
+        ) as response:
+            answer: Body = await response.json()
+        return answer
+
+
+@attrs.define(eq=False)
+class ToSglang(_WithRooms):
+    """vLLM computes prompts, and SGLang's decode reads and answers them."""
+
+    server: BootstrapServer = attrs.field(kw_only=True)
+
+    @property
+    def alone(self) -> Engines:
+        """vLLM, which computes what SGLang would not read."""
+        return self.prefill
+
+    async def _answer(self, request: web.Request, body: Body, answer: Answering) -> Any:
+        first = proxy.prefill_body(body) | {"return_token_ids": True}
+        # SGLang's decode begins with the first token, and computes no token of the prompt
+        first[TRANSFER] |= {"whole_prompt": True}
+        computed = await self._asked(request, first, self.prefill)
+        if computed.get(TRANSFER) is None:
+            raise proxy.bad_gateway("prefill keeps no cache: expected kv_transfer_params from it")
+        choice = computed["choices"][0]
+        entry = {"handoff": computed[TRANSFER], "token": choice["token_ids"][0]}
+        room = random.getrandbits(ROOM_BITS)
+        address = self.server.address
+        owner = await self._on_loop(publish(address, room, entry, system=self.system))
+        try:
+            tokens = choice.get("prompt_token_ids")
+            # both engines have the same tokens then, whatever their tokenizers add to a text
+            same = {} if tokens is None or "messages" in body else {"prompt": tokens}
+            return await answer({**body, **same, **room_at(address, room)})
+        finally:
+            await self._on_loop(withdraw(address, room, owner, system=self.system))
+
+
+@attrs.define(eq=False)
+class FromSglang(_WithRooms):
+    """SGLang computes prompts, and vLLM's decode reads and answers them.
+
+    ``bootstraps`` are the addresses of the prefill engines' bootstrap servers, in their order.
+    """
+
+    bootstraps: tuple[str, ...] = attrs.field(kw_only=True)
+
+    async def _answer(self, request: web.Request, body: Body, answer: Answering) -> Any:
+        index = self.prefill.take_turn()
+        room = random.getrandbits(ROOM_BITS)
+        first = proxy.prefill_body(body) | room_at(self.bootstraps[index], room)
+        del first[TRANSFER]
+        engine = Engines((self.prefill.urls[index],))
+        # SGLang answers when its pages are free again, which is after decode has read them
+        computing = asyncio.create_task(self._asked(request, first, engine))
+        try:
+            entry = await self._published(index, room, computing)
+            handoff = {"do_remote_prefill": True, **entry["handoff"]}
+            return await answer({**body, TRANSFER: handoff})
+        finally:
+            computing.cancel()
+            await asyncio.gather(computing, return_exceptions=True)
+
+    async def _published(
+        self, index: int, room: int, computing: asyncio.Task[Body]
+    ) -> Mapping[str, Any]:
+        """Return what prefill publishes for a whole prompt. Raises EngineError where it fails."""
+        name, version = f"{room}", ""
+        address, key = self.bootstraps[index], self.system.access.key
+        while not computing.done():
+            question = ask_again(
+                address, {name: version}, wait_s=ASK_S, key=key, system=self.system
+            )
+            content = (await self._on_loop(question)).contents.get(name)
+            if content is None:
+                continue
+            version = content.version
+            if "handoff" in content.entry and not is_part(content.entry):
+                return content.entry
+        await computing
+        raise proxy.bad_gateway("SGLang's prefill has published no cache of the prompt")
+
+
+def access_of(environment: Mapping[str, str]) -> Access:
+    """Return the access by the key of all engines in an environment, or that of this host."""
+    key, path = (environment.get(name) for name in ("KVPLAN_KEY", "KVPLAN_KEY_FILE"))
+    return Access(key=key_in_file(Path(path)) if path else key.encode() if key else None)
+
+
+SHARED: Final = [each for each in proxy.main.params if each.name in ("prefill", "decode", "port")]
+
+
+@click.command(params=SHARED)
+@click.option(
+    "--bootstrap",
+    metavar="HOST:PORT",
+    multiple=True,
+    callback=proxy.listeners_of,
+    help="The bootstrap server of each prefill engine, in their order, if SGLang is prefill. "
+    "Without it vLLM is prefill, and SGLang decode.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where clients reach it.")
+@click.option(
+    "--rooms-host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Where SGLang's decode reaches the bootstrap server of the proxy.",
+)
+def main(
+    prefill: tuple[URL, ...],
+    decode: tuple[URL, ...],
+    bootstrap: tuple[URL, ...],
+    host: str,
+    port: int,
+    rooms_host: str,
+) -> None:
+    """Let vLLM compute prompts and SGLang answer them, or SGLang compute and vLLM answer.
+
+    Serves completions and chats. The key of all engines is in KVPLAN_KEY or KVPLAN_KEY_FILE.
+    """
+    if bootstrap and len(bootstrap) != len(prefill):
+        expected = f"one --bootstrap for each of {len(prefill)} --prefill"
+        raise click.UsageError(f"expected {expected}, got {len(bootstrap)}")
+    logging.basicConfig(format="%(levelname)s %(message)s")
+    between = "SGLang prefill and vLLM decode" if bootstrap else "vLLM prefill and SGLang decode"
+    try:
+        system = Driver(access_of(os.environ))
+        ways: Proxy
+        if bootstrap:
+            places = tuple(f"{url.host_subcomponent}:{url.port}" for url in bootstrap)
+            ways = FromSglang(Engines(prefill), Engines(decode), system=system, bootstraps=places)
+        else:
+            server = BootstrapServer(rooms_host, 0, system=system)
+            ways = ToSglang(Engines(prefill), Engines(decode), system=system, server=server)
+    except KVPlanError as error:
+        raise click.ClickException(str(error)) from None
+    started = f"http://{host}:{port} asks {between}"
+    asyncio.run(proxy.serve(ways.application(), host, port, started))
+
+
+if __name__ == "__main__":
+    main()
