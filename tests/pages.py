@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from itertools import pairwise
@@ -51,6 +54,22 @@ def wrong_prints(page: Path) -> list[str]:
             exec(compile(source, page.name, "exec"), namespace)
         found.append(differs(text if following == "text" else "", printed.getvalue()))
     return [difference for difference in found if difference]
+
+
+def wrong_program(page: Path, folder: Path) -> str:
+    """The difference between what a page's Python prints, run as one file, and its text blocks. Empty if there is none.
+
+    Such a page starts processes, which import the file.
+    """
+    blocks = fences(page.read_text())
+    program = folder / "connector.py"
+    program.write_text("\n\n".join(text for kind, text in blocks if kind == "python"))
+    command = [sys.executable, program.name]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NIXL_LOG_LEVEL": "FATAL"}
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=environment)
+    assert run.returncode == 0, run.stderr
+    printed = "".join(line for line in run.stdout.splitlines(keepends=True) if " NIXL " not in line)
+    return differs("".join(text for kind, text in blocks if kind == "text"), printed)
 
 
 def failed_examples(page: Path, names: Mapping[str, Any]) -> int:

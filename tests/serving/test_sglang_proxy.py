@@ -15,7 +15,7 @@ from kvplan_nixl.serving import Driver
 from kvplan_nixl.sglang.bootstrap import BootstrapServer
 from kvplan_nixl.sglang.proxy import main
 from tests.blocking import ask, publish
-from tests.serving.test_proxy import Body, Engine, Request, Running, fail, generate, started
+from tests.serving.test_proxy import Body, Engine, Request, Running, generate, started
 
 HANDOFF = {"remote_lease": "a lease"}
 
@@ -112,7 +112,7 @@ def handoff_of(request: Request, body: Body) -> None:
 
 def test_vllm_reads_what_sglang_has_computed() -> None:
     """SGLang answers only when its pages were read, so vLLM is asked before; a part of a prompt is not handed on."""
-    entries = [{"handoff": {"remote_lease": "a lease", "part": 1}}, {"handoff": HANDOFF, "token": 5}]
+    entries: list[Body] = [{"handoff": {"remote_lease": "a lease", "part": 1}}, {"handoff": HANDOFF, "token": 5}]
     with sglang(entries) as (prefill, server), started(handoff_of) as decode:
         with running(prefill, decode, "--bootstrap", server.address) as proxy:
             status, answer = proxy.ask({"prompt": "A", "max_tokens": 30})

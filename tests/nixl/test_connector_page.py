@@ -1,0 +1,26 @@
+"""The tutorial of a connector's author, as its reader runs it: one file, and several processes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.pages import ROOT, fences, wrong_program
+
+PAGE = ROOT / "docs" / "write-a-connector.md"
+
+
+def test_the_program_prints_what_the_page_says(tmp_path: Path) -> None:
+    """Requests move, are refused, shared and aborted, a reader and prefill die, and prefill comes back."""
+    assert wrong_program(PAGE, tmp_path) == ""
+
+
+def test_each_call_of_the_page_is_in_its_program() -> None:
+    """The table of what to call names methods that the program calls, but for the three it has no use for."""
+    text = PAGE.read_text()
+    table = re.findall(r"^\| .*$", text.partition("## Your tensors")[0], re.MULTILINE)
+    named = {*re.findall(r"`(?:exporter|importer|reads)\.(\w+)", "".join(table))}
+    program = "".join(source for kind, source in fences(text) if kind == "python")
+    called = {*re.findall(r"(?:exporter|importer|reads)\.(\w+)\(", program)}
+    assert len(named) > 10
+    assert named - called == {"revoke", "reset"}
