@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import socket
@@ -24,7 +25,7 @@ from kvplan.protocol.claims import (
     SourceClaims,
 )
 from kvplan.protocol.keys import SharedKey
-from kvplan.protocol.system import MAX_ANSWER_BYTES
+from kvplan.protocol.system import MAX_ANSWER_BYTES, Route
 from kvplan_nixl.serving import Access, Driver
 from kvplan_nixl.serving.access import Asked, Proof
 from kvplan_nixl.serving.http import MAX_HEAD_BYTES, Server
@@ -419,3 +420,19 @@ def test_a_refused_connection_says_so() -> None:
         source = Source("prefill", "a", "127.0.0.1", int(server.getsockname()[1]))
     with pytest.raises(KVPlanError, match=r"PEER: cannot reach prefill .*: expected an answer, got connection refused"):
         fetch(source, 30)
+
+
+def test_an_answer_that_is_awaited_ends_its_connection_well(caplog: pytest.LogCaptureFixture) -> None:
+    """Each ended with "read() called while another coroutine is already waiting", when the answer was sent or not."""
+
+    async def answer(body: bytes) -> bytes:
+        return 2 * body
+
+    driver = Driver()
+    with closing(driver.serve("127.0.0.1", 0, {"POST /twice": Route(answer, 1 << 20)})) as server:
+        question = bytes(1 << 19)
+        for _ in range(3):
+            answered = driver.run(driver.exchange("a server", f"127.0.0.1:{server.port}", "/twice", 10, question))
+            assert answered == 2 * question
+    gc.collect()
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
