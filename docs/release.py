@@ -43,7 +43,7 @@ class Release(MetadataHookInterface):
             return
         metadata["urls"] = {
             "Repository": repository,
-            "Documentation": f"{repository}/blob/HEAD/docs/index.md",
+            "Documentation": f"{repository}/blob/HEAD/README.md",
             "Changelog": f"{repository}/blob/HEAD/CHANGELOG.md",
             "Issues": f"{repository}/issues",
         }
