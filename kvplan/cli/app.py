@@ -5,6 +5,7 @@ An error is three lines on stderr, and one JSON document if that was asked for.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -18,12 +19,16 @@ from kvplan._version import __version__
 from kvplan.cli.commands import COMMANDS
 from kvplan.cli.console import echo_json, wrapped
 from kvplan.cli.demo import demo_command
-from kvplan.cli.doctor import doctor_command
 from kvplan.cli.matrix import matrix_command
 from kvplan.cli.models import models_command
 from kvplan.cli.status import INTERRUPTED, PIPE_CLOSED
-from kvplan.cli.store import store_command
 from kvplan.errors import KVPlanError
+
+if importlib.util.find_spec("kvplan_nixl") is not None:
+    from kvplan.cli.doctor import doctor_command
+    from kvplan.cli.store import store_command
+else:
+    from kvplan.cli.without_nixl import doctor_command, store_command
 
 __all__ = ["run"]
 

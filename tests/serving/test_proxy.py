@@ -146,7 +146,8 @@ class Running:
         """Starts the proxy of a package. Returns the line by which it says that it serves."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.port: int = server.getsockname()[1]
-        code = f"from kvplan_nixl.vllm import proxy; proxy.MAX_HELD_BYTES = {held_bytes}; import {module}.proxy as started; started.main()"
+        limits = f"from kvplan_nixl.vllm import proxy; proxy.MAX_HELD_BYTES = {held_bytes}"
+        code = f"{limits}; from {module}.proxy import main; main()"
         command = [sys.executable, "-c", code, "--port", f"{self.port}", *options]
         for side, ports in (("--prefill", prefills), ("--decode", decodes)):
             command += [word for port in ports for word in (side, f"http://127.0.0.1:{port}")]

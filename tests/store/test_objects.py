@@ -170,5 +170,7 @@ def test_a_url_is_one_of_s3(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KVPlanError, match="BACKEND: cannot open s3:// of a store: expected the URL of a bucket"):
         open_backend("s3://")
     monkeypatch.setitem(sys.modules, "kvplan_nixl.serving.store.objects", None)
-    with pytest.raises(KVPlanError, match=r"BACKEND: cannot open s3://kv: .* got none \(pip install 'kvplan\[s3\]'\)"):
+    with pytest.raises(
+        KVPlanError, match=r"BACKEND: cannot open s3://kv: .* got none \(pip install 'kvplan-nixl\[s3\]'\)"
+    ):
         open_backend("s3://kv")

@@ -42,6 +42,6 @@ def open_backend(location: str) -> Backend:
             f"open {location}",
             expected="the package obstore",
             got="none",
-            hint="pip install 'kvplan[s3]'",
+            hint="pip install 'kvplan-nixl[s3]'",
         ) from error
     return ObjectBackend.of_url(location)
