@@ -60,7 +60,8 @@ def test_the_versions_of_the_readme_are_those_of_the_checks() -> None:
 
 def pinned(package: str, text: str) -> str:
     """The version of a package that a text pins."""
-    (version,) = {*re.findall(rf"(?<![\w-]){package}==([\d.]+)", text)}
+    found: set[str] = {*re.findall(rf"(?<![\w-]){package}==([\d.]+)", text)}
+    (version,) = found
     return version
 
 

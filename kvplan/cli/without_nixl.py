@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -31,5 +31,5 @@ def _refusing(name: str) -> click.Command:
     return command
 
 
-doctor_command: Final = _refusing("doctor")
-store_command: Final = _refusing("store")
+doctor_command: Final[Any] = _refusing("doctor")
+store_command: Final[Any] = _refusing("store")
