@@ -29,7 +29,7 @@ import click
 from aiohttp import web
 from yarl import URL
 
-from kvplan.errors import KVPlanError
+from kvplan import KVPlanError
 from kvplan.protocol.room_contents import ask_again, is_part
 from kvplan_nixl.serving import Access, Driver
 from kvplan_nixl.serving.host_key import key_in_file
