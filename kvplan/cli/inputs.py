@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import attrs
 
+from kvplan._text import count, few
+from kvplan.cli.guides import engines_of, is_guide
 from kvplan.errors import KVPlanError
 from kvplan.models import Model
 from kvplan.models.engines import CONNECTOR, SGLANG, VLLM, engine_named, with_defaults
@@ -87,9 +89,10 @@ class EngineInput:
     def parse(cls, text: str, subject: str) -> EngineInput:
         """Read a side. Raises what :meth:`EngineOptions.parse` does, ``NAME`` or ``CONFIG``."""
         source = ""
-        if "=" not in text and 0 < len(text) < 256 and Path(text).is_file():
+        path, _, wanted = text.partition("#")
+        if "=" not in text and 0 < len(path) < 256 and Path(path).is_file():
             source = text
-            text = Path(text).read_text(errors="replace")
+            text = _engine_in(Path(path).read_text(errors="replace"), wanted, subject)
         elif text.lstrip().startswith("{"):
             source = "its transfer configuration"
         elif re.search(COMMAND, text):
@@ -123,6 +126,26 @@ class EngineInput:
         taken += [f"a pool of {self.tokens:,} tokens"] if self.tokens else []
         unread = f"; not read: {', '.join(self.unread)}" if self.unread else ""
         return f"{engine_id} by {self.source}: {', '.join(filter(None, taken))}{unread}"
+
+
+def _engine_in(text: str, wanted: str, subject: str) -> str:
+    """Return the command line of one engine of a guide in YAML; any other text stays as it is.
+
+    Raises ``NAME`` if the guide has several engines and none of them is ``wanted``.
+    """
+    engines = engines_of(text) if is_guide(text) else {}
+    if not engines:
+        return text
+    if wanted not in engines and (wanted or len(engines) > 1):
+        names = few(list(engines), ", ")
+        got = repr(wanted) if wanted else f"a file with {count(len(engines), 'engine')}"
+        raise KVPlanError(
+            "NAME",
+            f"read {subject}",
+            expected=f"FILE#NAME with one of {names}",
+            got=got,
+        )
+    return engines[wanted] if wanted else next(iter(engines.values()))
 
 
 def _read(text: str, subject: str, source: str) -> EngineInput:
@@ -174,19 +197,18 @@ def _flags(text: str, subject: str) -> dict[str, Any]:
         values = {key.replace("_", "-"): value.strip("'") for key, value in pairs}
         return {key: values[key] for key in values if key in FLAGS or key in MODEL_FLAGS}
     try:
-        # items of a list in YAML are words of a command line, too
-        words = shlex.split(re.sub(r"\\\n|(?m:^\s*- )", " ", text), comments=True)
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         action = f"read {subject}"
         raise KVPlanError("NAME", action, expected="closed quotes", got=f"{error}") from None
-    words = [word if "{" in word else word.strip("[],\"'") for word in words]
     starts = [place for place, word in enumerate(words) if _is_start(words, place, word)]
     if len(starts) > 1:
         got = f"{len(starts)} commands"
         raise KVPlanError("NAME", f"read {subject}", expected="one engine", got=got)
     words = words[starts[0] :] if starts else words
     flags: dict[str, Any] = {}
-    place = 1
+    # charts have options without a command
+    place = 0 if words and words[0].startswith("-") else 1
     if words[1:2] == ["serve"]:
         place = 2
         if words[2:3] and not words[2].startswith("-"):
