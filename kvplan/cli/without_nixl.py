@@ -25,7 +25,7 @@ def _refusing(name: str) -> click.Command:
             f"run kvplan {name}",
             expected="the package kvplan_nixl",
             got="none",
-            hint="pip install kvplan-nixl",
+            hint="pip install kvplan-nixl; in a checkout, pip install . ./kvplan_nixl",
         )
 
     return command
