@@ -25,7 +25,7 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
         "SIZE": "two sizes that must be equal differ",
         "STRIDE": "elements of one view share bytes",
         "BOUNDS": "bytes are outside their region, or an address wraps",
-        "OVERLAP": "two views of one group share bytes",
+        "OVERLAP": "two views of one group share bytes, or lie between each other with different strides",
         "GROUP": "a token group is paired with a state group, or with one of other tokens per slot",
         "WORKER": "the given workers do not form one engine, or one of them is given twice",
         "MODEL": "the two sides run different models",

@@ -121,10 +121,6 @@ def descriptions() -> dict[str, bytes]:
     """Messages that are expensive when workers are checked."""
     wide = layout((axis(f"a{i}", 2, 4 << i) for i in range(MAX_AXES - 1)), 2, 1 << 17)
     gaps = [axis("x", 1 << 17, 8)]
-    fibonacci = [1, 1]
-    while fibonacci[-1] < 1 << 60:
-        fibonacci.append(fibonacci[-1] + fibonacci[-2])
-    uneven = [layout([axis("x", 32, 12)], 1 << 20, step) for step in fibonacci[58:60]]
     every = range(MAX_ROWS)
     return {
         "views of many axes": offer([wide], [(0, 0, i << 18) for i in every]),
@@ -145,7 +141,6 @@ def descriptions() -> dict[str, bytes]:
             1 << 20,
             [i << 20 for i in range(MAX_ROWS // 2)],
         ),
-        "steps that Euclid takes longest for": offer(uneven, [(0, 0, 0), (1, 0, 4)]),
         "views that all step unlike": offer(
             [layout([], 2, 1_000_000 + i) for i in range(MAX_LAYOUTS)], [(i, 0, 4 * i) for i in range(MAX_LAYOUTS)]
         ),

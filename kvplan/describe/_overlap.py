@@ -2,9 +2,10 @@
 
 The bytes of a view are a set of *strided runs*, one for each contiguous piece of a block:
 ``length`` bytes at ``start + k * step`` for ``k < count``. Two strided runs can share a byte only
-if their spans overlap, and if they overlap modulo the greatest common divisor of their steps. The
-few pairs that remain are decided exactly, in closed form. Descriptions also come from peers, so the
-number of runs and of pairs is limited.
+if their spans overlap, and if they overlap modulo the greatest common divisor of their steps. Of
+the few pairs that remain, those of one step are decided exactly, and others are refused: no engine
+has views of different strides between each other's blocks. Descriptions also come from peers, so
+the number of runs and of pairs is limited.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class _PoolRuns:
     def near_pairs(self) -> Iterator[tuple[int, int]]:
         """Yield the pairs of runs that may share a byte.
 
-        Their spans form one chain, and they overlap modulo the chain's common step.
+        Their spans overlap, and so do they modulo the common step of a chain of such runs.
         """
         # a chain ends where a run starts behind the last byte of all runs before it
         furthest = np.maximum.accumulate(self.lasts)
@@ -133,7 +134,8 @@ class _PoolRuns:
             modulus = int(np.gcd.reduce(self.steps[start:stop]))
             starts = self.starts[start:stop]
             for first, second in _overlapping(starts, self.lengths[start:stop], modulus):
-                yield start + first, start + second
+                if self.lasts[start + first] >= starts[second]:
+                    yield start + first, start + second
 
 
 @attrs.frozen
@@ -152,8 +154,9 @@ def overlaps(
 
     A pair may come more than once. A pool is the views of one group in one region, or in a chain of
     regions that overlap; ``apart`` gives the distance of each region from the first one of its
-    chain, in bytes. Raises ``RANGE`` if the answer needs more than :data:`MAX_STRIDED_RUNS` strided
-    runs or :data:`MAX_PAIRS` pairs.
+    chain, in bytes. Raises ``OVERLAP`` for views of different strides between each other's blocks,
+    and ``RANGE`` if the answer needs more than :data:`MAX_STRIDED_RUNS` strided runs or
+    :data:`MAX_PAIRS` pairs.
 
     >>> from kvplan import Axis, View
     >>> def view(name, offset):
@@ -176,11 +179,16 @@ def overlaps(
                 raise _too_many(views[second_view], unit, MAX_PAIRS, num_pairs)
             if first_view == second_view:
                 continue
-            overlap = _first_overlap(runs.run(first, views), runs.run(second, views))
+            steps = {_step(views[first_view]), _step(views[second_view])} - {0}
+            if len(steps) > 1:
+                raise _unlike(views[first_view], views[second_view])
+            both = runs.run(first, views), runs.run(second, views)
+            overlap = _first_overlap(*both, max(steps, default=1))
             if overlap is not None:
+                first_block, second_block, byte = overlap
                 yield (
-                    _shared(views[first_view], overlap.first_block, overlap.byte, apart),
-                    _shared(views[second_view], overlap.second_block, overlap.byte, apart),
+                    _shared(views[first_view], first_block, byte, apart),
+                    _shared(views[second_view], second_block, byte, apart),
                 )
 
 
@@ -247,6 +255,19 @@ def _too_many(view: View, unit: str, limit: int, number: int) -> KVPlanError:
     )
 
 
+def _unlike(first: View, second: View) -> KVPlanError:
+    """Return the error for views whose blocks may meet, but are not equally far apart."""
+    return KVPlanError(
+        "OVERLAP",
+        f"place view {second.name!r}",
+        expected=f"the block stride of view {first.name!r}, whose blocks lie between its own, "
+        f"{first.block_stride_bytes}",
+        got=f"{second.block_stride_bytes}",
+        first=first.name,
+        second=second.name,
+    )
+
+
 def _step(view: View) -> int:
     """Return the bytes from block to block, 0 if there is one block only."""
     return view.block_stride_bytes if view.num_blocks > 1 else 0
@@ -272,68 +293,19 @@ def _overlapping(starts: Unsigned, lengths: Unsigned, modulus: int) -> Iterator[
             yield int(min(index, next_index)), int(max(index, next_index))
 
 
-@attrs.frozen
-class _Overlap:
-    """A block of each of two strided runs, and a byte that both blocks have."""
+def _first_overlap(
+    first: _StridedRun, second: _StridedRun, step: int
+) -> tuple[int, int, int] | None:
+    """Return the block of each of two strided runs, and a byte that both blocks have, or ``None``.
 
-    first_block: int
-    second_block: int
-    byte: int
-
-
-def _first_overlap(first: _StridedRun, second: _StridedRun) -> _Overlap | None:
-    """Return the first overlap of two strided runs; ``None`` if they share no byte.
-
-    The *reach* of block i of the first run is the distance from the start of the second run to the
-    block's last byte: ``first.start + i * first.step + first.length - 1 - second.start``. The block
-    shares a byte with block j of the second run if ``0 <= reach - j * second.step < span``, where
-    ``span`` is the most bytes that two blocks span which share a byte.
+    Both advance by ``step``, or have one block.
     """
-    # all in Python's integers: products of strides and counts may exceed 64 bits
-    span = first.length + second.length - 1
-    reach = first.start + first.length - 1 - second.start
-    end = (second.count - 1) * second.step + span
-    # the blocks [low, high) of the first run whose reach lies within the whole second run
-    if first.step == 0:
-        low = 0
-        high = int(0 <= reach < end)
-    else:
-        low = max(0, -(reach // first.step))
-        high = min(first.count, -((reach - end) // first.step))
-    if low >= high:
+    # Block i of the first meets block j of the second for any i - j from ``low`` to ``high``.
+    distance = second.start - first.start
+    low = max((distance - first.length) // step + 1, 1 - second.count)
+    high = min((distance + second.length - 1) // step, first.count - 1)
+    if low > high:
         return None
-    first_block = low
-    second_block = 0
-    if second.step:
-        # the first of them whose reach is in a block of the second run, not between two blocks
-        distance = -(reach + low * first.step) % second.step
-        skipped: int | None = 0
-        if distance + span <= second.step:
-            skipped = _first_multiple(first.step, second.step, distance, distance + span - 1)
-        if skipped is None or skipped >= high - low:
-            return None
-        first_block += skipped
-        reach += first_block * first.step
-        second_block = max(0, -((span - 1 - reach) // second.step))
-    byte = max(first.start + first_block * first.step, second.start + second_block * second.step)
-    return _Overlap(first_block, second_block, byte)
-
-
-def _first_multiple(step: int, modulus: int, low: int, high: int) -> int | None:
-    """Return the least ``i`` for which ``low <= i * step % modulus <= high``, if there is one.
-
-    >>> _first_multiple(3, 7, 4, 5)  # remainders 0 3 6 2 5
-    4
-    """
-    step %= modulus
-    if low == 0:
-        return 0
-    if step == 0:
-        return None
-    number = -(-low // step)
-    if number * step <= high:
-        return number
-    # Between two multiples of the step, only multiples that wrap j times can lie: the least such j
-    # is the same question modulo the step, as in Euclid's algorithm.
-    wraps = _first_multiple(modulus, step, -high % step, -low % step)
-    return None if wraps is None else -(-(low + wraps * modulus) // step)
+    first_block, second_block = max(low, 0), max(-low, 0)
+    byte = max(first.start + first_block * step, second.start + second_block * step)
+    return first_block, second_block, byte

@@ -8,6 +8,7 @@ Every worker satisfies the rules of validation (V) from its construction on:
 - describe.V3: In a token group the ``token`` axis has exactly the slots of a block; it may be left
   out where that is one slot of several tokens. In a state group there is none.
 - describe.V4: Views of one group share no byte, neither in one region nor in regions that overlap.
+  Where blocks of one view lie between those of another, both have one stride.
 - describe.V5: A group has at most one view of each part of a tensor. Two layers under one name
   break this rule.
 """

@@ -366,4 +366,4 @@ def test_no_message_takes_long(taken, name):
 def test_hostile_messages_meet_the_limits(taken):
     """The messages get as far as intended: to JSON, to the schema, to the checks of workers, or through."""
     codes = {one["code"] for one in taken["taken"].values()}
-    assert codes == {"", "MESSAGE", "VERSION", "KEY", "RANGE", "BOUNDS"}
+    assert codes == {"", "MESSAGE", "VERSION", "KEY", "RANGE", "BOUNDS", "OVERLAP"}
