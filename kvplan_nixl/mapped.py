@@ -154,10 +154,7 @@ class MappedExecutor(NixlExecutor):
         self._logger = logging.getLogger(__name__) if logger is None else logger
         self._memories: dict[Any, MappedMemory] = {}
         self._tickets: dict[NixlTransfer, tuple[Copies, Any]] = {}
-        note = unmapped_note(worker, mapper)
-        self._exports = not note
-        if note:
-            self._logger.warning("%s", note)
+        self._exports = not unmapped_note(worker, mapper)
 
     def _handles(self) -> bytes:
         if not self._exports:
@@ -337,9 +334,14 @@ def make_executor(
 ) -> NixlExecutor:
     """Return the executor of an engine's worker.
 
-    With ``map_memory`` it is a mapped one where the worker's memory is that of a GPU.
+    With ``map_memory`` it is a mapped one where the worker's memory is that of a GPU. With or
+    without, one line is logged about memory of a GPU that UCX reads slowly, since it cannot be
+    mapped.
     """
-    mapper = cuda_mapper(worker) if map_memory else None
-    if mapper is None:
+    logger = logging.getLogger(__name__) if logger is None else logger
+    mapper = cuda_mapper(worker)
+    if mapper is not None and (note := unmapped_note(worker, mapper)):
+        logger.warning("%s", note)
+    if mapper is None or not map_memory:
         return NixlExecutor(worker, backends, **options)
     return MappedExecutor(worker, backends, mapper=mapper, logger=logger, **options)

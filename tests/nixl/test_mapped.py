@@ -23,7 +23,7 @@ from kvplan import Blocks, KVPlanError, PeerError, Region, Status, Transfer, Wor
 from kvplan.describe.blocks import Request
 from kvplan.plan import ReadSpec
 from kvplan.testing.executors import ExecutorContract
-from kvplan_nixl import Envelope, NixlExecutor, settle
+from kvplan_nixl import Envelope, NixlExecutor, mapped, settle
 from kvplan_nixl.kernel import Copies, KernelCopies, has_triton
 from kvplan_nixl.mapped import MappedExecutor, UnlistedSpec, copies_between, make_executor
 from tests.nixl import test_reads
@@ -370,15 +370,29 @@ def test_reads_of_a_connector_are_not_staged(monkeypatch: pytest.MonkeyPatch) ->
         prefill.close()
 
 
-def test_private_memory_is_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
-    """One line says which regions peers cannot map, and the envelope has no handles."""
+@pytest.mark.parametrize("map_memory", [True, False])
+def test_private_memory_is_named_at_the_start(
+    map_memory: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line says which regions peers cannot map, also where nothing is to be mapped, as UCX is slow there."""
     from benchmarks.real_memory import placed
 
+    monkeypatch.setattr(mapped, "cuda_mapper", lambda worker: MemfdMapper())
     worker, _ = placed(engine("prefill")[0])
-    with caplog.at_level(logging.WARNING), MappedExecutor(worker, mapper=MemfdMapper(), key=KEY) as executor:
+    with caplog.at_level(logging.WARNING), make_executor(worker, map_memory=map_memory, key=KEY) as executor:
+        assert isinstance(executor, MappedExecutor) == map_memory
         assert Envelope.unpack(executor.envelope(), KEY).handles == b""
     (record,) = caplog.records
     assert "private memory" in record.message
+
+
+def test_mappable_memory_is_not_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapper = MemfdMapper()
+    monkeypatch.setattr(mapped, "cuda_mapper", lambda worker: mapper)
+    worker = in_shared_memory(engine("prefill")[0], mapper)
+    with caplog.at_level(logging.WARNING), make_executor(worker, key=KEY) as executor:
+        assert type(executor) is NixlExecutor
+    assert not caplog.records
 
 
 def test_main_memory_has_no_mapper() -> None:
@@ -391,8 +405,6 @@ def test_main_memory_has_no_mapper() -> None:
 
 def test_no_kernel_where_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's operations copy there."""
-    from kvplan_nixl import mapped
-
     region = Region("kv", 4096, 64, "VRAM", 0)
     monkeypatch.setattr(mapped, "tensor_at", lambda region: __import__("torch").zeros(region.size_bytes))
     monkeypatch.setattr(mapped, "has_triton", False)
