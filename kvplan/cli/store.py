@@ -367,7 +367,9 @@ def costs_of(worker: Worker, space: ModelEntry) -> tuple[list[PageCost], list[st
         # files from which nothing is needed are not read
         pairs = zip(candidates, plan.pairs, strict=True)
         used = [part for part, pair in pairs if pair.group_pairs]
-        cost = plan.cost(space.tokens_per_page)
+        # of a window, a page has its last positions alone
+        num_tokens = used[0].num_tokens if used else None
+        cost = plan.cost(num_tokens or space.tokens_per_page)
         file_bytes = sum(part.num_bytes for part in used)
         costs.append(
             PageCost(group.name, len(used), file_bytes, cost.num_bytes, cost.num_descriptors)

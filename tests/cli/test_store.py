@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvplan import Blocks, encode
+from kvplan.protocol.retention import keeping
 from kvplan_nixl.serving.store import FileBackend, StoreClient
 from tests.conftest import Cli
 from tests.store.engines import PAGE, PROMPT, QWEN, EngineWithStore
@@ -63,6 +64,20 @@ def test_explain_says_who_can_load_what(cli: Cli, store: Path, tmp_path: Path) -
     assert "  not: layers.0.attn is bfloat16 [dim 8, head 4, kv 2], not float16" in run.out
     offer.write_bytes(b"{}")
     assert cli("store", "explain", str(store), str(offer)).status == 2
+
+
+def test_explain_counts_the_positions_that_a_window_has_of_a_page(cli: Cli, tmp_path: Path) -> None:
+    """Of a window of 7 positions a page has 8: as many bytes are loaded as files have."""
+    backend = FileBackend(tmp_path / "windows")
+    (cache,) = EngineWithStore.of(QWEN, backend, seed=5).caches
+    worker = keeping(cache.worker, {"attn": 7})
+    client = StoreClient(backend, worker, tokens_per_page=PAGE)
+    assert client.save(client.chain(PROMPT), BLOCKS, {"attn": (0, PAGE)}) == 1
+    offer = tmp_path / "worker.json"
+    offer.write_bytes(encode(worker))
+    (space,) = json.loads(cli("store", "explain", str(tmp_path / "windows"), str(offer), "--json").out)["spaces"]
+    (cost,) = space["costs"]
+    assert cost["num_bytes"] == cost["file_bytes"]
 
 
 def test_gc_keeps_limits_and_pins(cli: Cli, store: Path) -> None:
