@@ -112,9 +112,7 @@ def main() -> None:
             workers = model.engine(peer_name, tp=prefill_tp, num_blocks=8192)
             answers[peer_name] = [offer_of(worker) for worker in workers]
         executor: Any = Nothing()
-        peers = PeerEngines(
-            local, executor, logging.getLogger("fleet"), connections_to(answers), None, 60.0, system=Driver()
-        )
+        peers = PeerEngines(local, executor, logging.getLogger("fleet"), connections_to(answers), None, Driver())
         timed, traced = [*answers][: PEERS // 2], [*answers][PEERS // 2 :]
         ms = statistics.median([shake_hands(peers, peer_name) for peer_name in timed])
         gc.collect()

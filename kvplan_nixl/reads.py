@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from logging import Logger
+from typing import Final
 
-from kvplan import Budget, Worker
+from kvplan import Worker
 from kvplan.protocol import (
-    HANDSHAKE_S,
     Claims,
     Connections,
     Digest,
-    HandshakeResult,
+    Handshakes,
     Reads,
     SharedKey,
     System,
@@ -24,6 +23,15 @@ from kvplan_nixl.envelope import Envelope
 from kvplan_nixl.executor import NixlExecutor
 from kvplan_nixl.rearrange import STAGING
 
+USUAL: Final = Handshakes()
+
+
+def pipeline_of(
+    executor: NixlExecutor, copier: Copier | None, rates: Rates | None = None
+) -> Pipeline | None:
+    """Return the pipeline of a worker that has a staging region, with a copier for it."""
+    return None if copier is None else Pipeline(executor, STAGING, copier, rates)
+
 
 def make_reads(
     executor: NixlExecutor,
@@ -32,18 +40,14 @@ def make_reads(
     *,
     key: SharedKey,
     system: System,
-    copier: Copier | None = None,
-    timeout_s: float = HANDSHAKE_S,
+    pipeline: Pipeline | None = None,
     digest: Digest | None = None,
-    on_handshake: Callable[[HandshakeResult], object] | None = None,
-    budget_bytes: int = Budget.DEFAULT_BYTES,
-    rates: Rates | None = None,
+    handshakes: Handshakes = USUAL,
 ) -> Reads:
     """Return the reads of an executor's worker. Offers are envelopes of the ``key``.
 
-    With a ``copier``, as :func:`~kvplan_nixl.kernel.with_staging` makes it, a pipeline stages
-    requests in the worker's staging region. Other arguments are those of
-    :class:`~kvplan.protocol.Reads`.
+    Other arguments are those of :class:`~kvplan.protocol.Reads`, and the ``handshakes`` of its
+    :class:`~kvplan.protocol.Connections`.
     """
 
     def open_offer(envelope: bytes) -> Worker:
@@ -60,13 +64,10 @@ def make_reads(
             disconnect=partial(executor.disconnect, force=True),
             fetch_offers=partial(fetch, system=system),
             fetch_digests=partial(fetch_digests, system=system),
+            handshakes=handshakes,
         ),
         claims=claims,
-        timeout_s=timeout_s,
-        pipeline=None if copier is None else Pipeline(executor, STAGING, copier),
+        pipeline=pipeline,
         digest=digest,
-        on_handshake=on_handshake,
-        budget_bytes=budget_bytes,
-        rates=rates,
         system=system,
     )

@@ -11,7 +11,14 @@ from typing import Any, Final, Protocol, Self
 import attrs
 
 from kvplan import Budget, KVPlanError
-from kvplan.protocol import HANDSHAKE_S, LEASE_S, MAX_LEASE_S, MAX_SOURCES
+from kvplan.protocol import (
+    HANDSHAKE_S,
+    LEASE_S,
+    MAX_LEASE_S,
+    MAX_SOURCES,
+    HandshakeResult,
+    Handshakes,
+)
 from kvplan.protocol.page_keys import PAGE_TOKENS
 from kvplan.protocol.system import PORT_END
 from kvplan.staging import Rates
@@ -283,6 +290,12 @@ class Settings(NamedSettings):
     tls_private_key: str = setting(name, "")
     tls_authority: str = setting(name, "")
     backends: Backends = setting(backends_of, UCX)  # noqa: RUF009
+
+    def handshakes(
+        self, report: Callable[[HandshakeResult], object] = lambda result: None
+    ) -> Handshakes:
+        """Return how handshakes with other engines go."""
+        return Handshakes(self.handshake_timeout_s, self.budget_bytes, report)
 
     def measured_rates(self) -> Rates | None:
         """Return what the file ``rates`` has, if one is named, as :func:`read_rates` does."""

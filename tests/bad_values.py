@@ -52,6 +52,7 @@ from kvplan.protocol import (
     Claims,
     Connections,
     Handoff,
+    Handshakes,
     Leases,
     Listener,
     Offers,
@@ -377,10 +378,11 @@ def calls() -> Calls:
     yield "protocol.Claims.ask", claims.ask, {"source": SOURCE, "lease": "r 0"}
     read = {"request": "r", "source": SOURCE, **REQUEST, "tokens": {"attn": (1, 7)}, "lease": "r 0"}
     yield "protocol.Read", Read, read
-    yield "protocol.Connections", Connections, HOOKS
+    yield "protocol.Handshakes", Handshakes, {"timeout_s": 1.0, "budget_bytes": 1 << 20, "report": HOOKS["connect"]}
+    yield "protocol.Connections", Connections, {**HOOKS, "handshakes": Handshakes()}
     given = {"worker": OURS, "executor": started()[0], "logger": LOGGER, "connections": Connections(**HOOKS)}
-    given |= {"digest": HOOKS["connect"], "on_handshake": HOOKS["connect"], "system": SYSTEM}
-    yield "protocol.Reads", Reads, {**given, "claims": claims, "timeout_s": 1.0}
+    given |= {"digest": HOOKS["connect"], "system": SYSTEM}
+    yield "protocol.Reads", Reads, {**given, "claims": claims}
     yield "protocol.Reads.begin", reads().begin, {"read": Read(**read)}
     yield "protocol.Reads.fail", reads().fail, {"request": "r", "error": KVPlanError("TYPE", "", expected="", got="")}
 

@@ -27,7 +27,7 @@ from kvplan.protocol.importer import Importer, ImportState, PartialRead
 from kvplan.protocol.keys import SharedKey
 from kvplan.protocol.leases import LEASE_S, MAX_LEASE_S, EndedLeases, Leases
 from kvplan.protocol.listener import Listener, Offers, fetch, send_claims
-from kvplan.protocol.peer_engines import HANDSHAKE_S, Connections, HandshakeResult
+from kvplan.protocol.peer_engines import HANDSHAKE_S, Connections, HandshakeResult, Handshakes
 from kvplan.protocol.prompt import prompt_digest
 from kvplan.protocol.read import Read, ReadResult
 from kvplan.protocol.read_parts import ReadParts
@@ -51,6 +51,7 @@ __all__ = [
     "Exporter",
     "Handoff",
     "HandshakeResult",
+    "Handshakes",
     "ImportState",
     "Importer",
     "Leases",

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from kvplan._checks import having, instance
+from kvplan._checks import check_fields, having, instance, seconds
 from kvplan._text import brief_repr
 from kvplan.budget import MESSAGE_BYTES, Budget
 from kvplan.describe.blocks import Request
@@ -38,7 +38,7 @@ from kvplan.protocol.listener import Offers
 from kvplan.protocol.retention import check_kept
 from kvplan.protocol.system import ANSWER_S, Pending, System, pend
 from kvplan.staging import Pipeline, StagedPlan, StagedTransfer
-from kvplan.staging.choice import STRATEGIES, Rates, choice_of
+from kvplan.staging.choice import STRATEGIES, choice_of
 from kvplan.staging.plan import Shares
 
 if TYPE_CHECKING:
@@ -55,6 +55,25 @@ MAX_HANDSHAKES: Final = 8
 
 USUAL_TOKENS: Final = 1024
 """Positions of the request for which a way to read from an engine is chosen."""
+
+
+@attrs.frozen
+class Handshakes:
+    """How handshakes go: an engine has ``timeout_s`` to answer, and ``report`` hears how each ends.
+
+    What the engine offers may cost ``budget_bytes`` of a :class:`kvplan.Budget`.
+    """
+
+    timeout_s: float = HANDSHAKE_S
+    budget_bytes: int = Budget.DEFAULT_BYTES
+    report: Callable[[HandshakeResult], object] = lambda result: None
+
+    __repr__ = brief_repr
+
+    def __attrs_post_init__(self) -> None:
+        check_fields(self, "handshakes", seconds, "timeout_s")
+        Budget(self.budget_bytes)
+        having("__call__", self.report, "report of handshakes", "a function")
 
 
 @attrs.frozen(kw_only=True)
@@ -75,13 +94,16 @@ class Connections:
     fetch_offers: Callable[[Source, float], Awaitable[Offers]]
     fetch_digests: Callable[[Source, DigestRequest, float], Awaitable[list[Mapping[str, Any]]]]
     plan: Callable[..., TransferPlan] = plan_reads
+    handshakes: Handshakes = Handshakes()
 
     __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
+        instance(Handshakes, self.handshakes, "handshakes of connections")
         for field in attrs.fields(Connections):
-            function = getattr(self, field.name)
-            having("__call__", function, f"{field.name} of connections", "a function")
+            if field.name != "handshakes":
+                function = getattr(self, field.name)
+                having("__call__", function, f"{field.name} of connections", "a function")
 
 
 @attrs.frozen(eq=False)
@@ -174,16 +196,10 @@ class PeerEngines:
         logger: Logger,
         connections: Connections,
         pipeline: Pipeline | None,
-        timeout_s: float,
-        budget_bytes: int = Budget.DEFAULT_BYTES,
-        *,
         system: System,
-        rates: Rates | None = None,
     ) -> None:
-        self.timeout_s = timeout_s
-        self._rates = rates
         self._system = system
-        self._budget_bytes = budget_bytes
+        self._handshake = connections.handshakes
         self._worker = worker
         self._executor = executor
         self._logger = logger
@@ -254,9 +270,9 @@ class PeerEngines:
 
         ``earlier`` are other starts of the engine, which must not answer any more.
         """
-        offers = (await self._connections.fetch_offers(source, self.timeout_s)).workers
+        offers = (await self._connections.fetch_offers(source, self._handshake.timeout_s)).workers
         fetched_at = self._system.monotonic()
-        budget = Budget(self._budget_bytes)
+        budget = Budget(self._handshake.budget_bytes)
         workers = await self._system.work(partial(self._open, source, offers, budget))
         for start in earlier:
             await self._refuse_beside(source, start)
@@ -287,7 +303,7 @@ class PeerEngines:
     async def _refuse_beside(self, source: Source, earlier: Source) -> None:
         """Refuse an engine whose name another one has that still answers, by rule peer.P2."""
         try:
-            await self._connections.fetch_offers(earlier, min(ANSWER_S, self.timeout_s))
+            await self._connections.fetch_offers(earlier, min(ANSWER_S, self._handshake.timeout_s))
         except KVPlanError:
             return
         raise KVPlanError(
@@ -305,7 +321,7 @@ class PeerEngines:
         shared = Shares.of(self._worker, workers, (), budget)
         staging = self._pipeline.staging
         try:
-            choice = choice_of(shared, STRATEGIES, staging, USUAL_TOKENS, self._rates)
+            choice = choice_of(shared, STRATEGIES, staging, USUAL_TOKENS, self._pipeline.rates)
             return choice.best.plan
         except KVPlanError as error:
             # There are more descriptors than can be counted.
@@ -319,10 +335,10 @@ class PeerEngines:
             self._begin_handshake(peer)
             return False
         if not peer.handshake.done:
-            if self._system.monotonic() - peer.began_at <= self.timeout_s:
+            if self._system.monotonic() - peer.began_at <= self._handshake.timeout_s:
                 return False
             action = f"shake hands with {peer.source}"
-            expected = f"an answer within {self.timeout_s:g} s"
+            expected = f"an answer within {self._handshake.timeout_s:g} s"
             error = KVPlanError(
                 "PEER",
                 action,

@@ -39,8 +39,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from kvplan._checks import having, instance, integer, name, seconds
-from kvplan.budget import Budget
+from kvplan._checks import having, instance, integer, name
 from kvplan.describe.blocks import Request
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
@@ -53,7 +52,6 @@ from kvplan.protocol.digest_requests import DigestRequest
 from kvplan.protocol.handoff import Source
 from kvplan.protocol.lease_check import SILENCE_S, LeaseCheck
 from kvplan.protocol.peer_engines import (
-    HANDSHAKE_S,
     Connections,
     HandshakeResult,
     PeerEngine,
@@ -69,7 +67,7 @@ from kvplan.protocol.read import (
     request_of,
 )
 from kvplan.protocol.system import RETRY_S, Pending, System
-from kvplan.staging import Pipeline, Rates, StagedTransfer
+from kvplan.staging import Pipeline, StagedTransfer
 
 if TYPE_CHECKING:
     from logging import Logger
@@ -162,11 +160,8 @@ class Reads:
     """The requests that ``worker`` reads by ``executor``, or by its ``pipeline`` if that is faster.
 
     ``connections`` are the functions by which other engines' workers become known, and ``claims``
-    asks sources whether leases stand. An engine has ``timeout_s`` to answer a handshake. ``digest``
-    computes the digests of what has arrived. ``on_handshake`` is called with the result of each
-    handshake. What an engine offers may cost ``budget_bytes`` of a :class:`kvplan.Budget`. By
-    ``rates`` the pipeline is faster or not, by default by those of the worker's memory. A transfer
-    has at most ``max_transfer_ids``. Not for several threads at once.
+    asks sources whether leases stand. ``digest`` computes the digests of what has arrived. A
+    transfer has at most ``max_transfer_ids``. Not for several threads at once.
     """
 
     def __init__(
@@ -178,12 +173,8 @@ class Reads:
         connections: Connections,
         claims: Claims,
         system: System,
-        timeout_s: float = HANDSHAKE_S,
         pipeline: Pipeline | None = None,
         digest: Digest | None = None,
-        on_handshake: Callable[[HandshakeResult], object] | None = None,
-        budget_bytes: int = Budget.DEFAULT_BYTES,
-        rates: Rates | None = None,
         max_transfer_ids: int = MAX_TRANSFER_IDS,
     ) -> None:
         self._max_transfer_ids = integer(max_transfer_ids, "max_transfer_ids", low=1)
@@ -196,20 +187,9 @@ class Reads:
             having("__call__", digest, "digest", "a function")
         self._digest = digest
         self._connections = instance(Connections, connections, "connections")
-        if on_handshake is not None:
-            having("__call__", on_handshake, "on_handshake", "a function")
-        self._on_handshake = on_handshake
         self._system = instance(System, system, "system")
         self._peers = PeerEngines(
-            worker,
-            executor,
-            logger,
-            self._connections,
-            self._pipeline,
-            seconds(timeout_s, "timeout_s"),
-            Budget(budget_bytes).num_bytes,
-            system=system,
-            rates=None if rates is None else instance(Rates, rates, "rates"),
+            worker, executor, logger, self._connections, self._pipeline, system
         )
         self._fetches = Background("fetch digests", MAX_FETCHES, logger, system)
         # the chunks of the pipeline that have begun, and when that number was seen to change
@@ -245,8 +225,7 @@ class Reads:
         self._posted_s = 0.0
         # handshakes first, since a request that waited begins to move in this step
         for peer in self._peers.poll():
-            if self._on_handshake is not None:
-                self._on_handshake(HandshakeResult.of(peer, self._system.monotonic()))
+            self._connections.handshakes.report(HandshakeResult.of(peer, self._system.monotonic()))
             for pending in self._waiting.pop(peer.source, []):
                 self._take_peer(pending, peer)
         if self._pipeline is not None:

@@ -33,6 +33,7 @@ from kvplan._text import count
 from kvplan.describe.blocks import Tokens
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Status, Transfer, still_running
+from kvplan.staging.choice import Rates
 from kvplan.staging.copies import Copy
 from kvplan.staging.plan import BlockTables, Chunk, FreeBlocks, StagedPlan, StagedRequest
 
@@ -105,6 +106,9 @@ class _Work:
 class Pipeline:
     """Moves requests through a staging region of the executor's worker, which nothing else uses.
 
+    Readers choose by ``rates`` whether it is faster than reads without it, by default by those of
+    the worker's memory.
+
     Raises ``MEMORY`` where another pipeline of the executor has the staging region, as long as
     anything refers to that pipeline. Not for several threads at once.
 
@@ -132,10 +136,13 @@ class Pipeline:
     _by_region: ClassVar[WeakValueDictionary[tuple[int, str], Pipeline]] = WeakValueDictionary()
     """The pipeline of a staging region, by the identity of its executor and the region's name."""
 
-    def __init__(self, executor: Executor, staging: str, copier: Copier) -> None:
+    def __init__(
+        self, executor: Executor, staging: str, copier: Copier, rates: Rates | None = None
+    ) -> None:
         self._executor = having("prepare", executor, "executor", "an Executor")
         self._copier = having("begin", copier, "copier", "a Copier")
         self.staging: str = name(staging, "staging")
+        self.rates: Rates | None = None if rates is None else instance(Rates, rates, "rates")
         self.num_chunks = 0
         """Chunks that have begun."""
         self._requests: dict[StagedTransfer, _Queued] = {}

@@ -20,7 +20,7 @@ from kvplan import KVPlanError
 from kvplan.protocol import Claims, Importer, ImportState, ReadParts, Rooms, System, send_claims
 from kvplan.protocol.system import TOKEN_BYTES
 from kvplan.staging import Copier
-from kvplan_nixl.reads import make_reads
+from kvplan_nixl.reads import make_reads, pipeline_of
 from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.changes import WEIGHTS
 from kvplan_nixl.sglang.prompt import prompt_of
@@ -71,10 +71,8 @@ class DecodeRank(Rank):
                 logger,
                 key=memory.key,
                 system=system,
-                copier=copier,
-                timeout_s=settings.handshake_timeout_s,
-                budget_bytes=settings.budget_bytes,
-                rates=settings.measured_rates(),
+                pipeline=pipeline_of(memory.executor, copier, settings.measured_rates()),
+                handshakes=settings.handshakes(),
             )
         )
         self._open_rooms: set[int] = set()

@@ -25,7 +25,7 @@ from kvplan_nixl import NixlExecutor
 from kvplan_nixl.digest import cache_digests
 from kvplan_nixl.kernel import with_staging
 from kvplan_nixl.mapped import make_executor
-from kvplan_nixl.reads import make_reads
+from kvplan_nixl.reads import make_reads, pipeline_of
 from kvplan_nixl.rearrange import memories_of, set_zero
 from kvplan_nixl.vllm.description import worker_of
 from kvplan_nixl.vllm.engine_hooks import WorkerAdapters
@@ -91,12 +91,9 @@ class Worker:
                 logger,
                 key=self._key,
                 system=self._system,
-                copier=copier,
-                timeout_s=settings.handshake_timeout_s,
-                budget_bytes=settings.budget_bytes,
-                rates=settings.measured_rates(),
+                pipeline=pipeline_of(self._executor, copier, settings.measured_rates()),
                 digest=self._digest_read if settings.verify else None,
-                on_handshake=self.stats.record_handshake,
+                handshakes=settings.handshakes(self.stats.record_handshake),
             )
         )
         logger.info("%s", worker)

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from kvplan import Blocks, Group, Region, Worker, view_of
-from kvplan.protocol import Claims, Handoff, Leases, Listener, Read, ReadResult, prompt_digest, send_claims
+from kvplan.protocol import Claims, Handoff, Handshakes, Leases, Listener, Read, ReadResult, prompt_digest, send_claims
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.kernel import with_staging
-from kvplan_nixl.reads import make_reads
+from kvplan_nixl.reads import make_reads, pipeline_of
 from kvplan_nixl.serving import Access, Driver
 
 LOGGER = logging.getLogger("test")
@@ -89,8 +89,8 @@ class Decode:
             LOGGER,
             key=Access().key,
             system=Driver(),
-            copier=copier,
-            timeout_s=WAIT_S,
+            pipeline=pipeline_of(self.executor, copier),
+            handshakes=Handshakes(WAIT_S),
         )
         self.pipeline = self.reads._pipeline
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError, Status, Transfer, Worker, decode, encode, plan_reads
-from kvplan.protocol import Claims, Connections, HandshakeResult, Offers, Read, ReadResult, Reads, Source
+from kvplan.protocol import Claims, Connections, HandshakeResult, Handshakes, Offers, Read, ReadResult, Reads, Source
 from kvplan.protocol.background import Background
 from kvplan.protocol.digest_requests import DigestRequest
 from kvplan.protocol.lease_check import ASK_S
@@ -144,7 +144,8 @@ class World:
         self.answer: Callable[[Source], object] = lambda source: None
         self.known: dict[tuple[str, int], bytes] = {}
         copier = FakeCopier(self.network.memory, local.key)
-        self.pipeline = Pipeline(self.executor, NAME, copier) if NAME in [r.name for r in local.regions] else None
+        is_staged = NAME in [region.name for region in local.regions]
+        self.pipeline = Pipeline(self.executor, NAME, copier, rates) if is_staged else None
         self.reads = Reads(
             local,
             self.executor,
@@ -155,13 +156,11 @@ class World:
                 disconnect=self.disconnect,
                 fetch_offers=unblocked(self.fetch),
                 fetch_digests=unblocked(self.fetch_digests),
+                handshakes=Handshakes(timeout_s, report=self.handshakes.append),
             ),
             claims=cast(Claims, self.sources),
-            timeout_s=timeout_s,
             pipeline=self.pipeline,
             digest=digest,
-            on_handshake=self.handshakes.append,
-            rates=rates,
             system=self.watch,
         )
 
@@ -347,7 +346,7 @@ def test_an_engine_that_never_answers_fails_its_requests(one: Callable[..., Worl
     assert {*failed} == {"a", "b"}
     assert "PEER: cannot shake hands with prefill" in str(failed["a"].error)
     held.set()
-    world.reads._peers.timeout_s = 30
+    world.reads._peers._handshake = attrs.evolve(world.reads._peers._handshake, timeout_s=30)
     world.reads.begin(world.read("c"))
     assert world.until(1)["c"].error is None
 
@@ -711,7 +710,8 @@ def test_an_engine_is_planned_within_a_budget() -> None:
     """All workers of an answer count together; a reader who trusts them has a larger budget."""
     (local,) = engine("decode")
     world = World(local, engine("prefill", tp=2))
-    world.reads._peers._budget_bytes = len(encode(engine("prefill", tp=2)[0])) * 300
+    few_bytes = len(encode(engine("prefill", tp=2)[0])) * 300
+    world.reads._peers._handshake = Handshakes(budget_bytes=few_bytes)
     world.reads.begin(world.read())
     error = world.until(1)["r"].error
     assert error is not None
