@@ -96,7 +96,8 @@ class _Export:
     """A request that others may read: what is published of it, and under which lease.
 
     It began with ``num_found`` positions of the prefix cache, which another request may still
-    compute until this one has computed more itself.
+    compute until this one has computed more itself. One that ``gives_way`` is kept for a request
+    that nobody has sent yet.
     """
 
     room: str = ""
@@ -105,6 +106,7 @@ class _Export:
     num_tokens: int = 0
     lease: str = ""
     blocks: Mapping[str, Blocks] = attrs.field(factory=dict)
+    gives_way: bool = False
 
 
 @attrs.frozen
@@ -263,7 +265,8 @@ class Exporter:
         Returns None if its readers are done with what was published of it, or were told that they
         get no more: :meth:`abort` it then.
 
-        Its first lease is of ``first_s``, by default of the lease's usual length. ``prefixes`` are
+        Its first lease is of ``first_s``, by default of the lease's usual length. With ``first_s``
+        it is kept for a reader that may come, and :meth:`give_way` ends it. ``prefixes`` are
         digests of fewer tokens, by their number.
         """
         if request not in self._requests or self._requests[request].state is PINNED:
@@ -275,6 +278,7 @@ class Exporter:
         self._move(export, ExportEvent.FINISH)
         if not export.lease:
             export.lease = self.leases.grant(request, first_s)
+        export.gives_way = first_s is not None
         self._keep(export, num_tokens, blocks)
         groups = [group for group in blocks if self._groups[group].tokens_per_block is not None]
         return self._handoff(export, groups, prompt, read_from, prefixes, weights_version)
@@ -316,6 +320,21 @@ class Exporter:
         num_stale = self.leases.num_refused - self._num_refused
         self._num_refused += num_stale
         return EndedExports((*released,), (*withdrawn,), late, num_stale)
+
+    def give_way(self, num_blocks: int) -> tuple[str, ...]:
+        """End the oldest requests that are kept for a reader that may come, and return them.
+
+        Their blocks, at least ``num_blocks`` if so many are kept, are free after the next step: the
+        engine's own requests wait for them. One that a reader has claimed stays.
+        """
+        ended = []
+        for request, export in self._requests.items():
+            if num_blocks <= 0:
+                break
+            if export.gives_way and self.leases.end_unclaimed(export.lease):
+                ended.append(request)
+                num_blocks -= sum(each.ids.size for each in export.blocks.values())
+        return (*ended,)
 
     def reset(self) -> None:
         """Free all that is pinned with the next step: its bytes are of no use. Readers fail."""

@@ -235,6 +235,26 @@ class Leases:
                 self._look_later(lease)
             return True
 
+    def end_unclaimed(self, lease: str) -> bool:
+        """End a lease, unless a reader has claimed it. Returns whether it has ended.
+
+        >>> from kvplan_nixl.serving import Driver
+        >>> leases = Leases(Driver())
+        >>> lease, claimed = leases.grant("request 1"), leases.grant("request 2")
+        >>> leases.claim(claimed, "decode 1")
+        True
+        >>> leases.end_unclaimed(lease), leases.end_unclaimed(claimed), leases.take_ended().done
+        (True, False, ('request 1',))
+        """
+        with self._lock:
+            standing = self._leases.get(name(lease, "lease"))
+            now = self._system.monotonic()
+            if standing is None or any(end > now for end in standing.claims_end_at.values()):
+                return False
+            self._drop(lease)
+            self._done.append(standing.request)
+            return True
+
     def end_all(self) -> None:
         """End all leases: what the blocks hold is not to be read any more. Readers are told so."""
         with self._lock:

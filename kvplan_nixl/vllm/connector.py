@@ -109,6 +109,7 @@ class KvplanConnector(BlockConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received = connector_output.finished_recving or set()
         self._scheduler.end_reads(received, connector_output.failed_recving)
+        self._scheduler.end_exports(connector_output.finished_sending or set())
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, KvplanWorkerMetadata):
             self._scheduler.take_digests(metadata)

@@ -97,6 +97,10 @@ class Scheduler:
         self._rooms: dict[str, str] = {}
         # by group: the blocks that workers have not been told of yet
         self._saves: dict[str, set[int]] = {}
+        # the positions to compute or read of requests that vLLM has no blocks for in this step
+        self._waiting: dict[str, int] = {}
+        # kept answers that gave way, until their blocks are free
+        self._giving_way = set[str]()
         send = partial(send_claims, system=system)
         self._claims = Claims(logger, send, system, settings.max_peers)
         self._importer = Importer(
@@ -208,13 +212,17 @@ class Scheduler:
         last token of a prompt itself.
         """
         self._state.begin(request, num_cached)
-        return self._importer.count(
+        num_tokens = self._importer.count(
             request.request_id, num_cached, int(request.num_prompt_tokens) - 1
         )
+        if num_tokens is not None and self._exporter is not None:
+            self._waiting[request.request_id] = request.num_tokens - num_cached
+        return num_tokens
 
     def begin_read(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """Read ``num_tokens`` positions of a request into its blocks. A request is read once."""
         name = request.request_id
+        self._waiting.pop(name, None)
         if not num_tokens:
             gap = self._importer.skip(name)
             if gap is not None:
@@ -427,6 +435,7 @@ class Scheduler:
         self.stats.count_total("num_failed_notifications", self._claims.num_unanswered)
         self.stats.count_total("num_refused_claims", self._claims.num_refused)
         if self._exporter is not None and self._listener is not None:
+            self._give_way(self._exporter)
             self._end_exports(self._exporter, step)
             for asked in self._listener.digests.take():
                 blocks = self._exporter.blocks_of(asked.lease)
@@ -434,6 +443,28 @@ class Scheduler:
                 if blocks is not None:
                     step.digests[asked] = blocks
         return step
+
+    def _give_way(self, exporter: Exporter) -> None:
+        """End answers that are kept for next turns, where a request got no blocks in this step.
+
+        vLLM counts their blocks as those of running requests, so requests would wait until nobody
+        has asked for an answer for long enough. Once some give way, no others do until their blocks
+        are free: workers report that some steps later.
+        """
+        waiting, self._waiting = self._waiting, {}
+        if not waiting or self._giving_way:
+            return
+        # a request also waits for blocks that vLLM reserves
+        num_blocks = max(1, self._tables.num_missing(sum(waiting.values())))
+        given = exporter.give_way(num_blocks)
+        self._giving_way.update(given)
+        if given:
+            message = "%d kept answers give way to %d requests that wait for blocks"
+            logger.info(message, len(given), len(waiting))
+
+    def end_exports(self, requests: Collection[str]) -> None:
+        """Take the requests whose blocks all workers have released."""
+        self._giving_way.difference_update(requests)
 
     def _end_exports(self, exporter: Exporter, step: KvplanMetadata) -> None:
         """Have the blocks freed of which leases have ended, and count what operators watch."""

@@ -72,6 +72,13 @@ class BlockTables:
         """Take the managers of all cache groups, which register blocks in the prefix cache."""
         self._managers = managers
 
+    def num_missing(self, num_tokens: int) -> int:
+        """Return how many blocks are free too few for so many positions. Below 0, some are left."""
+        sizes = [self.block_sizes[group] for group in self.positioned]
+        needed = sum(-(-num_tokens // size) for size in sizes) + len(self.states)
+        num_free: int = self._managers[0].block_pool.get_num_free_blocks()
+        return needed - num_free
+
     def of_request(self, request: str) -> dict[str, Blocks]:
         """Return the block tables of a running request by group."""
         blocks = KVCacheBlocks(tuple(manager.req_to_blocks[request] for manager in self._managers))

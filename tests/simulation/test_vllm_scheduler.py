@@ -116,7 +116,9 @@ class Engines:
         self.hosts[name] = host
         cache = cache_of(kinds, BLOCK, WINDOW, is_zeroed=is_zeroed)
         scheduler = SeenScheduler(config_of(name, **of_config), cache, settings, host)
-        self.managers[name] = [SimpleNamespace(block_size=BLOCK, num_cached_block={}) for _ in kinds]
+        pool = SimpleNamespace(num_free=10**6)
+        pool.get_num_free_blocks = lambda: pool.num_free
+        self.managers[name] = [SimpleNamespace(block_size=BLOCK, num_cached_block={}, block_pool=pool) for _ in kinds]
         scheduler.set_managers(self.managers[name])
         scheduler.serve_offers([b"offer of worker 0", b"offer of worker 1"])
         return scheduler
@@ -665,6 +667,47 @@ def test_an_answer_is_kept_until_the_next_turn(engines: Engines) -> None:
     computed(decode)
     engines.run(6.0)
     assert decode.take_step().released == {"r"}
+
+
+def test_a_kept_answer_gives_way_to_a_request_that_waits(engines: Engines) -> None:
+    """It was kept for minutes while a request had no blocks, which another turn may never come for.
+
+    The oldest goes first, none that a reader has claimed, none while the blocks of others are still on their way, and
+    none of what was computed for another engine.
+    """
+    decode = engines.decode("full", decoder_kv_blocks_ttl=500.0)
+    pool = engines.managers["decode"][0].block_pool
+    computed(decode, request_id="computed")
+    claimed = answered(decode, request_id="claimed")
+    for name in ("first", "second", "third"):
+        answered(decode, request_id=name)
+    prefill = engines.start("full")
+    prefill.add(request_of([*SAID, 1, 2], claimed))
+    engines.run(0.5)
+    assert decode.take_step().released == set()
+
+    def waits(num_free: int) -> set[str]:
+        """What a step releases in which a request of two blocks was looked at, and got none."""
+        pool.num_free = num_free
+        waiting = request_of(SAID[: 2 * BLOCK], request_id="waits")
+        decode.count_tokens_to_read(waiting, 0)
+        released: set[str] = decode.take_step().released
+        return released
+
+    assert waits(0) == {"first"}
+    assert waits(0) == set()
+    decode.end_exports({"first"})
+    decode.count_tokens_to_read(request_of(SAID, request_id="gets"), 0)
+    decode.begin_read(request_of(SAID, request_id="gets"), blocks_of(("full",), len(SAID)), 0)
+    assert decode.take_step().released == set()
+    # vLLM reserves some: one answer a time
+    assert waits(100) == {"second"}
+    decode.end_exports({"second"})
+    assert waits(0) == {"third"}
+    decode.end_exports({"third"})
+    assert waits(0) == set()
+    engines.run(0.5)
+    assert decode.take_step().released == set()
 
 
 def test_a_claim_lasts_until_all_workers_have_read(engines: Engines) -> None:

@@ -245,8 +245,11 @@ class VllmConnector:
         for name in ADAPTERS:
             loaded = ENGINE_STATE.LoadedAdapter(crc32(name.encode()), name, f"content of {name}")
             self._scheduler._state.adapter_added(loaded, is_replaced=False)
+        # no answer is kept in these fleets, so that it does not matter how many blocks are free
+        pool = SimpleNamespace(get_num_free_blocks=lambda: 0)
         self._managers = [
-            SimpleNamespace(block_size=self._block_size, num_cached_block={}, req_to_blocks={}) for _ in kinds
+            SimpleNamespace(block_size=self._block_size, num_cached_block={}, req_to_blocks={}, block_pool=pool)
+            for _ in kinds
         ]
         self._scheduler.set_managers(self._managers)
         self._scheduler.serve_offers(site.offers)
