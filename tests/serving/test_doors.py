@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import logging
@@ -28,6 +29,7 @@ from kvplan.protocol.keys import SharedKey
 from kvplan.protocol.system import MAX_ANSWER_BYTES, Route
 from kvplan_nixl.serving import Access, Driver
 from kvplan_nixl.serving.access import Asked, Proof
+from kvplan_nixl.serving.addresses import addresses_of
 from kvplan_nixl.serving.http import MAX_HEAD_BYTES, Server
 from tests.blocking import exchange, fetch, send_claims, unblocked, waited
 from tests.serving.test_access import KEY, asked, status
@@ -396,6 +398,34 @@ def test_a_name_server_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
             exchange("prefill", "prefill.example:9", "/", 0.5, Access())
     assert asked == ["prefill.example"]
     held.set()
+
+
+def test_silent_name_servers_hold_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host has one, whatever its ports; when there are too many, another name is refused at once."""
+    held = threading.Event()
+    getaddrinfo = socket.getaddrinfo
+
+    def silent(host: str, port: int | None, **options: Any) -> Any:
+        if not options.get("flags"):
+            held.wait(60)
+            host = "127.0.0.1"
+        return getaddrinfo(host, port, **options)
+
+    monkeypatch.setattr("socket.getaddrinfo", silent)
+    monkeypatch.setattr("kvplan_nixl.serving.addresses.MAX_LOOKUPS", 2)
+    for host, port in (("a.example", 9), ("a.example", 10), ("b.example", 9)):
+        with pytest.raises(TimeoutError, match="no address of"):
+            asyncio.run(addresses_of(host, port, 0.01))
+    for host in ("c.example", "d.example"):
+        with pytest.raises(OSError, match="is not looked up: 2 other names are"):
+            asyncio.run(addresses_of(host, 9, 60.0))
+    lookups = [thread for thread in threading.enumerate() if thread.name == "kvplan addresses"]
+    assert len(lookups) == 2
+    held.set()
+    for thread in lookups:
+        thread.join(30)
+    # what was looked up goes, and the port is the one that is asked for
+    assert asyncio.run(addresses_of("c.example", 7, 10.0)) == [(socket.AF_INET, ("127.0.0.1", 7))]
 
 
 def test_an_address_that_is_none() -> None:
