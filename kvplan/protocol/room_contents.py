@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import at_most, instance, name, seconds
+from kvplan._checks import at_most, instance, members, name, seconds
 from kvplan._text import brief_repr
 from kvplan.describe.blocks import Blocks
 from kvplan.errors import KVPlanError
@@ -301,7 +301,8 @@ class Published:
             expected = "an entry of each stage"
             raise KVPlanError("MESSAGE", action, expected=expected, got=f"{entry['error']}")
         handoff = Handoff.of_params(entry.get("handoff", {}), key)
-        leases = (handoff.lease, *entry.get("leases", ()))
+        others = members(str, entry.get("leases", ()), "leases of a room")
+        leases = (handoff.lease, *(name(lease, "lease of a room") for lease in others))
         if earlier is not None and earlier.leases != leases:
             action = f"read request {room}"
             expected = f"more of what was published under {earlier.leases[0]!r}"
