@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,6 +110,45 @@ def test_who_is_meant_is_there() -> None:
     assert [pod for pod, its in labels.items() if policy.items() <= its] == [*ENGINES]
     command = container("proxy")["command"]
     assert [word for word in command if "://" in word] == [f"--{name}=http://{name}:8000" for name in ENGINES]
+
+
+def test_the_image_has_what_is_installed_alone() -> None:
+    """A copy of the whole checkout had its .git, and a .env with the engines' key that compose reads beside it."""
+    lines = [line.split() for line in (DEPLOY / "Dockerfile").read_text().splitlines()]
+    copied = {word for name, *words in (line for line in lines if line) if name == "COPY" for word in words[:-1]}
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = {"pyproject.toml", "README.md", *built["project"]["license-files"]}
+    needed |= {built["tool"]["hatch"]["metadata"]["hooks"]["custom"]["path"]}
+    wheel = built["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert copied == needed | {*wheel["packages"]} | {*wheel["force-include"]} | {"kvplan_nixl"}
+
+
+def test_nothing_runs_as_root() -> None:
+    """The image has a user of its own, by a number that Kubernetes can compare, and pods have no rights beyond it."""
+    (user,) = re.findall(r"^USER (\d+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert int(user) > 0
+    for name in (*ENGINES, "proxy"):
+        pod = OBJECTS["Deployment", name]["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert not pod["automountServiceAccountToken"]
+        context = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert container(name)["securityContext"] == context
+    assert "privileged" not in f"{COMPOSE}{OBJECTS}"
+    assert "/root" not in f"{COMPOSE}{OBJECTS}"
+
+
+def test_images_have_a_version() -> None:
+    """All but the one that is built here."""
+    images = {service["image"] for service in COMPOSE["services"].values()}
+    images |= {container(name)["image"] for name in (*ENGINES, "proxy")}
+    images |= {*re.findall(r"^FROM (.+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)}
+    assert [image for image in images - {"kvplan-vllm"} if not re.fullmatch(r".+:v?\d+\.\d+\.\d+", image)] == []
+
+
+def test_what_is_published_is_published_on_loopback() -> None:
+    ports = [port for service in COMPOSE["services"].values() for port in service.get("ports", ())]
+    assert ports
+    assert [port for port in ports if not port.startswith("127.0.0.1:")] == []
 
 
 def test_prometheus_scrapes_both_engines() -> None:
