@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from typing import Any
 
+import pytest
+
+from kvplan import Budget
+from kvplan.protocol import leases, rooms, system
+from kvplan_nixl.serving import access, addresses, http
+from kvplan_nixl.sglang import bootstrap
+from kvplan_nixl.vllm import proxy
 from tests.pages import ROOT
 
 PAGE = (ROOT / "docs" / "SECURITY.md").read_text()
@@ -24,3 +33,52 @@ def test_each_attack_has_a_test() -> None:
         named = re.findall(r"`(test_\w+)`", row)
         assert named, row
         assert {*named} <= tests, row
+
+
+def text_of(value: float) -> str:
+    """A number as the page writes it, in GiB or MiB where it is a round one of bytes."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if value >= size:
+            return f"{value / size:g} {unit}"
+    return f"{value:,.0f}"
+
+
+def constant(path: str, name: str) -> Any:
+    """A number of a module that needs an engine to be imported."""
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name and node.value:
+            return ast.literal_eval(node.value)
+    raise AssertionError(name)
+
+
+LIMITS = {
+    "get `RANGE` above {} by the estimate": Budget.DEFAULT_BYTES,
+    "have {} addresses asked at a time": rooms.MAX_SERVERS,
+    "at {} servers at most": constant("kvplan_nixl/sglang/prefill.py", "MAX_PUBLISHERS"),
+    "have {} readers of a lease": leases.MAX_READERS,
+    "keep {}, in 10 MiB": access.MAX_NONCES,
+    "push a real room out by {} others": bootstrap.MAX_ROOMS,
+    "{} in all, for twice a lease": bootstrap.MAX_KEPT_BYTES,
+    "wait in one of {}": http.BACKLOG,
+    "with it, {} in all": http.MAX_UNREAD_BYTES,
+    "have {} s |": http.CONNECTION_S,
+    "be refused by the head of it, above {}": system.MAX_ANSWER_BYTES,
+    "a thread for each name, {} at most": addresses.MAX_LOOKUPS,
+    "have {} of them, for a minute": proxy.MAX_IDLE,
+    "get status 413 above {}": proxy.MAX_BODY_BYTES,
+    "503 above {} that have come": proxy.MAX_HELD_BYTES,
+    "get status 400 above {} prompts": proxy.MAX_PROMPTS,
+}
+
+
+@pytest.mark.parametrize("sentence", LIMITS)
+def test_the_table_has_the_limits_of_the_code(sentence: str) -> None:
+    """As they are, in the column of what holds now or in that of what an attacker would do."""
+    assert sentence.format(text_of(LIMITS[sentence])) in "\n".join(ROWS)
+
+
+def test_times_and_parts_are_those_of_the_code() -> None:
+    """Which the table has in words."""
+    assert (leases.MAX_LEASE_S, proxy.IDLE_S, proxy.MAX_PARTS) == (3600, 60, 1 << 20)
+    for words in ("`max_lease_s`, an hour", "for a minute", "a million brackets and commas"):
+        assert words in "\n".join(ROWS)

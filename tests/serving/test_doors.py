@@ -289,7 +289,7 @@ def test_no_answer_is_too_long_to_be_read(leases: Leases) -> None:
         assert fetch(listener.source, 10, Access(key=KEY)).workers == tuple(offers)
 
 
-def test_a_late_notice_of_a_first_attempt(listener: Listener, leases: Leases) -> None:
+def test_a_late_end_is_of_the_first_attempt(listener: Listener, leases: Leases) -> None:
     """It ends the first attempt's lease, and not that of the second, of the same request."""
     access = Access(key=KEY)
     first = leases.grant("request 1")
