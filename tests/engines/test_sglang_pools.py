@@ -12,9 +12,11 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import KVPlanError, Model
+from kvplan import KVPlanError, Model, plan_mesh
 from kvplan.bridges import RankInfo, from_sglang, sglang_model
 from kvplan.bridges.sglang_model import TotalHeads, rank_state, state_layer
+from kvplan.cli.inputs import EngineInput
+from kvplan.cli.trials import PlacedRequest
 from kvplan.models.tensors import attention, convolution, delta, lightning, mamba1, mamba2
 from tests.engine_memory import (
     BLOCKS,
@@ -364,3 +366,24 @@ def test_layers_that_attention_writes() -> None:
     layers = [radix.RadixAttention(4, 8, 1.0, 2, layer_id) for layer_id in (0, 1, 0)]
     assert description.written_layers(torch.nn.ModuleList([*layers, torch.nn.Linear(1, 1)])) == {0, 1}
     assert description.written_layers(torch.nn.Linear(1, 1)) is None
+
+
+def published_pool(name: str) -> Any:
+    """The pool that SGLang makes for a rank of a deployment: 960 tokens in pages of 64, and a page of padding."""
+    if name == "qwen3-8b":  # 8 heads on 2 ranks
+        return memory_pool.MHATokenToKVPool(960, 64, torch.bfloat16, 4, 128, 36, "cpu", False)
+    return memory_pool.MLATokenToKVPool(960, 64, torch.bfloat16, 512, 64, 61, "cpu", False)
+
+
+@pytest.mark.parametrize("name, ranks", [("qwen3-8b", 2), ("deepseek-v3", 8)])
+def test_a_rank_of_a_deployment_reads_the_bytes_that_its_pool_has(name: str, ranks: int) -> None:
+    """What ``kvplan verify`` says of an SGLang command line is the size that SGLang's own pool reports."""
+    sizes = published_pool(name).get_kv_size_bytes()
+    num_bytes = sum(sizes) if isinstance(sizes, tuple) else sizes
+    command = f"python -m sglang.launch_server --model-path {name} --tp-size {ranks} --page-size 64"
+    model = Model.shipped(name)
+    options = EngineInput.parse(command, "--src").options(model)
+    request = PlacedRequest.of(model, options, options, (0, 960))
+    plan = plan_mesh(request.destinations, request.sources).plans[-1]
+    specs = plan.bind(local=request.local, remote=request.remote, tokens=request.tokens)
+    assert sum(spec.num_bytes for spec in specs) == num_bytes // 1024 * 960

@@ -11,6 +11,7 @@ from kvplan.cli.trials import PlacedRequest
 from kvplan.models import Model
 from tests.models.deployments import DEPLOYMENTS, results
 from tests.models.test_published_files import FILES
+from tests.models.vllm_bytes import results as bytes_of_tokens
 
 COUNTED = results()
 
@@ -22,8 +23,20 @@ def test_a_rank_reads_the_bytes_that_vllm_counts(name: str) -> None:
         pytest.skip("needs aiconfigurator-core")
     ranks, tokens = DEPLOYMENTS[name]
     model = load(str(FILES.get(name, name)))
-    options = EngineInput.parse(f"vllm,tp={ranks}", "--src").options(model)
+    assert bytes_read(model, f"vllm,tp={ranks}", tokens) == COUNTED[name]
+
+
+def test_a_rank_of_sparse_latents_reads_the_bytes_that_vllm_counts() -> None:
+    """Latents in rows of fp8 with their scales, and index keys: each rank has all of them."""
+    command = "vllm serve deepseek-ai/DeepSeek-V3.2 --tensor-parallel-size 8 --kv-cache-dtype fp8"
+    num_bytes = bytes_read(Model.shipped("deepseek-v3.2"), command, 4_000)
+    assert num_bytes == 4_000 * bytes_of_tokens()["deepseek-v3.2"]["token"]
+
+
+def bytes_read(model: Model, side: str, tokens: int) -> int:
+    """The bytes that the last rank reads, by what ``kvplan verify`` does with a side."""
+    options = EngineInput.parse(side, "--src").options(model)
     request = PlacedRequest.of(model, options, options, (0, tokens))
     plan = plan_mesh(request.destinations, request.sources).plans[-1]
     specs = plan.bind(local=request.local, remote=request.remote, tokens=request.tokens)
-    assert sum(spec.num_bytes for spec in specs) == COUNTED[name]
+    return sum(spec.num_bytes for spec in specs)
