@@ -311,15 +311,6 @@ class Match:
         views = self.views[0][chosen], self.views[1][chosen]
         return attrs.evolve(self, names=tuple(compress(self.names, chosen)), views=views)
 
-    def with_destination(self, worker: Worker, geometry: Geometry, views: Ints) -> Match:
-        """Return the match with another destination, with one view of each tensor: (tensors,)."""
-        return attrs.evolve(
-            self,
-            destination=(geometry,),
-            views=(views[:, None], self.views[1]),
-            workers=(worker, self.workers[1]),
-        )
-
     def with_source(self, worker: Worker, geometry: Geometry, views: Ints) -> Match:
         """Return the match with one other source, with one view of each tensor: (tensors,)."""
         return attrs.evolve(
