@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 import click
@@ -37,14 +36,6 @@ EXAMPLES: Final = (
     ("layers=8,kv_heads=12,head_dim=128", "tp=2", "tp=3"),
 )
 """Models, each with the options of a prefill engine (source) and a decode engine (destination)."""
-
-ENGINES_PATH: Final = Path(".venv-engines")
-"""The environment with vLLM that ``.ci/engines`` makes in a checkout."""
-
-REAL_ENGINES: Final = f"""
-To move a request between two real vLLM engines, in a few minutes on a CPU:
-{ENGINES_PATH}/bin/python -m tests.engines --connector kvplan --pair "llama 32->64"
-"""
 
 INTRODUCTION: Final = f"""\
 Each line moves one request of {DEMO_TOKENS[1]} tokens from a prefill engine (source) to a decode
@@ -93,8 +84,6 @@ def demo_command(as_json: bool) -> int:
                 verified,
             )
     console.print(table)
-    if ENGINES_PATH.exists():
-        console.print(REAL_ENGINES)
     if as_json:
         cases = []
         for (model, *_), trial in zip(EXAMPLES, trials, strict=True):

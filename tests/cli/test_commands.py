@@ -28,7 +28,6 @@ from kvplan.models.layouts import KV_FORMS, LETTERS, ORDERS
 from kvplan.models.options import EngineOptions
 from kvplan.verification import Report
 from tests.conftest import Cli
-from tests.engines.pairs import PAIRS
 from tests.pages import ROOT
 from tests.small import engine
 
@@ -259,15 +258,6 @@ def test_demo_fails_if_bytes_differ(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     assert run.status == 1
     assert "NO: VALUE" in run.out
     assert cli("demo", "--json").status == 1
-
-
-@pytest.mark.usefixtures("quick")
-def test_demo_names_a_pair_of_real_engines(cli: Cli) -> None:
-    """Where the engines' environment is, the last line is the command of a pair that exists."""
-    assert "vLLM" not in cli("demo").out
-    Path(".venv-engines").mkdir()
-    (pair,) = re.findall(r'tests\.engines --connector kvplan --pair "(.*)"$', cli("demo").out, re.MULTILINE)
-    assert pair in PAIRS
 
 
 # explain
