@@ -1,11 +1,10 @@
-"""What a store costs: ``python -m benchmarks.store forms|rates|index|searches|buckets``.
+"""What a store costs: ``python -m benchmarks.store rates|index|searches|buckets``.
 
-``forms``: pieces to copy and bytes to read of a page, for several ways to lay out its files. ``rates``: bytes per
-second saved and loaded by the length of prompts, beside ``cp`` and ``cat`` of the same files and, where vLLM is
-installed, its ExampleConnector, each the median of alternating rounds. ``index``: memory and
-time of searches among many pages. ``searches``: how searches grow with the pages of a prompt that has them for full
-attention, but not for windows. ``buckets``: saves, loads and searches in a bucket beside a folder; an S3-compatible
-server has to run, which AWS's variables of the environment name, and ``--bucket`` is the URL of a bucket in it.
+``rates``: bytes per second saved and loaded by the length of prompts, beside ``cp`` and ``cat`` of the same files and,
+where vLLM is installed, its ExampleConnector, each the median of alternating rounds. ``index``: memory and time of
+searches among many pages. ``searches``: how searches grow with the pages of a prompt that has them for full attention,
+but not for windows. ``buckets``: saves, loads and searches in a bucket beside a folder; an S3-compatible server has to
+run, which AWS's variables of the environment name, and ``--bucket`` is the URL of a bucket in it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,83 +26,15 @@ from typing import Any, Final, Self
 import attrs
 import numpy as np
 
-from kvplan import Blocks, Model, Region, Worker, plan_reads, plan_writes
+from kvplan import Blocks, Model, Region, Worker
 from kvplan.protocol.page_keys import Chain
 from kvplan.protocol.page_parts import parts_of
-from kvplan.protocol.page_reads import place
 from kvplan.protocol.pages import pack
 from kvplan_nixl.serving.store import Backend, FileBackend, MemoryBackend, StoreClient, StoreReader, find, open_backend
 
 PAGE: Final = 64
 ROUNDS: Final = 9
 VLLM_CONNECTORS: Final = "vllm.distributed.kv_transfer.kv_connector.v1"
-PAIRS: Final = (
-    ("llama-3.1-8b", {"tp": 1}, {"tp": 8}),
-    ("llama-3.1-8b", {"tp": 2}, {"tp": 4}),
-    ("llama-3.1-8b", {"tp": 8}, {"tp": 1}),
-    ("llama-3.1-8b", {"tp": 2, "pp": 2}, {"tp": 1, "layout": "LBNHC", "kv": "split"}),
-    ("llama-3.1-8b", {"tp": 1, "layout": "LBNHC", "kv": "split"}, {"tp": 1, "layout": "LBNHC", "kv": "split"}),
-    ("deepseek-v3", {"tp": 8, "tokens_per_block": 64}, {"tp": 4, "tokens_per_block": 16}),
-    ("qwen3-0.6b", {"tp": 1}, {"tp": 1, "tokens_per_block": 64}),
-)
-"""A model, the engine that saves, and the one that loads."""
-
-Files = list[Worker]
-"""The worker of each file of a page."""
-
-
-def of_parts(workers: Sequence[Worker], shares: int) -> Files:
-    """The parts that the store writes, equal ones once."""
-    parts = {part.name: part for worker in workers for part in parts_of(worker, PAGE, shares=shares)}
-    placed, _, _ = place([*parts.values()], "store", 1 << 40, sum(part.num_bytes for part in parts.values()))
-    return placed
-
-
-def of_engine(model: Model, layout: str, sizes: dict[str, Any]) -> Files:
-    """A file for each rank of an engine whose blocks are pages."""
-    kept = {key: sizes[key] for key in ("tp", "pp") if key in sizes}
-    kv = sizes.get("kv", "content")
-    return [*model.engine("store", layout=layout, kv=kv, tokens_per_block=PAGE, num_blocks=1, **kept)]
-
-
-FORMS: Final[dict[str, Callable[[Model, Sequence[Worker], dict[str, Any]], Files]]] = {
-    "8 shares of heads, head outside": lambda model, workers, sizes: of_parts(workers, 8),
-    "a file for each rank, head outside": lambda model, workers, sizes: of_parts(workers, 1),
-    "a file for each rank, token outside": lambda model, workers, sizes: of_engine(model, "BLNHC", sizes),
-    "one file, layer, head, token": lambda model, workers, sizes: of_engine(model, "BLHNC", {}),
-    "one file, layer, token, head": lambda model, workers, sizes: of_engine(model, "BLNHC", {}),
-}
-
-
-def print_forms() -> None:
-    """Print for each pair of engines and each form the pieces of a page, and how much is read of it."""
-    print("| model, saves, loads | form | files | pieces saved | pieces loaded | bytes read / needed |")
-    print("|---|---|---:|---:|---:|---:|")
-    for name, saves, loads in PAIRS:
-        model = Model.shipped(name)
-        writers = model.engine("w", num_blocks=99, **saves)
-        readers = model.engine("r", num_blocks=99, **loads)
-        for form, make in FORMS.items():
-            files = make(model, writers, saves)
-            saved = sum(plan.cost(PAGE).num_descriptors for plan in _writes(writers, files))
-            plans = [plan_reads(reader, files) for reader in readers]
-            needed, num_read = 0, 0
-            for plan in plans:
-                needed += plan.cost(PAGE).num_bytes
-                sizes = {file.key: sum(region.size_bytes for region in file.regions) for file in files}
-                num_read += sum(sizes[pair.remote] for pair in plan.pairs if pair.group_pairs)
-            loaded = sum(plan.cost(PAGE).num_descriptors for plan in plans)
-            pair = f"{name}, {_text(saves)}, {_text(loads)}"
-            print(f"| {pair} | {form} | {len(files)} | {saved:,} | {loaded:,} | {num_read / needed:.2f} |")
-
-
-def _writes(writers: Sequence[Worker], files: Files) -> Iterator[Any]:
-    for index, writer in enumerate(writers):
-        yield plan_writes(writer, files, [*writers[:index], *writers[index + 1 :]])
-
-
-def _text(sizes: dict[str, Any]) -> str:
-    return " ".join(f"{key}={value}" for key, value in sizes.items())
 
 
 def in_memory(worker: Worker) -> tuple[Worker, list[np.ndarray[Any, Any]]]:
@@ -314,15 +245,12 @@ def print_searches() -> None:
 def main() -> None:
     """Print what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("table", choices=["forms", "rates", "index", "searches", "buckets"])
+    parser.add_argument("table", choices=["rates", "index", "searches", "buckets"])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--pages", type=int, default=100_000)
     parser.add_argument("--bucket", help="the URL of an empty bucket, such as s3://caches")
     parser.add_argument("--folder", help="where to write, by default a temporary folder")
     arguments = parser.parse_args()
-    if arguments.table == "forms":
-        print_forms()
-        return
     if arguments.table == "searches":
         print_searches()
         return
