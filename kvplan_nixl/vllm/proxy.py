@@ -269,20 +269,25 @@ class Proxy:
             return _too_large()
         data = bytearray()
         try:
-            # what has come counts: a body that is only announced takes the place of no other
-            async with asyncio.timeout(BODY_S):
-                async for piece in request.content.iter_any():
-                    data += piece
-                    self._held_bytes += len(piece)
-                    if len(data) > MAX_BODY_BYTES:
-                        return _too_large()
-                    if self._held_bytes > MAX_HELD_BYTES:
-                        too_many = "too many bytes of requests at a time"
-                        return _error(HTTPStatus.SERVICE_UNAVAILABLE, too_many)
-            body = _read_body(data)
-            body.pop(TRANSFER, None)
-            parts = parts_of(body)
-            _check_parts(body, len(parts))
+            try:
+                # what has come counts: a body that is only announced takes the place of no other
+                async with asyncio.timeout(BODY_S):
+                    async for piece in request.content.iter_any():
+                        data += piece
+                        self._held_bytes += len(piece)
+                        if len(data) > MAX_BODY_BYTES:
+                            return _too_large()
+                        if self._held_bytes > MAX_HELD_BYTES:
+                            too_many = "too many bytes of requests at a time"
+                            return _error(HTTPStatus.SERVICE_UNAVAILABLE, too_many)
+                body = _read_body(data)
+                body.pop(TRANSFER, None)
+                parts = parts_of(body)
+                _check_parts(body, len(parts))
+            except TimeoutError:
+                return _error(HTTPStatus.REQUEST_TIMEOUT, f"expected a body within {BODY_S:g} s")
+            except ValueError as error:
+                return _error(HTTPStatus.BAD_REQUEST, str(error))
             if self._num_asked + len(parts) > MAX_ASKED:
                 return _error(HTTPStatus.SERVICE_UNAVAILABLE, "too many prompts at a time")
             self._num_asked += len(parts)
@@ -290,10 +295,6 @@ class Proxy:
                 return await self._complete_parts(request, body, parts)
             finally:
                 self._num_asked -= len(parts)
-        except TimeoutError:
-            return _error(HTTPStatus.REQUEST_TIMEOUT, f"expected a body within {BODY_S:g} s")
-        except ValueError as error:
-            return _error(HTTPStatus.BAD_REQUEST, str(error))
         finally:
             self._held_bytes -= len(data)
 
@@ -439,7 +440,8 @@ async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse
         return await handler(request)
     except EngineError as error:
         return web.Response(status=error.status, text=error.text, content_type="application/json")
-    except ClientError as error:
+    # an engine that answers with something else than JSON is no better than one that does not
+    except (ClientError, json.JSONDecodeError) as error:
         return _error(HTTPStatus.BAD_GATEWAY, str(error))
     finally:
         request.app[BUSY].discard(request.protocol)

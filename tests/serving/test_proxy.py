@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPResponse, IncompleteRead
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvplan_nixl.vllm.proxy import MAX_BODY_BYTES, MAX_HELD_BYTES, MAX_IDLE, MAX_PARTS, MAX_PROMPTS, main
+from kvplan_nixl.vllm.proxy import MAX_BODY_BYTES, MAX_IDLE, MAX_PARTS, MAX_PROMPTS, main
 from tests.pages import ROOT
 
 NUM_CLIENTS = 300
@@ -126,11 +126,11 @@ class Running:
         listeners: Sequence[str] = (),
         prefill_ranks: int = 1,
         limit: int | None = None,
-        held_bytes: int = MAX_HELD_BYTES,
+        constants: Mapping[str, float] = {},
     ) -> None:
         options = [word for listener in listeners for word in ("--listener", listener)]
         options += ["--prefill-ranks", f"{prefill_ranks}"]
-        started = self._start("kvplan_nixl.vllm", prefills, decodes, options, limit, held_bytes)
+        started = self._start("kvplan_nixl.vllm", prefills, decodes, options, limit, constants)
         sides = f"{len(prefills)} prefill and {len(decodes)} decode engines"
         assert started == f"http://127.0.0.1:{self.port} asks {sides}\n"
 
@@ -141,12 +141,12 @@ class Running:
         decodes: Sequence[int],
         options: Sequence[str],
         limit: int | None = None,
-        held_bytes: int = MAX_HELD_BYTES,
+        constants: Mapping[str, float] = {},
     ) -> str:
         """Starts the proxy of a package. Returns the line by which it says that it serves."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.port: int = server.getsockname()[1]
-        limits = f"from kvplan_nixl.vllm import proxy; proxy.MAX_HELD_BYTES = {held_bytes}"
+        limits = f"from kvplan_nixl.vllm import proxy; vars(proxy).update({dict(constants)})"
         code = f"{limits}; from {module}.proxy import main; main()"
         command = [sys.executable, "-c", code, "--port", f"{self.port}", *options]
         for side, ports in (("--prefill", prefills), ("--decode", decodes)):
@@ -691,7 +691,7 @@ def test_a_body_that_is_too_long_is_refused(guide: Start) -> None:
 def test_bodies_of_all_requests_are_bounded() -> None:
     """What has come of them counts, and one that goes makes place."""
     with started(grant) as prefill, started() as decode:
-        proxy = Running([prefill.server_port], [decode.server_port], held_bytes=1000)
+        proxy = Running([prefill.server_port], [decode.server_port], constants={"MAX_HELD_BYTES": 1000})
         deadline = time.monotonic() + TIMEOUT_S
         with ExitStack() as stack:
             for _ in range(3):
@@ -725,3 +725,101 @@ def test_idle_connections_stop_nobody() -> None:
             time.sleep(3)
             assert proxy.ask({"prompt": "A"})[0] == 200
         assert proxy.end() == ""
+
+
+@contextmanager
+def limited(answer: Answer = generate, **constants: float) -> Iterator[Running]:
+    """A proxy with other limits, between two stand-ins."""
+    with started(grant) as prefill, started(answer) as decode:
+        proxy = Running([prefill.server_port], [decode.server_port], constants=constants)
+        yield proxy
+        proxy.end()
+
+
+def test_a_body_has_its_time() -> None:
+    """A client that stops in the middle of one is told so, and holds nothing any more."""
+    with limited(BODY_S=0.3) as proxy, ExitStack() as stack:
+        unfinished(stack, proxy, 1)
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{"
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", proxy.port), TIMEOUT_S))
+        connection.sendall(head.encode())
+        assert connection.recv(12) == b"HTTP/1.1 408"
+
+
+def test_idle_connections_are_closed() -> None:
+    """After a while, and the oldest where there are too many."""
+    with limited(IDLE_S=0.3, LOOK_S=0.05) as proxy:
+        connection = socket.create_connection(("127.0.0.1", proxy.port), TIMEOUT_S)
+        with closing(connection):
+            assert connection.recv(1) == b""
+    with limited(MAX_IDLE=3, LOOK_S=0.05) as proxy, ExitStack() as stack:
+        connections = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", proxy.port), TIMEOUT_S)) for _ in range(6)
+        ]
+        assert [connection.recv(1) for connection in connections[:3]] == [b""] * 3
+        for connection in connections[3:]:
+            connection.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
+
+
+def test_a_client_that_reads_nothing_ends_its_request() -> None:
+    """An answer that is not taken in time ends the request on the engine too."""
+    is_closed = threading.Event()
+
+    def flood(request: Request, _: Body) -> None:
+        request.begin(200, "text/event-stream")
+        with suppress(OSError):
+            while True:
+                request.send_chunk(bytes(1 << 16))
+        is_closed.set()
+
+    with limited(flood, STALL_S=0.3) as proxy, closing(proxy.request({"prompt": "A", "stream": True})):
+        assert is_closed.wait(TIMEOUT_S)
+
+
+def test_prompts_of_all_requests_are_bounded() -> None:
+    """One more than are answered at a time is refused, and later it is not."""
+    let_go = threading.Event()
+
+    def wait(request: Request, body: Body) -> None:
+        let_go.wait(TIMEOUT_S)
+        generate(request, body)
+
+    with limited(wait, MAX_ASKED=2) as proxy, closing(proxy.request({"prompt": ["A", "B"]})) as first:
+        deadline = time.monotonic() + TIMEOUT_S
+        while proxy.ask({"prompt": ["C", "D", "E"]})[0] != 503:
+            assert time.monotonic() < deadline
+        assert "too many prompts" in proxy.ask({"prompt": ["C", "D", "E"]})[1]["error"]["message"]
+        let_go.set()
+        assert first.getresponse().status == 200
+        while proxy.ask({"prompt": ["C", "D"]})[0] != 200:
+            assert time.monotonic() < deadline
+
+
+def test_an_engine_that_accepts_nothing_in_time_is_a_bad_gateway() -> None:
+    """The client was told that its own body was late."""
+    with started() as decode, socket.socket() as full, ExitStack() as stack:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        # a backlog that is full answers nothing to one more
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            with suppress(BlockingIOError):
+                waiting.connect(full.getsockname())
+        proxy = Running([full.getsockname()[1]], [decode.server_port], constants={"CONNECT_S": 0.3})
+        status, answer = proxy.ask({"prompt": "A"})
+        proxy.end()
+    assert (status, "timeout" in f"{answer}".lower()) == (502, True), answer
+
+
+def test_an_engine_that_answers_nonsense_is_a_bad_gateway(guide: Start) -> None:
+    """The client was told that its request was bad."""
+
+    def babble(request: Request, _: Body) -> None:
+        request.begin(200, "application/json", length=1)
+        request.wfile.write(b"{")
+
+    status, answer = guide(babble).ask({"prompt": "A"})
+    assert status == 502, answer
