@@ -234,6 +234,7 @@ class Proxy:
         """Return what aiohttp serves."""
         app = web.Application(middlewares=[refusing])
         app[BUSY] = set()
+        app[IDLE_SINCE] = {}
         app.cleanup_ctx.append(self._connected)
         app.add_routes([web.post(path, self.complete) for path in COMPLETIONS])
         app.add_routes([web.get("/v1/models", self.models), web.get("/health", self.health)])
@@ -431,6 +432,9 @@ async def _write(response: web.StreamResponse, piece: bytes) -> None:
 BUSY: Final = web.AppKey("busy", set[Any])
 """The connections on which a request is read or answered."""
 
+IDLE_SINCE: Final = web.AppKey("idle since", dict[Any, float])
+"""When each of the others was first seen without a request since its last one."""
+
 
 @web.middleware
 async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -445,6 +449,7 @@ async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse
         return _error(HTTPStatus.BAD_GATEWAY, str(error))
     finally:
         request.app[BUSY].discard(request.protocol)
+        request.app[IDLE_SINCE].pop(request.protocol, None)
 
 
 async def serve(app: web.Application, host: str, port: int, started: str) -> None:
@@ -461,22 +466,22 @@ async def serve(app: web.Application, host: str, port: int, started: str) -> Non
     await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
     click.echo(started)
     assert runner.server is not None
-    closing = asyncio.create_task(close_idle(runner.server, app[BUSY]))
+    closing = asyncio.create_task(close_idle(runner.server, app[BUSY], app[IDLE_SINCE]))
     await ending.wait()
     closing.cancel()
     await runner.cleanup()
 
 
-async def close_idle(server: web.Server, busy: set[Any]) -> None:
+async def close_idle(server: web.Server, busy: set[Any], idle_since: dict[Any, float]) -> None:
     """Close connections on which no request has come for a while, or of which there are many."""
-    idle_since: dict[Any, float] = {}
     while True:
         await asyncio.sleep(LOOK_S)
         now = time.monotonic()
         # the oldest first
-        idle = [each for each in server.connections if each not in busy]
-        idle_since = {each: idle_since.get(each, now) for each in idle}
-        for number, (connection, since) in enumerate(idle_since.items()):
+        idle = {each: idle_since.get(each, now) for each in server.connections if each not in busy}
+        idle_since.clear()
+        idle_since.update(idle)
+        for number, (connection, since) in enumerate(idle.items()):
             if now - since > IDLE_S or len(idle) - number > MAX_IDLE:
                 connection.force_close()
 

@@ -763,6 +763,21 @@ def test_idle_connections_are_closed() -> None:
                 connection.recv(1)
 
 
+def test_a_connection_in_use_stays_open() -> None:
+    """Short requests fell between two looks, so a connection was closed a minute after it was made."""
+    with limited(IDLE_S=1.0, LOOK_S=0.05) as proxy:
+        connection = HTTPConnection("127.0.0.1", proxy.port, timeout=TIMEOUT_S)
+        connection.connect()
+        connection.auto_open = 0
+        with closing(connection):
+            until = time.monotonic() + 3
+            while time.monotonic() < until:
+                connection.request("GET", "/v1/models")
+                response = connection.getresponse()
+                assert (response.status, response.read()[:1]) == (200, b"{")
+                time.sleep(0.1)
+
+
 def test_a_client_that_reads_nothing_ends_its_request() -> None:
     """An answer that is not taken in time ends the request on the engine too."""
     is_closed = threading.Event()
