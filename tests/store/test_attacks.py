@@ -215,6 +215,19 @@ def test_files_of_strangers_are_none(what: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can give files away")
+def test_a_folder_of_everybody_is_one_of_a_single_user(tmp_path: Path) -> None:
+    """Whoever may write there could put any cache under any key: what others have written is none."""
+    engine = saved(FileBackend(tmp_path))
+    tmp_path.chmod(0o777)
+    assert engine.find(PROMPT) == 96
+    for path in files_of(page_folder(tmp_path, engine, 0)):
+        os.chown(path, STRANGER, STRANGER)
+    assert engine.find(PROMPT) == 0
+    evict(FileBackend(tmp_path), ALL, 4e9)
+    assert {path.stat().st_uid for path in files_of(tmp_path)} == {STRANGER}
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root can give files away")
 def test_files_of_the_owner_of_the_folder_count(tmp_path: Path) -> None:
     """Root looks after a store of another user."""
     engine = saved(FileBackend(tmp_path))
@@ -558,3 +571,20 @@ def test_pins_have_a_limit_and_owners(tmp_path: Path) -> None:
     assert not any("tenant" in path.name for path in tmp_path.rglob("*"))
     client.unpin(chain, 96, "a secret of one tenant")
     assert evict(backend, Limits(max_bytes=0), time.time()).num_pages == 2
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_later_pin_takes_nothing_from_an_earlier_one(first: int, tmp_path: Path) -> None:
+    """Whatever their names are: of two prompts, of which one has place, that stays which was pinned first."""
+    backend = FileBackend(tmp_path)
+    engine = EngineWithStore.of(QWEN, backend, seed=5)
+    client = engine.caches[0].client
+    prompts = [range(1000, 1016), range(2000, 2016)]
+    for prompt in prompts:
+        engine.save(prompt, BLOCKS, PAGE)
+    for prompt in (prompts[first], prompts[1 - first]):
+        client.pin(client.chain(prompt), PAGE)
+        time.sleep(0.02)
+    page_bytes = sum(path.stat().st_size for path in files_of(tmp_path)) // 2
+    assert evict(backend, Limits(max_bytes=0, max_pinned_bytes=page_bytes), time.time()).num_pages == 1
+    assert [engine.find(prompt) for prompt in prompts] == [PAGE * (number == first) for number in (0, 1)]
