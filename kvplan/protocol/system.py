@@ -37,7 +37,6 @@ __all__ = [
     "Server",
     "Signal",
     "System",
-    "pend",
 ]
 
 T = TypeVar("T")
