@@ -461,6 +461,18 @@ class Agent:
         """Return the backend that NIXL chose for a transfer."""
         return str(self._agent.query_xfer_backend(handle.nixl))
 
+    def discard_messages(self) -> None:
+        """Discard the messages that other agents have sent, which NIXL keeps until it is asked.
+
+        No engine with kvplan sends any. Whoever reaches the agent may: its memory would fill.
+        """
+        self._do(
+            lambda agent: agent.get_new_notifs(),
+            "BACKEND",
+            "discard messages",
+            "a working agent",
+        )
+
     def fence(self) -> None:
         """Send this agent a message. UCX takes it only when copies that began before are over."""
         self._do(

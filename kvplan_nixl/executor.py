@@ -434,6 +434,11 @@ class NixlExecutor:
             finally:
                 self._forget_left()
 
+    def discard_messages(self) -> None:
+        """Discard the messages that other agents have sent. Call this in each step of an engine."""
+        with suppress(KVPlanError):
+            self._agent.discard_messages()
+
     def close(self) -> None:
         """Free everything in the order of rule nixl.N3.
 

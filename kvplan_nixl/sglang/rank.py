@@ -157,6 +157,7 @@ class Rank(ABC):
         now = self.system.monotonic()
         if now - self._polled_at >= MIN_POLL_S:
             self._polled_at = now
+            self.memory.executor.discard_messages()
             self._note_ended()
 
     @abstractmethod

@@ -177,6 +177,8 @@ class Worker:
 
     def results(self) -> KVConnectorTransferResults:
         """Return the requests that have ended since the last step."""
+        if self._executor is not None:
+            self._executor.discard_messages()
         released = self._released
         self._released = set()
         results = self._reads.poll()

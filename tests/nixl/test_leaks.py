@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,28 @@ def cluster() -> Iterator[NixlCluster]:
     (source,), (local,) = engine("prefill", blocks=64), engine("decode", tokens=6, blocks=64)
     with NixlCluster([source, local]) as opened:
         yield opened
+
+
+def test_messages_of_other_agents_do_not_fill_memory(cluster: NixlCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL keeps them until somebody asks for them, and nobody did: 20,000 of 4 KB were 122 MiB."""
+    source, reader = cluster.nixl["prefill", 0]._agent, cluster.nixl["decode", 0]._agent
+    for _ in range(100):
+        reader._agent.send_notif(source.name, b"a message")
+    discarded: list[bytes] = []
+    take = source._agent.get_new_notifs
+
+    def counted() -> dict[str, list[bytes]]:
+        taken: dict[str, list[bytes]] = take()
+        discarded.extend(taken.get(reader.name, []))
+        return taken
+
+    monkeypatch.setattr(source._agent, "get_new_notifs", counted)
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(discarded) < 100:
+        assert time.monotonic() < deadline
+        cluster.nixl["prefill", 0].discard_messages()
+    assert discarded == [b"a message"] * 100
+    assert take() == {}
 
 
 def request(cluster: NixlCluster, plan: TransferPlan, number: int, rng: np.random.Generator) -> None:

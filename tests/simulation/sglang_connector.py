@@ -162,7 +162,11 @@ class SglangConnector:
             num_stages=len(self._stages),
             cp_rank=0,
             windows={group.name: group.window for group in (token_group, *windows)},
-            executor=SimpleNamespace(worker=worker, envelope=partial(lambda offer: offer, site.offers[rank])),
+            executor=SimpleNamespace(
+                worker=worker,
+                envelope=partial(lambda offer: offer, site.offers[rank]),
+                discard_messages=lambda: None,
+            ),
             key=self._settings.access().key,
         )
         manager = MANAGER.Manager.__new__(MANAGER.Manager)

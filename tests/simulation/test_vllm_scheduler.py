@@ -19,7 +19,7 @@ from kvplan.testing.simulation.fleet import places_of
 from kvplan.testing.simulation.network import Host, Network
 from kvplan.testing.simulation.tasks import TaskLoop
 from tests.seen_steps import Seen
-from tests.simulation.vllm_connector import KEY, SCHEDULER, SECRET, RequestStatus, cache_of, config_of
+from tests.simulation.vllm_connector import KEY, SCHEDULER, SECRET, WORKER, RequestStatus, cache_of, config_of
 
 PROMPT, ANSWER, BLOCK, WINDOW = 100, 12, 16, 44
 SAID = [*range(PROMPT + ANSWER)]
@@ -807,3 +807,16 @@ def test_a_lease_that_has_ended_is_not_digested(engines: Engines) -> None:
     assert [*places_of(handoff.lease, prefill)] == []
     engines.run(5.0)
     assert codes == ["PEER"]
+
+
+def test_a_step_discards_what_other_agents_have_sent(engines: Engines) -> None:
+    """NIXL would keep the messages of whoever reaches a worker's agent, on either side."""
+    settings = SCHEDULER.ConnectorSettings(host="prefill", port=5600, key=SECRET)
+    host = Host("prefill", engines.network, random.Random(1), check=settings.access().check_server)
+    worker = WORKER.Worker(config_of("prefill"), cache_of(("full",), BLOCK, WINDOW), settings, host)
+    discarded: list[str] = []
+    worker._executor = SimpleNamespace(discard_messages=lambda: discarded.append("all"))
+    worker._reads = SimpleNamespace(poll=list, late=dict, num_held=0)
+    for _ in range(3):
+        worker.results()
+    assert discarded == ["all"] * 3
