@@ -3,7 +3,7 @@
    Each prefill engine has one block of two halves, and so has each decode engine. A half holds a label: the number of
    the request whose bytes it has, 0 for nobody's. To read a half copies the label that is there at that moment,
    whoever owns the block by then. No rule compares clocks, so whatever a timer ends may end at any time. Messages are
-   lost and overtake each other, and prefill dies and comes back under its name. Any decode engine may get any handoff,
+   lost, and overtake each other where there is a place for two, and prefill dies and comes back under its name. Any decode engine may get any handoff,
    also one that was read before.
 
    What becomes of an exported and of an imported request is looked up in the tables of exporter.py and importer.py:
@@ -26,6 +26,10 @@
 #endif
 #ifndef DEATHS
 #define DEATHS 1  /* of all prefill engines together */
+#endif
+
+#ifndef PLACES
+#define PLACES 1  /* of messages under way to an engine: with two of them, the later one may come first */
 #endif
 
 #define UNASKED 1  /* a read is right without a last question: read.R4 is gone */
@@ -76,7 +80,7 @@ bool lasts[PREFILLS];
 byte claims[PREFILLS];
 
 /* A message to prefill: its kind, request, start, reader, and the number of the question, which an answer repeats. */
-chan to_prefill[PREFILLS] = [1] of { mtype, byte, byte, byte, byte };
+chan to_prefill[PREFILLS] = [PLACES] of { mtype, byte, byte, byte, byte };
 chan to_decode[DECODES] = [1] of { byte, bool };
 
 /* lease.L3: a lease that is over stays over, and all leases are over when the engine starts again. */
@@ -120,6 +124,13 @@ end_of_prefill:
            :: kind == ask
            :: kind != ask && !STANDS(p, request, at)
            fi;
+           request = 0; at = 0; reader = 0; question = 0
+       }
+    /* A message overtakes the one before it. */
+    :: atomic {
+           len(to_prefill[p]) > 1 ->
+           to_prefill[p] ? kind, request, at, reader, question;
+           to_prefill[p] ! kind, request, at, reader, question;
            request = 0; at = 0; reader = 0; question = 0
        }
     /* Timers end the first time of a lease, and claims that were not renewed. */

@@ -46,7 +46,7 @@ def is_available() -> bool:
 
 
 def check(fault: int, tables: Mapping[str, Table] = TABLES, **sizes: int) -> Verdict:
-    """Searches all states of the model with a fault; ``sizes`` are PREFILLS, DECODES, REQUESTS, READS and DEATHS."""
+    """Searches all states with a fault; ``sizes`` are PREFILLS, DECODES, REQUESTS, READS, DEATHS, PLACES."""
     defines = [f"-D{name}={value}" for name, value in {"FAULT": fault, **sizes}.items()]
     with tempfile.TemporaryDirectory() as folder:
 

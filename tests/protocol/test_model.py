@@ -25,6 +25,14 @@ def test_no_state_is_wrong() -> None:
 
 
 @needs_spin
+def test_no_state_is_wrong_where_messages_overtake_each_other() -> None:
+    """With a place for two messages to prefill the later one may come first, in states that one place does not have."""
+    alone, overtaking = (check(FAULTS["none"], PREFILLS=1, READS=1, PLACES=places) for places in (1, 2))
+    assert not overtaking.is_violated
+    assert overtaking.num_states > 2 * alone.num_states
+
+
+@needs_spin
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "none"])
 def test_a_fault_is_found(fault: str) -> None:
     """Without a rule some request attends to bytes that are not its own; and some request is right at all."""

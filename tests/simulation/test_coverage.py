@@ -1,0 +1,126 @@
+"""What the swarms reach of the protocol: each transition and each call, but for those in a table, with reasons."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvplan.protocol import Claims, Leases, Reads, exporter, importer
+from kvplan.protocol.claims import SourceClaims
+from kvplan.protocol.exporter import Exporter
+from kvplan.protocol.importer import Importer
+from kvplan.protocol.lease_check import LeaseCheck
+from kvplan.protocol.peer_engines import PeerEngines
+from kvplan.protocol.read_parts import ReadParts
+from kvplan.protocol.rooms import Rooms
+from kvplan.testing.simulation import Feature, LeaseConnector, Scenario, Simulation
+from tests.simulation.faults import RESEND_S
+from tests.simulation.sglang_connector import DECODE, PREFILL, sglang_fleets
+from tests.simulation.verified_connector import VerifiedConnector
+from tests.simulation.vllm_connector import SCHEDULER, WORKER, VllmConnector, vllm_room_fleets
+
+SEEDS = range(10)
+ROOM_SEEDS = (*SEEDS, 38)
+"""In the last one decode has no block for a request whose lease ends after its first part."""
+
+UNREACHED_TRANSITIONS = {
+    "ExportState COMPUTING REVOKE": "Exporter.revoke returns at once for a request that is not published",
+    "ExportState LOST PUBLISH": "Exporter.publish returns at once for a request that is lost",
+    "ExportState LOST REVOKE": "Exporter.revoke returns at once for a request that is not published",
+    "ExportState LOST LOSE": "Exporter.revoke returns at once for a request that is not published",
+    "ExportState PINNED ABORT": "no request comes again under the name of one that prefill has computed",
+    "ImportState READING END": "workers report a request when they were told of its last part",
+}
+"""Transitions that no fleet reaches, and why."""
+
+WHY_UNCALLED = {
+    "it closes an engine, which dies in a fleet": ("Claims.close", "Scheduler.close", "Worker.close"),
+    "no operator resets a cache": ("Exporter.reset", "Leases.end_all", "Scheduler.reset"),
+    "a stand-in makes the worker's reads, and has no tensors": ("Worker.envelope", "Worker.register"),
+    "no copies in main memory, and no other connectors": (
+        *("Scheduler.save", "Scheduler.set_siblings", "Worker.save", "Worker.set_copies"),
+    ),
+    "vLLM's stand-in compares no digests": ("Scheduler.take_digests", "Worker.take_report"),
+    "no conversations, whose answers are kept": ("Leases.end_unclaimed", "Scheduler.end_exports"),
+    "a proxy's address is right": ("Importer.refuse",),
+    "SGLang's stand-in has no use for it": (
+        *("Exporter.is_open", "PrefillRank.is_written", "Receiver.ensure_abort_notified"),
+        *("Receiver.refuse_rebootstrap", "Sender.get_transfer_metric", "Sender.poll_pp_consensus"),
+        *("Sender.should_send_kv_chunk",),
+    ),
+}
+UNCALLED = {call: why for why, calls in WHY_UNCALLED.items() for call in calls}
+"""Public methods that no fleet calls, and why."""
+
+CLASSES = (
+    *(Exporter, Importer, Leases, Claims, SourceClaims, Reads, ReadParts, LeaseCheck, Rooms, PeerEngines),
+    *(SCHEDULER.Scheduler, WORKER.Worker, PREFILL.Sender, PREFILL.PrefillRank, DECODE.Receiver, DECODE.DecodeRank),
+)
+
+
+@pytest.fixture(scope="module")
+def reached() -> set[str]:
+    """The transitions and the public methods of classes that fleets have reached, by name."""
+    names = set[str]()
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def noted(*arguments: Any, **named: Any) -> Any:
+            names.add(name)
+            return call(*arguments, **named)
+
+        return noted
+
+    def transition(after: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(transitions: Any, state: Any, event: Any) -> Any:
+            names.add(f"{type(state).__name__} {state.name} {event.name}")
+            return after(transitions, state, event)
+
+        return noted
+
+    logging.disable(logging.CRITICAL)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (exporter, importer):
+            patch.setattr(module, "after", transition(getattr(module, "after")))  # noqa: B009
+        for owner in CLASSES:
+            for name, method in public_methods(owner):
+                patch.setattr(owner, name, noting(f"{owner.__name__}.{name}", method))
+        fleets = (
+            (Simulation(LeaseConnector), SEEDS, ~Feature(0)),
+            (Simulation(VllmConnector), SEEDS, ~Feature(0)),
+            (vllm_room_fleets(RESEND_S), ROOM_SEEDS, ~Feature(0)),
+            (sglang_fleets(RESEND_S), SEEDS, ~Feature.PREEMPTION),
+            (Simulation(VerifiedConnector), (1,), ~Feature(0)),
+        )
+        for simulation, seeds, features in fleets:
+            for seed in seeds:
+                outcome = simulation.run(Scenario.of(seed, features=Feature.of(seed) & features))
+                assert outcome.rule == "", str(outcome)
+    logging.disable(logging.NOTSET)
+    return names
+
+
+def public_methods(owner: type) -> list[tuple[str, Any]]:
+    """The public methods of a class, its own ones, but no properties."""
+    return [(name, value) for name, value in vars(owner).items() if inspect.isfunction(value) and name[0] != "_"]
+
+
+def test_each_transition_is_reached(reached: set[str]) -> None:
+    """Or cannot be, for a reason that is given; one that is given and reached fails too."""
+    transitions = {
+        f"{type(state).__name__} {state.name} {event.name}"
+        for module in (exporter, importer)
+        for state, event in module.TRANSITIONS
+    }
+    assert transitions - reached == UNREACHED_TRANSITIONS.keys()
+
+
+def test_each_call_is_made(reached: set[str]) -> None:
+    """Of the protocol's classes, and of those of connectors that engines call."""
+    calls = {f"{owner.__name__}.{name}" for owner in CLASSES for name, _ in public_methods(owner)}
+    assert calls - reached == UNCALLED.keys()
