@@ -19,6 +19,7 @@ from kvplan.protocol import (
     fetch_digests,
 )
 from kvplan.staging import Copier, Pipeline, Rates
+from kvplan.support import instance
 from kvplan_nixl.envelope import Envelope
 from kvplan_nixl.executor import NixlExecutor
 from kvplan_nixl.rearrange import STAGING
@@ -49,6 +50,10 @@ def make_reads(
     Other arguments are those of :class:`~kvplan.protocol.Reads`, and the ``handshakes`` of its
     :class:`~kvplan.protocol.Connections`.
     """
+
+    instance(NixlExecutor, executor, "executor")
+    instance(SharedKey, key, "key")
+    instance(System, system, "system")
 
     def open_offer(envelope: bytes) -> Worker:
         return Envelope.unpack(envelope, key).worker

@@ -6,8 +6,10 @@ does with values that are wrong for most of its parameters.
 
 from __future__ import annotations
 
+import logging
 import sys
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Final
 
 import attrs
@@ -16,14 +18,18 @@ import torch
 
 from benchmarks.real_memory import placed
 from kvplan import Blocks, Context, plan_reads, region_of
+from kvplan.protocol import Claims, Handshakes, send_claims
 from kvplan.staging import Copy
 from kvplan.staging.copies import CopySide
-from kvplan_nixl import UCX, Envelope, NixlExecutor, settle
+from kvplan_nixl import UCX, Envelope, NixlExecutor, make_reads, settle
 from kvplan_nixl.calibrate import calibrate
 from kvplan_nixl.digest import cache_digests
 from kvplan_nixl.rearrange import TorchCopier, memories_of
+from kvplan_nixl.serving import Driver
 from tests.bad_values import Calls, closed, page
 from tests.small import engine
+
+LOGGER: Final = logging.getLogger("kvplan.tests")
 
 MADE: Final = ("NixlTransfer", "Peer", "TransferEvent")
 """Classes whose values executors make."""
@@ -62,6 +68,10 @@ def calls_of(stack: ExitStack) -> Calls:
     assert settle(ours, [transfer], 10)
     for name in ("poll", "backend_of", "cancel", "release"):
         yield f"NixlExecutor.{name}", getattr(ours, name), {"transfer": transfer}
+    driver = Driver()
+    claims = Claims(LOGGER, partial(send_claims, system=driver), driver)
+    reading: dict[str, Any] = {"executor": ours, "claims": claims, "logger": LOGGER, "key": driver.access.key}
+    yield "make_reads", make_reads, {**reading, "system": driver, "digest": len, "handshakes": Handshakes()}
     yield "settle", settle, {"executor": ours, "transfers": [transfer], "timeout_s": 1.5}
     yield "NixlExecutor.attach", ours.attach, {"worker": placed(engine("file")[0])[0]}
     yield "NixlExecutor.disconnect", ours.disconnect, {"worker": source, "force": False}
