@@ -270,6 +270,7 @@ FEATURE_FAULTS = [
     Fault("malformed answers end the coroutine of claims", claims.Claims, "_run", "except KVPlanError as error:", "except KVPlanError as error:\n            if error.code == 'MESSAGE':\n                raise", seed=5, rule="CRASH", features=Feature.GARBLED_MESSAGES),
     Fault("too few answers are taken", claims.ClaimAnswer, "of_fields", "if numbers != ", "if False and numbers != ", seed=25, rule="CRASH", features=Feature.GARBLED_MESSAGES),
     Fault("an error of a server that parses is raised", claims.ClaimMessage, "of_fields", 'instance(Mapping, fields, "a message of claims")', "fields", seed=0, rule="CRASH", features=Feature.GARBLED_MESSAGES),
+    Fault("the signature of a handoff is not checked", Handoff, "of_params", '_check_signature(params, instance(SharedKey, key, "key of a handoff"))', "pass", seed=57, rule="OWN", features=Feature.GARBLED_MESSAGES),
 ]  # fmt: skip
 FEATURE_ROOM_FAULTS = [
     Fault("the lease of a preempted request stands", Scheduler, "publish", "self._withdraw(self._exporter.revoke(name))", "pass", seed=4, rule="OWN", features=BURSTS | PREEMPTION),

@@ -225,7 +225,7 @@ def verdict(mutant: Mutant) -> str:
     sys.meta_path.insert(0, Planter(mutant))
     logging.disable(logging.CRITICAL)
     try:
-        from kvplan.testing.simulation import LeaseConnector, Scenario, Simulation
+        from kvplan.testing.simulation import Feature, LeaseConnector, Scenario, Simulation
         from tests.simulation.faults import RESEND_S
         from tests.simulation.sglang_connector import sglang_fleets
         from tests.simulation.staged_connector import StagedConnector
@@ -243,7 +243,9 @@ def verdict(mutant: Mutant) -> str:
         if mutant.module.startswith(prefix):
             for seed in range(NUM_SEEDS):
                 for simulation in chosen:
-                    outcome = simulation.run(Scenario.of(seed))
+                    # SGLang's engines preempt no request that they compute for others
+                    features = Feature.of(seed) & (~Feature.PREEMPTION if simulation is sglang else ~Feature(0))
+                    outcome = simulation.run(Scenario.of(seed, features=features))
                     if outcome.error is not None:
                         return outcome.rule
     logging.disable(logging.NOTSET)

@@ -45,7 +45,8 @@ class Feature(enum.Flag):
     """Reads are cut into small transfers, of which a step of the engine posts two."""
 
     GARBLED_MESSAGES = enum.auto()
-    """Servers get malformed copies of what engines send, and some answers come malformed."""
+    """Servers get malformed copies of what engines send, some answers come malformed, and some
+    handoffs forged."""
 
     LOST_ENGINES = enum.auto()
     """There are at least two prefill and two decode engines, and one of each dies for good."""

@@ -52,7 +52,7 @@ from kvplan.testing.simulation.engine import (
 from kvplan.testing.simulation.fabric import Fabric, Trouble, VirtualCopier, VirtualExecutor
 from kvplan.testing.simulation.features import Feature
 from kvplan.testing.simulation.memory import NUMBER_BITS, Numbers
-from kvplan.testing.simulation.network import Disturbance, Host, Network
+from kvplan.testing.simulation.network import MALFORMED, Disturbance, Host, Network
 from kvplan.testing.simulation.scenario import (
     HEALED_S,
     Arrival,
@@ -185,6 +185,8 @@ class Fleet:
         self._make_params = make_params
         self._tokens_per_step = tokens_per_step
         self._params: list[Mapping[str, Any]] = []
+        self._forgery = random.Random(f"{scenario.seed} forgery")
+        self._handoffs: list[Mapping[str, Any]] = []
         # the requests with an earlier one's parameters, and when prefill has computed each
         self._repeated: set[str] = set()
         self._computed_at: dict[str, float] = {}
@@ -419,8 +421,29 @@ class Fleet:
         tokens = visit.tokens or arrival.tokens
         facts = arrival.facts if visit.facts is None else visit.facts
         request = self._request(name, tokens, arrival.num_answer, ended, facts)
-        request.params = params
+        request.params = self._as_it_comes(arrival, params)
         self._submit(self._engine_of(visit.engine), request, visit.patience_s)
+
+    def _as_it_comes(self, arrival: Arrival, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the parameters of a request, or forged ones: one is of another request, or bad.
+
+        What a proxy has made itself is not signed, and is not forged.
+        """
+        is_signed = self._make_params is None and Feature.GARBLED_MESSAGES in self.scenario.features
+        if not is_signed or self.loop.now >= HEALED_S:
+            return params
+        self._handoffs.append(params)
+        if self._forgery.random() > 0.2:
+            return params
+        draw = self._forgery
+        # block tables rather than names
+        tables = [key for key, value in sorted(params.items()) if isinstance(value, Mapping)]
+        key = draw.choice(draw.choice((sorted(params), tables or sorted(params))))
+        others = [other[key] for other in self._handoffs if key in other]
+        values = draw.choice((MALFORMED, others))
+        # a failure is no wonder
+        self._repeated.add(arrival.name)
+        return {**params, key: draw.choice(values)}
 
     def _engine_of(self, name: str) -> Engine:
         """Return the engine that a request comes to: half of them to a rival, while it lives."""
