@@ -50,7 +50,7 @@ from kvplan import Blocks, KVPlanError, Model
 from kvplan.protocol import Leases, Listener, Source, fetch, send_claims
 from kvplan.protocol.claims import ClaimMessage
 from kvplan.protocol.keys import SharedKey
-from kvplan_nixl.serving import Access, Driver
+from kvplan_nixl.serving import Access, Driver, access
 from kvplan_nixl.serving.access import Asked, Proof
 from kvplan_nixl.serving.store import FileBackend, Limits, StoreClient, evict
 from kvplan_nixl.vllm.proxy import USAGE
@@ -65,6 +65,7 @@ STORE_BYTES: Final = 400_000
 MEASURE_S: Final = 2.0
 KILL_S: Final = 0.7
 TIMEOUT_S: Final = 30.0
+LEASE_S: Final = 10.0
 MAX_GROWTH_MIB: Final = 4.0
 """An hour, beyond three standard errors. Heaps go on growing a little for hours."""
 
@@ -128,8 +129,10 @@ class Town:
 
 def serve_listener(pipe: Connection) -> None:
     """An engine's listener: grant a lease for each name that comes through the pipe."""
+    # so that a challenge has all its questions in minutes, and memory reaches what it may hold
+    access.MAX_NONCES = 1 << 12  # type: ignore[misc]
     driver = Driver(Access(key=KEY))
-    leases = Leases(driver, lease_s=10.0)
+    leases = Leases(driver, lease_s=LEASE_S)
     with closing(Listener("prefill", "127.0.0.1", [OFFER] * 4, leases, system=driver)) as listener:
         pipe.send(listener.source)
         with suppress(EOFError):
@@ -290,10 +293,17 @@ def use_listener(town: Town, tally: Tally, granting: Callable[[str], str]) -> No
             if number % 10 == 0:
                 offers = driver.run(fetch(town.source, TIMEOUT_S, system=driver))
                 tally.check(offers.workers == (OFFER,) * 4, "offers")
+            granted_at = time.monotonic()
             lease = granting(f"request {number}")
-            tally.check(tell(claims=((lease, "d"),)).claims == (True,), "a claim")
-            tally.check(tell(asks=(lease,)).asks == (True,), "a lease that stands")
-            tally.check(tell(done=((lease, "d"),)).done == (True,), "an end")
+            answers = [
+                tell(claims=((lease, "d"),)).claims,
+                tell(asks=(lease,)).asks,
+                tell(done=((lease, "d"),)).done,
+            ]
+            # on a busy machine a lease may end meanwhile
+            is_late = time.monotonic() - granted_at > LEASE_S
+            tally.counts["late"] += is_late
+            tally.check(is_late or answers == [(True,)] * 3, f"a claim, a question and an end: {answers}")
             tally.check(tell(asks=(lease,)).asks == (False,), "a lease that has ended")
             tally.serve()
         except KVPlanError as error:

@@ -48,6 +48,7 @@ from aiohttp import (
     TCPConnector,
     web,
 )
+from aiohttp.http import HttpProcessingError
 from yarl import URL
 
 __all__ = ["prefill_body"]
@@ -457,6 +458,7 @@ async def serve(app: web.Application, host: str, port: int, started: str) -> Non
     # what is left open by clients must not keep others from being let in
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    logging.getLogger("aiohttp.server").addFilter(is_own_fault)
     ending = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ending.set)
@@ -470,6 +472,11 @@ async def serve(app: web.Application, host: str, port: int, started: str) -> Non
     await ending.wait()
     closing.cancel()
     await runner.cleanup()
+
+
+def is_own_fault(record: logging.LogRecord) -> bool:
+    """Return whether a line of the log is no client's doing, as a malformed request is."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
 async def close_idle(server: web.Server, busy: set[Any], idle_since: dict[Any, float]) -> None:

@@ -763,6 +763,17 @@ def test_idle_connections_are_closed() -> None:
                 connection.recv(1)
 
 
+def test_a_malformed_request_is_no_line_of_the_log() -> None:
+    """Each was 500 bytes, with what the client had sent."""
+    with started(grant) as prefill, started() as decode:
+        proxy = Running([prefill.server_port], [decode.server_port])
+        for sent in (b"xxx\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n", b"GET / HTTP/1.1\r\nX\r\n\r\n"):
+            with closing(socket.create_connection(("127.0.0.1", proxy.port), TIMEOUT_S)) as connection:
+                connection.sendall(sent)
+                assert connection.recv(12) == b"HTTP/1.0 400"
+        assert proxy.end() == ""
+
+
 def test_a_connection_in_use_stays_open() -> None:
     """Short requests fell between two looks, so a connection was closed a minute after it was made."""
     with limited(IDLE_S=1.0, LOOK_S=0.05) as proxy:
