@@ -17,6 +17,10 @@ SETTLED_S: Final = 300.0
 """The beginning of a run, in which buffers and heaps reach their sizes, is left out."""
 
 
+LONG_S: Final = 1200.0
+"""How long a run goes on after that before growth is told."""
+
+
 @attrs.frozen
 class Held:
     """What a process holds at a moment."""
@@ -56,10 +60,12 @@ def growth(seconds: npt.ArrayLike, values: npt.ArrayLike) -> Growth:
     >>> str(growth(range(100), range(100)))
     '+0.00 ± inf an hour'
     """
-    kept = np.flatnonzero(np.asarray(seconds) >= SETTLED_S)
-    groups = [group for group in np.array_split(kept, NUM_MEANS) if group.size]
-    if len(groups) < 3:
+    times = np.asarray(seconds)
+    kept = np.flatnonzero(times >= SETTLED_S)
+    # a step of a heap looks like a slope in less
+    if not kept.size or times[-1] < SETTLED_S + LONG_S:
         return Growth(0.0, float("inf"))
+    groups = [group for group in np.array_split(kept, NUM_MEANS) if group.size]
     hours = np.array([np.take(seconds, group).mean() for group in groups]) / 3600
     means = np.array([np.take(values, group).mean() for group in groups])
     hours -= hours.mean()

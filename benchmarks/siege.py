@@ -13,7 +13,7 @@
 An honest client compares all that it gets. Another prompt's answer, a byte of another page, or a lease that is valid
 after its end is *wrong*. What is refused or missed is counted, with the longest time without an answer. Memory of the
 listener, the proxy, the store's engine and an evictor is measured throughout. The exit status is 1 if something is
-wrong, if no honest client of a kind was served, or if memory grows after the first 5 minutes. ``--plant``
+wrong, if no honest client of a kind was served, or if memory grows in a run of 25 minutes or more. ``--plant``
 plants a fault that has to be found.
 
 All run on one host, so this does not show what a network lets through.
