@@ -126,6 +126,10 @@ FAULTS = [
     Fault("a block is cached before it is received", engine.Engine, "_give_blocks", "request.phase = Phase.READING", "request.phase = Phase.READING; request.num_computed += num_read; self._register(request, 0, request.num_computed); request.num_computed -= num_read", seed=8, rule="OWN"),
     # Executors
     Fault("bytes land after an error was reported", fabric.VirtualExecutor, "poll", "flight.num_parts == 0", "(flight.num_parts == 0 or flight.error is not None)", seed=174, rule="GIVEN"),
+    Fault("a transfer is done before its last part", fabric.VirtualExecutor, "poll", "flight.num_parts == 0", "flight.num_parts <= 1", seed=0, rule="GIVEN"),
+    Fault("a transfer writes one cell more", fabric.VirtualExecutor, "_land", "self.port.memory.cells[flight.writes[part]] = labels", "self.port.memory.cells[flight.writes[part]] = labels; self.port.memory.cells[flight.writes[part][-1:] + 1] = 7", seed=0, rule="OWN"),
+    Fault("a transfer that has failed is done", fabric.VirtualExecutor, "poll", "transfer.status = Status.FAILED\n            transfer.error = flight.error", "transfer.status = Status.DONE", seed=90, rule="OWN"),
+    Fault("a transfer writes in another order than it reads", fabric.VirtualExecutor, "start", "self.port.memory.cells_of(local)", "self.port.memory.cells_of(local[::-1])", seed=0, rule="OWN"),
 ]  # fmt: skip
 
 Scheduler = SCHEDULER.Scheduler
