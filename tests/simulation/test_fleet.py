@@ -43,6 +43,15 @@ def test_an_engine_that_dies_takes_its_requests_with_it() -> None:
     assert "request-0 " not in trace
 
 
+def test_an_image_at_another_position_makes_another_prompt() -> None:
+    """Decode refuses the handoff, since the cache is another one from that position on."""
+    facts = ((0, "salt b"), (4, "image a"))
+    visits = (Visit("decode-0", facts=((0, "salt b"), (5, "image a"))),)
+    outcome = outcome_of(attrs.evolve(ARRIVAL, facts=facts, visits=visits))
+    assert outcome.rule == ""
+    assert outcome.ends["PROMPT"] == 1
+
+
 def test_deaths_that_seeds_draw_come_while_an_engine_is_used() -> None:
     """At other times nothing is lost."""
     scenarios = [Scenario.of(seed) for seed in range(300)]

@@ -103,7 +103,7 @@ class EngineRequest:
 
     def digest(self, num_tokens: int) -> str:
         """Digest the first tokens, and the facts that decide their cache too."""
-        facts = [fact for position, fact in self.facts if position < num_tokens]
+        facts = [f"{fact} at {position}" for position, fact in self.facts if position < num_tokens]
         return prompt_digest(self.tokens[:num_tokens], facts)
 
     @property
