@@ -34,7 +34,7 @@ import attrs
 from kvplan import Blocks, KVPlanError, ReadSpec, Region, TransferPlan, Worker
 from kvplan.describe import Tokens
 from kvplan.plan import Ids, Pair
-from kvplan.staging.copy_plan import BoundCopy, PairCopy, Tables, copy_of_spec
+from kvplan.staging.copy_plan import BoundCopy, PairCopy, RowTables, copy_of_spec
 from kvplan.support import shown
 from kvplan_nixl.cma import Process
 from kvplan_nixl.executor import UCX, Backends, NixlExecutor, NixlTransfer
@@ -76,7 +76,7 @@ class MappedRows(PreparedRows):
 
     copies: Copies
     copy: PairCopy
-    tables: Tables
+    tables: RowTables
     is_read: bool
 
 

@@ -269,7 +269,7 @@ FROZEN = (
 
 FROZEN_SETATTR = attrs.frozen(type("Frozen", (), {})).__setattr__
 
-OF_PYTHON = re.compile("__|_abc_|_field_|_fields|_member_|_value2|_unhash")
+OF_PYTHON = re.compile("__|_abc_|_field_|_fields|_member_|_value2|_value_repr|_unhash")
 """Attributes that Python itself gives classes, named tuples and enumerations."""
 
 

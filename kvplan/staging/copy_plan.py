@@ -48,13 +48,13 @@ __all__ = [
     "Field",
     "Launch",
     "PairCopy",
-    "Tables",
+    "RowTables",
     "copy_of_boxes",
     "copy_of_spec",
 ]
 
-Tables = tuple[Table, Table]
-"""Tables of a pair, the destination's first."""
+RowTables = tuple[Table, Table]
+"""Tables of the rows of a pair, the destination's first."""
 
 WIDEST: Final = 16
 """Bytes of the widest word."""
@@ -174,7 +174,9 @@ class Entry:
         return self.starts[number % self.starts.size] + number // self.starts.size * self.period
 
 
-def _entries(pair: GroupPair, series: RunSeries | TokenSeries, tables: Tables) -> Iterator[Entry]:
+def _entries(
+    pair: GroupPair, series: RunSeries | TokenSeries, tables: RowTables
+) -> Iterator[Entry]:
     """Yield the entries of a series: its runs, in the planner's order, where they lie alike."""
     by_slot = isinstance(series, TokenSeries)
     if isinstance(series, TokenSeries):
@@ -282,7 +284,7 @@ def width_of(length: int, word: int, tile_bytes: int = TILE_BYTES) -> int:
     return width
 
 
-class Part(NamedTuple):
+class LaunchEntries(NamedTuple):
     """The entries of one series that share a launch, and their headers, (n, 24).
 
     ``num_items`` are the rows of tiles that an occurrence has of the entry that has most, and
@@ -296,8 +298,8 @@ class Part(NamedTuple):
     turn: int
 
     @classmethod
-    def of(cls, launch: Launch, entries: Iterable[Entry]) -> Part:
-        """Return a part, after all arrays have their places."""
+    def of(cls, launch: Launch, entries: Iterable[Entry]) -> LaunchEntries:
+        """Return the entries of a launch, after all arrays have their places."""
         members = tuple(entries)
         headers = np.stack([entry.header for entry in members])
         chunks = -(-headers[:, Field.ELEMENTS] // launch.width)
@@ -310,8 +312,8 @@ class Part(NamedTuple):
         return self.launch if largest < INT32_END else self.launch._replace(is_long=True)
 
 
-Bound = tuple[Part, int, int, int, int]
-"""A part, its first occurrence and their number, and where the tables of both sides are."""
+Bound = tuple[LaunchEntries, int, int, int, int]
+"""Entries of a launch, first occurrence, number of them, and places of both sides' tables."""
 
 
 @attrs.frozen(eq=False)
@@ -322,12 +324,12 @@ class PairCopy:
     entries refer to.
     """
 
-    parts: Mapping[int, tuple[Part, ...]]
+    parts: Mapping[int, tuple[LaunchEntries, ...]]
     arrays: Ints
     regions: tuple[Sequence[Region], Sequence[Region]]
 
     @classmethod
-    def of(cls, group_pairs: Sequence[GroupPair], tables: Tables) -> PairCopy:
+    def of(cls, group_pairs: Sequence[GroupPair], tables: RowTables) -> PairCopy:
         """Return the copies of a pair whose tables are where this process has both sides."""
         entries: dict[int, list[Entry]] = {}
         for pair in group_pairs:
@@ -346,7 +348,7 @@ class PairCopy:
 
     def bind(self, requested: Iterable[Requested]) -> BoundCopy:
         """Return the copies of one request. Raises ``BLOCKS`` for blocks that a table lacks."""
-        tables = BlockTables()
+        tables = JoinedTables()
         bound: dict[Launch, list[Bound]] = {}
         for pair, sides, (start, stop), _ in requested:
             places: tuple[int, int] | None = None
@@ -365,12 +367,12 @@ class PairCopy:
         return BoundCopy.of(self, bound, tables)
 
 
-def _parts(entries: Iterable[Entry]) -> tuple[Part, ...]:
+def _parts(entries: Iterable[Entry]) -> tuple[LaunchEntries, ...]:
     """Return the entries of a series by their launches."""
     by_launch: dict[Launch, list[Entry]] = {}
     for entry in entries:
         by_launch.setdefault(entry.launch, []).append(entry)
-    return tuple([Part.of(launch, members) for launch, members in by_launch.items()])
+    return tuple([LaunchEntries.of(launch, members) for launch, members in by_launch.items()])
 
 
 def laid_out(entries: Sequence[Entry]) -> Ints:
@@ -416,7 +418,7 @@ def _check_blocks(
             check_listed(group.name, lowest, highest + 1, blocks.first, blocks.stop, name)
 
 
-class BlockTables:
+class JoinedTables:
     """The block tables of a request as one array of int32, each once."""
 
     def __init__(self) -> None:
@@ -464,7 +466,7 @@ class BoundCopy:
 
     @classmethod
     def of(
-        cls, pair: PairCopy, bound: Mapping[Launch, list[Bound]], tables: BlockTables
+        cls, pair: PairCopy, bound: Mapping[Launch, list[Bound]], tables: JoinedTables
     ) -> BoundCopy:
         """Return copies, in order of their launches."""
         launches: list[tuple[Launch, slice]] = []
@@ -618,23 +620,23 @@ class Listed(NamedTuple):
 def _listed(
     found: Iterable[Listed],
     regions: tuple[Sequence[Region], Sequence[Region]],
-    tables: BlockTables,
+    tables: JoinedTables,
 ) -> BoundCopy:
     """Return the copies of runs at ids that tables list."""
     listed = [(each, each.entry) for each in found]
     pair = PairCopy({}, laid_out([entry for _, entry in listed]), regions)
     bound: dict[Launch, list[Bound]] = {}
     for each, entry in listed:
-        part = Part.of(entry.launch, [entry])
+        part = LaunchEntries.of(entry.launch, [entry])
         of_launch = bound.setdefault(part.launch_of(each.num_ids, 1), [])
         of_launch.append((part, 0, each.num_ids, *each.places))
     return BoundCopy.of(pair, bound, tables)
 
 
-def copy_of_spec(spec: ReadSpec, tables: Tables, is_read: bool) -> BoundCopy:
+def copy_of_spec(spec: ReadSpec, tables: RowTables, is_read: bool) -> BoundCopy:
     """Return the copies of a spec whose ids are listed. A row of ids is a series of blocks."""
     found: list[Listed] = []
-    blocks = BlockTables()
+    blocks = JoinedTables()
     for local, remote in spec._parts():
         sides = (local, remote) if is_read else (remote, local)
         address, stride, region, places = [], [], [], []
@@ -679,7 +681,7 @@ def copy_of_boxes(copies: Iterable[Copy]) -> BoundCopy:
     (4, 32, array([1, 0, 0, 1], dtype=int32))
     """
     found: list[Listed] = []
-    tables = BlockTables()
+    tables = JoinedTables()
     regions: tuple[list[Region], list[Region]] = ([], [])
     for copy in copies:
         sides = copy.destination, copy.source

@@ -94,7 +94,7 @@ class Chunk:
         return f"<Chunk of {dict(self.tokens)}: {steps}, {blocks}>"
 
 
-Layout = tuple[tuple[PlacedPool, ...], ...]
+StagingLayout = tuple[tuple[PlacedPool, ...], ...]
 """The pools of each group of each staging buffer of a plan."""
 
 
@@ -112,7 +112,7 @@ class FreeBlocks:
     (array([0, 1]),)
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: StagingLayout) -> None:
         self.layout = layout
         # all pools of a group have as many blocks
         self._is_free = [np.ones(pools[0].place.num_blocks, bool) for pools in layout]
@@ -167,7 +167,7 @@ class StagedPlan:
         return staged_cost(self.direct.cost(tokens), self.peers, self.num_positions)
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> StagingLayout:
         """Where staging blocks are: chunks of plans that are equal in it may share a region."""
         buffers = [peer.buffer for peer in self.peers]
         return tuple([pools for buffer in buffers for pools in buffer.places.values()])

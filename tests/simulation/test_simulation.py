@@ -236,7 +236,9 @@ def test_all_rules_hold_in_a_swarm(fleets: str, model: str) -> None:
         features = Feature.of(seed) & (~Feature.PREEMPTION if fleets == "SGLang's" else ~Feature(0))
         outcome = simulation.run(Scenario.of(seed, MODELS[model], features=features))
         assert outcome.rule == "", str(outcome)
-        ends.update(outcome.ends)
+        # a lost prefill is asked in vain by every request that a router sends to it again
+        if Feature.LOST_ENGINES not in features:
+            ends.update(outcome.ends)
     assert ends["right"] > ends.total() / 2
 
 

@@ -137,7 +137,7 @@ class EngineRequest:
 
 
 @attrs.frozen(eq=False)
-class _Chunk:
+class _PromptChunk:
     """Positions of a request that a step computes, maybe the last ones, and its blocks then."""
 
     request: EngineRequest
@@ -305,8 +305,8 @@ class Engine:
         self._is_preempted = Feature.PREEMPTION in features
         self._is_ahead = self._is_async or self._is_preempted
         # what is scheduled, the steps under way, and blocks that are free when one of them ends
-        self._chunks: list[_Chunk] = []
-        self._under_way: deque[list[_Chunk]] = deque()
+        self._chunks: list[_PromptChunk] = []
+        self._under_way: deque[list[_PromptChunk]] = deque()
         self._deferred: deque[list[Tables]] = deque()
         self._tokens_per_step = tokens_per_step
         self._step_s = step_s
@@ -591,7 +591,7 @@ class Engine:
             if chunk.request.phase is Phase.RUNNING and chunk.request.blocks is chunk.blocks:
                 self._end_chunk(chunk)
 
-    def _chunk_of(self, request: EngineRequest) -> _Chunk | None:
+    def _chunk_of(self, request: EngineRequest) -> _PromptChunk | None:
         """Give a request blocks for its next positions, or preempt requests, maybe this one."""
         start = request.num_computed
         stop = min(len(request.tokens), start + self._tokens_per_step)
@@ -602,9 +602,9 @@ class Engine:
             if any(self._deferred) or self._preempt(request) is request:
                 return None
         is_last = stop == len(request.tokens)
-        return _Chunk(request, start, stop, request.blocks, firsts, is_last)
+        return _PromptChunk(request, start, stop, request.blocks, firsts, is_last)
 
-    def _write(self, chunk: _Chunk) -> None:
+    def _write(self, chunk: _PromptChunk) -> None:
         """Compute positions, and check what they attend to."""
         request, start, stop, blocks = chunk.request, chunk.start, chunk.stop, chunk.blocks
         # all that the next position needs is attended to, in each worker
@@ -623,7 +623,7 @@ class Engine:
                     )
                 memory.write(group.name, table, request.labels, chunk.firsts[group.name], stop)
 
-    def _end_chunk(self, chunk: _Chunk) -> None:
+    def _end_chunk(self, chunk: _PromptChunk) -> None:
         """Free what a request has passed, and generate its next token or end it."""
         request = chunk.request
         self._free_passed(request)

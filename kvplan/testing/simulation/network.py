@@ -18,13 +18,11 @@ from kvplan.testing.simulation.tasks import FOREVER, Task, TaskLoop
 
 T = TypeVar("T")
 
-HEAL: Final = "heal"
-
-MALFORMED: Final[tuple[Any, ...]] = (
-    *(None, True, -1, 1 << 70, 0.5, "", "x" * 300, "\ud800"),
-    *([], {}, [[]], [[1, 2]], [["x"]], {"x": 1}),
+MALFORMED: Final = (
+    *("null", "true", "-1", str(1 << 70), "0.5", '""', json.dumps("x" * 300), json.dumps("\ud800")),
+    *("[]", "{}", "[[]]", "[[1, 2]]", '[["x"]]', '{"x": 1}'),
 )
-"""Values that stand for others in a malformed message."""
+"""Values in JSON that take the place of others in a malformed message."""
 
 
 def garbled(message: bytes, draw: random.Random) -> bytes:
@@ -45,10 +43,10 @@ def garbled(message: bytes, draw: random.Random) -> bytes:
     item = place[key]
     if isinstance(item, list) and item and draw.random() < 0.7:
         # one too few, or another value in place of one
-        others = draw.choice(([], [draw.choice(MALFORMED)]))
+        others = draw.choice(([], [json.loads(draw.choice(MALFORMED))]))
         place[key] = [*item[:-1], *others]
     else:
-        place[key] = draw.choice(MALFORMED)
+        place[key] = json.loads(draw.choice(MALFORMED))
     return json.dumps(value).encode()
 
 
