@@ -254,6 +254,16 @@ def test_prefill_preempts_requests_only_with_that_feature(vllm_rooms: Simulation
     assert num_preempted(Feature.BURSTS | Feature.PREEMPTION) > 5
 
 
+def test_a_request_does_not_come_back_in_the_step_that_preempts_it() -> None:
+    """As in vLLM, whose connector would not see that it was preempted: decode would read other blocks."""
+    outcome = vllm_room_fleets(RESEND_S).run(Scenario.of(198, features=Feature.PREEMPTION))
+    assert outcome.rule == "", str(outcome)
+    # at the time of a step, a name is preempted or runs
+    lines = [line.split()[:3] for line in outcome.trace if " is preempted" in line or " runs: " in line]
+    steps = Counter((time, host, name) for time, host, name in lines)
+    assert max(steps.values()) == 1
+
+
 def test_features_that_a_failure_does_not_need_are_left_out(vllm_rooms: Simulation) -> None:
     """A scenario without features is the same as if there were none."""
     (fault,) = (fault for fault in FEATURE_ROOM_FAULTS if fault.name == "what a step under way writes is published")

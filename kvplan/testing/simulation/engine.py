@@ -378,9 +378,9 @@ class Engine:
             self._end_chunks()
         self._take_messages()
         # as vLLM does: preempted requests are known before their blocks are written
-        if self._is_ahead:
-            self._schedule()
-        has_admitted = self._admit()
+        has_preempted = self._is_ahead and self._schedule()
+        # as in vLLM, what was preempted does not come back in the same step
+        has_admitted = not has_preempted and self._admit()
         report = self.connector.step()
         has_news = self._take(report)
         self._check_held()
@@ -549,11 +549,16 @@ class Engine:
         self._register(request, chunk.start, chunk.stop)
         self._end_chunk(chunk)
 
-    def _schedule(self) -> None:
-        """Choose what this step computes of each request that runs, and give it blocks."""
-        for request in [*self.requests.values()]:
+    def _schedule(self) -> bool:
+        """Choose what this step computes of each request that runs, and give it blocks.
+
+        Return whether one of them was preempted.
+        """
+        running = [each for each in self.requests.values() if each.phase is Phase.RUNNING]
+        for request in running:
             if request.phase is Phase.RUNNING:
                 self._schedule_one(request)
+        return any(request.phase is not Phase.RUNNING for request in running)
 
     def _schedule_one(self, request: EngineRequest) -> None:
         # the next token is not known while the last one is under way
