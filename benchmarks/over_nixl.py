@@ -144,7 +144,7 @@ def overhead(layers: int, blocks: int, rounds: int) -> None:
 
 
 class Answers:
-    """Stands in for claims: every lease stands."""
+    """Stands in for claims: every lease is valid."""
 
     def ask(self, source: Source, lease: str) -> Pending[None]:
         """Answer at once."""

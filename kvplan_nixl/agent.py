@@ -338,7 +338,7 @@ class Agent:
                 self._deregister(memory_range)
 
     def _deregister(self, registered: MemoryRange) -> None:
-        """Deregister a range of memory that nobody needs any more."""
+        """Deregister a range of memory that is no longer needed."""
         self._do(
             lambda agent: agent.deregister_memory(
                 agent.get_reg_descs([registered.entry], registered.memory)

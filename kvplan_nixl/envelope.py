@@ -53,7 +53,7 @@ class Envelope:
     """A worker, the name of its NIXL agent, and that agent's metadata.
 
     ``handles`` lets processes of the same host map its memory, as
-    :class:`kvplan_nixl.mapped.MappedExecutor` writes them; empty where nobody can.
+    :class:`kvplan_nixl.mapped.MappedExecutor` writes them; empty where none can be.
     """
 
     worker: Worker

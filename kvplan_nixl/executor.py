@@ -54,8 +54,8 @@ UCX: Final[Backends] = MappingProxyType({"UCX": MappingProxyType({"engine_config
 """The default backend: UCX, with some settings.
 
 It connects over TCP in the background and gives up after 15 s. With UCX's own settings
-:meth:`NixlExecutor.connect` waits, for minutes where nobody answers. GPUs of one host are read from
-by CUDA IPC: on a host without NVLinks UCX leaves it to writes, and reads over TCP.
+:meth:`NixlExecutor.connect` waits, for minutes where no worker answers. GPUs of one host are read
+from by CUDA IPC: on a host without NVLinks UCX leaves it to writes, and reads over TCP.
 ``UCX_TCP_CONN_NB``, ``UCX_TCP_SYN_CNT`` and ``UCX_CUDA_IPC_ENABLE_GET_ZCOPY`` in the environment
 take precedence.
 """
@@ -186,7 +186,7 @@ class NixlExecutor:
     def connect(self, envelope: bytes) -> Worker:
         """Connect to a remote worker by its envelope, and return the worker, to plan with.
 
-        With the backends :data:`UCX` it does not wait for the worker. Where nobody answers,
+        With the backends :data:`UCX` it does not wait for the worker. Without an answer,
         transfers fail with ``PEER``, or this call does, if NIXL notices first; NIXL 1.5.1 then
         refuses that envelope for good, so one of both processes has to start again. The envelope of
         a connected worker changes nothing. A worker whose connection was lost is replaced.

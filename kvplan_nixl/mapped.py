@@ -122,7 +122,7 @@ class UnlistedSpec(ReadSpec):
 
     @property
     def num_ids(self) -> int:
-        """Descriptors on each side, which nobody lists."""
+        """Descriptors on each side, as many as a list of them would have."""
         return self.listed.num_ids if self.bound.has_gaps else self.bound.num_runs
 
     @property

@@ -46,7 +46,7 @@ def adapter_of(path: str) -> str:
     """Return a fingerprint of an adapter's files, or its path if it has none that can be read.
 
     A folder is read once, and again when one of its files has changed. The time of a file's last
-    change is the system's own: whoever replaces a file may set its other times.
+    change is the system's own: a tool that replaces a file may set its other times.
     """
     try:
         states = [(entry.name, entry.stat()) for entry in os.scandir(path)]

@@ -366,7 +366,7 @@ def calls() -> Calls:
     yield "protocol.Leases.grant", leases.grant, {"request": "r", "first_s": 9.5}
     for action in ("claim", "end"):
         yield f"protocol.Leases.{action}", getattr(leases, action), {"lease": "r 0", "reader": "d"}
-    yield "protocol.Leases.stands", leases.stands, {"lease": "r 0"}
+    yield "protocol.Leases.is_valid", leases.is_valid, {"lease": "r 0"}
     door = {"port": 0, "bind": None, "system": SYSTEM}
     served = {"engine_id": "p", "host": "127.0.0.1", "workers": [b"offer"], "leases": leases, **door}
     yield "protocol.Listener", closed(Listener), served

@@ -100,7 +100,7 @@ class ClaimMessage:
 
     @classmethod
     def of_fields(cls, fields: Any) -> ClaimMessage:
-        """Read a message that a stranger may have written. Raises ``TYPE`` or ``NAME``."""
+        """Read an untrusted message. Raises ``TYPE`` or ``NAME``."""
         message = instance(Mapping, fields, "a message of claims")
         return cls(
             start=message.get("start"),
@@ -124,7 +124,7 @@ def _fitting(values: Iterable[Any]) -> tuple[Any, ...]:
 
 @attrs.frozen
 class ClaimAnswer:
-    """Says of each lease in a message whether it stands; of a claim that ended, whether it stood.
+    """Says of each lease in a message whether it is valid; of a claim that ended, whether it was.
 
     Each field answers the one of the same name in the :class:`ClaimMessage`.
     """
@@ -165,7 +165,7 @@ def answer_claims(leases: Leases, start: str, message: ClaimMessage) -> ClaimAns
     >>> from kvplan_nixl.serving import Driver
     >>> leases = Leases(Driver())
     >>> lease = leases.grant("request 1")
-    >>> message = ClaimMessage("a1", claims=((lease, "decode 1"),), asks=("of nobody",))
+    >>> message = ClaimMessage("a1", claims=((lease, "decode 1"),), asks=("unknown",))
     >>> answer_claims(leases, "a1", message)
     ClaimAnswer(claims=(True,), done=(), asks=(False,))
     """
@@ -179,7 +179,7 @@ def answer_claims(leases: Leases, start: str, message: ClaimMessage) -> ClaimAns
     return ClaimAnswer(
         claims=tuple(leases.claim(lease, reader) for lease, reader in message.claims),
         done=tuple(leases.end(lease, reader) for lease, reader in message.done),
-        asks=tuple(leases.stands(lease) for lease in message.asks),
+        asks=tuple(leases.is_valid(lease) for lease in message.asks),
     )
 
 
@@ -211,7 +211,7 @@ class SourceClaims:
             self._done[claim] = None
 
     def ask(self, lease: str) -> Pending[None]:
-        """Ask once whether a lease stands. Fails if not, or if nobody answers."""
+        """Ask once whether a lease is valid. Fails if not, or without an answer."""
         answer = Pending[None]()
         self._unsent.setdefault(lease, []).append(answer)
         return answer
@@ -240,19 +240,19 @@ class SourceClaims:
     ) -> list[KVPlanError]:
         """Take the answer to a message that was taken at ``now``, and return the refusals."""
         refusals = []
-        for claim, stands in zip(message.claims, answer.claims, strict=True):
+        for claim, is_valid in zip(message.claims, answer.claims, strict=True):
             # A claim may have ended meanwhile.
             if claim not in self._due_at:
                 continue
-            if stands:
+            if is_valid:
                 self._due_at[claim] = now + RENEW_S
             else:
                 del self._due_at[claim]
                 lease, _ = claim
                 self.refusals[claim] = self._lease_error(lease)
                 refusals.append(self.refusals[claim])
-        for lease, stands in zip(message.asks, answer.asks, strict=True):
-            self._resolve(lease, None if stands else self._lease_error(lease))
+        for lease, is_valid in zip(message.asks, answer.asks, strict=True):
+            self._resolve(lease, None if is_valid else self._lease_error(lease))
         return refusals
 
     def take_failure(self, message: ClaimMessage, error: KVPlanError, now: float) -> None:
@@ -272,12 +272,12 @@ class SourceClaims:
                 answer.fail(error)
 
     def _lease_error(self, lease: str) -> KVPlanError:
-        reasons = "it was read already, nobody claimed it in time, or the engine has restarted"
+        reasons = "it was read already, no reader claimed it in time, or the engine has restarted"
         return KVPlanError(
             "LEASE",
             f"read {lease!r} from {self.source}",
-            expected="a lease that stands",
-            got=f"one that is over: {reasons}",
+            expected="a valid lease",
+            got=f"one that has ended: {reasons}",
             hint="compute the prompt again, or see in the source's log how the lease ended",
             lease=lease,
             source=self.source,
@@ -327,7 +327,7 @@ class Claims:
             self._claims_on(source).end(claim)
 
     def ask(self, source: Source, lease: str) -> Pending[None]:
-        """Ask once whether a lease stands.
+        """Ask once whether a lease is valid.
 
         Fails with ``LEASE`` if it does not, and with ``PEER`` if no answer comes.
         """

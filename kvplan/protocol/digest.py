@@ -162,7 +162,7 @@ class Positions:
 
     @classmethod
     def of_values(cls, values: Any) -> Positions:
-        """Return what a stranger may have written as :meth:`values`. Raises ``TYPE``, ``RANGE``."""
+        """Read what an untrusted peer has sent as :meth:`values`. Raises ``TYPE``, ``RANGE``."""
         context, within, spans = members(list, _several(values, 3), "positions of digests")
         intervals = [interval(span, "slots of digests", POSITION_END) for span in spans]
         ends = list(itertools.chain.from_iterable(intervals))
@@ -306,7 +306,7 @@ def to_json(tensors: Iterable[TensorDigests]) -> dict[str, Any]:
 
 
 def of_json(values: Any) -> list[TensorDigests]:
-    """Return the digests of a worker, from what a stranger may have written.
+    """Return the digests of a worker, from untrusted values.
 
     Raises ``KEY``, ``NAME``, ``TYPE``, ``RANGE`` or ``SIZE``.
     """

@@ -40,7 +40,7 @@ class DigestRequest:
 
     @classmethod
     def of(cls, lease: str, tokens: Mapping[str, Any]) -> DigestRequest:
-        """Make a request of values that a stranger may have written.
+        """Make a request of untrusted values.
 
         Raises ``TYPE``, ``RANGE`` or ``NAME``.
         """
@@ -56,7 +56,7 @@ class DigestRequest:
 
 
 class DigestRequests:
-    """The requests for digests of ``leases`` that stand, and the answers. Safe for several threads.
+    """The requests for digests of valid ``leases``, and the answers. Safe for several threads.
 
     >>> from kvplan_nixl.serving import Driver
     >>> leases = Leases(Driver())
@@ -79,12 +79,12 @@ class DigestRequests:
     def ask(self, request: DigestRequest) -> list[Mapping[str, Any]] | None:
         """Return the digests of all workers, None while they are not computed.
 
-        Raises ``LEASE`` if the lease is over, ``RANGE`` if there are too many requests.
+        Raises ``LEASE`` if the lease has ended, ``RANGE`` if there are too many requests.
         """
-        if not self._leases.stands(request.lease):
+        if not self._leases.is_valid(request.lease):
             action = f"digest {request.lease!r}"
-            expected = "a lease that stands"
-            raise KVPlanError("LEASE", action, expected=expected, got="one that is over")
+            expected = "a valid lease"
+            raise KVPlanError("LEASE", action, expected=expected, got="one that has ended")
         with self._lock:
             # All ranks of a reader ask the same; the workers compute it once.
             if request not in self._answers:
@@ -110,7 +110,7 @@ class DigestRequests:
                 self._answers[request] = [*members(dict, digests, "digests")]
 
     def forget(self, lease: str) -> None:
-        """Forget the requests of a lease that is over."""
+        """Forget the requests of a lease that has ended."""
         with self._lock:
             for request in [*self._answers]:
                 if request.lease == lease:

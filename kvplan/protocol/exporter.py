@@ -2,7 +2,7 @@
 
 An engine that computes a request for others keeps its blocks until they are read. The request is
 *published* while it is computed, as far as it is, if somebody waits for it; it is *finished* when
-all of it is computed, and its blocks are *pinned* until its lease is over. :data:`TRANSITIONS` is
+all of it is computed, and its blocks are *pinned* until its lease has ended. :data:`TRANSITIONS` is
 the whole life of an exported request:
 
     event        computing    published    lost      pinned
@@ -14,9 +14,9 @@ the whole life of an exported request:
     LEASE_OVER                lost                   free
 
 A request is *lost* when a reader has read a part of it and will read no more of it, since its lease
-was revoked or ended: it is computed to its end for nobody. REVOKE is of a lease that no reader had
-claimed, so that the request may be published again under another one, and LOSE of one that a reader
-had. ABORT is of a request that will not be computed to its end.
+was revoked or ended: it is computed to its end, and no engine reads it. REVOKE is of a lease that
+no reader had claimed, so that the request may be published again under another one, and LOSE of one
+that a reader had. ABORT is of a request that will not be computed to its end.
 
 The exporter has no thread and no socket. A connector tells it what happens to requests, publishes
 the handoffs that it returns, and frees the blocks of requests that :meth:`Exporter.step` returns.
@@ -97,7 +97,7 @@ class _Export:
 
     It began with ``num_found`` positions of the prefix cache, which another request may still
     compute until this one has computed more itself. One that ``gives_way`` is kept for a request
-    that nobody has sent yet.
+    that no client has sent yet.
     """
 
     room: str = ""

@@ -65,7 +65,7 @@ class Source:
 
 @attrs.frozen
 class Handoff:
-    """A request that an engine has computed for others, which may read it while ``lease`` stands.
+    """A request that an engine has computed for others, which may read it while ``lease`` is valid.
 
     The first ``num_tokens`` positions are computed, of tokens whose
     :func:`~kvplan.protocol.prompt_digest` is ``prompt``. ``prefixes`` has the digests of fewer of
@@ -376,11 +376,11 @@ def whole_blocks(
     """Choose the positions of ``tokens`` that a group reads, so that each block it fills is whole.
 
     A prefix cache keeps blocks, not positions: of a block that was read from the middle it keeps
-    bytes that nobody wrote, for a later request whose window reaches further back. So a group reads
-    from ``listed`` on, the first position of its first block, also if its window begins later, at
-    ``attended``. If the source has only positions from ``kept`` on, and these are fewer, the group
-    reads them, and says from which position on blocks are whole. Raises ``BLOCKS`` if the source
-    lacks positions that are attended to.
+    bytes that were never written, for a later request whose window reaches further back. So a group
+    reads from ``listed`` on, the first position of its first block, also if its window begins
+    later, at ``attended``. If the source has only positions from ``kept`` on, and these are fewer,
+    the group reads them, and says from which position on blocks are whole. Raises ``BLOCKS`` if the
+    source lacks positions that are attended to.
 
     >>> whole_blocks((0, 100), attended=37, tokens_per_block=32, listed=32, kept=32)
     WholeBlocks(start=32, stop=100, first_whole=32)

@@ -1,4 +1,4 @@
-"""Lease checks: a source is asked whether the lease of a read stands, rule read.R4 of reads."""
+"""Lease checks: a source is asked whether the lease of a read is valid, rule read.R4 of reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class LeaseCheck:
     """The questions to a source about the lease of one read, by rule read.R4.
 
     ``asked_at`` is when the source was last asked. ``confirmed_at`` is when it was asked the last
-    question that it answered with yes. ``error`` says that the lease is over, or the source silent.
+    question that it answered with yes. ``error`` says that the lease has ended, or that the source
+    is silent.
     """
 
     read: Read

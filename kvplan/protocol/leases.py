@@ -1,19 +1,19 @@
 """Leases: an engine keeps the blocks of a request while other engines read them.
 
-- lease.L1: A lease stands for ``lease_s`` after it is granted, and as long as a reader renews its
+- lease.L1: A lease is valid for ``lease_s`` after it is granted, and as long as a reader renews its
   claim; each renewal lasts for ``lease_s``. So the first lease can be short, however long a request
   waits at its reader, and a reader that dies holds blocks no longer than that. It may also be
-  longer, if the reader is a request that nobody has sent yet.
+  longer, where the reader is a request that no client has sent yet.
 - lease.L2: When a reader is done, its claim ends, and so does the first lease. The lease ends with
   the last claim, so readers of one request all claim it before the first of them is done.
-- lease.L3: A lease that is over stays over. No claim brings it back, since its blocks may be
-  another request's, and whoever asks is told. No two leases have one name, and nobody can guess
-  one: a late message about the first lease of a request does not end the second.
-- lease.L4: A request may be lent while it is computed, as far as it is: its lease has no end of
-  time before all is computed. One that is given up is revoked before its blocks are free, so
-  whoever has read a part of it reads no other part.
-- lease.L5: A lease is over ``max_lease_s`` after its request was computed, also if readers still
-  renew their claims: one that hangs, but not its thread of claims, would hold blocks for ever.
+- lease.L3: A lease that has ended stays ended. No claim brings it back, since its blocks may be
+  another request's, and readers that ask are told. Lease names are unique and cannot be guessed:
+  a late message about the first lease of a request does not end the second.
+- lease.L4: The computed part of a request may be read while the rest is computed: its lease has no
+  deadline before all is computed. The lease of a request that is given up is revoked before its
+  blocks are free, so a reader of a part reads no other part.
+- lease.L5: A lease ends ``max_lease_s`` after its request was computed, even if readers still renew
+  their claims: a reader that hangs but goes on renewing would hold blocks for ever.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from kvplan._text import brief_repr
 from kvplan.protocol.system import System
 
 LEASE_S: Final = 30.0
-"""Seconds for which blocks stay that nobody claims, or whose reader does not renew its claim."""
+"""Seconds for which blocks stay pinned without a claim, or after the last renewal of one."""
 
 MAX_LEASE_S: Final = 3600.0
-"""Seconds after which a lease is over whatever its readers do."""
+"""Seconds after which a lease has ended whatever its readers do."""
 
 MAX_READERS: Final = 1 << 12
 """Readers of a lease at a time: requests that share a prompt, in all engines."""
@@ -60,7 +60,7 @@ class _Lease:
 
     @property
     def over_at(self) -> float:
-        """When the lease is over, unless a reader claims it before."""
+        """When the lease has ended, unless a reader claims it before."""
         return min(self.stop, max(self.ends_at, next(reversed(self.claims_end_at.values()), 0.0)))
 
     def claim(self, reader: str, now: float, end: float) -> None:
@@ -77,8 +77,9 @@ class _Lease:
 class EndedLeases:
     """Requests whose blocks may be freed.
 
-    All readers of those in ``done`` are done, or all leases were ended. Of those in ``late`` nobody
-    has renewed a claim in time, or, of those in ``old`` too, for longer than a lease may stand.
+    All readers of those in ``done`` are done, or all leases were ended. Of those in ``late`` no
+    reader has renewed a claim in time, or, of those in ``old`` too, for longer than a lease may
+    last.
     """
 
     done: tuple[str, ...]
@@ -150,23 +151,23 @@ class Leases:
         return lease
 
     def _drop(self, lease: str) -> _Lease | None:
-        """Forget a lease that is over, and with the last one all times at which to look."""
+        """Forget a lease that has ended, and with the last one all times at which to look."""
         dropped = self._leases.pop(lease, None)
         if not self._leases:
             self._dues.clear()
         return dropped
 
     def _look_later(self, lease: str) -> None:
-        """Look at a lease when it is over by what is known now, or earlier."""
-        standing = self._leases[lease]
-        if standing.over_at < standing.due:
-            standing.due = standing.over_at
-            heapq.heappush(self._dues, (standing.due, lease))
+        """Check a lease at the time at which it ends by what is known now, or earlier."""
+        found = self._leases[lease]
+        if found.over_at < found.due:
+            found.due = found.over_at
+            heapq.heappush(self._dues, (found.due, lease))
 
     def begin_first(self, lease: str) -> bool:
         """Let the first lease of a request begin, since all of it is computed.
 
-        Returns whether the lease stands: readers of a part may be done, so that it is over.
+        Returns whether the lease is valid: readers of a part may be done, which ends it.
         """
         with self._lock:
             if name(lease, "lease") not in self._leases:
@@ -189,7 +190,7 @@ class Leases:
         True
         >>> leases.revoke(lease)
         True
-        >>> leases.stands(lease), leases.begin_first(lease), leases.take_ended().done
+        >>> leases.is_valid(lease), leases.begin_first(lease), leases.take_ended().done
         (False, False, ())
         """
         with self._lock:
@@ -197,7 +198,7 @@ class Leases:
         return revoked is not None and bool(revoked.claims_end_at)
 
     def claim(self, lease: str, reader: str) -> bool:
-        """Claim a lease for a reader, or renew the claim, and return whether the lease stands.
+        """Claim a lease for a reader, or renew the claim, and return whether the lease is valid.
 
         Raises ``RANGE`` for too many readers at a time.
         """
@@ -209,8 +210,8 @@ class Leases:
             self._leases[lease].claim(reader, now, now + self.lease_s)
             return True
 
-    def stands(self, lease: str) -> bool:
-        """Return whether a lease has stood until now: then its blocks still hold the request."""
+    def is_valid(self, lease: str) -> bool:
+        """Return whether a lease is valid: then its blocks still hold the request."""
         with self._lock:
             return not self._is_refused(lease)
 
@@ -247,12 +248,12 @@ class Leases:
         (True, False, ('request 1',))
         """
         with self._lock:
-            standing = self._leases.get(name(lease, "lease"))
+            found = self._leases.get(name(lease, "lease"))
             now = self._system.monotonic()
-            if standing is None or any(end > now for end in standing.claims_end_at.values()):
+            if found is None or any(end > now for end in found.claims_end_at.values()):
                 return False
             self._drop(lease)
-            self._done.append(standing.request)
+            self._done.append(found.request)
             return True
 
     def end_all(self) -> None:
@@ -265,7 +266,7 @@ class Leases:
     def take_ended(self) -> EndedLeases:
         """Return the requests whose leases have ended since the last call.
 
-        A lease is over from here on, and not before: whoever has asked until now is right. This
+        A lease ends here and not before: readers that asked until now are right. This
         looks at those alone that may be over now, and at each of them once in ``lease_s``.
         """
         with self._lock:
@@ -298,7 +299,7 @@ class Leases:
         return len(self._leases)
 
     def _is_refused(self, lease: str) -> bool:
-        """Return whether a lease is over, and count the refusal."""
+        """Return whether a lease has ended, and count the refusal."""
         is_over = name(lease, "lease") not in self._leases
         self.num_refused += is_over
         return is_over

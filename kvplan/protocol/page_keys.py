@@ -1,7 +1,7 @@
 """Chains: digests of a prompt's prefixes, by which pages are named.
 
 - store.K1: The root is the SHA-256 of the words ``kvplan page 1``, the tokens per page, and the
-  model. A text stands there as its length, 8 bytes, little-endian, and its UTF-8.
+  model. A string is written as its length, 8 bytes, little-endian, and its UTF-8.
 - store.K2: A prefix of ``n`` pages has the SHA-256 of the digest of ``n - 1`` pages (the root
   before the first one), then of the token ids of the n-th page, 8 bytes each, little-endian, then
   of the texts of the facts at its positions, sorted: each as its position in 8 bytes, and the text.

@@ -1,8 +1,7 @@
 """Parts: what one file of a page holds, described as a worker of a single block.
 
 A page has the cache of some consecutive positions, and what the token after them needs besides:
-states, and windows. It is stored in parts, each of which describes itself, so nobody needs to know
-who wrote it:
+states, and windows. It is stored in parts, each of which describes itself, whoever wrote it:
 
 - store.Q1: A part has one group, of ``tokens``, of a ``window`` or of ``states``, one region
   ``page`` at address 0 of memory kind ``FILE``, and one block. Its worker is ``page/0``, and names

@@ -11,7 +11,7 @@
   began does not fail with it, since the network may have healed meanwhile: it shakes hands again.
   So does one whose connection is lost, unless it has waited for that connection, or its bytes may
   still move: a connection that broke while nothing was read shows it only when bytes are to move.
-- read.R4: A request is right only if its source says, after the last byte, that the lease stands:
+- read.R4: A request is right only if its source says, after the last byte, that the lease is valid:
   until then it has given the blocks to no other request. No clock is compared. While bytes move,
   the source is asked every :data:`~kvplan.protocol.lease_check.ASK_S`; a request fails if the lease
   is over, or if no answer came for :data:`~kvplan.protocol.lease_check.SILENCE_S`.
@@ -160,7 +160,7 @@ class Reads:
     """The requests that ``worker`` reads by ``executor``, or by its ``pipeline`` if that is faster.
 
     ``connections`` are the functions by which other engines' workers become known, and ``claims``
-    asks sources whether leases stand. ``digest`` computes the digests of what has arrived. A
+    asks sources whether leases are valid. ``digest`` computes the digests of what has arrived. A
     transfer has at most ``max_transfer_ids``. Not for several threads at once.
     """
 

@@ -219,7 +219,7 @@ def _merged(room: str, texts: Sequence[str], key: SharedKey) -> Mapping[str, Any
     ``error`` that says why.
     """
     try:
-        # what a stranger may have published
+        # untrusted
         entries = [_checked(json.loads(text)) for text in texts]
         if len(entries) == 1:
             return entries[0]

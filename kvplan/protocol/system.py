@@ -135,7 +135,7 @@ class System(ABC):
 
     @abstractmethod
     def token_hex(self, num_bytes: int) -> str:
-        """Random bytes in hexadecimal, which nobody can guess."""
+        """Random bytes in hexadecimal, which cannot be guessed."""
 
     @abstractmethod
     def lock(self) -> AbstractContextManager[object]:

@@ -7,9 +7,9 @@
   An answer is signed with its question, status and body. So neither passes for another one, and a
   server that passes a question on to another server gets no answer.
 - access.D3: A question quotes the *challenge* of the server, which is random, and has a nonce that
-  nobody has used with this challenge. So a recorded question is refused, also by the next start of
-  the server, and no clock is compared. The server tells its challenge in each answer, also where it
-  refuses a question for want of it.
+  no question has used with this challenge. So a recorded question is refused, also by the next
+  start of the server, and no clock is compared. The server tells its challenge in each answer, also
+  where it refuses a question for want of it.
 - access.D4: The head of a question is checked before its body is read, and the body before it is
   parsed.
 

@@ -141,7 +141,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _nothing() -> None:
-    """Of a connection that nobody keeps."""
+    """Do nothing: the connection is not kept."""
 
 
 class Client:
@@ -232,7 +232,7 @@ class Client:
             status = int(head.first[1])
             challenge, _, signature = head.quoted(SIGNATURE).partition(" ")
             is_signed = proof.has_answer(access.key, signature, status, challenge, answer)
-            # What nobody has signed may be another server's, and costs one more question.
+            # A challenge without a signature may be another server's, and costs one more question.
             if is_signed or status == 401:
                 access.remember(address, challenge)
             is_kept = is_signed and status == 200

@@ -132,8 +132,8 @@ class _Connection:
 
     ``is_proven`` says that a question has come, signed with the key, and is not answered yet. Where
     a server has too many connections, it closes the oldest unproven one of the address that has
-    most of those. So whoever holds many without the key closes its own, or those between questions,
-    whose readers connect again.
+    most of those. So a host with many and without the key closes its own, or those between
+    questions, whose readers connect again.
     """
 
     host: str

@@ -191,7 +191,7 @@ class BootstrapServer:
         # in ASCII, of which each character takes a byte of memory
         entry = _Entry(_token(lease), body.decode("ascii"))
         self._expire()
-        # a room of nobody is made, and kept only if the entry is
+        # a room without entries is made, and kept only if the entry is
         room = self._room(stage.room, owner)
         entries = room.attempts.get(stage.attempt, {})
         # A stage with another lease has computed the attempt again, and so will others.

@@ -137,7 +137,7 @@ class DecodeRank(Rank):
         for name in errors:
             self._rooms_read.pop(name, None)
         for name, error in {**errors, **self.reads.late()}.items():
-            # nobody asks for one that SGLang has forgotten
+            # SGLang has dropped the request
             if self.importer.look(name) is not ImportState.ENDED:
                 self.ended[name] = error
 
@@ -275,7 +275,7 @@ class Receiver(BaseKVReceiver):
     bootstrap_infos = ()
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Notify nobody: prefill writes nothing."""
+        """SGLang calls this for metadata; prefill writes nothing, so nothing is sent."""
 
     def abort(self) -> None:
         """Give the request up; while it is read, when its bytes have moved."""

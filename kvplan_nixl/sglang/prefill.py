@@ -98,7 +98,7 @@ class PrefillRank(Rank):
         return False
 
     def _note_ended(self) -> None:
-        """Take the requests that decode has read, or that nobody has claimed in time."""
+        """Take the requests that decode has read, or that no reader has claimed in time."""
         ended = self.exporter.step()
         for request in ended.released:
             self.ended[request] = ended.late.get(request)
@@ -266,7 +266,7 @@ class Sender(BaseKVSender):
         return True
 
     async def _withdraw(self) -> None:
-        """Withdraw what was published, since nobody reads it any more; else it is kept a while."""
+        """Withdraw what was published, since no reader needs it; else it is kept a while."""
         memory = self._rank.memory
         if not self._is_published:
             return

@@ -163,14 +163,19 @@ def parts_of(body: Body) -> list[Body]:
 
 
 def merged(answers: Sequence[Body]) -> Body:
-    """Return the answer to a list of prompts, from the answer to each prompt."""
+    """Return the answer to a list of prompts, from the answer to each prompt.
+
+    >>> first, second = {"choices": [{"text": "a"}]}, {"choices": [{"text": "b"}], "usage": None}
+    >>> merged([first, second])["choices"]
+    [{'text': 'a', 'index': 0}, {'text': 'b', 'index': 1}]
+    """
     choices = list(chain.from_iterable(answer["choices"] for answer in answers))
     for index, choice in enumerate(choices):
         choice["index"] = index
     usage = Counter[str]()
     for answer in answers:
         for key in USAGE:
-            usage[key] += answer["usage"][key]
+            usage[key] += (answer.get("usage") or {}).get(key, 0)
     return {**answers[0], "choices": choices, "usage": usage}
 
 

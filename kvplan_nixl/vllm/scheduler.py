@@ -331,7 +331,7 @@ class Scheduler:
     def hand_over(self, request: Request, ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Return the parameters with which others read a finished request, whose blocks stay.
 
-        Returns None if nobody reads it; then its blocks are free.
+        Returns None if no engine reads it; then its blocks are free.
         """
         name = request.request_id
         handoff = self._finish(request, ids)
@@ -350,7 +350,7 @@ class Scheduler:
         return {**flags, **params}
 
     def _finish(self, request: Request, ids: Sequence[Sequence[int]]) -> Handoff | None:
-        """Export the whole of a finished request, None if nobody can read it."""
+        """Export the whole of a finished request, None if no engine can read it."""
         name = request.request_id
         read_from = self._importer.finish(name)
         is_done = request.status in (
@@ -399,7 +399,7 @@ class Scheduler:
         """Have workers copy to main memory what a step computes of requests that may be exported.
 
         What was cached or read of a request is copied in its first step, and in that after it was
-        preempted, since nobody has copied these blocks for it yet.
+        preempted, since these blocks were not copied for it yet.
         """
         begun = _begun(scheduled)
         for name in self._exportable.keys() & scheduled.num_scheduled_tokens.keys():

@@ -96,6 +96,6 @@ class StoreSearches:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _find(self, chain: Chain, start: int) -> int:
-        # one that nobody waits for any more ends, so that its thread is free
+        # a search without a waiting request ends, so that its thread is free
         until_s = time.monotonic() + self._timeout_s
         return find(self._readers, chain, start=start, until_s=until_s)

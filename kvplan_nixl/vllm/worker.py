@@ -167,7 +167,7 @@ class Worker:
         return KvplanWorkerMetadata(digests, [changes] if changes else [])
 
     def _clear_tail(self, read: Read) -> None:
-        """Set to zero the rest of a request's last blocks, as vLLM leaves to whoever fills them."""
+        """Set to zero the rest of a request's last blocks, as vLLM leaves to connectors."""
         worker = self._reads.worker
         groups = {group.name for group in worker.groups} & read.tokens.keys()
         tables = {group: read.local[group] for group in groups}

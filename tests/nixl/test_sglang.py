@@ -746,7 +746,7 @@ def test_claims_that_come_too_late_are_logged_once(prefill: Side, caplog: pytest
     """Each claim, however often the engine looks."""
     rank = prefill.manager.rank
     for _ in range(2):
-        rank.exporter.leases.claim("a lease that is over", "decode")
+        rank.exporter.leases.claim("a lease that has ended", "decode")
         for _ in range(3):
             rank._note_ended()
     assert caplog.text.count("1 renewals came after their lease expired") == 2
@@ -988,7 +988,7 @@ def test_pages_of_a_read_that_hangs_stay(
             published_to(receiver).lease, decode.manager.rank.importer._name_of(receiver._name)
         )
         until(receiver, KVPoll.Failed)
-        with pytest.raises(KVPlanError, match=r"LEASE: .* expected a lease that stands, got one that is over"):
+        with pytest.raises(KVPlanError, match=r"LEASE: .* expected a valid lease, got one that has ended"):
             receiver.failure_exception()
         assert receiver.abort_notified
         for _ in range(3):
@@ -1009,7 +1009,7 @@ def test_pages_of_a_read_that_hangs_stay(
 def test_a_request_that_nobody_reads(
     plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
 ) -> None:
-    """Its pages are free when its lease is over; decode gives up a request that nobody computes."""
+    """Its pages are free when its lease has ended; decode gives up a request that nobody computes."""
     prefill.manager.rank.exporter.leases.lease_s = decode.manager.rank.importer._timeout_s = 0.05
     sender = sent(plugin, prefill, server)
     until(sender, KVPoll.Failed)
@@ -1567,15 +1567,15 @@ def test_stages_publish_chunks(
 def test_a_request_that_prefill_gives_up(
     prefill: Side, decode: Side, chunks: Chunks, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pages are another request's at once: its lease is over, its room empty, and decode fails."""
+    """Its pages are another request's at once: its lease has ended, its room empty, and decode fails."""
     monkeypatch.setattr("kvplan.protocol.claims.RENEW_S", 0.01)
     chunks.send(0, 6)
     chunks.read()
     lease = published_to(chunks.receiver).lease
     chunks.sender.abort()
-    assert not prefill.manager.rank.exporter.leases.stands(lease)
+    assert not prefill.manager.rank.exporter.leases.is_valid(lease)
     until(chunks.receiver, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match=r"LEASE: .* got one that is over"):
+    with pytest.raises(KVPlanError, match=r"LEASE: .* got one that has ended"):
         chunks.receiver.failure_exception()
     chunks.receiver.clear()
     waited(prefill.manager.rank.publisher_of(server.address).begin(unblocked(lambda: None)))

@@ -35,7 +35,7 @@
 #define UNASKED 1  /* a read is right without a last question: read.R4 is gone */
 #define EARLY 2  /* the last question is asked before the last byte: read.R4 is gone */
 #define STALE 3  /* the answer to an earlier question counts for the last one: read.R4 is gone */
-#define REVIVED 4  /* a claim brings a lease back that is over: lease.L3 is gone */
+#define REVIVED 4  /* a claim brings a lease back that has ended: lease.L3 is gone */
 #define SAME_START 5  /* a start takes the leases of the one before for its own: lease.L3 is gone */
 #define REAPED 6  /* a timer frees a block that a claim holds: lease.L1 is gone */
 #define REUSED 7  /* decode frees a block while bytes may land in it: read.R2 is gone */
@@ -83,7 +83,7 @@ byte claims[PREFILLS];
 chan to_prefill[PREFILLS] = [PLACES] of { mtype, byte, byte, byte, byte };
 chan to_decode[DECODES] = [1] of { byte, bool };
 
-/* lease.L3: a lease that is over stays over, and all leases are over when the engine starts again. */
+/* lease.L3: a lease that has ended stays over, and all leases are over when the engine starts again. */
 #define STANDS(p, request, at) (lent[p] == request && (at == start[p] || FAULT == SAME_START))
 
 proctype Prefill(byte p) {
@@ -136,7 +136,7 @@ end_of_prefill:
     /* Timers end the first time of a lease, and claims that were not renewed. */
     :: atomic { lasts[p] -> lasts[p] = false }
     :: atomic { claims[p] -> claims[p] = 0 }
-    /* The scheduler frees a block when its lease is over, and computes another request in it. */
+    /* The scheduler frees a block when its lease has ended, and computes another request in it. */
     :: atomic { lent[p] && !lasts[p] && !claims[p] -> move_export(EXPORT_LEASE_OVER); lent[p] = 0 }
     :: atomic { FAULT == REAPED && lent[p] && claims[p] && !lasts[p] -> prefill_block[p].half[1] = 0 }
     /* The engine dies and starts again, with nobody's bytes in its block. */

@@ -21,7 +21,7 @@ FAULTS: Final = MappingProxyType(
         "a read is right without a last question": 1,
         "the last question is asked before the last byte": 2,
         "the answer to an earlier question counts": 3,
-        "a claim brings a lease back that is over": 4,
+        "a claim brings a lease back that has ended": 4,
         "a start takes the leases of the one before for its own": 5,
         "a timer frees a block that a claim holds": 6,
         "decode frees a block while bytes may land in it": 7,

@@ -1,4 +1,4 @@
-"""Digests are asked for while a lease stands, computed once, and given to whoever asks again."""
+"""Digests are asked for while a lease is valid, computed once, and given to whoever asks again."""
 
 from __future__ import annotations
 

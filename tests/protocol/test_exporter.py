@@ -94,7 +94,7 @@ def test_a_preempted_request_that_nobody_claimed_is_published_again(world: World
     first = world.publish(40)
     withdrawn = world.exporter.revoke("r")
     assert withdrawn is not None
-    assert (withdrawn.room, withdrawn.lease, world.leases.stands(first.lease)) == ("room", first.lease, False)
+    assert (withdrawn.room, withdrawn.lease, world.leases.is_valid(first.lease)) == ("room", first.lease, False)
     assert world.exporter.revoke("r") is None
     assert world.publish(16).lease != first.lease
 
@@ -128,7 +128,7 @@ def test_an_aborted_request_is_forgotten(world: World) -> None:
     world.exporter.open("r", "room")
     lease = world.publish(40).lease
     withdrawn = world.exporter.abort("r")
-    assert (withdrawn and withdrawn.room, world.leases.stands(lease), len(world.leases)) == ("room", False, 0)
+    assert (withdrawn and withdrawn.room, world.leases.is_valid(lease), len(world.leases)) == ("room", False, 0)
     assert world.exporter.abort("r") is None
 
 
@@ -163,9 +163,9 @@ def test_nothing_else_may_happen(world: World) -> None:
 
 
 def test_a_request_of_a_name_in_use_takes_its_place(world: World) -> None:
-    """Readers of the other one are told that its lease is over."""
+    """Readers of the other one are told that its lease has ended."""
     first, second = world.finish(), world.finish()
-    assert (world.leases.stands(first.lease), world.leases.stands(second.lease)) == (False, True)
+    assert (world.leases.is_valid(first.lease), world.leases.is_valid(second.lease)) == (False, True)
     world.exporter.open("r")
     assert (len(world.leases), len(world.exporter)) == (0, 1)
 
@@ -206,6 +206,6 @@ def test_blocks_are_free_once_and_never_under_a_lease(calls: list[str]) -> None:
         elif call == "step":
             released += len(world.exporter.step().released)
             assert released <= 1
-        if lease and world.leases.stands(lease):
+        if lease and world.leases.is_valid(lease):
             assert world.exporter.blocks_of(lease) is not None
         assert len(world.leases) <= len(world.exporter) <= 1

@@ -42,7 +42,7 @@ def test_nobody_claims(clock: Clock) -> None:
     clock.now = LEASE_S - 0.1
     assert leases.take_ended().late == ()
     clock.now = LEASE_S
-    assert (leases.take_ended().late, leases.stands(lease)) == (("r",), False)
+    assert (leases.take_ended().late, leases.is_valid(lease)) == (("r",), False)
 
 
 def test_a_first_lease_may_be_longer(clock: Clock) -> None:
@@ -55,18 +55,18 @@ def test_a_first_lease_may_be_longer(clock: Clock) -> None:
     clock.now += LEASE_S - 0.1
     assert leases.take_ended().late == ("r",)
     clock.now += 0.1
-    assert (leases.take_ended().late, leases.stands(unclaimed)) == (("s",), False)
+    assert (leases.take_ended().late, leases.is_valid(unclaimed)) == (("s",), False)
 
 
 def test_all_leases_may_be_ended(clock: Clock) -> None:
-    """Whoever reads is told that the lease is over; what is granted afterwards stands."""
+    """Whoever reads is told that the lease has ended; what is granted afterwards stands."""
     leases = Leases(clock, lease_s=LEASE_S)
     claimed, unclaimed = leases.grant("r"), leases.grant("s")
     assert leases.claim(claimed, "reader")
     leases.end_all()
-    assert (leases.stands(claimed), leases.claim(unclaimed, "reader")) == (False, False)
+    assert (leases.is_valid(claimed), leases.claim(unclaimed, "reader")) == (False, False)
     assert leases.take_ended() == EndedLeases(("r", "s"), ())
-    assert leases.stands(leases.grant("r"))
+    assert leases.is_valid(leases.grant("r"))
 
 
 def test_blocks_stay_until_the_last_reader_is_done(clock: Clock) -> None:
@@ -102,10 +102,10 @@ def test_a_lease_that_is_over_does_not_come_back(clock: Clock) -> None:
     again = leases.grant("r")
     assert again != lease
     assert not leases.claim(lease, "second")
-    assert not leases.stands(lease)
+    assert not leases.is_valid(lease)
     assert not leases.end(lease, "second")
     assert leases.num_refused == 4
-    assert leases.stands(again)
+    assert leases.is_valid(again)
 
 
 STEPS = st.one_of(
@@ -152,7 +152,7 @@ def test_schedules(steps: list[tuple[str, int, int]]) -> None:
             elif action == "end":
                 leases.end(lease, f"{reader}")
                 held_until[lease] = 0.0  # others may hold it still
-        over |= {lease for lease in names if not leases.stands(lease)}
+        over |= {lease for lease in names if not leases.is_valid(lease)}
     clock.now += 2 * LEASE_S
     ended = leases.take_ended()
     freed.update([*ended.done, *ended.late])
@@ -215,7 +215,7 @@ def test_the_age_of_a_request_begins_when_it_is_computed(clock: Clock) -> None:
     for clock.now in range(41, 70):
         assert leases.claim(early, "reader")
         assert leases.take_ended() == EndedLeases((), ())
-    assert leases.stands(long)
+    assert leases.is_valid(long)
     clock.now = 90.0
     assert leases.take_ended() == EndedLeases((), ("r", "s"), ("r", "s"))
 

@@ -118,7 +118,7 @@ def test_claims_of_an_earlier_start_are_refused(listener: Listener, leases: Leas
     message = ClaimMessage("earlier", claims=((lease, "x"),), done=((lease, "x"),), asks=(lease,))
     answer = send_claims(listener.source, message)
     assert (answer.claims, answer.done, answer.asks) == ((False,), (False,), (False,))
-    assert leases.stands(lease)
+    assert leases.is_valid(lease)
     assert leases.take_ended().done == ()
     assert leases.num_refused == 2
 
@@ -143,7 +143,7 @@ def test_nonsense_is_refused(listener: Listener, leases: Leases, body: bytes) ->
     lease = leases.grant("a")
     with pytest.raises(KVPlanError, match=r"PEER: .* got '?400"):
         exchange("prefill", listener.source.address, "/claims", 10, Access(), body)
-    assert leases.stands(lease)
+    assert leases.is_valid(lease)
 
 
 def test_other_paths_are_refused(listener: Listener) -> None:

@@ -101,7 +101,7 @@ class Sources:
         if self.silent:
             answer.fail(KVPlanError("PEER", "reach", expected="an answer", got="none"))
         elif lease in self.over:
-            answer.fail(KVPlanError("LEASE", "read", expected="a lease that stands", got="one that is over"))
+            answer.fail(KVPlanError("LEASE", "read", expected="a valid lease", got="one that has ended"))
         else:
             answer.resolve(None)
         return answer
@@ -876,7 +876,7 @@ def test_a_request_whose_lease_is_over_has_failed(one: Callable[..., World]) -> 
     world = one()
     world.sources.over = {"lease of r"}
     world.reads.begin(world.read())
-    assert "LEASE: cannot read: expected a lease that stands" in str(world.until(1)["r"].error)
+    assert "LEASE: cannot read: expected a valid lease" in str(world.until(1)["r"].error)
     assert world.sources.asked == ["lease of r"]
 
 

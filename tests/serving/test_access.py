@@ -138,7 +138,7 @@ def test_a_stranger_is_refused(key: bytes | None) -> None:
         ):
             with pytest.raises(KVPlanError, match=r"PEER: .* expected an engine with the same key, got status 401"):
                 attempt()
-        assert leases.stands(lease)
+        assert leases.is_valid(lease)
         assert leases.take_ended().done == ()
 
 
@@ -298,7 +298,7 @@ def test_a_question_is_for_one_server() -> None:
             fetch(attrs.evolve(source, port=relay.port), 10, access)
         assert {status(answer) for answer in relay.answers} == {401, 421}
         assert not any(b"b2ZmZXI=" in answer for answer in relay.answers)
-        assert leases.stands(lease)
+        assert leases.is_valid(lease)
 
 
 def test_a_server_behind_another_address_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,7 +298,7 @@ def test_a_late_end_is_of_the_first_attempt(listener: Listener, leases: Leases) 
     second = leases.grant("request 1")
     late = send_claims(listener.source, ClaimMessage(listener.source.start, done=((first, "decode"),)), access)
     assert late.done == (False,)
-    assert leases.stands(second)
+    assert leases.is_valid(second)
     assert leases.take_ended().done == ()
 
 

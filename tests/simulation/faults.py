@@ -87,7 +87,7 @@ FAULTS = [
     # Leases
     Fault("a reaper frees what a claim holds", Leases, "take_ended", "if lease.over_at <= now:", "if lease.ends_at <= now:", seed=0, rule="CLAIM"),
     Fault("a claim brings a lease back", Leases, "claim", "return False", "self._leases[lease] = _Lease(lease.split()[0], 0.0, 0.0, math.inf)", seed=0, rule="OWN"),
-    Fault("a lease that is over stands", Leases, "stands", "not self._is_refused(lease)", "True", seed=1, rule="OWN"),
+    Fault("an ended lease is valid", Leases, "is_valid", "not self._is_refused(lease)", "True", seed=1, rule="OWN"),
     Fault("a lease ends by a clock that is twice as fast", Leases, "claim", "now + self.lease_s", "now + self.lease_s / 2", seed=14, rule="CLAIM"),
     Fault("the first lease ends by a clock that began elsewhere", Leases, "_grant", "now + duration_s", "duration_s", seed=0, rule="CLAIM"),
     Fault("done of one reader ends all claims", Leases, "end", "claims_end_at.pop(reader, None)", "claims_end_at.clear()", seed=3, rule="CLAIM"),
@@ -193,7 +193,7 @@ STAGING_FAULTS = [
 ]  # fmt: skip
 
 DIGEST_FAULTS = [
-    Fault("digests of a lease that is over are kept", DigestRequests, "forget", "del self._answers[request]", "pass", seed=0, rule="GROW"),
+    Fault("digests of a lease that has ended are kept", DigestRequests, "forget", "del self._answers[request]", "pass", seed=0, rule="GROW"),
 ]  # fmt: skip
 
 Receiver, Sender = DECODE.Receiver, PREFILL.Sender
@@ -277,8 +277,8 @@ FEATURE_FAULTS = [
     Fault("the signature of a handoff is not checked", Handoff, "of_params", '_check_signature(params, instance(SharedKey, key, "key of a handoff"))', "pass", seed=57, rule="OWN", features=Feature.GARBLED_MESSAGES),
 ]  # fmt: skip
 FEATURE_ROOM_FAULTS = [
-    Fault("the lease of a preempted request stands", Scheduler, "publish", "self._withdraw(self._exporter.revoke(name))", "pass", seed=4, rule="OWN", features=BURSTS | PREEMPTION),
-    Fault("a revoked lease stands", Exporter, "revoke", "is_claimed = self.leases.revoke(export.lease)", "is_claimed = True", seed=0, rule="GROW", features=BURSTS | PREEMPTION),
+    Fault("the lease of a preempted request stays valid", Scheduler, "publish", "self._withdraw(self._exporter.revoke(name))", "pass", seed=4, rule="OWN", features=BURSTS | PREEMPTION),
+    Fault("a revoked lease stays valid", Exporter, "revoke", "is_claimed = self.leases.revoke(export.lease)", "is_claimed = True", seed=0, rule="GROW", features=BURSTS | PREEMPTION),
     Fault("the entry of a preempted request stays", Exporter, "revoke", "return withdrawn", "return None", seed=0, rule="GROW", features=BURSTS | PREEMPTION),
     Fault("a preempted request whose reader has a part is published again", Exporter, "revoke", "ExportEvent.LOSE if is_claimed else ExportEvent.REVOKE", "ExportEvent.REVOKE", seed=4, rule="AGAIN", features=BURSTS | PREEMPTION),
     Fault("what a step under way writes is published", Scheduler, "_publish_part", "num_tokens = request.num_computed_tokens - request.num_in_flight_tokens", "num_tokens = request.num_computed_tokens", seed=0, rule="OWN", features=ASYNC_STEPS),

@@ -65,7 +65,7 @@ FOUND = [fault for fault in FAULTS if fault.rule]
 SGLANG_FOUND = [fault for fault in (*SGLANG_FAULTS, *HYBRID_SGLANG_FAULTS, *STAGE_FAULTS) if fault.rule]
 ROOM_FOUND = [fault for fault in VLLM_ROOM_FAULTS if fault.rule]
 STAGING_FOUND = [fault for fault in STAGING_FAULTS if fault.rule]
-STALE = next(fault for fault in FAULTS if fault.name == "a lease that is over stands")
+STALE = next(fault for fault in FAULTS if fault.name == "an ended lease is valid")
 
 
 @pytest.fixture(scope="module", autouse=True)

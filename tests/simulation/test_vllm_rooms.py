@@ -181,7 +181,7 @@ def test_a_preempted_prompt_is_read_no_further(engines: Engines) -> None:
     pair.prompt.num_computed_tokens = 0
     pair.prompt.status = SimpleNamespace()
     pair.prefill.publish(scheduled(preempted=("r",)))
-    assert not pair.prefill._exporter.leases.stands(part.lease)
+    assert not pair.prefill._exporter.leases.is_valid(part.lease)
     engines.run(10.0)
     assert pair.decode.take_step().refused["r"].code == "LEASE"
     pair.prompt.status = RequestStatus.RUNNING
@@ -415,7 +415,7 @@ def test_a_prompt_that_draws_on_drafts_is_published_one_short(engines: Engines) 
 
 
 def test_a_reset_ends_what_is_published(engines: Engines) -> None:
-    """Decode hears that the lease is over, and prefill hands the request to nobody."""
+    """Decode hears that the lease has ended, and prefill hands the request to nobody."""
     pair = Pair(engines, ("full",))
     pair.begin()
     pair.compute(40)

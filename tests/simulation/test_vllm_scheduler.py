@@ -763,7 +763,7 @@ def test_an_engine_that_is_closed_answers_nobody(engines: Engines) -> None:
 
 
 def test_workers_digest_what_readers_ask_for(engines: Engines) -> None:
-    """Of a lease that stands, from the blocks that are lent; replicas are asked once."""
+    """Of a valid lease, from the blocks that are lent; replicas are asked once."""
     prefill = engines.start("full")
     engines.start("full", name="decode")
     handoff = Handoff.of_params(computed(prefill), KEY)
