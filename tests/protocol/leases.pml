@@ -164,6 +164,10 @@ inline send(kind, number) {
     fi
 }
 
+/* Questions are numbered through all reads of an engine, so that the answer to one never counts for another. */
+#define EARLY_QUESTION (2 * num_reads - 1)
+#define LAST_QUESTION (2 * num_reads)
+
 /* The bytes of one half land. They must not land in a block that somebody else has by then. */
 inline land(nth) {
     assert(owner[d] == request && (imported[d] == IMPORT_READING || imported[d] == IMPORT_ENDING));
@@ -188,7 +192,7 @@ proctype Decode(byte d) {
        };
        atomic { land(0); move_import(IMPORT_LAST) };
        if
-       :: FAULT == EARLY || FAULT == STALE -> atomic { send(ask, 1) }
+       :: FAULT == EARLY || FAULT == STALE -> atomic { send(ask, EARLY_QUESTION) }
        :: else
        fi;
        /* read.R2: a source may be silent for so long that the request has failed, and its bytes land afterwards. */
@@ -200,17 +204,17 @@ proctype Decode(byte d) {
        /* read.R4: the last byte has come, so the source is asked once more, and only that answer counts. */
        if
        :: FAULT == EARLY || FAULT == UNASKED
-       :: else -> atomic { send(ask, 2) }
+       :: else -> atomic { send(ask, LAST_QUESTION) }
        fi;
        is_right = (FAULT == UNASKED);
        do
        :: atomic {
               FAULT != UNASKED && nempty(to_decode[d]);
               to_decode[d] ? answered, is_right;
-              is_right = is_right && (answered == 2 || FAULT == EARLY || FAULT == STALE)
+              is_right = is_right && (answered == LAST_QUESTION || FAULT == EARLY || FAULT == STALE)
           };
           if
-          :: is_right || answered == 2 -> break
+          :: is_right || answered == LAST_QUESTION -> break
           :: else
           fi
        :: atomic { true -> is_right = is_right && (FAULT == UNASKED) }; break  /* no answer: the request fails */

@@ -33,6 +33,13 @@ def test_no_state_is_wrong_where_messages_overtake_each_other() -> None:
 
 
 @needs_spin
+@pytest.mark.parametrize("places", [1, 2])
+def test_no_state_is_wrong_where_an_engine_reads_again(places: int) -> None:
+    """An answer to its first read, which has failed, may come while it waits for that to its second one."""
+    assert not check(FAULTS["none"], PREFILLS=1, DECODES=1, READS=2, PLACES=places).is_violated
+
+
+@needs_spin
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "none"])
 def test_a_fault_is_found(fault: str) -> None:
     """Without a rule some request attends to bytes that are not its own; and some request is right at all."""
