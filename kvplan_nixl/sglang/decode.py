@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from base64 import b64decode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from kvplan import KVPlanError
 from kvplan.protocol import Claims, Importer, ImportState, ReadParts, Rooms, System, send_claims
 from kvplan.protocol.system import TOKEN_BYTES
 from kvplan.staging import Copier
+from kvplan.support import integer, members
 from kvplan_nixl.reads import make_reads, pipeline_of
 from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.changes import WEIGHTS
@@ -31,6 +32,9 @@ SHORT_PROMPT: Final = (
     "SGLang does not compute it: set whole_prompt in the kv_transfer_params of vLLM's request"
 )
 """What to do about a prompt without its last position."""
+
+TOKEN_END: Final = 1 << 31
+"""SGLang keeps tokens in 32 bits."""
 
 
 class DecodeRank(Rank):
@@ -252,12 +256,13 @@ class Receiver(BaseKVReceiver):
         rows = rank.memory.metadata_rows(self._row_index)
         # Another engine's prefill knows the token alone; the rows may be an earlier request's.
         if "token" in entry:
+            token = integer(entry["token"], "token of a room", high=TOKEN_END)
             for row in rows:
                 ctypes.memset(row.address, 0, row.num_bytes)
-            rank.metadata.output_ids[self._row_index, 0] = entry["token"]
+            rank.metadata.output_ids[self._row_index, 0] = token
             rank.metadata.bootstrap_room[self._row_index, 0] = self._room
             return
-        contents = [b64decode(text) for text in entry["metadata"]]
+        contents = _contents(members(str, entry.get("metadata", ()), "metadata of a room"))
         sizes = [len(content) for content in contents]
         row_sizes = [row.num_bytes for row in rows]
         if sizes != row_sizes:
@@ -295,3 +300,12 @@ class Receiver(BaseKVReceiver):
     def failure_exception(self) -> None:
         """Raise the reason why the request has failed."""
         raise self._error
+
+
+def _contents(texts: Sequence[str]) -> list[bytes]:
+    """Return the rows of metadata in an entry, which nothing signs. Raises ``MESSAGE``."""
+    try:
+        return [b64decode(text, validate=True) for text in texts]
+    except ValueError as error:
+        action = "read metadata of a room"
+        raise KVPlanError("MESSAGE", action, expected="rows in base64", got=f"{error}") from None

@@ -16,6 +16,7 @@ from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -1020,6 +1021,39 @@ def test_a_request_that_nobody_reads(
     receiver.init(0)
     until(receiver, KVPoll.Failed)
     receiver.clear()
+
+
+MALFORMED = {
+    "no base64": {"metadata": ["a"]},
+    "other characters": {"metadata": ["\u00e9" * 4]},
+    "numbers": {"metadata": [1, 2]},
+    "one number": {"metadata": 1},
+    "rows of other lengths": {"metadata": ["AAAA"]},
+    "no first token": {"is_whole": True},
+    "a token that is none": {"token": "29"},
+    "a token that no row holds": {"token": 1 << 70},
+}
+
+
+@pytest.mark.parametrize("changes", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_first_token_fails_its_request(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, changes: dict[str, Any]
+) -> None:
+    """With an error of kvplan, not with whatever reads it. Nothing signs what is beside the handoff."""
+    sender = sent(plugin, prefill, server)
+    published(server)
+    receiver = received(plugin, decode, server)
+    until(receiver, KVPoll.WaitingForInput)
+    found = receiver._rank.importer._requests[receiver._name].found
+    entry = {"handoff": found.entry["handoff"], **changes}
+    receiver._rank.importer._requests[receiver._name].found = attrs.evolve(found, entry=entry)
+    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    until(receiver, KVPoll.Failed)
+    with pytest.raises(KVPlanError, match=r"cannot read (the first token|metadata|token) of"):
+        receiver.failure_exception()
+    assert not decode.metadata.output_ids.any()
+    receiver.clear()
+    until(sender, KVPoll.Success)
 
 
 @pytest.mark.parametrize(
