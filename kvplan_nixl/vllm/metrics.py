@@ -150,8 +150,8 @@ METRICS: Final = (
     ),
     # of what is held for others
     Metric(
-        "vllm:kvplan_lent_blocks",
-        ("num_lent_blocks",),
+        "vllm:kvplan_pinned_blocks",
+        ("num_pinned_blocks",),
         "Blocks of finished requests that stay for readers, of all groups.",
         is_gauge=True,
     ),

@@ -480,7 +480,7 @@ class Scheduler:
         if ended.num_stale:
             message = "%d renewals came after their lease expired; the requests fail"
             logger.error(message, ended.num_stale)
-        stats.set("num_lent_blocks", exporter.num_blocks)
+        stats.set("num_pinned_blocks", exporter.num_blocks)
         # in steps of seconds, so that a step of an engine with nothing new has nothing to tell
         stats.set("oldest_lease", math.floor(exporter.leases.oldest_s()))
 

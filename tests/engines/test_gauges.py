@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvplan_nixl.vllm.metrics import KvplanPromMetrics, KvplanStats
 
-GAUGES = ("vllm:kvplan_lent_blocks", "vllm:kvplan_oldest_lease_seconds", "vllm:kvplan_held_reads")
+GAUGES = ("vllm:kvplan_pinned_blocks", "vllm:kvplan_oldest_lease_seconds", "vllm:kvplan_held_reads")
 
 
 def test_a_gauge_has_the_last_value_of_a_step() -> None:
@@ -28,7 +28,7 @@ def test_a_gauge_has_the_last_value_of_a_step() -> None:
 
     assert values() == [0, 0, 0]
     scheduler, workers = KvplanStats(), [KvplanStats(), KvplanStats()]
-    scheduler.set("num_lent_blocks", 12)
+    scheduler.set("num_pinned_blocks", 12)
     scheduler.set("oldest_lease", 3)
     for number, worker in enumerate(workers):
         worker.set("num_held_reads", 2 - number)
@@ -40,9 +40,9 @@ def test_a_gauge_has_the_last_value_of_a_step() -> None:
         told.aggregate(taken)
     metrics.observe(told.data)
     assert values() == [12, 3, 2]
-    scheduler.set("num_lent_blocks", 12)
+    scheduler.set("num_pinned_blocks", 12)
     assert scheduler.take() is None
-    scheduler.set("num_lent_blocks", 0)
+    scheduler.set("num_pinned_blocks", 0)
     told = scheduler.take()
     assert told is not None
     metrics.observe(told.data)

@@ -18,7 +18,7 @@ TOP: Final = """# A second opinion
 See here where kvplan's plans differ from those of released vLLM and SGLang, and which of them are right. The peers' own
 functions run as released, on arrays at the addresses that kvplan's Workers describe, and the test records their copies.
 It expands both plans to the addresses of every byte that they read and write, and compares them. Where they differ, a
-judge that knows only the meaning of each byte decides which one is right.
+referee that knows only the meaning of each byte decides which one is right.
 
 {versions}
 

@@ -26,7 +26,7 @@ WRONG: Final = ("wrong", "repeated")
 TOP: Final = """# Which planner is right
 
 Each planner ran on the cases of the [conformance kit](how-to/debugging.md#test-a-whole-connector), with its own
-functions as released ([how](second-opinion.md#how-it-is-run)), and [`verify`][kvplan.verify] judged every byte that it
+functions as released ([how](second-opinion.md#how-it-is-run)), and [`verify`][kvplan.verify] checked every byte that it
 copies. *Repeated*: all bytes are right, and some are written more than once. *Refused*: the planner raises an error
 before it copies. *Not run*: the case has something that is no part of this planner. No planner's code is in this
 repository.

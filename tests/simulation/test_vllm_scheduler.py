@@ -622,7 +622,7 @@ def test_a_reader_that_only_claims_has_a_time(engines: Engines, caplog: pytest.L
     engines.run(50.0)
     assert prefill.take_step().released == set()
     stats = prefill.stats.take().data
-    assert (stats["num_lent_blocks"][0] > 0, stats["oldest_lease"]) == (True, [50])
+    assert (stats["num_pinned_blocks"][0] > 0, stats["oldest_lease"]) == (True, [50])
     engines.run(15.0)
     assert prefill.take_step().released == {"r"}
     assert prefill.stats.take().data["oldest_lease"] == [0]
