@@ -16,8 +16,8 @@ memory:
   local worker needs the same key and the same regions, but its views may differ. So the worker that
   owns a staging buffer can also prepare plans whose local worker describes only that buffer.
 
-An executor tells the remote worker nothing: whoever lends blocks learns when they are free from
-the lease under which they are lent, :class:`kvplan.protocol.Leases`.
+An executor tells the remote worker nothing: an engine learns when its pinned blocks are free from
+their lease, :class:`kvplan.protocol.Leases`.
 """
 
 from __future__ import annotations

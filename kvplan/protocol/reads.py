@@ -1,6 +1,6 @@
 """Reads: the requests that one worker reads from other engines, from handshake to last byte.
 
-- read.R1: Nothing waits. Offers are fetched and plans made beside the engine's thread;
+- read.R1: Nothing waits. Offers are fetched and plans made off the engine's thread;
   :meth:`Reads.poll`, called once per step of the engine, does the rest. The executor is used on the
   caller's thread only.
 - read.R2: A request is reported once, when none of its bytes can move any more, with an error or
@@ -14,7 +14,7 @@
 - read.R4: A request is right only if its source says, after the last byte, that the lease is valid:
   until then it has given the blocks to no other request. No clock is compared. While bytes move,
   the source is asked every :data:`~kvplan.protocol.lease_check.ASK_S`; a request fails if the lease
-  is over, or if no answer came for :data:`~kvplan.protocol.lease_check.SILENCE_S`.
+  has ended, or if no answer came for :data:`~kvplan.protocol.lease_check.SILENCE_S`.
 - read.R5: With a pipeline, an engine is read from through its staging region if that takes less
   time for a request of :data:`~kvplan.protocol.peer_engines.USUAL_TOKENS` positions. A request that
   waits while nothing has entered the region for :data:`STALL_S` is read directly: the transfer that
@@ -23,10 +23,10 @@
   logical coordinate, before a request is right. The source computes its digests while the bytes
   move. If it cannot digest the same elements, such as heads that are divided unevenly, the log says
   that the request was not verified.
-- read.R7: A step hands over transfers for about :data:`POST_S`, since the engine's other requests
+- read.R7: A step posts transfers for about :data:`POST_S`, since the engine's other requests
   wait meanwhile. So a large read is cut into transfers of
   :data:`~kvplan.protocol.read.MAX_TRANSFER_IDS` ids and
-  :data:`~kvplan.protocol.read.MAX_TRANSFER_BYTES`, and each :meth:`Reads.poll` hands over some,
+  :data:`~kvplan.protocol.read.MAX_TRANSFER_BYTES`, and each :meth:`Reads.poll` posts some,
   until the read has failed.
 """
 

@@ -67,12 +67,12 @@ def num_coordinates(stretches: Stretches) -> int:
 
 
 def unshifted(stretches: Stretches) -> Stretches:
-    """Return the coordinates alone, as stretches that hold what is theirs."""
+    """Return the coordinates alone, as stretches whose bytes are at their own place."""
     return joined_stretches([stretch._replace(shift=0) for stretch in stretches]) or ()
 
 
 def stretches_of(coordinates: Ints) -> Stretches:
-    """Return coordinates as stretches that hold what is theirs."""
+    """Return coordinates as stretches whose bytes are at their own place."""
     ascending = np.unique(coordinates)
     gaps = np.flatnonzero(np.diff(ascending) > 1) + 1
     parts = [part for part in np.split(ascending, gaps) if part.size]
