@@ -259,6 +259,7 @@ class SglangConnector:
         if self._is_prefill:
             self._open_rooms = [f"request-{name}" for rank in ranks for name in rank.exporter._requests]
             self._open_rooms += [f"request-{lease}" for lease in ranks[0].exporter.leases._leases]
+            self._open_rooms += [f"request-{room}" for rank in ranks for room in rank.exporter._rooms]
         else:
             self._open_rooms = [f"request-{name}" for rank in ranks for name in rank.importer._requests]
             self._open_rooms += [f"request-{room}" for rank in ranks for room in rank._open_rooms]

@@ -218,7 +218,7 @@ def adapter_request(name: str) -> Any:
 
 def make_params(host: str, draw: random.Random) -> dict[str, Any]:
     """The parameters that a router gives to both engines: a transfer id of few, so that some are used again."""
-    return {"transfer_id": f"{host} {draw.randrange(60)}", "remote_bootstrap_addr": f"http://{host}:{PORT}"}
+    return {"transfer_id": f"request-of-{host} {draw.randrange(60)}", "remote_bootstrap_addr": f"http://{host}:{PORT}"}
 
 
 def vllm_room_fleets(resend_s: float = math.inf) -> Simulation:

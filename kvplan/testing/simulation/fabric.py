@@ -49,7 +49,8 @@ GONE_S: Final = 4.0
 class Trouble:
     """What transfers between two times suffer, with the probability ``chance``.
 
-    Their parts take up to ``delay_s`` longer; with ``breaks`` they fail when some have landed.
+    Their parts take up to ``delay_s`` longer; with ``breaks`` they fail when some have landed. With
+    the probability ``refuses`` a transfer cannot be posted.
     """
 
     begins_at: float
@@ -58,6 +59,7 @@ class Trouble:
     chance: float
     delay_s: float = 0.0
     breaks: bool = False
+    refuses: float = 0.0
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -114,6 +116,7 @@ class Fabric:
         self.post_s = POST_S if Feature.SLICES in features else 0.0
         self.shows_held = Feature.HELD_TRANSFERS in features
         self.random = random.Random(f"{seed} fabric")
+        self.post_random = random.Random(f"{seed} posts")
         self.troubles = troubles
         self.ports: dict[str, Port] = {}
 
@@ -230,6 +233,9 @@ class VirtualExecutor:
             transfer.status = Status.FAILED
             transfer.error = link.lost.with_details()
             return transfer
+        if self._is_refused(link.port.host):
+            action = f"post a read of {link.port.worker.label}"
+            raise KVPlanError("TRANSFER", action, expected="a transfer", got="an error")
         # cell by cell, both sides in the same order
         local, remote = spec.descriptors()
         writes = self.port.memory.cells_of(local)
@@ -238,6 +244,14 @@ class VirtualExecutor:
         self.port.memory.landing[writes] += 1
         self._send(flight)
         return transfer
+
+    def _is_refused(self, source: Host) -> bool:
+        """Draw whether a transfer cannot be posted."""
+        return any(
+            self.fabric.post_random.random() < trouble.refuses
+            for trouble in self.fabric.troubles
+            if trouble.refuses and trouble.concerns(source.name, source.loop.now)
+        )
 
     def poll(self, transfer: Transfer) -> Status:
         """Update the status of a transfer: it is settled when no part can land any more."""
@@ -278,7 +292,9 @@ class VirtualExecutor:
         present = [
             trouble
             for trouble in self.fabric.troubles
-            if trouble.concerns(flight.link.port.host.name, loop.now) and draw() < trouble.chance
+            if trouble.chance
+            and trouble.concerns(flight.link.port.host.name, loop.now)
+            and draw() < trouble.chance
         ]
         delay_s = max((trouble.delay_s for trouble in present), default=0.0)
         # parts are slow to be read, or to land

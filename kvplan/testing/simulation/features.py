@@ -42,14 +42,18 @@ class Feature(enum.Flag):
     """Requests have salts, adapters and images, also wrong ones, which decide their cache too."""
 
     SLICES = enum.auto()
-    """Reads are cut into small transfers, of which a step of the engine posts two."""
+    """Reads are cut into small transfers, of which a step of the engine posts two.
+
+    For a while some cannot be posted."""
 
     GARBLED_MESSAGES = enum.auto()
     """Servers get malformed copies of what engines send, some answers come malformed, and some
     handoffs forged."""
 
     LOST_ENGINES = enum.auto()
-    """There are at least two prefill and two decode engines, and one of each dies for good."""
+    """There are at least two prefill and two decode engines, and one of each dies for good.
+
+    Half of all transfers are slow, so that bytes of a dead engine land late."""
 
     RESTARTS = enum.auto()
     """Engines die while they are used, and start again at once, under their names."""

@@ -7,7 +7,8 @@ These rules hold in every step, or the simulation ends with an error that names 
 - CLAIM: blocks are not freed while a reader was told that they stay.
 - END: each request ends, right or with an error of kvplan, within :data:`END_S` and a lease for
   each request of the fleet: so long may blocks stay that others wait for. One of which a transfer
-  has failed ends in the step that sees it, also if bytes may still land.
+  has failed ends in the step that sees it, also if bytes may still land. One that is read from
+  an engine that dies ends within :data:`LOST_S` of its own engine's clock.
 - RIGHT: a request that is read once, soon and to its end does not fail without an excuse: a fault
   that explains its error.
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right.
@@ -37,7 +38,10 @@ from kvplan._checks import integer
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan
+from kvplan.protocol import HANDSHAKE_S
+from kvplan.protocol.lease_check import ASK_S, SILENCE_S
 from kvplan.protocol.leases import LEASE_S
+from kvplan.protocol.system import ANSWER_S
 from kvplan.testing.simulation.catalog import Catalog
 from kvplan.testing.simulation.engine import (
     STEP_S,
@@ -47,6 +51,7 @@ from kvplan.testing.simulation.engine import (
     Connector,
     Engine,
     EngineRequest,
+    Phase,
     Site,
 )
 from kvplan.testing.simulation.fabric import Fabric, Trouble, VirtualCopier, VirtualExecutor
@@ -68,6 +73,10 @@ from kvplan.testing.simulation.tasks import TaskLoop
 
 END_S: Final = 150.0
 """Seconds within which a request ends, beside freezes and a lease for each request."""
+
+LOST_S: Final = HANDSHAKE_S + SILENCE_S + ASK_S + 2 * ANSWER_S + 5.0
+"""Seconds within which a request ends whose source is gone: it asks in vain, and may shake hands
+again before that."""
 
 SETTLE_S: Final = 5.0
 """Seconds of the slowest clock after the last fault, from which on all requests are right."""
@@ -334,11 +343,36 @@ class Fleet:
             return
         self._trace(name, "dies")
         engine.host.die()
+        self._expect_ends(name)
         error = KVPlanError("PEER", "serve", expected="an engine that lives", got="a dead one")
         for request in [*engine.requests.values()]:
             request.tell(None, error)
         if restarts_at is not None:
             self.loop.at(restarts_at, partial(self._start, self._members[name]))
+
+    def _expect_ends(self, source: str) -> None:
+        """Check later that the requests have ended that are read now from a host that has died."""
+        for engine in self._engines.values():
+            read = [
+                request
+                for request in engine.requests.values()
+                if request.phase is Phase.READING
+                and (request.params or {}).get("remote_host") == source
+            ]
+            check = partial(self._check_ended, engine, read, source, self.loop.now)
+            if read:
+                self.loop.at(self.loop.now + LOST_S / engine.host.rate, check)
+
+    def _check_ended(
+        self, engine: Engine, requests: Sequence[EngineRequest], source: str, since: float
+    ) -> None:
+        """Refuse to wait on, unless the reader's engine has died or was frozen meanwhile."""
+        if engine.host.is_dead or engine.host.thaws_at > since:
+            return
+        for request in requests:
+            if request.phase is Phase.READING:
+                message = f"{request.name} still waits for {source}, which has died"
+                raise BrokenRuleError("END", message)
 
     def _freeze(self, freeze: Freeze) -> None:
         self._trace(freeze.engine, f"freezes until {freeze.ends_at:.4f}")

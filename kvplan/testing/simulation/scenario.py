@@ -30,6 +30,9 @@ MAX_ANSWER: Final = 8
 VOCABULARY: Final = 1000
 """Tokens to choose from."""
 
+LATE_S: Final = 90.0
+"""Seconds by which bytes are late in fleets that lose engines: longer than a reader waits."""
+
 BRIEF_S: Final = 4.0
 """Seconds for which the network may be disturbed without the end of a lease that is claimed."""
 
@@ -158,7 +161,7 @@ class Scenario:
                 is_brief = incident.ends_at - incident.begins_at <= BRIEF_S
                 is_excuse = code != "LEASE" or not is_brief or not self._are_renewals_enough
             elif isinstance(incident, Trouble):
-                is_excuse = incident.breaks
+                is_excuse = incident.breaks or incident.refuses > 0
             else:
                 is_excuse = not isinstance(incident, Arrival)
             if is_excuse:
@@ -297,6 +300,12 @@ def _with_broken_transfers(scenario: Scenario, draw: random.Random) -> Scenario:
     return attrs.evolve(scenario, incidents=(*scenario.incidents, trouble))
 
 
+def _with_refused_slices(scenario: Scenario, draw: random.Random) -> Scenario:
+    begins_at = HEALED_S / 2 * draw.random()
+    trouble = Trouble(begins_at, begins_at + 20.0, "*", chance=0.0, refuses=0.05)
+    return attrs.evolve(scenario, incidents=(*scenario.incidents, trouble))
+
+
 def _with_garbled_answers(scenario: Scenario, draw: random.Random) -> Scenario:
     begins_at = HEALED_S / 2 * draw.random()
     garbling = Disturbance(begins_at, begins_at + 10.0, "*", "*", garbling=0.3)
@@ -327,7 +336,10 @@ def _with_lost_engines(scenario: Scenario, draw: random.Random) -> Scenario:
             incidents.append(attrs.evolve(incident, prefill=prefill, visits=tuple(visits)))
         else:
             incidents.append(incident)
-    return attrs.evolve(scenario, members=tuple(members), incidents=(*incidents, *deaths))
+    # bytes of an engine that is gone may land late
+    slowness = Trouble(0.0, HEALED_S, "*", chance=0.5, delay_s=LATE_S)
+    changed = (*incidents, *deaths, slowness)
+    return attrs.evolve(scenario, members=tuple(members), incidents=changed)
 
 
 def _with_restarts(scenario: Scenario, draw: random.Random) -> Scenario:
@@ -348,6 +360,7 @@ _CHANGES: Final = MappingProxyType(
         Feature.NEAR_PROMPTS: _arrivals(_near),
         Feature.FACTS: _arrivals(_with_facts),
         Feature.HELD_TRANSFERS: _with_broken_transfers,
+        Feature.SLICES: _with_refused_slices,
         Feature.GARBLED_MESSAGES: _with_garbled_answers,
         Feature.RESTARTS: _with_restarts,
     }
