@@ -443,14 +443,15 @@ class Reads:
         job.transfer_seconds = self._system.monotonic() - job.began_at
         job.lease_check.begin_last()
         for transfer in job.transfers:
-            job.error = job.error or transfer.error
+            error = transfer.error
             # A transfer without an error may lack bytes too.
-            if job.error is None and transfer.status is not Status.DONE:
+            if error is None and transfer.status is not Status.DONE:
                 action = f"read request {job.read.request!r} from {job.read.source}"
-                got = "a cancelled transfer"
-                job.error = KVPlanError("TRANSFER", action, expected="all its bytes", got=got)
-            if transfer.error is not None:
-                self._discard_lost(job, transfer.error)
+                got = f"a {transfer.status.value} transfer"
+                error = KVPlanError("TRANSFER", action, expected="all its bytes", got=got)
+            job.error = job.error or error
+            if error is not None and (transfer.error or transfer.status is Status.FAILED):
+                self._discard_lost(job, error)
             if isinstance(transfer, Transfer):
                 self._executor.release(transfer)
 

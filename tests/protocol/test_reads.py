@@ -1158,6 +1158,22 @@ def test_a_request_whose_transfers_were_cancelled_has_failed(one: Callable[..., 
     assert "expected all its bytes, got a cancelled transfer" in str(world.until(1)["r"].error)
 
 
+def test_a_connection_is_lost_by_a_transfer_that_fails_without_an_error(one: Callable[..., World]) -> None:
+    """An executor has to say why; where it does not, the next request still makes another connection."""
+    world = one()
+    world.executor.held = True
+    world.reads.begin(world.read())
+    while len(world.executor.started) < 2:
+        world.reads.poll()
+    for transfer in world.executor.started:
+        transfer.status = Status.FAILED
+    assert "expected all its bytes, got a failed transfer" in str(world.until(1)["r"].error)
+    world.executor.held = False
+    world.reads.begin(world.read("next"))
+    assert world.until(1)["next"].error is None
+    assert len(world.fetched) == 2
+
+
 def test_a_request_that_was_refused_is_reported(one: Callable[..., World]) -> None:
     """A request that can't be read, for a reason of the caller, is reported like any other."""
     world = one()

@@ -108,7 +108,7 @@ FAULTS = [
     Fault("an answer to an earlier question counts", LeaseCheck, "begin_last", "self.answer = None", "pass"),
     Fault("silence counts as yes", LeaseCheck, "_take", "elif error.code == ", "elif error.code == 'PEER':\n        self.is_confirmed = self.has_last_byte\n    elif error.code == ", seed=14, rule="OWN"),
     Fault("a failed read ends while bytes may land", reads.Reads, "_poll_job", "if job.is_settled and (job.error is not None or is_right)", "if job.error is not None or (job.is_settled and is_right)", seed=0, rule="GIVEN"),
-    Fault("the error of a transfer is not seen", reads.Reads, "_settle_transfers", "job.error = job.error or transfer.error\n        # A transfer without an error may lack bytes too.\n        if job.error is None and", "if False and", seed=90, rule="OWN"),
+    Fault("the error of a transfer is not seen", reads.Reads, "_settle_transfers", "job.error = job.error or error", "pass", seed=90, rule="OWN"),
     Fault("an engine that is gone is not forgotten", reads.Reads, "_discard_lost", '("PEER", "TRANSFER")', "()", seed=90, rule="AGAIN"),
     Fault("one of two transfers is awaited", reads.Reads, "_poll_job", "is_posted and all(transfer", "is_posted and any(transfer", seed=1, rule="CRASH"),
     Fault("a request fails with a connection that was lost", reads.Reads, "_poll_job", "if job.may_repeat:", "if False:", seed=2431, rule="AGAIN"),
