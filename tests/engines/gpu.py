@@ -1,12 +1,13 @@
 """Judges kvplan on a GPU: right bytes, right tokens, and how fast it is beside NixlConnector at its best.
 
-    .ci/engines gpu                 # in this order: kernel, digests, faults, speed, rows, steps; or those named
+    .ci/engines gpu                 # in this order: kernel, digests, faults, speed, steps, rows, ways; or those named
     .ci/engines gpu --stand-in      # tries the script itself on a CPU, with tiny models
     PYTHONPATH=PACKAGES:. python -m tests.engines.gpu    # where there is no package index
 
 It needs a GPU, and nothing but what is installed: models have random weights and are made here. Without a GPU it says
 so and exits with 0. What was measured least and matters most comes first, and after ``--seconds`` nothing begins any
-more, so that it fits a machine that is lent for a quarter of an hour.
+more, so that it fits a machine that is lent for a quarter of an hour. A part that fails does not stop the others. A
+second run names the parts that the first one did not reach: ``rows ways``.
 
 - *kernel*: the copy kernel moves blocks of 512 bytes to 64 KiB in random order, within a process and out of the mapped
   memory of another one, beside one plain copy of as many bytes. Every byte is compared. Times are from the call to the
@@ -14,11 +15,13 @@ more, so that it fits a machine that is lent for a quarter of an hour.
 - *digests*: those of the kernel and of torch are equal, and how long each takes.
 - *faults*: a source is suspended, frees its memory, closes or is killed under a copy out of its mapped memory. Bytes
   are right, none comes after the copy has ended, and the reader's GPU still works.
+- *speed*: Llama-3.1-8B's shape with random weights, in pools that earlier requests of many lengths have left in
+  scattered blocks. First token by the prompt's tokens, and 32 requests of 1,024 tokens in flight: kvplan and
+  NixlConnector at their best, for each pair of block sizes.
+- *steps*: a step of decode with CUDA graphs and cached prompts, with one piece for a block and in vLLM's own layouts.
 - *rows*: pairs of engines in float32, where ties do not flip. Tokens have to be those of an engine that computes all
   itself. With a connector that moves nothing they have to differ, or the row shows nothing.
-- *speed*: Llama-3.1-8B's shape with random weights, in pools that earlier requests of many lengths have left in
-  scattered blocks. First token by the prompt's tokens, and 32 requests of 1,024 tokens in flight.
-- *steps*: a step of decode with CUDA graphs and cached prompts, in vLLM's own layout and with one piece for a block.
+- *ways*: the table of *speed* with other settings, and recomputed.
 
 A figure is of the card, the driver and the date that the table names.
 """
@@ -37,7 +40,8 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
@@ -52,7 +56,6 @@ from kvplan.describe.blocks import Request
 from kvplan_nixl.executor import settle
 from kvplan_nixl.mapped import MappedExecutor, make_executor
 
-PARTS: Final = ("kernel", "digests", "faults", "speed", "rows", "steps")
 ROUNDS: Final = 7
 WAIT_S: Final = 120.0
 
@@ -314,7 +317,9 @@ WAYS: Final[Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]]] = {
     "kvplan, 1 GiB of staging": ("kvplan", {}, {"staging_bytes": 1 << 30}),
     "kvplan, mapped, LBHNC": ("kvplan", {"VLLM_KV_CACHE_LAYOUT": "LBHNC"}, {"map_memory": True}),
 }
-"""Connectors, the environment of their engines and their settings; each at its best, as far as that is known."""
+"""Connectors, the environment of their engines and their settings. The first two are each connector at its best."""
+
+BEST: Final = (*WAYS,)[:2]
 
 ROW_PAIRS: Final[Mapping[str, tuple[str, int, int, Mapping[str, str]]]] = {
     "llama": ("llama", 16, 16, {}),
@@ -429,20 +434,20 @@ def scattered(engine: Any, vocabulary: int, longest: int) -> None:
             engine.wait(name)
 
 
-def speed_table(pairs: Sequence[tuple[int, int]], *, stand_in: bool) -> None:
+def speed_table(ways: Sequence[str], pairs: Sequence[tuple[int, int]], *, stand_in: bool) -> None:
     """Prints first tokens and requests in flight, of each way and pair of block sizes."""
     lengths = (64, 256) if stand_in else (128, 1024, 4096, 16384, 32768)
     flight = (4, 64) if stand_in else (32, 1024)
     head = " | ".join(f"{length:,}" for length in lengths)
     print(f"\n| blocks | way | {head} | {flight[0]} x {flight[1]:,}, requests/s |")
     print("|---|---|" + "---:|" * (len(lengths) + 1))
-    for (prefill_block, decode_block), (way, choice) in itertools.product(pairs, WAYS.items()):
+    for (prefill_block, decode_block), way in itertools.product(pairs, ways):
         if is_over():
             print(f"| {prefill_block} to {decode_block} | {way} | not begun: time is over |", flush=True)
             continue
         try:
             blocks = prefill_block, decode_block
-            cells = speed_of(choice, blocks, lengths, flight, stand_in=stand_in)
+            cells = speed_of(WAYS[way], blocks, lengths, flight, stand_in=stand_in)
         except Exception as error:  # the table goes on with the next way
             cells = [f"failed: {' '.join(str(error).split())[:200]}"]
         print(f"| {prefill_block} to {decode_block} | {way} | {' | '.join(cells)} |", flush=True)
@@ -462,28 +467,10 @@ def speed_of(
     connector, variables, extra = way
     prefill_block, decode_block = blocks
     folder, vocabulary = model_folder(stand_in=stand_in)
-    pool = 8192 if stand_in else 100_000
-    usual: dict[str, Any] = {
-        "model": str(folder),
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-        "max_model_len": lengths[-1] + 64,
-        "async_scheduling": not stand_in,
-    }
-    if stand_in:
-        usual |= {"dtype": "float32"}
-    else:
-        usual |= {
-            "max_num_batched_tokens": 8192,
-            "gpu_memory_utilization": 0.05,
-            "kv_cache_memory_bytes": 14 << 30,
-        }
 
     def settings(block: int, role: str) -> dict[str, Any]:
-        sized = {"block_size": block, "num_gpu_blocks_override": pool // block}
-        return {**usual, **sized, **transfer_of(connector, role, extra)}
+        sized = speed_settings(folder, block, lengths[-1], stand_in=stand_in)
+        return {**sized, **transfer_of(connector, role, extra)}
 
     with ExitStack() as stack:
         prefill = started(stack, "P", settings(prefill_block, "kv_producer"), variables) if connector else None
@@ -514,12 +501,34 @@ def speed_of(
         return cells
 
 
+def speed_settings(folder: Path, block: int, longest: int, *, stand_in: bool) -> dict[str, Any]:
+    """What the engines of *speed* get from vLLM's options, but for the connector."""
+    pool = 8192 if stand_in else 100_000
+    settings: dict[str, Any] = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "max_model_len": longest + 64,
+        "async_scheduling": not stand_in,
+        "block_size": block,
+        "num_gpu_blocks_override": pool // block,
+    }
+    if stand_in:
+        return {**settings, "dtype": "float32"}
+    # vLLM wants a share of the card to be free at the start; the cache has its own size
+    sizes = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 14 << 30}
+    return {**settings, **sizes, "max_num_batched_tokens": 8192}
+
+
 def steps_table(*, stand_in: bool) -> None:
     """Prints how long a step of decode takes by layout."""
     sizes = ((2, 64),) if stand_in else ((64, 1024), (16, 8192))
     head = " | ".join(f"{number} requests of {length:,}" for number, length in sizes)
     print(f"\n| layout | {head}, ms a step |\n|---|{'---:|' * len(sizes)}")
-    for layout in ("LBHNC",) if stand_in else ("LBHNC", "BLHNC"):
+    # vLLM's own choice is LBNHC, unless attention prefers LBHNC; a processor's reads that one alone
+    for layout in ("LBHNC",) if stand_in else ("BLHNC", "LBHNC", "LBNHC"):
         if is_over():
             print(f"| {layout} | not begun: time is over |", flush=True)
             continue
@@ -533,6 +542,33 @@ def steps_table(*, stand_in: bool) -> None:
 def steps_of(layout: str, sizes: Sequence[tuple[int, int]], *, stand_in: bool) -> list[str]:
     """The cells of a layout: ms of a step, of prompts that are cached already."""
     folder, vocabulary = model_folder(stand_in=stand_in)
+    settings = steps_settings(folder, sizes, stand_in=stand_in)
+    few, many = (4, 12) if stand_in else (8, 72)
+    generator = random.Random(3)
+    cells = []
+    with ExitStack() as stack:
+        engine = started(stack, f"steps_{layout}", settings, {} if stand_in else {"VLLM_KV_CACHE_LAYOUT": layout})
+        engine.ready()
+        for number, length in sizes:
+            tokens = [[generator.randrange(3, vocabulary) for _ in range(length)] for _ in range(number)]
+            engine.generate(tokens, 1)
+
+            def timed(tokens: list[list[int]], count: int) -> float:
+                began = time.perf_counter()
+                answers = engine.generate(tokens, count)
+                seconds = time.perf_counter() - began
+                cached = min(answer.cached for answer in answers)
+                if cached < len(tokens[0]) - settings["block_size"]:
+                    raise RuntimeError(f"the engine computed a prompt: {cached} of {len(tokens[0])} were cached")
+                return seconds
+
+            seconds = [statistics.median([timed(tokens, count) for _ in range(3)]) for count in (few, many)]
+            cells.append(f"{1000 * (seconds[1] - seconds[0]) / (many - few):.2f}")
+    return cells
+
+
+def steps_settings(folder: Path, sizes: Sequence[tuple[int, int]], *, stand_in: bool) -> dict[str, Any]:
+    """What the engine of *steps* gets from vLLM's options: room for all prompts, and graphs of decode alone."""
     settings: dict[str, Any] = {
         "model": str(folder),
         "load_format": "dummy",
@@ -540,32 +576,16 @@ def steps_of(layout: str, sizes: Sequence[tuple[int, int]], *, stand_in: bool) -
         "enable_prefix_caching": True,
         "max_model_len": max(length for _, length in sizes) + 128,
         "enforce_eager": stand_in,
+        "async_scheduling": not stand_in,
+        "block_size": 32 if stand_in else 16,
     }
     if stand_in:
-        settings |= {"dtype": "float32", "num_gpu_blocks_override": 512}
-    else:
-        batches = sorted({number for number, _ in sizes})
-        # graphs of decode alone, and no compiler, which takes minutes
-        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": batches}
-        settings |= {"compilation_config": graphs, "kv_cache_memory_bytes": 24 << 30}
-    generator = random.Random(3)
-    cells = []
-    with ExitStack() as stack:
-        engine = started(stack, f"steps {layout}", settings, {} if stand_in else {"VLLM_KV_CACHE_LAYOUT": layout})
-        engine.ready()
-        for number, length in sizes:
-            tokens = [[generator.randrange(3, vocabulary) for _ in range(length)] for _ in range(number)]
-            engine.generate(tokens, 1)
-            few, many = (4, 12) if stand_in else (8, 72)
-
-            def timed(tokens: list[list[int]], count: int) -> float:
-                began = time.perf_counter()
-                engine.generate(tokens, count)
-                return time.perf_counter() - began
-
-            seconds = [statistics.median([timed(tokens, count) for _ in range(3)]) for count in (few, many)]
-            cells.append(f"{1000 * (seconds[1] - seconds[0]) / (many - few):.2f}")
-    return cells
+        return {**settings, "dtype": "float32", "num_gpu_blocks_override": 512}
+    # no compiler, which takes minutes
+    batches = sorted({number for number, _ in sizes})
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": batches}
+    memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 28 << 30}
+    return {**settings, **memory, "compilation_config": graphs}
 
 
 BEGAN = time.monotonic()
@@ -584,8 +604,47 @@ def versions() -> Iterator[str]:
             yield f"{name} {version(name)}"
 
 
+PARTS: Final = ("kernel", "digests", "faults", "speed", "steps", "rows", "ways")
+
+
+def part_of(name: str, pairs: Sequence[str], *, stand_in: bool) -> bool:
+    """Prints a part's table, and returns whether all bytes and tokens were right."""
+    device = "cpu" if stand_in else "cuda:0"
+    if name == "kernel":
+        return kernel_table(device, *((1 << 20, 1 << 22) if stand_in else (256 << 20, 1 << 30)))
+    if name == "digests":
+        return digest_table(device, *((128, 2) if stand_in else (8192, 6)))
+    if name == "faults":
+        return fault_table(device, (1 << 22) if stand_in else 1 << 30)
+    if name == "rows":
+        return rows_table(pairs, stand_in=stand_in)
+    if name == "steps":
+        steps_table(stand_in=stand_in)
+    else:
+        ways = BEST if name == "speed" else [way for way in WAYS if way not in BEST]
+        speed_table(ways, [(32, 64), (32, 32)] if stand_in else [(16, 64), (16, 16), (64, 16)], stand_in=stand_in)
+    return True
+
+
+def all_right(parts: Sequence[str], run: Callable[[str], bool]) -> bool:
+    """Runs the parts, and returns whether each was right. Those after one that fails are run too."""
+    are_right = True
+    for part in parts:
+        try:
+            is_right = run(part)
+        except Exception:  # of a kernel or an executor that has never run on this card
+            is_right = False
+            print(f"\n{part} failed:\n{traceback.format_exc()}", flush=True)
+        are_right &= is_right
+        for process in multiprocessing.active_children():  # of rows that did not end
+            process.kill()
+        with contextlib.suppress(Exception):  # of a context that a kernel has broken
+            torch.cuda.empty_cache()
+    return are_right
+
+
 def main() -> int:
-    """Prints the tables. Returns 1 if a byte or token was wrong."""
+    """Prints the tables. Returns 1 if a byte or token was wrong, or a part failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.engines.gpu", description=__doc__)
     parser.add_argument("part", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--stand-in", action="store_true", help="try the judge itself on a CPU")
@@ -600,24 +659,10 @@ def main() -> int:
         print("no GPU here: nothing was judged; --stand-in tries the judge itself")
         return 0
     stand_in = options.stand_in
-    device = "cpu" if stand_in else "cuda:0"
     card = "stand-in on a CPU" if stand_in else torch.cuda.get_device_name(0)
     print(f"{card}, {', '.join(versions())}, {datetime.date.today()}")
-    is_right = True
-    if "kernel" in parts:
-        total, pool = (1 << 20, 1 << 22) if stand_in else (256 << 20, 2 << 30)
-        is_right &= kernel_table(device, total, pool)
-    if "digests" in parts:
-        is_right &= digest_table(device, *((128, 2) if stand_in else (8192, 6)))
-    if "faults" in parts:
-        is_right &= fault_table(device, (1 << 22) if stand_in else 2 << 30)
-    if "speed" in parts:
-        speed_table([(32, 64), (32, 32)] if stand_in else [(16, 64), (16, 16), (64, 16)], stand_in=stand_in)
-    if "rows" in parts:
-        is_right &= rows_table(options.pair, stand_in=stand_in)
-    if "steps" in parts:
-        steps_table(stand_in=stand_in)
-    print(f"\nbytes and tokens are {'right' if is_right else 'WRONG'}")
+    is_right = all_right(parts, lambda part: part_of(part, options.pair, stand_in=stand_in))
+    print(f"\nbytes and tokens are {'right' if is_right else 'WRONG, or a part failed'}")
     return int(not is_right)
 
 

@@ -1,0 +1,60 @@
+"""What the script for GPUs gives vLLM, as far as a CPU can tell."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from vllm import EngineArgs
+from vllm.config import CUDAGraphMode
+
+from tests.engines import gpu
+from tests.engines.gpu import LLAMA_8B, all_right, speed_settings, steps_settings
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return tmp_path
+
+
+def test_vllm_takes_the_settings(folder: Path) -> None:
+    """Those of a GPU, which its stand-in on a CPU does not use."""
+    speed = EngineArgs(**speed_settings(folder, 16, 32768, stand_in=False))
+    steps = EngineArgs(**steps_settings(folder, ((64, 1024), (16, 8192)), stand_in=False))
+    for settings in (speed, steps):
+        model = settings.create_model_config()
+        assert model.get_total_num_kv_heads() == LLAMA_8B["num_key_value_heads"]
+        assert settings.max_model_len is not None
+        assert settings.max_model_len <= LLAMA_8B["max_position_embeddings"]
+    assert steps.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_DECODE_ONLY
+    assert steps.compilation_config.cudagraph_capture_sizes == [16, 64]
+
+
+def test_prompts_fit_the_caches(folder: Path) -> None:
+    """Prompts of *steps* stay cached, and those of *speed* that are in flight all have blocks."""
+    token = 2 * LLAMA_8B["num_hidden_layers"] * LLAMA_8B["num_key_value_heads"] * LLAMA_8B["head_dim"] * 2
+    sizes = ((64, 1024), (16, 8192))
+    steps = steps_settings(folder, sizes, stand_in=False)
+    assert steps["kv_cache_memory_bytes"] >= token * sum(number * (length + 72 + 16) for number, length in sizes)
+    for block in (16, 64):
+        speed = speed_settings(folder, block, 32768, stand_in=False)
+        assert speed["kv_cache_memory_bytes"] >= token * block * speed["num_gpu_blocks_override"]
+        assert speed["num_gpu_blocks_override"] * block >= 2 * 32 * (1024 + 64)
+
+
+def test_a_part_that_fails_does_not_stop_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is left of the time is spent on them, and the end says that not all was right."""
+    ran = []
+
+    def run(part: str) -> bool:
+        ran.append(part)
+        if part == "kernel":
+            raise RuntimeError("an illegal memory access")
+        return True
+
+    assert not all_right(gpu.PARTS, run)
+    assert ran == [*gpu.PARTS]
+    assert "an illegal memory access" in capsys.readouterr().out
+    assert all_right(gpu.PARTS[1:], run)
