@@ -164,6 +164,8 @@ def findings(host: str, port: int) -> Iterator[Finding]:
     if has_gpu:
         yield transfer_finding("GPU transfer", "cuda:0")
         yield mapping_finding(os.environ, probe("map"))
+        if "vllm" in metadata.packages_distributions():
+            yield layout_finding(os.environ)
 
 
 def kvplan_finding() -> Finding:
@@ -386,6 +388,25 @@ def mapping_finding(environment: Mapping[str, str], trial: Trial) -> Finding:
         return Finding(subject, State.NOTE, "; ".join(notes), advice)
     by = "by one kernel" if told["has_triton"] else "by torch's operations, as Triton is missing"
     return Finding(subject, State.RIGHT, f"engines of this host map and copy it, {by}")
+
+
+def layout_finding(environment: Mapping[str, str]) -> Finding:
+    """Return the line about the order in which vLLM lays out a cache in a GPU's memory.
+
+    It tells what is asked for. What vLLM takes depends on the model's attention, so an engine says
+    that when it starts.
+    """
+    subject = "vLLM KV layout"
+    layout = environment.get("VLLM_KV_CACHE_LAYOUT")
+    if layout is None:
+        text = "kvplan asks for BLHNC, a block of all layers in one piece, except for MLA"
+        return Finding(subject, State.RIGHT, f"{text}; engines log what they got")
+    if layout.upper().startswith("B"):
+        text = f"VLLM_KV_CACHE_LAYOUT={layout}: a block of all layers is one piece"
+        return Finding(subject, State.RIGHT, text)
+    text = f"VLLM_KV_CACHE_LAYOUT={layout}: a block is at least one piece for each layer"
+    advice = "unset it, and kvplan asks for BLHNC: UCX takes its time for each piece"
+    return Finding(subject, State.NOTE, text, advice)
 
 
 def main(host: str, port: int, as_json: bool) -> int:

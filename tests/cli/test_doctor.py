@@ -189,6 +189,34 @@ def test_a_driver_that_does_not_work(lines: Lines, monkeypatch: pytest.MonkeyPat
     assert (gpu.state, gpu.text) == ("wrong", "nvidia-smi: no devices were found")
 
 
+@pytest.mark.parametrize(
+    "layout, state, text",
+    [
+        (None, "right", "kvplan asks for BLHNC"),
+        ("BLNHC", "right", "a block of all layers is one piece"),
+        ("LBNHC", "note", "one piece for each layer"),
+        ("NHD", "note", "one piece for each layer"),
+    ],
+)
+def test_the_layout_that_vllm_is_asked_for(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layout: str | None, state: str, text: str
+) -> None:
+    """It matters on a GPU alone, where an operator may have set one with short pieces."""
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
+    if layout is not None:
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: {"vllm": ["vllm"]})
+    monkeypatch.setattr(metadata, "version", lambda _: "0.32.0")
+    assert "vLLM KV layout" not in lines()
+    program = script(tmp_path, "echo 'NVIDIA H100'")
+    monkeypatch.setattr(shutil, "which", lambda _: program)
+    line = lines()["vLLM KV layout"]
+    assert line.state == state
+    assert text in line.text
+    monkeypatch.setattr(metadata, "packages_distributions", dict)
+    assert "vLLM KV layout" not in lines()
+
+
 def test_an_address_for_other_hosts(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is right if it answers; the line says whether with a key. Ports can be bounded."""
     monkeypatch.setenv("UCX_TCP_PORT_RANGE", "7000-7999")
