@@ -9,8 +9,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
-from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import attrs
 import numpy as np
@@ -98,30 +97,68 @@ def cache_digests(
     >>> error.code, error.action
     ('TRANSFER', 'use layers.0 head 2')
     """
-    instance(Worker, worker, "worker of digests")
-    memories = members(Memory, memories, "memories of digests")
-    instance(Mapping, blocks, "block tables")
-    context = Context() if within is None else instance(Context, within, "within")
-    positions = positions_by_group(worker, blocks, tokens, context)
-    regions = {region.name: region for region in worker.regions}
-    divided_names = members(str, divided, "divided axes")
-    words_of_geometry: dict[tuple[int, int], ViewWords] = {}
-    views: list[PlacedView] = []
-    for view, geometry_number in zip(worker.views, worker.geometry_of, strict=True):
-        if view.group not in blocks:
-            continue
-        place = _place(memories, regions[view.region], view)
-        word_bytes = _word_bytes(view, divided_names, place)
+    prepared = WorkerDigests(worker, memories, divided=divided)
+    return prepared.of(blocks, tokens, within=within)
+
+
+class WorkerDigests:
+    """The digests of requests in one worker, with all prepared that does not depend on a request.
+
+    A tensor is prepared when its group is digested first: its words, its parts, and where it is in
+    the memories. Arguments are those of :func:`cache_digests`.
+    """
+
+    def __init__(
+        self, worker: Worker, memories: Iterable[Memory], *, divided: Iterable[str] = DIVIDED
+    ) -> None:
+        self._worker = instance(Worker, worker, "worker of digests")
+        self._memories = members(Memory, memories, "memories of digests")
+        self._divided = members(str, divided, "divided axes")
+        self._regions = {region.name: region for region in worker.regions}
         # views of equal geometry share their words, if these are as wide
-        key = (geometry_number, word_bytes)
-        if key not in words_of_geometry:
-            words_of_geometry[key] = ViewWords.of(view, divided_names, word_bytes)
-        views.append(PlacedView(view, words_of_geometry[key], place, positions[view.group]))
-    sums: dict[tuple[str, str], list[ViewSum]] = {}
-    for placed, values in zip(views, _sums(views), strict=True):
-        of_tensor = sums.setdefault((placed.view.name, placed.view.group), [])
-        of_tensor.append(ViewSum(placed.words, values))
-    return to_json(_tensors(sums, positions))
+        self._words_of_geometry: dict[tuple[int, int], ViewWords] = {}
+        self._layouts: dict[tuple[ViewWords, ...], PartLayout] = {}
+        self._views_of: dict[tuple[str, str], list[tuple[View, int]]] = {}
+        for view, geometry_number in zip(worker.views, worker.geometry_of, strict=True):
+            views = self._views_of.setdefault((view.group, view.name), [])
+            views.append((view, geometry_number))
+        self._tensors: dict[tuple[str, str], PlacedTensor] = {}
+
+    def of(
+        self, blocks: Mapping[str, Blocks], tokens: Tokens, *, within: Context | None = None
+    ) -> dict[str, Any]:
+        """Return the digests of a request, as plain values for JSON."""
+        instance(Mapping, blocks, "block tables")
+        context = Context() if within is None else instance(Context, within, "within")
+        positions = positions_by_group(self._worker, blocks, tokens, context)
+        tensors = [self._prepared(*key) for key in self._views_of if key[0] in blocks]
+        views = [
+            PlacedView(words, place, positions[tensor.group])
+            for tensor in tensors
+            for words, place in zip(tensor.layout.words, tensor.places, strict=True)
+        ]
+        return to_json(_digests(tensors, _sums(views), positions))
+
+    def _prepared(self, group: str, name: str) -> PlacedTensor:
+        key = (group, name)
+        if key not in self._tensors:
+            words = []
+            places = []
+            for view, geometry_number in self._views_of[key]:
+                place = _place(self._memories, self._regions[view.region], view)
+                word_bytes = _word_bytes(view, self._divided, place)
+                words_key = (geometry_number, word_bytes)
+                if words_key not in self._words_of_geometry:
+                    made = ViewWords.of(view, self._divided, word_bytes)
+                    self._words_of_geometry[words_key] = made
+                words.append(self._words_of_geometry[words_key])
+                places.append(place)
+            layout_key = tuple(words)
+            if layout_key not in self._layouts:
+                self._layouts[layout_key] = PartLayout.of(layout_key)
+            layout = self._layouts[layout_key]
+            self._tensors[key] = PlacedTensor(name, group, layout, tuple(places))
+        return self._tensors[key]
 
 
 def _place(memories: Iterable[Memory], region: Region, view: View) -> MemoryPlace:
@@ -286,42 +323,38 @@ class ViewWords:
         return sums
 
 
-@attrs.frozen(eq=False)
-class PlacedView:
-    """A view, its words, where it is in memory, and the blocks of a request in it."""
+class PlacedView(NamedTuple):
+    """The words of a view, where it is in memory, and the blocks of a request in it."""
 
-    view: View
     words: ViewWords
     place: MemoryPlace
     positions: BlockPositions
 
 
-def _sums(views: Sequence[PlacedView]) -> list[torch.Tensor]:
-    """Return the sums of each view, in the shape of its parts."""
+def _sums(views: Sequence[PlacedView]) -> Residues:
+    """Return the sums of all views, one after another, of each in the order of its parts."""
     if not views:
-        return []
-    (device,) = {view.place.memory.words(1).device for view in views}
+        return np.empty(0, np.uint64)
+    (device,) = {view.place.memory.device for view in views}
     kernel = kernel_on(device)
-    return _sums_by_torch(views) if kernel is None else _sums_by(kernel, views)
+    sums = _sums_by_torch(views) if kernel is None else _sums_by(kernel, views)
+    return np.asarray(sums.cpu().numpy().view(np.uint64))
 
 
-def _sums_by_torch(views: Sequence[PlacedView]) -> list[torch.Tensor]:
+def _sums_by_torch(views: Sequence[PlacedView]) -> torch.Tensor:
     arrays = DeviceArrays()
-    return [view.words.digests(view.place, view.positions, arrays) for view in views]
+    sums = [view.words.digests(view.place, view.positions, arrays) for view in views]
+    return torch.cat([each.reshape(-1) for each in sums])
 
 
-def _sums_by(kernel: DigestKernel, views: Sequence[PlacedView]) -> list[torch.Tensor]:
+def _sums_by(kernel: DigestKernel, views: Sequence[PlacedView]) -> torch.Tensor:
     work = []
-    for view in views:
-        words = view.words
-        address = view.place.memory.address + view.place.offset_bytes
+    for words, place, positions in views:
+        address = place.memory.address + place.offset_bytes
         stride = words.block_stride_bytes
         num_parts = words.parts.size
-        work.append(
-            ViewWork(words.table, words.word_bytes, address, stride, view.positions, num_parts)
-        )
-    shapes = [view.words.parts.shape for view in views]
-    return [sums.view(shape) for sums, shape in zip(kernel.sums(work), shapes, strict=True)]
+        work.append(ViewWork(words.table, words.word_bytes, address, stride, positions, num_parts))
+    return kernel.sums(work)
 
 
 @cache
@@ -353,9 +386,8 @@ def try_out(kernel: DigestKernel, device: torch.device | str) -> bool:
     positions = BlockPositions.of(group, Blocks([5, 0, 3]), (1, 11), Context())
     place = MemoryPlace(memory, memory.offset_of(region))
     words = [ViewWords.of(view, DIVIDED, word_bytes) for word_bytes in (8, 1)]
-    views = [PlacedView(view, each, place, positions) for each in words]
-    pairs = zip(_sums_by_torch(views), _sums_by(kernel, views), strict=True)
-    return all(torch.equal(by_torch, by_kernel) for by_torch, by_kernel in pairs)
+    views = [PlacedView(each, place, positions) for each in words]
+    return bool(torch.equal(_sums_by_torch(views), _sums_by(kernel, views)))
 
 
 class DeviceArrays:
@@ -394,35 +426,61 @@ def _coordinates(view: View, order: Sequence[Axis], axis: str, dimensions: int) 
 
 
 @attrs.frozen(eq=False)
-class ViewSum:
-    """The sums of one view: ``values``, on its device, have the shape of ``words.parts``."""
+class PartLayout:
+    """The parts of a tensor, of which several views may hold boxes, in the order of their sums.
 
-    words: ViewWords
-    values: torch.Tensor
+    ``parts`` are their numbers, ascending, and ``coverage`` that of each. ``indices`` has the index
+    of the part of each sum, ``None`` where sums are in the order of parts, one for each.
+    """
 
+    words: tuple[ViewWords, ...]
+    parts: Ints
+    coverage: Residues
+    indices: Ints | None
 
-def _tensors(
-    sums: Mapping[tuple[str, str], Sequence[ViewSum]], positions: Mapping[str, BlockPositions]
-) -> Iterator[TensorDigests]:
-    """Yield the digests of each tensor, of which several views may hold boxes, by its group."""
-    # all sums leave the device together
-    flat = [view.values.reshape(-1) for view in chain.from_iterable(sums.values())]
-    if not flat:
-        return
-    host_sums = torch.cat(flat).cpu().numpy().view(np.uint64)
-    start = 0
-    for (tensor, group), views in sums.items():
-        # one element for each place of each view: the number of its part, its coverage and its sum
-        part_numbers = np.concatenate([view.words.parts.reshape(-1) for view in views])
-        place_coverage = np.concatenate([view.words.coverage.reshape(-1) for view in views])
-        place_sums = host_sums[start : start + part_numbers.size]
-        start += part_numbers.size
-        # one element for each part: views that hold boxes of one part are added up, rule digest.D4
-        parts = np.unique(part_numbers)
-        part_indices = np.searchsorted(parts, part_numbers)
+    @classmethod
+    def of(cls, words: tuple[ViewWords, ...]) -> PartLayout:
+        """Return the parts of a tensor whose views have these words."""
+        numbers = np.concatenate([each.parts.reshape(-1) for each in words])
+        place_coverage = np.concatenate([each.coverage.reshape(-1) for each in words])
+        parts, indices = np.unique(numbers, return_inverse=True)
         coverage = np.zeros(parts.size, np.uint64)
-        np.add.at(coverage, part_indices, place_coverage)
-        digests = np.zeros(parts.size, np.uint64)
-        np.add.at(digests, part_indices, place_sums)
-        axes = views[0].words.divided
-        yield TensorDigests(tensor, positions[group].positions, axes, parts, coverage, digests)
+        np.add.at(coverage, indices, place_coverage)
+        is_in_order = np.array_equal(parts, numbers)
+        return cls(words, parts, coverage, None if is_in_order else indices)
+
+    def digests(self, sums: Residues) -> Residues:
+        """Return the digest of each part: boxes of one part are added up, rule digest.D4."""
+        if self.indices is None:
+            return sums
+        digests = np.zeros(self.parts.size, np.uint64)
+        np.add.at(digests, self.indices, sums)
+        return digests
+
+    @property
+    def num_sums(self) -> int:
+        """How many sums there are, of all views."""
+        return self.parts.size if self.indices is None else self.indices.size
+
+
+class PlacedTensor(NamedTuple):
+    """A tensor in its group: its parts, and where each of its views is."""
+
+    name: str
+    group: str
+    layout: PartLayout
+    places: tuple[MemoryPlace, ...]
+
+
+def _digests(
+    tensors: Sequence[PlacedTensor], sums: Residues, positions: Mapping[str, BlockPositions]
+) -> Iterator[TensorDigests]:
+    """Yield the digests of each tensor, by the sums of all their views."""
+    start = 0
+    for name, group, layout, _ in tensors:
+        stop = start + layout.num_sums
+        digests = layout.digests(sums[start:stop])
+        start = stop
+        axes = layout.words[0].divided
+        held = positions[group].positions
+        yield TensorDigests(name, held, axes, layout.parts, layout.coverage, digests)

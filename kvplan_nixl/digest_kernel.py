@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple
 
+import attrs
 import numpy as np
 import torch
 
@@ -35,6 +36,9 @@ BLOCKS_OF_ITEM: Final = 16
 
 NUM_WARPS: Final = 4
 
+NUMBERS_OF_VIEW: Final = 9
+"""What the kernel reads of a view, in this order: see :func:`add_words`."""
+
 if has_triton:
     import triton
     import triton.language as tl
@@ -50,12 +54,14 @@ if has_triton:
         stop = tl.load(item + 3)
         address = tl.load(view + 0)
         block_stride = tl.load(view + 1)
-        words = data + tl.load(view + 2)
+        # tables stay on the device, so they are found by address
+        words = tl.load(view + 2).to(tl.pointer_type(tl.int64), bitcast=True)
         num_words = tl.load(view + 3)
         ids = data + tl.load(view + 4)
         keys = data + tl.load(view + 5)
         num_slots = tl.load(view + 6)
-        place = tl.load(data + tl.load(view + 7) + tile)
+        places = tl.load(view + 7).to(tl.pointer_type(tl.int64), bitcast=True)
+        place = tl.load(places + tile)
         at = tile * TILE + tl.arange(0, TILE)
         offset = tl.load(words + at)
         weight = tl.load(words + num_words + at)
@@ -75,7 +81,8 @@ if has_triton:
         return triton.jit(add_words)
 
 
-class WordTable(NamedTuple):
+@attrs.frozen(eq=False)
+class WordTable:
     """The words of a block, in tiles: ``numbers`` (3, tiles x tile) are offset, weight and slot.
 
     ``places`` has the index of each tile's part. Words that fill up a tile have a weight of 0.
@@ -84,6 +91,14 @@ class WordTable(NamedTuple):
     tile: int
     numbers: Ints
     places: Ints
+    _copies: dict[torch.device, torch.Tensor] = attrs.field(factory=dict, init=False, repr=False)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the numbers and then the places, on a device, where they stay."""
+        if device not in self._copies:
+            flat = np.concatenate([self.numbers.reshape(-1), self.places])
+            self._copies[device] = torch.from_numpy(flat).to(device)
+        return self._copies[device]
 
     @classmethod
     def of(
@@ -142,39 +157,55 @@ class DigestKernel:
         self._device = torch.device(device)
         self._kernel = compiled() if kernel is None else kernel
 
-    def sums(self, work: Sequence[ViewWork]) -> list[torch.Tensor]:
-        """Return the sums of each view's parts."""
+    def sums(self, work: Sequence[ViewWork]) -> torch.Tensor:
+        """Return the sums of each view's parts, one view after another.
+
+        What the kernel reads of a request goes to the device in one piece.
+        """
         data = _Data()
-        items: dict[tuple[int, int], list[Ints]] = {}
-        ends = np.cumsum([view.num_parts for view in work]).tolist()
-        for view, end in zip(work, ends, strict=True):
-            at = data.add(
-                np.array(
-                    [
-                        view.address,
-                        view.block_stride_bytes,
-                        data.add(view.table.numbers),
-                        view.table.numbers.shape[1],
-                        data.add(view.positions.ids),
-                        data.add(view.positions.keys),
-                        view.positions.keys.shape[1],
-                        data.add(view.table.places),
-                        end - view.num_parts,
-                    ]
+        # the first array has a row for each view, which is made last
+        data.size = len(work) * NUMBERS_OF_VIEW
+        rows: list[tuple[int, ...]] = []
+        launches: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = {}
+        num_sums = 0
+        for view in work:
+            table = view.table
+            positions = view.positions
+            table_address = table.on(self._device).data_ptr()
+            of_launch = launches.setdefault((view.word_bytes, table.tile), {})
+            of_shape = of_launch.setdefault((table.places.size, positions.ids.size), [])
+            of_shape.append(len(rows) * NUMBERS_OF_VIEW)
+            rows.append(
+                (
+                    view.address,
+                    view.block_stride_bytes,
+                    table_address,
+                    table.numbers.shape[1],
+                    data.add(positions.ids),
+                    data.add(positions.keys),
+                    positions.keys.shape[1],
+                    table_address + table.numbers.nbytes,
+                    num_sums,
                 )
             )
-            of_view = _items(at, view.table.places.size, view.positions.ids.size)
-            items.setdefault((view.word_bytes, view.table.tile), []).append(of_view)
-        sums = torch.zeros(max(ends, default=0), dtype=torch.int64, device=self._device)
-        constants = self._on_device(data.array())
-        for (word_bytes, tile), listed in items.items():
-            together = np.concatenate(listed)
-            if not together.size:
-                continue
-            self._launch(
-                len(together), constants, self._on_device(together), sums, word_bytes, tile
+            num_sums += view.num_parts
+        items = {
+            key: np.concatenate(
+                [_items(np.array(views), *shape) for shape, views in shapes.items()]
             )
-        return [sums[end - view.num_parts : end] for view, end in zip(work, ends, strict=True)]
+            for key, shapes in launches.items()
+        }
+        starts = {key: data.add(listed) for key, listed in items.items()}
+        sums = torch.zeros(num_sums, dtype=torch.int64, device=self._device)
+        if not data.size:
+            return sums
+        constants = self._on_device(data.array(np.array(rows)))
+        for (word_bytes, tile), listed in items.items():
+            start = starts[word_bytes, tile]
+            if listed.size:
+                here = constants[start : start + listed.size]
+                self._launch(len(listed), constants, here, sums, word_bytes, tile)
+        return sums
 
     def _launch(
         self,
@@ -198,7 +229,7 @@ class DigestKernel:
             )
 
     def _on_device(self, array: Ints) -> torch.Tensor:
-        host = torch.tensor(array)
+        host = torch.from_numpy(array)
         if self._device.type == "cpu":
             return host
         return host.pin_memory().to(self._device, non_blocking=True)
@@ -208,31 +239,34 @@ class _Data:
     """Arrays of int64, one after another, each array once."""
 
     def __init__(self) -> None:
+        self.size = 0
         self._arrays: list[Ints] = []
         # the arrays are kept, so that no other one gets the id of one
         self._places: dict[int, tuple[Any, int]] = {}
-        self._size = 0
 
     def add(self, array: Any) -> int:
-        """Return where an array begins."""
+        """Return where an array begins: at an even place, so that pointers are aligned alike."""
         if id(array) not in self._places:
-            self._places[id(array)] = (array, self._size)
+            if self.size % 2:
+                self._arrays.append(np.zeros(1, np.int64))
+                self.size += 1
+            self._places[id(array)] = (array, self.size)
             signed = array.view(np.int64) if array.dtype == np.uint64 else array.astype(np.int64)
             self._arrays.append(signed.reshape(-1))
-            self._size += signed.size
+            self.size += signed.size
         return self._places[id(array)][1]
 
-    def array(self) -> Ints:
-        """Return all of them as one."""
-        return np.concatenate(self._arrays) if self._arrays else np.zeros(1, np.int64)
+    def array(self, first: Ints) -> Ints:
+        """Return all of them as one, after the first array."""
+        return np.concatenate([first.reshape(-1), *self._arrays])
 
 
-def _items(view: int, num_tiles: int, num_blocks: int) -> Ints:
-    """Return the items of a view: each tile, of a few blocks at a time."""
+def _items(views: Ints, num_tiles: int, num_blocks: int) -> Ints:
+    """Return the items of views that have as many tiles and blocks: a few blocks at a time."""
     firsts = np.arange(0, num_blocks, BLOCKS_OF_ITEM)
     tiles = np.arange(num_tiles)
-    items = np.empty((firsts.size, num_tiles, 4), np.int64)
-    items[..., 0] = view
+    items = np.empty((views.size, firsts.size, num_tiles, 4), np.int64)
+    items[..., 0] = views[:, None, None]
     items[..., 1] = tiles
     items[..., 2] = firsts[:, None]
     items[..., 3] = np.minimum(firsts + BLOCKS_OF_ITEM, num_blocks)[:, None]

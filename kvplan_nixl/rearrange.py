@@ -46,6 +46,7 @@ class Memory:
         self.address: int = storage.data_ptr()
         self.size_bytes: int = storage.nbytes()
         self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        self.device = tensor.device
         self._words: dict[int, torch.Tensor] = {}
 
     def has(self, region: Region) -> bool:

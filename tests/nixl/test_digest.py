@@ -35,7 +35,7 @@ from kvplan.testing.strategies import Case, cases
 from kvplan.verification import FakeMemory
 from kvplan.verification.labels import locate
 from kvplan_nixl import digest as computation
-from kvplan_nixl.digest import cache_digests
+from kvplan_nixl.digest import WorkerDigests, cache_digests
 from kvplan_nixl.rearrange import Memory, memories_of
 from property_tests.oracle import contents, elements, held_positions
 
@@ -585,6 +585,27 @@ def test_a_range_without_blocks_is_refused() -> None:
     tables = {"attn": Blocks([1, 2])}
     with pytest.raises(KVPlanError, match=r"^BLOCKS: cannot bind group 'attn': expected blocks "):
         cache_digests(worker, [], tables, (0, 33))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_is_prepared_once_serves_every_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of other blocks, ranges and groups have the digests of a worker that is prepared for each of them."""
+    case = pair(name)
+    for worker in case.destinations:
+        with FakeMemory([*case.destinations, *case.sources]) as memory:
+            case.move(memory)
+            held = TorchWorker.of(memory, worker)
+            tables = dict(case.tables[0])
+            swapped = {group: Blocks(table.ids[::-1], ordinals=table.ordinals) for group, table in tables.items()}
+            requests: list[tuple[Mapping[str, Blocks], Tokens]] = [(tables, case.span), (swapped, (40, 77))]
+            requests += [({group: table}, case.span) for group, table in tables.items()]
+            expected = [cache_digests(held.worker, held.memories, *request) for request in requests]
+            prepared = WorkerDigests(held.worker, held.memories)
+            assert prepared.of(*requests[0]) == expected[0]
+            with monkeypatch.context() as patched:
+                for function in ("_place", "_word_bytes", "_coordinates"):
+                    patched.setattr(computation, function, None)
+                assert [prepared.of(*request) for request in requests] == expected
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 14, 1 << 30])

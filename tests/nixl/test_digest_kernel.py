@@ -27,7 +27,7 @@ from kvplan.protocol.digest import DIVIDED
 from kvplan.testing.strategies import NUM_CHOICES, Case, case_of, cases
 from kvplan.verification import FakeMemory
 from kvplan_nixl import digest, digest_kernel
-from kvplan_nixl.digest_kernel import DigestKernel
+from kvplan_nixl.digest_kernel import DigestKernel, WordTable
 from kvplan_nixl.kernel import ELEMENTS
 from property_tests import fewer
 from tests.nixl.test_digest import ALL_AXES, TorchWorker, noise
@@ -90,6 +90,32 @@ def test_tiles_and_items_of_any_size(limits: tuple[int, int], monkeypatch: pytes
     monkeypatch.setattr(digest_kernel, "MIN_TILE", 4)
     monkeypatch.setattr(digest_kernel, "BLOCKS_OF_ITEM", limits[1])
     assert not any(differs(case, DIVIDED) for case in islice(drawn(), 25))
+
+
+def test_a_request_takes_no_table_to_the_device_again() -> None:
+    """Tables of words are taken there by the first request, and stay as long as what was prepared."""
+    case = next(case for case in drawn() if case.destinations[0].views)
+    worker = case.destinations[0]
+    tables = {group.name: case.tables[0][group.name] for group in worker.groups}
+    tokens = case.tokens[0]
+    if isinstance(tokens, Mapping):
+        tokens = {name: span for name, span in tokens.items() if name in tables}
+    with FakeMemory([worker]) as memory, by_kernel(), pytest.MonkeyPatch.context() as patched:
+        noise(memory, [worker], 1)
+        held = TorchWorker.of(memory, worker)
+        prepared = digest.WorkerDigests(held.worker, held.memories)
+        first = prepared.of(tables, tokens)
+        made: list[int] = []
+        flat = WordTable.on
+
+        def counted(table: WordTable, device: torch.device) -> torch.Tensor:
+            made.append(device not in table._copies)
+            return flat(table, device)
+
+        patched.setattr(WordTable, "on", counted)
+        assert prepared.of(tables, tokens) == first
+        assert made
+        assert not any(made)
 
 
 KERNEL_FAULTS = {
