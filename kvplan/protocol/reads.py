@@ -392,10 +392,10 @@ class Reads:
             is_posted = not job.unposted
             if is_posted and all(transfer.status.is_settled for transfer in job.transfers):
                 self._settle_transfers(job)
-        # The lease of a read that has failed does not matter any more.
-        if job.error is None:
+        # Also of a read that has failed while bytes may move: its source may be gone.
+        if job.error is None or not job.is_settled:
             job.lease_check.poll()
-            job.error = job.lease_check.error
+            job.error = job.error or job.lease_check.error
         is_right = job.lease_check.is_confirmed
         # Digests matter only if the blocks were the request's until the last byte.
         if job.error is None and is_right and job.digest_check is not None:

@@ -264,6 +264,13 @@ def test_a_request_does_not_come_back_in_the_step_that_preempts_it() -> None:
     assert max(steps.values()) == 1
 
 
+def test_a_read_that_has_failed_in_part_does_not_wait_for_an_engine_that_is_gone(simulation: Simulation) -> None:
+    """One slice has failed, and another hangs: the source is asked all the same, and its silence ends the request."""
+    features = Feature.LOST_ENGINES | Feature.SLICES | Feature.HELD_TRANSFERS | Feature.RESTARTS
+    outcome = simulation.run(Scenario.of(123, features=features))
+    assert outcome.rule == "", str(outcome)
+
+
 def test_features_that_a_failure_does_not_need_are_left_out(vllm_rooms: Simulation) -> None:
     """A scenario without features is the same as if there were none."""
     (fault,) = (fault for fault in FEATURE_ROOM_FAULTS if fault.name == "what a step under way writes is published")
