@@ -95,9 +95,10 @@ async def drip(port: int, context: ssl.SSLContext) -> None:
 async def drop(port: int, context: ssl.SSLContext) -> None:
     """Begin a handshake, and hang up."""
     _, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(HELLO)
-    await asyncio.sleep(0.01)
-    writer.transport.abort()
+    with closing(writer.transport):
+        writer.write(HELLO)
+        await asyncio.sleep(0.01)
+        writer.transport.abort()
 
 
 async def garbage(port: int, context: ssl.SSLContext) -> None:

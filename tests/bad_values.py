@@ -280,6 +280,7 @@ def calls() -> Calls:
     counts = {"transfers": 1, "descriptors": 1, "num_bytes": 1, "copies": 1, "copied_bytes": 1}
     yield "staging.Rates.seconds", rates.seconds, counts
     yield "StagedPlan.bind", STAGED.bind, REQUEST
+    yield "StagedPlan.requested", STAGED.requested, REQUEST
     yield "StagedPlan.cost", STAGED.cost, {"tokens": 9}
     network = FakeNetwork([STAGING, THEIRS])
     yield "testing.FakeCopier", FakeCopier, {"memory": network.memory, "key": STAGING.key}

@@ -37,7 +37,7 @@ from kvplan._checks import instance, integer, name
 from kvplan._text import brief_repr
 from kvplan.describe.blocks import Blocks
 from kvplan.errors import KVPlanError
-from kvplan.protocol.groups import CacheGroup, first_listed, whole_groups
+from kvplan.protocol.groups import CacheGroup, cache_groups, first_listed, whole_groups
 from kvplan.protocol.handoff import Handoff, Source
 from kvplan.protocol.leases import Leases
 from kvplan.protocol.transitions import after
@@ -168,7 +168,7 @@ class Exporter:
     ) -> None:
         self.source: Source = instance(Source, source, "source")
         self.leases: Leases = instance(Leases, leases, "leases")
-        self._groups = instance(Mapping, groups, "cache groups")
+        self._groups = cache_groups(groups)
         self._whole_groups = whole_groups(groups)
         self._early_tokens: int = integer(early_tokens, "early_tokens", low=1)
         self._requests: dict[str, _Export] = {}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
+from kvplan._checks import instance
 from kvplan._text import brief_repr
 from kvplan.describe.blocks import Blocks, Range
 
@@ -59,6 +60,14 @@ class CacheGroup:
     def attended(self, position: int) -> int:
         """Return the first position to which the token at a position, or a later one, attends."""
         return 0 if self.first_attended is None else self.first_attended(position)
+
+
+def cache_groups(values: Mapping[str, CacheGroup]) -> Mapping[str, CacheGroup]:
+    """Return ``values``, which must be a mapping to cache groups."""
+    groups: Mapping[str, CacheGroup] = instance(Mapping, values, "cache groups")
+    for group in groups.values():
+        instance(CacheGroup, group, "cache group")
+    return groups
 
 
 def whole_groups(groups: Mapping[str, CacheGroup]) -> list[str]:

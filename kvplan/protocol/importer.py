@@ -32,11 +32,11 @@ from typing import Any, Final, Protocol
 
 import attrs
 
-from kvplan._checks import instance, name, seconds
+from kvplan._checks import name, seconds
 from kvplan._text import brief_repr
 from kvplan.describe.blocks import POSITION_END, Blocks, Range
 from kvplan.errors import KVPlanError
-from kvplan.protocol.groups import CacheGroup, first_listed, whole_groups
+from kvplan.protocol.groups import CacheGroup, cache_groups, first_listed, whole_groups
 from kvplan.protocol.handoff import Handoff, Source, WholeBlocks, whole_blocks
 from kvplan.protocol.keys import SharedKey
 from kvplan.protocol.read import Read
@@ -182,7 +182,7 @@ class Importer:
         to_block_end: bool = False,
         short_prompt: str = "",
     ) -> None:
-        self._groups = instance(Mapping, groups, "cache groups")
+        self._groups = cache_groups(groups)
         self._positioned = {
             group: value.tokens_per_block
             for group, value in groups.items()

@@ -15,7 +15,8 @@ import pytest
 from kvplan import KVPlanError
 from kvplan.protocol import Leases, Listener
 from kvplan.protocol.system import Route
-from kvplan_nixl.serving import Access, Driver
+from kvplan_nixl.serving import Access, Driver, driver
+from kvplan_nixl.serving.client import Client
 from kvplan_nixl.serving.http import Server
 from tests.blocking import exchange, fetch
 from tests.serving.test_access import KEY, encrypted, question, status
@@ -255,6 +256,7 @@ def test_few_connections_are_kept(access: Access, monkeypatch: pytest.MonkeyPatc
     """A reader of very many engines keeps some connections, and asks the others over new ones."""
     monkeypatch.setattr("kvplan_nixl.serving.client.MAX_KEPT", 2)
     monkeypatch.setattr("kvplan_nixl.serving.client.KEEP_S", 100)
+    monkeypatch.setattr(driver._process(), "client", Client())  # other tests' keeps their connections
     with ExitStack() as stack:
         servers = [stack.enter_context(closing(Doubling(access))) for _ in range(5)]
         for _ in range(2):
