@@ -11,7 +11,7 @@ the whole life of an exported request:
     LOSE                      lost         lost
     FINISH       pinned       pinned
     ABORT        free         free         free      free
-    LEASE_OVER                lost                   free
+    LEASE_ENDED               lost                   free
 
 A request is *lost* when a reader has read a part of it and will read no more of it, since its lease
 was revoked or ended: it is computed to its end, and no engine reads it. REVOKE is of a lease that
@@ -63,7 +63,7 @@ class ExportEvent(enum.Enum):
     LOSE = enum.auto()
     FINISH = enum.auto()
     ABORT = enum.auto()
-    LEASE_OVER = enum.auto()
+    LEASE_ENDED = enum.auto()
 
 
 COMPUTING, PUBLISHED, LOST, PINNED, FREE = ExportState
@@ -79,13 +79,13 @@ TRANSITIONS: Final[Mapping[tuple[ExportState, ExportEvent], ExportState]] = Mapp
         (PUBLISHED, ExportEvent.LOSE): LOST,
         (PUBLISHED, ExportEvent.FINISH): PINNED,
         (PUBLISHED, ExportEvent.ABORT): FREE,
-        (PUBLISHED, ExportEvent.LEASE_OVER): LOST,
+        (PUBLISHED, ExportEvent.LEASE_ENDED): LOST,
         (LOST, ExportEvent.PUBLISH): LOST,
         (LOST, ExportEvent.REVOKE): LOST,
         (LOST, ExportEvent.LOSE): LOST,
         (LOST, ExportEvent.ABORT): FREE,
         (PINNED, ExportEvent.ABORT): FREE,
-        (PINNED, ExportEvent.LEASE_OVER): FREE,
+        (PINNED, ExportEvent.LEASE_ENDED): FREE,
     }
 )
 """What a request becomes by what happens to it; nothing else may happen."""
@@ -306,7 +306,7 @@ class Exporter:
             if export is None or export.state not in (PUBLISHED, PINNED):
                 continue
             withdrawn.append(self._withdrawn(request, export))
-            if self._move(export, ExportEvent.LEASE_OVER) is FREE:
+            if self._move(export, ExportEvent.LEASE_ENDED) is FREE:
                 self._forget(request)
                 released.append(request)
             if request in ended.late:

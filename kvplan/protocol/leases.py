@@ -33,7 +33,7 @@ LEASE_S: Final = 30.0
 """Seconds for which blocks stay pinned without a claim, or after the last renewal of one."""
 
 MAX_LEASE_S: Final = 3600.0
-"""Seconds after which a lease has ended whatever its readers do."""
+"""Seconds after which a lease ends, whatever its readers do."""
 
 MAX_READERS: Final = 1 << 12
 """Readers of a lease at a time: requests that share a prompt, in all engines."""
@@ -60,7 +60,7 @@ class _Lease:
 
     @property
     def over_at(self) -> float:
-        """When the lease has ended, unless a reader claims it before."""
+        """When the lease ends, unless a reader claims it before."""
         return min(self.stop, max(self.ends_at, next(reversed(self.claims_end_at.values()), 0.0)))
 
     def claim(self, reader: str, now: float, end: float) -> None:

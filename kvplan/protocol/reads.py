@@ -17,8 +17,8 @@
   has ended, or if no answer came for :data:`~kvplan.protocol.lease_check.SILENCE_S`.
 - read.R5: With a pipeline, an engine is read from through its staging region if that takes less
   time for a request of :data:`~kvplan.protocol.peer_engines.USUAL_TOKENS` positions. A request that
-  waits while nothing has entered the region for :data:`STALL_S` is read directly: the transfer that
-  holds the region may never end.
+  waits while no chunk has begun for :data:`STALL_S` is read directly: the transfers that hold the
+  staging blocks may never end.
 - read.R6: With ``digest``, the bytes that have arrived are compared with those of the source, by
   logical coordinate, before a request is right. The source computes its digests while the bytes
   move. If it cannot digest the same elements, such as heads that are divided unevenly, the log says

@@ -21,7 +21,6 @@ import logging
 import os
 import random
 from collections.abc import Coroutine, Mapping
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -31,8 +30,8 @@ from yarl import URL
 
 from kvplan import KVPlanError
 from kvplan.protocol.room_contents import ask_again, is_part
-from kvplan_nixl.serving import Access, Driver
-from kvplan_nixl.serving.host_key import key_in_file
+from kvplan_nixl.serving import Driver
+from kvplan_nixl.settings import Settings, secrets_beside
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, publish, withdraw
 from kvplan_nixl.vllm import proxy
 from kvplan_nixl.vllm.proxy import TRANSFER, Answering, Body, Engines, Proxy
@@ -168,12 +167,6 @@ class FromSglang(_WithRooms):
         raise proxy.bad_gateway("SGLang's prefill has published no cache of the prompt")
 
 
-def access_of(environment: Mapping[str, str]) -> Access:
-    """Return the access by the key of all engines in an environment, or that of this host."""
-    key, path = (environment.get(name) for name in ("KVPLAN_KEY", "KVPLAN_KEY_FILE"))
-    return Access(key=key_in_file(Path(path)) if path else key.encode() if key else None)
-
-
 SHARED: Final = [each for each in proxy.main.params if each.name in ("prefill", "decode", "port")]
 
 
@@ -211,7 +204,8 @@ def main(
     logging.basicConfig(format="%(levelname)s %(message)s")
     between = "SGLang prefill and vLLM decode" if bootstrap else "vLLM prefill and SGLang decode"
     try:
-        system = Driver(access_of(os.environ))
+        secrets = secrets_beside((), os.environ)
+        system = Driver(Settings.read_texts(secrets, "the environment").access())
         ways: Proxy
         if bootstrap:
             places = tuple(f"{url.host_subcomponent}:{url.port}" for url in bootstrap)

@@ -171,15 +171,20 @@ def compress(rank: Rank, rows: str, states: str, tokens: range, ratio: int, dim:
     )
 
 
+def computed_alone(engine: Engine, stop: int, last: range) -> list[Any]:
+    """What one engine computes of the last positions, after those before ``stop``."""
+    reference = rank_of(engine, blocks_of(engine.cache, 0, last.stop), 1)
+    list(compute(reference, range(stop)))
+    return list(compute(reference, last))
+
+
 @pytest.mark.parametrize("stop", [129, 511, 515])
 def test_kernels_go_on(stop: int) -> None:
     """A decode engine of two ranks and larger blocks goes on where prefill has stopped, in the middle of rows."""
     prefill, alone = (Engine(name, specs.deepseek_v4) for name in ("prefill", "alone"))
     decode = Engine("decode", partial(specs.deepseek_v4, block=512, window_block=128), 2)
     last = range(stop, stop + 140)
-    reference = rank_of(alone, blocks_of(alone.cache, 0, last.stop), 1)
-    list(compute(reference, range(stop)))
-    expected = list(compute(reference, last))
+    expected = computed_alone(alone, stop, last)
     sender = rank_of(prefill, blocks_of(prefill.cache, 0, stop), 2)
     list(compute(sender, range(stop)))
     source = described(prefill, sender.planned, sender.views, 0)
@@ -209,9 +214,7 @@ def test_kernels_go_on_from_a_store(stop: int) -> None:
     writer, alone = (Engine(name, specs.deepseek_v4) for name in ("writer", "alone"))
     reader = Engine("reader", partial(specs.deepseek_v4, block=512, window_block=128), 2)
     last = range(stop, stop + 140)
-    reference = rank_of(alone, blocks_of(alone.cache, 0, last.stop), 1)
-    list(compute(reference, range(stop)))
-    expected = list(compute(reference, last))
+    expected = computed_alone(alone, stop, last)
     saving = rank_of(writer, blocks_of(writer.cache, 0, stop), 2)
     list(compute(saving, range(stop)))
     backend = MemoryBackend()

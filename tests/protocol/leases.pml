@@ -83,7 +83,7 @@ byte claims[PREFILLS];
 chan to_prefill[PREFILLS] = [PLACES] of { mtype, byte, byte, byte, byte };
 chan to_decode[DECODES] = [1] of { byte, bool };
 
-/* lease.L3: a lease that has ended stays over, and all leases are over when the engine starts again. */
+/* lease.L3: a lease that has ended stays ended, and all leases have ended when the engine starts again. */
 #define STANDS(p, request, at) (lent[p] == request && (at == start[p] || FAULT == SAME_START))
 
 proctype Prefill(byte p) {
@@ -137,7 +137,7 @@ end_of_prefill:
     :: atomic { lasts[p] -> lasts[p] = false }
     :: atomic { claims[p] -> claims[p] = 0 }
     /* The scheduler frees a block when its lease has ended, and computes another request in it. */
-    :: atomic { lent[p] && !lasts[p] && !claims[p] -> move_export(EXPORT_LEASE_OVER); lent[p] = 0 }
+    :: atomic { lent[p] && !lasts[p] && !claims[p] -> move_export(EXPORT_LEASE_ENDED); lent[p] = 0 }
     :: atomic { FAULT == REAPED && lent[p] && claims[p] && !lasts[p] -> prefill_block[p].half[1] = 0 }
     /* The engine dies and starts again, with nobody's bytes in its block. */
     :: atomic {

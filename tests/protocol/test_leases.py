@@ -59,7 +59,7 @@ def test_a_first_lease_may_be_longer(clock: Clock) -> None:
 
 
 def test_all_leases_may_be_ended(clock: Clock) -> None:
-    """Whoever reads is told that the lease has ended; what is granted afterwards stands."""
+    """Readers are told that the lease has ended; what is granted afterwards is valid."""
     leases = Leases(clock, lease_s=LEASE_S)
     claimed, unclaimed = leases.grant("r"), leases.grant("s")
     assert leases.claim(claimed, "reader")

@@ -53,7 +53,7 @@ def test_the_model_has_the_tables_of_the_code() -> None:
 
 CHANGES = {
     "a computed request is not pinned": ("EXPORT", ("COMPUTING", "FINISH"), "FREE"),
-    "a lease that has ended pins": ("EXPORT", ("PINNED", "LEASE_OVER"), None),
+    "a lease that has ended pins": ("EXPORT", ("PINNED", "LEASE_ENDED"), None),
     "the last part ends a request": ("IMPORT", ("READING", "LAST"), "ENDED"),
     "a request without blocks is read": ("IMPORT", ("CLAIMED", "ALLOCATE"), "CLAIMED"),
     "a request does not end": ("IMPORT", ("ENDING", "END"), None),

@@ -13,7 +13,7 @@
 #define EXPORT_LOSE 2
 #define EXPORT_FINISH 3
 #define EXPORT_ABORT 4
-#define EXPORT_LEASE_OVER 5
+#define EXPORT_LEASE_ENDED 5
 
 #define AFTER_EXPORT(state, event) ( \
     (state == EXPORT_COMPUTING && event == EXPORT_PUBLISH) -> EXPORT_PUBLISHED : ( \
@@ -25,13 +25,13 @@
     (state == EXPORT_PUBLISHED && event == EXPORT_LOSE) -> EXPORT_LOST : ( \
     (state == EXPORT_PUBLISHED && event == EXPORT_FINISH) -> EXPORT_PINNED : ( \
     (state == EXPORT_PUBLISHED && event == EXPORT_ABORT) -> EXPORT_FREE : ( \
-    (state == EXPORT_PUBLISHED && event == EXPORT_LEASE_OVER) -> EXPORT_LOST : ( \
+    (state == EXPORT_PUBLISHED && event == EXPORT_LEASE_ENDED) -> EXPORT_LOST : ( \
     (state == EXPORT_LOST && event == EXPORT_PUBLISH) -> EXPORT_LOST : ( \
     (state == EXPORT_LOST && event == EXPORT_REVOKE) -> EXPORT_LOST : ( \
     (state == EXPORT_LOST && event == EXPORT_LOSE) -> EXPORT_LOST : ( \
     (state == EXPORT_LOST && event == EXPORT_ABORT) -> EXPORT_FREE : ( \
     (state == EXPORT_PINNED && event == EXPORT_ABORT) -> EXPORT_FREE : ( \
-    (state == EXPORT_PINNED && event == EXPORT_LEASE_OVER) -> EXPORT_FREE : ( \
+    (state == EXPORT_PINNED && event == EXPORT_LEASE_ENDED) -> EXPORT_FREE : ( \
     NOTHING )))))))))))))))))
 
 #define IMPORT_ASKING 0

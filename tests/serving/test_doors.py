@@ -184,18 +184,23 @@ def test_many_ranks_connect_at_once(listener: Listener) -> None:
         assert is_well(listener)
 
 
+def drip_until_it_ends(connection: socket.socket) -> None:
+    """Send a byte now and then, until the server ends the connection."""
+    connection.settimeout(0.01)
+    deadline = time.monotonic() + 10
+    ended = False
+    while not ended:
+        connection.sendall(b"x")
+        with suppress(TimeoutError):
+            ended = connection.recv(1) == b""
+        assert time.monotonic() < deadline
+
+
 def test_a_question_that_never_ends(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then held a connection for ever; now all of a question has some seconds."""
     monkeypatch.setattr("kvplan_nixl.serving.http.CONNECTION_S", 0.2)
     with socket.create_connection(("127.0.0.1", listener.source.port), 10) as connection, suppress(ConnectionError):
-        connection.settimeout(0.01)
-        deadline = time.monotonic() + 10
-        ended = False
-        while not ended:
-            connection.sendall(b"x")
-            with suppress(TimeoutError):
-                ended = connection.recv(1) == b""
-            assert time.monotonic() < deadline
+        drip_until_it_ends(connection)
     assert is_well(listener)
 
 
