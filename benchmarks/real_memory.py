@@ -21,7 +21,7 @@ import torch
 from kvplan import Blocks, Executor, Region, Status, Transfer, Worker, plan_writes
 from kvplan.testing.executors import Bytes
 from kvplan_nixl import UCX, NixlExecutor, settle
-from kvplan_nixl.executor import Backends
+from kvplan_nixl.backends import Backends
 
 TIMEOUT_S = 60.0
 

@@ -9,16 +9,18 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from kvplan_nixl.backends import UCX
     from kvplan_nixl.envelope import Envelope
     from kvplan_nixl.events import Peer, TransferEvent
-    from kvplan_nixl.executor import UCX, NixlExecutor, NixlTransfer, settle
+    from kvplan_nixl.executor import NixlExecutor, NixlTransfer, settle
     from kvplan_nixl.reads import make_reads
 
 LATER: Final = MappingProxyType(
     {
+        "UCX": "backends",
         "Envelope": "envelope",
         **dict.fromkeys(("Peer", "TransferEvent"), "events"),
-        **dict.fromkeys(("UCX", "NixlExecutor", "NixlTransfer", "settle"), "executor"),
+        **dict.fromkeys(("NixlExecutor", "NixlTransfer", "settle"), "executor"),
         "make_reads": "reads",
     }
 )

@@ -27,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan import KVPlanError, Region
-from kvplan.support import instance, wrong_type
 
 try:
     import nixl
@@ -153,24 +152,6 @@ def ranges_of(regions: Iterable[Region]) -> list[MemoryRange]:
         else:
             merged.append(memory_range)
     return merged
-
-
-def checked_backends(value: Any) -> dict[str, dict[str, str]]:
-    """Return options by the names of backends.
-
-    Raises ``TYPE`` for anything else; NIXL's own errors would vary.
-    """
-    if not isinstance(value, Mapping) or not all(
-        isinstance(options, Mapping) for options in value.values()
-    ):
-        raise wrong_type("backends", "a mapping of options by name", value)
-    backends = dict[str, dict[str, str]]()
-    for backend, options in value.items():
-        settings = backends.setdefault(instance(str, backend, "name of a backend"), {})
-        for option, setting in options.items():
-            name = instance(str, option, "option of a backend")
-            settings[name] = instance(str, setting, "option of a backend")
-    return backends
 
 
 class Agent:

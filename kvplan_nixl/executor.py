@@ -25,9 +25,8 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -40,25 +39,12 @@ from kvplan.plan import Pair, Table
 from kvplan.protocol import SharedKey
 from kvplan.support import having, instance, members, seconds
 from kvplan_nixl import cma
-from kvplan_nixl.agent import LOCAL, Agent, Handle, MemoryRange, checked_backends
+from kvplan_nixl.agent import LOCAL, Agent, Handle, MemoryRange
+from kvplan_nixl.backends import UCX, Backends, checked_backends
 from kvplan_nixl.envelope import Envelope, agent_prefix
 from kvplan_nixl.events import UNWATCHED, Listener, Peer, Unwatched, call_listener, watch_for
 from kvplan_nixl.rows import PreparedRows, memory_kind_of
 from kvplan_nixl.serving.host_key import AnyKey
-
-Backends = Mapping[str, Mapping[str, str]]
-
-UCX_OPTIONS: Final = "TCP_CONN_NB=y,TCP_SYN_CNT=3,CUDA_IPC_ENABLE_GET_ZCOPY=on"
-
-UCX: Final[Backends] = MappingProxyType({"UCX": MappingProxyType({"engine_config": UCX_OPTIONS})})
-"""The default backend: UCX, with some settings.
-
-It connects over TCP in the background and gives up after 15 s. With UCX's own settings
-:meth:`NixlExecutor.connect` waits, for minutes where no worker answers. GPUs of one host are read
-from by CUDA IPC: on a host without NVLinks UCX leaves it to writes, and reads over TCP.
-``UCX_TCP_CONN_NB``, ``UCX_TCP_SYN_CNT`` and ``UCX_CUDA_IPC_ENABLE_GET_ZCOPY`` in the environment
-take precedence.
-"""
 
 PAUSE_S: Final = 50e-6
 """The pause between two polls of :func:`settle`."""

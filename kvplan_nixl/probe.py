@@ -25,7 +25,8 @@ import numpy.typing as npt
 from kvplan import Axis, Blocks, Group, KVPlanError, View, Worker, plan_reads, region_of
 from kvplan.protocol import Leases, Listener, fetch
 from kvplan_nixl.agent import Agent
-from kvplan_nixl.executor import UCX, NixlExecutor, settle
+from kvplan_nixl.backends import UCX
+from kvplan_nixl.executor import NixlExecutor, settle
 from kvplan_nixl.mapping import CudaMapper
 from kvplan_nixl.serving import Driver
 from kvplan_nixl.settings import Settings, secrets_beside

@@ -23,8 +23,7 @@ from kvplan.protocol.page_keys import PAGE_TOKENS
 from kvplan.protocol.system import PORT_END
 from kvplan.staging import Rates
 from kvplan.support import instance, integer, meant, members, name, seconds, shown
-from kvplan_nixl.agent import checked_backends
-from kvplan_nixl.executor import UCX, Backends
+from kvplan_nixl.backends import UCX, Backends, checked_backends
 from kvplan_nixl.serving import Access, tls_contexts
 from kvplan_nixl.serving.host_key import key_in_file
 from kvplan_nixl.serving.store import Limits

@@ -77,11 +77,16 @@ def test_a_connector_loads_no_oracle() -> None:
     assert rooms == {*CORE, "plan", "executor", "staging", "protocol"}
 
 
-def test_a_store_on_files_loads_no_engine_and_no_nixl() -> None:
-    """Whoever uses a store in a folder needs numpy and attrs alone."""
-    code = "import sys, kvplan_nixl.serving.store; print(*{name.partition('.')[0] for name in sys.modules})"
+@pytest.mark.parametrize(
+    ("module", "needed"),
+    [("serving.store", set()), ("vllm.proxy", {"aiohttp", "click"}), ("sglang.proxy", {"aiohttp", "click"})],
+)
+def test_a_store_on_files_and_proxies_load_no_engine_and_no_nixl(module: str, needed: set[str]) -> None:
+    """Whoever uses a store in a folder needs numpy and attrs alone, and a proxy runs where no engine does."""
+    code = f"import sys, kvplan_nixl.{module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {*run.stdout.split()} & {"nixl", "torch", "obstore", "click", "vllm", "sglang"}
+    heavy = {"nixl", "torch", "obstore", "aiohttp", "click", "vllm", "sglang"}
+    assert {*run.stdout.split()} & heavy <= needed
 
 
 @pytest.mark.parametrize("name", kvplan.__all__)

@@ -8,7 +8,7 @@ import attrs
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvplan_nixl.executor import UCX, Backends
+from kvplan_nixl.backends import UCX, Backends
 from kvplan_nixl.settings import StoreSettings, backends_of, setting, store_refusal
 from kvplan_nixl.vllm.description import check_kinds, is_state, specs_of
 from kvplan_nixl.vllm.drafts import WITH_CACHE

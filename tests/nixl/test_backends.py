@@ -24,7 +24,7 @@ from kvplan.testing.executors import Transmission
 from kvplan.verification import FakeMemory
 from kvplan_nixl import UCX, NixlExecutor, settle
 from kvplan_nixl.agent import CONFIG, DELAY, PROGRESS_US, Agent
-from kvplan_nixl.executor import Backends
+from kvplan_nixl.backends import Backends
 from tests.small import engine
 
 TIMEOUT_S = 60.0

@@ -16,8 +16,8 @@ import pytest
 from benchmarks.real_memory import PeerProcess, pattern, placed
 from kvplan import Axis, Blocks, Group, Region, Status, TransferPlan, View, Worker, plan_reads
 from kvplan_nixl import UCX, NixlExecutor, NixlTransfer, settle
+from kvplan_nixl.backends import UCX_OPTIONS
 from kvplan_nixl.cma import Process, is_enabled, may_copy
-from kvplan_nixl.executor import UCX_OPTIONS
 
 BLOCKS, BLOCK_BYTES = 16384, 8192
 TIMEOUT_S = 60.0
