@@ -284,7 +284,7 @@ def steps(pair: Pair, budget: Budget) -> Iterator[str]:
     offers = [encode(member) for member in sources]
     del sources
     yield f"{sum(map(len, offers)):8} bytes"
-    budget.take(sum(map(len, offers)), "bytes of offers", MESSAGE_BYTES, "open offers")
+    budget.spend(sum(map(len, offers)), "bytes of offers", MESSAGE_BYTES, "open offers")
     remotes = list[Worker]()
     yield outcome(lambda: remotes.extend(map(decode, offers)))
     plans = list[TransferPlan]()
@@ -313,7 +313,7 @@ def measure(case: str) -> None:
         peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / (1 << 10)
         print(f" {end} {now - start:.2f}s {peak:.0f}M", end=",", flush=True)
         start = now
-    print(f" {budget.num_taken / (1 << 20):.0f}M taken")
+    print(f" {budget.num_spent / (1 << 20):.0f}M spent")
 
 
 CASES = {case.__name__: case for case in HOSTILE} | REAL

@@ -1,13 +1,12 @@
-"""Budgets: what the descriptions of peers may cost, estimated before the work is done.
+"""Budgets: what plans with peers may cost, estimated before the work is done.
 
-A small offer can describe much: a message of 1,500 bytes can ask for gigabytes of descriptors.
-Reading one is bounded by the limits of its format. Planning is not, so a plan is estimated from
-counts before anything of that size is listed, and refused with ``RANGE`` if it would cost more than
-is left of its budget:
+A small offer can describe a large plan: a message of 1,500 bytes can ask for gigabytes of
+descriptors. Reading an offer is bounded by the limits of its format. Planning is not, so its cost
+is estimated from counts before anything of that size is listed, and a plan that would cost more
+than is left of its budget is refused with ``RANGE``:
 
-- An estimate counts bytes of memory, as if nothing that was allocated were ever free again.
-- Time counts as the bytes that numpy fills in it, 200 MB in a second. A step that takes time
-  without memory, such as a loop of Python, counts as many bytes as it takes time.
+- An estimate counts all bytes that are allocated, also those that are freed in between.
+- Time counts as bytes too, 200 MB for a second, which is how fast numpy fills memory.
 
 ``python -m benchmarks.hostile`` measures how true that is.
 """
@@ -21,16 +20,16 @@ from kvplan._text import size
 from kvplan.errors import KVPlanError
 
 MESSAGE_BYTES: Final = 200
-"""What it takes to read a byte of an offer, whatever it says."""
+"""The cost of reading a byte of an offer, whatever it says."""
 
 UNITS_END: Final = 1 << 2048
 """Counts of units are below this: products of all dimensions of an offer are."""
 
 
 class Budget:
-    """What all plans that are given it may cost together.
+    """The estimated cost that all plans may have together to which it is passed.
 
-    A plan that is given none has one of its own. A larger budget is for peers that you trust.
+    A plan without one has the default. Pass a larger budget for peers that you trust.
 
     >>> from kvplan import Budget, Model, plan_reads
     >>> model = Model.shipped("qwen2.5-1.5b")
@@ -38,7 +37,7 @@ class Budget:
     >>> budget = Budget(4 << 30)
     >>> plan = plan_reads(decode, [prefill], budget=budget)
     >>> budget
-    <Budget of 4 GiB, of which 406.1 KiB are taken>
+    <Budget of 4 GiB, 406.1 KiB spent>
     >>> plan_reads(decode, [prefill], budget=Budget(1000))
     Traceback (most recent call last):
     kvplan.errors.KVPlanError: RANGE: cannot plan: expected work of at most 1000 bytes,
@@ -49,16 +48,16 @@ class Budget:
     """
 
     DEFAULT_BYTES: Final = 5 << 28
-    """What a hybrid of 128 layers needs whose convolutions are reordered."""
+    """Enough for a hybrid of 128 layers whose convolutions are reordered."""
 
     def __init__(self, num_bytes: int = DEFAULT_BYTES) -> None:
         self.num_bytes: int = integer(num_bytes, "bytes of a budget", high=1 << 62)
-        self.num_taken: int = 0
+        self.num_spent: int = 0
 
-    def take(self, number: int, unit: str, bytes_each: int, action: str, **details: Any) -> None:
-        """Take what ``number`` units need, or raise ``RANGE`` if there is not as much left."""
+    def spend(self, number: int, unit: str, bytes_each: int, action: str, **details: Any) -> None:
+        """Spend what ``number`` units cost, or raise ``RANGE`` if less is left."""
         number = integer(number, "number of units", high=UNITS_END)
-        total = self.num_taken + number * integer(bytes_each, "bytes of a unit", high=UNITS_END)
+        total = self.num_spent + number * integer(bytes_each, "bytes of a unit", high=UNITS_END)
         if total > self.num_bytes:
             raise KVPlanError(
                 "RANGE",
@@ -69,7 +68,7 @@ class Budget:
                 value=number,
                 **details,
             )
-        self.num_taken = total
+        self.num_spent = total
 
     def __repr__(self) -> str:
-        return f"<Budget of {size(self.num_bytes)}, of which {size(self.num_taken)} are taken>"
+        return f"<Budget of {size(self.num_bytes)}, {size(self.num_spent)} spent>"

@@ -50,7 +50,7 @@ def test_one_fingerprint_is_one_geometry(case: Case) -> None:
     known: dict[str, object] = {}
     for worker in all_of(case):
         offer = json.loads(encode(worker))
-        rest = [offer[key] for key in ("groups", "layouts")], worker.geometry_of, worker.places.tolist()
+        rest = [offer[key] for key in ("groups", "layouts")], worker.geometry_of, worker.region_offsets.tolist()
         named = [(region.size_bytes, region.memory) for region in worker.regions], [view.name for view in worker.views]
         assert known.setdefault(fingerprint(worker), (rest, named)) == (rest, named)
     event(f"{len(known)} of {len(all_of(case))} differ")

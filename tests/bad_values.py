@@ -187,7 +187,7 @@ def calls() -> Calls:
     yield "Worker", Worker, worker
     yield "region_of", kvplan.region_of, {"tensor": TENSOR, "name": "kv"}
     view = {"tensor": TENSOR, "pattern": "block head dim", "name": "a", "group": "attn"}
-    yield "view_of", kvplan.view_of, {**view, "region": kvplan.region_of(TENSOR), "parts": {"head": (0, 2, 4)}}
+    yield "view_of", kvplan.view_of, {**view, "region": kvplan.region_of(TENSOR), "shards": {"head": (0, 2, 4)}}
 
     sides = {"destinations": [OURS], "sources": [THEIRS]}
     options = {"not_transferred": (), "budget": Budget()}

@@ -47,22 +47,22 @@ def test_a_door_takes_what_it_needs_and_not_a_byte_less(door: str) -> None:
     """Each counts before it works: with as much as it takes it succeeds, with a byte less it is refused."""
     budget = Budget()
     DOORS[door](budget)
-    assert 0 < budget.num_taken < budget.num_bytes
-    DOORS[door](Budget(budget.num_taken))
+    assert 0 < budget.num_spent < budget.num_bytes
+    DOORS[door](Budget(budget.num_spent))
     with pytest.raises(KVPlanError, match=r"^RANGE: .*got an estimate of .*pass a larger kvplan.Budget"):
-        DOORS[door](Budget(budget.num_taken - 1))
+        DOORS[door](Budget(budget.num_spent - 1))
 
 
 def test_all_that_is_given_one_budget_counts_together() -> None:
     """Two plans take twice what one does, what is refused is not taken, and a plan without one has its own."""
     single = Budget()
     DOORS["plan_reads"](single)
-    double = Budget(2 * single.num_taken)
+    double = Budget(2 * single.num_spent)
     DOORS["plan_reads"](double)
     DOORS["plan_reads"](double)
     with pytest.raises(KVPlanError, match=r"^RANGE: "):
         DOORS["plan_reads"](double)
-    assert double.num_taken == double.num_bytes
+    assert double.num_spent == double.num_bytes
     assert plan_reads(LOCAL, REMOTES).pairs
 
 

@@ -269,9 +269,9 @@ MAKERS: Mapping[Callable[..., object], tuple[str, ...]] = {
     lambda **changes: Group(**{"name": "attn", **changes}): ("name", "tokens_per_block", "context"),
     view: tuple(field.name for field in attrs.fields(View)),
     worker: tuple(field.name for field in attrs.fields(Worker)),
-    read_view: ("tensor", "pattern", "name", "group", "region", "parts"),
-    lambda **changes: read_view(parts={"dim": changes["part"]}): ("part",),
-    lambda **changes: read_view(parts={"dim": (changes["start"], 8, 8)}): ("start",),
+    read_view: ("tensor", "pattern", "name", "group", "region", "shards"),
+    lambda **changes: read_view(shards={"dim": changes["part"]}): ("part",),
+    lambda **changes: read_view(shards={"dim": (changes["start"], 8, 8)}): ("start",),
 }
 
 

@@ -198,7 +198,7 @@ def digests() -> dict[str, Any]:
     region = region_of(cache)
     group = Group("attn", 4, Context(1, 2, 2))
     view = view_of(
-        cache, "block token head dim", name="layers.0", group="attn", region=region, parts={"head": (0, 6, 12)}
+        cache, "block token head dim", name="layers.0", group="attn", region=region, shards={"head": (0, 6, 12)}
     )
     worker = Worker("engine", 0, [region], [group], [view])
     return cache_digests(worker, memories_of([cache]), {"attn": Blocks([2, 0, 3])}, (3, 21))

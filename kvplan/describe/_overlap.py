@@ -1,6 +1,6 @@
 """Finds views that share bytes, and one byte that they share, without visiting every block.
 
-The bytes of a view are a set of *strided runs*, one for each contiguous piece of a block:
+The bytes of a view are a set of *strided runs*, one for each contiguous byte range of a block:
 ``length`` bytes at ``start + k * step`` for ``k < count``. Two strided runs can share a byte only
 if their spans overlap, and if they overlap modulo the greatest common divisor of their steps. Of
 the few pairs that remain, those of one step are decided exactly, and others are refused: no engine

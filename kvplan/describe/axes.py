@@ -1,8 +1,8 @@
 """Axes: one dimension of a view, and the byte offset of every coordinate along it.
 
-An axis names the part ``[start, stop)`` of a global size that a worker holds, and the bytes between
-neighbouring coordinates. A name may appear twice in a view, outer digit first: ``token`` as 33
-kernel blocks of 16 slots is ``Axis("token", 0, 33, 33, outer)`` and
+An axis names the range ``[start, stop)`` of a global size that a worker holds, and the bytes
+between neighbouring coordinates. A name may appear twice in a view, outer digit first: ``token`` as
+33 kernel blocks of 16 slots is ``Axis("token", 0, 33, 33, outer)`` and
 ``Axis("token", 0, 16, 16, inner)``, together 528 slots.
 
 :func:`segments` turns the digits of one name into the form that the planner uses: intervals of the
@@ -39,7 +39,7 @@ The limit keeps a small offer from claiming much memory.
 
 @attrs.frozen
 class Axis:
-    """One dimension of a view: the part ``[start, stop)`` of ``size``.
+    """One dimension of a view: the range ``[start, stop)`` of ``size``.
 
     Neighbours are ``stride_bytes`` apart. All are integers in ``[0, 2**63)`` with
     ``start < stop <= size``. An axis that holds a single coordinate has no meaningful stride; it is
@@ -128,7 +128,7 @@ class Segments:
         origin = 0
         layout: list[int] = []
         for low, high, offset, stride in zip(*columns, strict=True):
-            # the part of the segment that lies in the range
+            # what of the segment lies in the range
             first = max(low, start)
             length = min(high, stop) - first
             first_offset = offset + (first - low) * stride

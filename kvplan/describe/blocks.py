@@ -38,7 +38,7 @@ INTEGERS: Final = "a flat sequence of integers"
 def _integers(
     values: Any, noun: str, end: int, dtype: str
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return integers in ``[0, end)``, in their order and ascending, in memory of their own."""
+    """Return integers in ``[0, end)``, in their order and ascending, in new memory."""
     numbers = _array(values, dtype)
     if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
         got = f"{numbers.dtype} of shape {numbers.shape}"
@@ -164,7 +164,7 @@ class Blocks:
             if stop - start == block_ordinals.size:
                 block_ordinals = None
         highest = int(ascending_ids[-1]) if ascending_ids.size else -1
-        # an id that appears twice stands beside itself where they ascend
+        # an id that appears twice is next to itself where they ascend
         is_repeated = ascending_ids[1:] == ascending_ids[:-1]
         twice = int(ascending_ids[is_repeated.argmax()]) if np.count_nonzero(is_repeated) else None
         self.__attrs_init__(
@@ -261,7 +261,7 @@ def _covered(ordinals: Ints, listed: Any) -> Range:
 def _by_ordinal(ids: Ints, values: Any) -> tuple[Ints, Ints]:
     """Return ids and their ordinals, both by ascending ordinal."""
     ordinals, ascending = _integers(values, "ordinals", POSITION_END, "q")
-    expected = "an ordinal of its own for each id"
+    expected = "a different ordinal for each id"
     repeated = ascending[1:][ascending[1:] == ascending[:-1]]
     if repeated.size:
         raise _unreadable(expected, f"ordinal {repeated[0]} twice")
@@ -338,7 +338,7 @@ def check_listed(group: str, start: int, stop: int, low: int, high: int, side: s
         raise _unbound("BLOCKS", side, group, expected, f"[{low}, {high})", **details)
 
 
-def places(group: str, table: Blocks, ordinals: Ints, side: str) -> Ints:
+def table_indices(group: str, table: Blocks, ordinals: Ints, side: str) -> Ints:
     """Return the index in ``table.ids`` of each ordinal.
 
     ``ordinals`` must be ascending and all in the table.

@@ -88,7 +88,7 @@ class MemoryOwner:
     def of(cls, tensor: Any) -> MemoryOwner:
         """Return the owner of a tensor's memory. Raises as :func:`region_of` does."""
         elements = _read_tensor(tensor)
-        # a torch tensor may be part of an allocation, of which all views share one region
+        # a torch tensor may be a view of an allocation, of which all views share one region
         if hasattr(tensor, "untyped_storage"):
             storage = tensor.untyped_storage()
             return cls(storage, *_storage_range(storage))
@@ -133,7 +133,7 @@ def check_memory(regions: Iterable[Region], action: str) -> None:
                 raise KVPlanError(
                     "MEMORY",
                     action,
-                    expected=f"region {region.name!r} in memory that stays where it is",
+                    expected=f"region {region.name!r} in memory that does not move",
                     got="a tensor that was resized since it was described",
                     region=region.name,
                 )
@@ -146,24 +146,24 @@ def view_of(
     name: str,
     group: Group | str,
     region: Region,
-    parts: Mapping[str, tuple[int, int, int]] | None = None,
+    shards: Mapping[str, tuple[int, int, int]] | None = None,
 ) -> View:
     """Return the view that describes ``tensor``: its shape, strides, dtype and address.
 
     Nothing is copied. ``pattern`` names the dimensions in order. One of them is ``block``; a name
-    may appear twice, outer digit first. ``parts`` gives ``(start, stop, size)`` for each axis of
-    which the tensor holds only a part. ``region`` is the memory that holds the tensor, as returned
-    by :func:`region_of`.
+    may appear twice, outer digit first. ``shards`` gives ``(start, stop, size)`` for each axis
+    of which the tensor holds only a shard. ``region`` is the memory that holds the tensor, as
+    returned by :func:`region_of`.
 
-    Raises ``AXES`` where pattern and shape disagree, ``SIZE`` where a part and its dimension differ
-    in length, ``STRIDE`` for a negative stride, and ``BOUNDS`` where the tensor starts before its
-    region or lies in memory of another kind or device.
+    Raises ``AXES`` where pattern and shape disagree, ``SIZE`` where a shard and its dimension
+    differ in length, ``STRIDE`` for a negative stride, and ``BOUNDS`` where the tensor starts
+    before its region or lies in memory of another kind or device.
 
     >>> import numpy as np
     >>> from kvplan import region_of, view_of
     >>> cache = np.zeros((100, 2, 4, 16, 128), np.float16)  # block, K and V, heads 4-7, slot, dim
     >>> view = view_of(cache, "block kv head token dim", name="layers.0.attn", group="attn",
-    ...                region=region_of(cache), parts={"head": (4, 8, 8)})
+    ...                region=region_of(cache), shards={"head": (4, 8, 8)})
     >>> print(*view.axes, sep="; ")
     kv [0, 2) of 2 stride 16384; head [4, 8) of 8 stride 4096; token [0, 16) of 16 stride 256;
     dim [0, 128) of 128 stride 2
@@ -186,7 +186,7 @@ def view_of(
             address=elements.address,
         )
     lengths = dict(zip(axis_names, elements.shape, strict=True))
-    held_parts = _held_parts(name, lengths, axis_names, {} if parts is None else parts)
+    held_shards = _held_shards(name, lengths, axis_names, {} if shards is None else shards)
     block_stride_bytes = 0
     axes = list[Axis]()
     for axis_name, length, stride_bytes in zip(
@@ -197,8 +197,8 @@ def view_of(
         if axis_name == BLOCK_NAME:
             block_stride_bytes = stride_bytes
         else:
-            part = held_parts.get(axis_name, (0, length, length))
-            axes.append(Axis(axis_name, *part, stride_bytes))
+            shard = held_shards.get(axis_name, (0, length, length))
+            axes.append(Axis(axis_name, *shard, stride_bytes))
     # the tensor's first element, from the start of its region
     offset_bytes = elements.address - region.address
     num_blocks = lengths[BLOCK_NAME]
@@ -247,29 +247,29 @@ def _check_memory(view: str, device: Device, region: Region) -> None:
         )
 
 
-def _held_parts(
-    view: str, lengths: Mapping[str, int], axis_names: Sequence[str], parts: Any
+def _held_shards(
+    view: str, lengths: Mapping[str, int], axis_names: Sequence[str], shards: Any
 ) -> dict[str, tuple[int, int, int]]:
-    """Return ``parts`` with exact integers.
+    """Return ``shards`` with exact integers.
 
-    Each axis must appear once in the pattern, and its part match its dimension's length.
+    Each axis must appear once in the pattern, and its shard match its dimension's length.
     """
-    if not isinstance(parts, Mapping):
-        raise wrong_type(f"the parts of view {view!r}", "a mapping of axis names", parts)
-    held_parts = {}
-    for axis_name, part in parts.items():
+    if not isinstance(shards, Mapping):
+        raise wrong_type(f"the shards of view {view!r}", "a mapping of axis names", shards)
+    held_shards = {}
+    for axis_name, shard in shards.items():
         if axis_names.count(axis_name) != 1 or axis_name == BLOCK_NAME:
             raise KVPlanError(
                 "AXES",
-                f"read the parts of view {view!r}",
+                f"read the shards of view {view!r}",
                 expected=f"axes that appear once in {' '.join(axis_names)!r}",
                 got=shown(axis_name),
                 axis=shown(axis_name),
             )
-        subject = f"the part of axis {axis_name!r} of view {view!r}"
-        if not isinstance(part, Sequence) or len(part) != 3:
-            raise wrong_type(subject, "(start, stop, size)", part)
-        start, stop, size = (integer(bound, subject) for bound in part)
+        subject = f"the shard of axis {axis_name!r} of view {view!r}"
+        if not isinstance(shard, Sequence) or len(shard) != 3:
+            raise wrong_type(subject, "(start, stop, size)", shard)
+        start, stop, size = (integer(bound, subject) for bound in shard)
         if stop - start != lengths[axis_name]:
             raise KVPlanError(
                 "SIZE",
@@ -279,8 +279,8 @@ def _held_parts(
                 axis=axis_name,
                 length=lengths[axis_name],
             )
-        held_parts[axis_name] = (start, stop, size)
-    return held_parts
+        held_shards[axis_name] = (start, stop, size)
+    return held_shards
 
 
 def _read_tensor(tensor: Any) -> _TensorMemory:
@@ -309,7 +309,7 @@ def _read_tensor(tensor: Any) -> _TensorMemory:
             return _TensorMemory(shape, tuple(tensor.strides), dtype, address)
         strides_bytes = tuple(int(stride) * ITEMSIZE[dtype] for stride in tensor.stride())
         address = int(tensor.data_ptr())
-    except RuntimeError:  # of a sparse tensor, in words of the framework's own
+    except RuntimeError:  # of a sparse tensor, in the framework's words
         address = 0
     if not address:
         raise wrong_type("a tensor", "a dense tensor with memory", tensor)

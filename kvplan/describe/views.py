@@ -1,4 +1,4 @@
-"""Regions, groups and views: where a worker keeps its part of a logical tensor.
+"""Regions, groups and views: where a worker keeps its shard of a logical tensor.
 
 The byte address of an element is a sum with one term per dimension::
 
@@ -234,13 +234,13 @@ def _axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     return members(Axis, axes, "axes of a view")
 
 
-_UNPLACED: Final = ("group", "dtype", "axes", "num_blocks", "block_stride_bytes")
-"""The fields of a view that depend on neither its name nor its place."""
+_WITHOUT_ADDRESS: Final = ("group", "dtype", "axes", "num_blocks", "block_stride_bytes")
+"""The fields of a view that depend on neither its name nor its address."""
 
 
 @attrs.frozen
 class View:
-    """The place of one worker's part of the logical tensor ``name``, in all blocks of a pool.
+    """Where one worker keeps its shard of the logical tensor ``name``, in all blocks of a pool.
 
     ``group`` and ``region`` are names within the worker, or the objects themselves.
     ``offset_bytes`` is the offset in the region of the first element of block 0. ``dtype`` is a key
@@ -283,7 +283,7 @@ class View:
         self._check_elements_apart()
 
     def at(self, view_name: str, region: Region, offset_bytes: int) -> View:
-        """Return this view under another name and in another place.
+        """Return this view under another name and at another address.
 
         Only these are checked, since nothing else of a view depends on them. :func:`attrs.evolve`
         checks everything.
@@ -295,13 +295,13 @@ class View:
         True
         """
         # without the checks of the constructor, which this view has passed: layers are many
-        placed = object.__new__(View)
-        for field in _UNPLACED:
-            object.__setattr__(placed, field, getattr(self, field))
-        object.__setattr__(placed, "name", name(view_name, "name of a view"))
-        object.__setattr__(placed, "region", instance(Region, region, "region of a view").name)
-        object.__setattr__(placed, "offset_bytes", integer(offset_bytes, "offset_bytes of a view"))
-        return placed
+        moved = object.__new__(View)
+        for field in _WITHOUT_ADDRESS:
+            object.__setattr__(moved, field, getattr(self, field))
+        object.__setattr__(moved, "name", name(view_name, "name of a view"))
+        object.__setattr__(moved, "region", instance(Region, region, "region of a view").name)
+        object.__setattr__(moved, "offset_bytes", integer(offset_bytes, "offset_bytes of a view"))
+        return moved
 
     def _check_token_axis_is_whole(self) -> None:
         for axis in self.axes:
@@ -311,7 +311,7 @@ class View:
                     f"describe view {self.name!r}",
                     expected=f"all {axis.size} slots of the token axis",
                     got=f"[{axis.start}, {axis.stop})",
-                    hint="a Context spreads positions over workers: describe one for each part",
+                    hint="a Context spreads positions over workers: describe one for each rank",
                     start=axis.start,
                     stop=axis.stop,
                     size=axis.size,
@@ -365,7 +365,7 @@ class View:
 
 @attrs.frozen
 class Geometry:
-    """All that planning needs of a view, without its name and its place in memory.
+    """All that planning needs of a view, without its name and its address.
 
     Equal layers share a geometry.
     """

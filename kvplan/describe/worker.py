@@ -9,7 +9,7 @@ Every worker satisfies the rules of validation (V) from its construction on:
   out where that is one slot of several tokens. In a state group there is none.
 - describe.V4: Views of one group share no byte, neither in one region nor in regions that overlap.
   Where blocks of one view lie between those of another, both have one stride.
-- describe.V5: A group has at most one view of each part of a tensor. Two layers under one name
+- describe.V5: A group has at most one view of each shard of a tensor. Two layers under one name
   break this rule.
 """
 
@@ -75,7 +75,7 @@ Key = tuple[str, int]
 
 
 def key_of(worker: Any, subject: str) -> Key:
-    """Return the key of a worker, which may also be given in its place."""
+    """Return the key of a worker, which may also be given instead."""
     if isinstance(worker, Worker):
         return worker.key
     if not isinstance(worker, tuple) or len(worker) != 2:
@@ -90,7 +90,7 @@ def label_of(key: Key) -> str:
     return f"{engine_id}/{rank}"
 
 
-class _RegionPlace(NamedTuple):
+class _RegionOffset(NamedTuple):
     """The first region of a chain of overlapping ones, and the bytes from it to a region."""
 
     first: str
@@ -138,7 +138,7 @@ class Worker:
         self._check_views()
         number = sum(most_segments(geometry.axes) for geometry in self.geometries)
         at_most(MAX_SEGMENTS, number, "segments of axes", f"describe worker {self.label}")
-        self._check_parts()
+        self._check_shards()
         self._check_apart()
 
     def _check_views(self) -> None:
@@ -197,21 +197,21 @@ class Worker:
             )
         return values[key]
 
-    def _check_parts(self) -> None:
+    def _check_shards(self) -> None:
         """Check rule describe.V5."""
         # most workers have one view of each tensor, and need no look at their axes
         if len({view.name for view in self.views}) == len(self.views):
             return
-        view_of_part: dict[Any, View] = {}
+        view_of_shard: dict[Any, View] = {}
         for view in self.views:
-            part = frozenset((axis.name, axis.start, axis.stop, axis.size) for axis in view.axes)
-            if view_of_part.setdefault((view.name, view.group, part), view) is not view:
+            shard = frozenset((axis.name, axis.start, axis.stop, axis.size) for axis in view.axes)
+            if view_of_shard.setdefault((view.name, view.group, shard), view) is not view:
                 raise KVPlanError(
                     "NAME",
                     f"place view {view.name!r} of worker {self.label}",
-                    expected=f"each part of a tensor once in group {view.group!r}",
-                    got="two views of the same part",
-                    hint="does each layer have a name of its own?",
+                    expected=f"each shard of a tensor once in group {view.group!r}",
+                    got="two views of the same shard",
+                    hint="does each layer have a different name?",
                     name=view.name,
                 )
 
@@ -223,11 +223,11 @@ class Worker:
         for view in self.views:
             pools.setdefault((joined[view.region].first, view.group), []).append(view)
         for first, second in overlaps(*pools.values(), apart=_distances(joined)):
-            own_place = f"in region {second.view.region!r} for group {second.view.group!r}"
+            in_region = f"in region {second.view.region!r} for group {second.view.group!r}"
             raise KVPlanError(
                 "OVERLAP",
                 f"place view {second.view.name!r} of worker {self.label}",
-                expected=f"bytes of its own {own_place}",
+                expected=f"bytes of its own {in_region}",
                 got=describe_overlap(first, second),
                 first=first.view.name,
                 second=second.view.name,
@@ -235,9 +235,9 @@ class Worker:
                 bytes=(first.byte, second.byte),
             )
 
-    def _joined_regions(self) -> dict[str, _RegionPlace]:
-        """Return the place of each region in its chain of overlapping regions."""
-        joined: dict[str, _RegionPlace] = {}
+    def _joined_regions(self) -> dict[str, _RegionOffset]:
+        """Return the offset of each region in its chain of overlapping regions."""
+        joined: dict[str, _RegionOffset] = {}
         first: Region | None = None
         end = 0
         # on each device, by ascending address
@@ -247,7 +247,7 @@ class Worker:
                 first = region
                 end = 0
             end = max(end, region.end)
-            joined[region.name] = _RegionPlace(first.name, region.address - first.address)
+            joined[region.name] = _RegionOffset(first.name, region.address - first.address)
         return joined
 
     @cached_property
@@ -279,7 +279,7 @@ class Worker:
     @cached_property
     def _geometries(self) -> _Geometries:
         groups = {group.name: group for group in self.groups}
-        # equal layers often share a tuple of axes, so its identity stands for it in a view's key
+        # equal layers often share a tuple of axes, so a view's key has its identity instead
         axes_ids = map(id, map(_AXES, self.views))
         keys = list(zip(axes_ids, map(_PAGE_FIELDS, self.views), strict=True))
         index_of_key: dict[Any, int] = {}
@@ -309,8 +309,8 @@ class Worker:
         return self._geometries.indices
 
     @cached_property
-    def places(self) -> Ints:
-        """The place of each view, (views, 2) int64: its region's index, and its offset in bytes."""
+    def region_offsets(self) -> Ints:
+        """For each view its region's index, and its offset there in bytes: (views, 2) int64."""
         index_of = {region.name: index for index, region in enumerate(self.regions)}
         region_indices = [index_of[view.region] for view in self.views]
         offsets = [view.offset_bytes for view in self.views]
@@ -318,7 +318,7 @@ class Worker:
 
     @cached_property
     def outline(self) -> tuple[Any, ...]:
-        """All views with their places in the regions.
+        """All views with their offsets in the regions.
 
         It is equal for workers that differ in name and addresses alone.
         """
@@ -329,7 +329,7 @@ class Worker:
             names,
             self.geometry_of,
             self.geometries,
-            self.places.tobytes(),
+            self.region_offsets.tobytes(),
         )
 
     @property
@@ -362,9 +362,9 @@ def _device(region: Region) -> tuple[str, int]:
     return region.memory, region.device_id
 
 
-def _distances(joined: Mapping[str, _RegionPlace]) -> dict[str, int]:
+def _distances(joined: Mapping[str, _RegionOffset]) -> dict[str, int]:
     """Return the distance of each region from the first one of its chain."""
-    return {region: place.distance_bytes for region, place in joined.items()}
+    return {region: offset.distance_bytes for region, offset in joined.items()}
 
 
 def checked_names(values: Iterable[str], *workers: Worker) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from kvplan.describe.blocks import Blocks, Range
 from kvplan.describe.views import TOKEN, Group
 from kvplan.describe.worker import Worker
 from kvplan.display.blocks import TENSOR, DrawnLayer, Interval, boxes, folded, layers_of
-from kvplan.plan.align import before, in_slots, in_tokens, period, position_of, reach, slots
+from kvplan.plan.align import before, in_slots, in_tokens, period, position_of, reach
 from kvplan.plan.bind import range_of
 from kvplan.plan.tables import Descriptors
 from kvplan.plan.transfer import TransferPlan
@@ -109,7 +109,8 @@ def _half_open(held: Interval) -> str:
 def positions_in(group: Group, ordinal: int, low: int = 0, high: int | None = None) -> Interval:
     """Return the positions in slots ``[low, high)`` of a block, with gaps for other contexts."""
     first, stop = (
-        ordinal * slots(group) + slot for slot in (low, slots(group) if high is None else high)
+        ordinal * group.num_slots + slot
+        for slot in (low, group.num_slots if high is None else high)
     )
     start, last = position_of(group, first), position_of(group, stop - 1)
     return Interval(POSITION, start, last + 1, has_gaps=last - start > stop - 1 - first)
@@ -198,7 +199,7 @@ def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tupl
     budget = Budget()
     # each group of a peer is bound by itself, with ranges for all groups
     number = len(plan.local.groups) ** 2 * sum(len(worker.groups) for worker in plan.remotes)
-    budget.take(number, "ranges of groups", RANGE_BYTES, f"draw {plan.local.label}")
+    budget.spend(number, "ranges of groups", RANGE_BYTES, f"draw {plan.local.label}")
     drawn: dict[Any, Panel] = {}
     for group in plan.local.groups:
         part = excerpt(plan, group, request)
@@ -246,7 +247,7 @@ def excerpt(
     """
     remote_groups = _remote_groups(plan, group)
     # The local blocks after which both sides repeat.
-    turn = math.ceil(period(group, *remote_groups) / slots(group) / group.context.size)
+    turn = math.ceil(period(group, *remote_groups) / group.num_slots / group.context.size)
     if request is None:
         request = _example(plan, group, remote_groups, turn)
         asked = in_slots(group, request["tokens"])
@@ -261,7 +262,7 @@ def excerpt(
         if group.tokens_per_block is None:
             stop = min(stop, start + 1)
         else:
-            first_block = before(group, start) // slots(group)
+            first_block = before(group, start) // group.num_slots
             _, end = reach(group, first_block, min(turn, MAX_EXAMPLE_BLOCKS))
             stop = min(stop, end, start + MAX_POSITIONS)
     if start >= stop:
@@ -311,7 +312,7 @@ def _asked(
 def _num_blocks(group: Group, tokens: Range) -> int:
     """Return how many blocks hold some of the tokens, or of the states."""
     start, stop = in_slots(group, tokens)
-    return -(-before(group, stop) // slots(group)) - before(group, start) // slots(group)
+    return -(-before(group, stop) // group.num_slots) - before(group, start) // group.num_slots
 
 
 def _example(
@@ -327,14 +328,14 @@ def _example(
             reach(far_group, 0, _pool(plan.remotes, far_group))[1] for far_group in remote_groups
         ]
         num_blocks = min(turn if turn <= MAX_EXAMPLE_BLOCKS else 2, pool)
-        stop = min(num_blocks * slots(group) * group.context.size, MAX_POSITIONS, *ends)
+        stop = min(num_blocks * group.num_slots * group.context.size, MAX_POSITIONS, *ends)
     # Local ids ascend and remote ids descend: no two blocks are neighbours on both sides.
     local = {local_group.name: Blocks([]) for local_group in plan.local.groups}
-    local[group.name] = Blocks(range(-(-before(group, stop) // slots(group))))
+    local[group.name] = Blocks(range(-(-before(group, stop) // group.num_slots)))
     remote = {far_group.name: Blocks([]) for worker in plan.remotes for far_group in worker.groups}
     for remote_group in remote_groups:
         # Several workers may have a group of that name: the table serves the longest of them.
-        num_blocks = -(-before(remote_group, stop) // slots(remote_group))
+        num_blocks = -(-before(remote_group, stop) // remote_group.num_slots)
         num_blocks = max(num_blocks, remote[remote_group.name].ids.size)
         remote[remote_group.name] = Blocks(range(num_blocks)[::-1])
     return {"local": local, "remote": remote, "tokens": in_tokens(group, (0, stop))}
@@ -465,7 +466,7 @@ class _Pieces:
             ids, first = np.unique(table.ids, return_index=True)  # a source may have a block twice
             spans = np.array([*layer.cells.pieces], np.int64)
             num_pieces = len(spans) * ids.size
-            budget.take(num_pieces, "pieces of blocks", PIECE_BYTES, f"draw {worker.label}")
+            budget.spend(num_pieces, "pieces of blocks", PIECE_BYTES, f"draw {worker.label}")
             block = np.repeat(ids.astype(np.int64), len(spans))
             start, stop = np.tile(spans, (ids.size, 1)).T
             offset = layer.offset + block * layer.block_stride_bytes + start
@@ -516,7 +517,7 @@ def _copies(
     budget: Budget,
 ) -> Iterator[BoxCopy]:
     """Yield the copies of one layer, as large as boxes of both sides can be."""
-    budget.take(len(rows), "copies", COPY_BYTES, f"draw {plan.local.label}")
+    budget.spend(len(rows), "copies", COPY_BYTES, f"draw {plan.local.label}")
     for row in rows:
         sides = layers[row.local.layer], remotes[row.remote_index][row.remote.layer]
         ends = [

@@ -19,7 +19,6 @@ from kvplan.describe.views import Group, Region, View
 from kvplan.describe.worker import Worker, label_of
 from kvplan.errors import KVPlanError
 from kvplan.handshake.messages import PeerError
-from kvplan.plan.align import slots
 from kvplan.plan.mesh import MeshPlan
 from kvplan.plan.specs import DIRECTIONS, Pair, ReadSpec
 from kvplan.plan.tables import Table
@@ -218,7 +217,7 @@ def _groups_by_token(plan: TransferPlan, pairs: Iterable[Pair]) -> dict[str, Non
         for ids in pair.group_pairs:
             # Tokens that no longer run covers move one by one in every request.
             is_joined = all(tokens.only_at_cuts for tokens in ids.tokens)
-            if not is_joined and min(map(slots, ids.groups)) > 1:
+            if not is_joined and min(group.num_slots for group in ids.groups) > 1:
                 names[ids.groups[local].name] = None
     return names
 
@@ -277,7 +276,7 @@ def rows_of(table: Table) -> Iterator[dict[str, Any]]:
 
 def _columns(table: Table) -> Iterator[str]:
     """Yield every row of a table, below heads."""
-    Budget().take(len(table.rows), "rows", ROW_BYTES, "explain a table")
+    Budget().spend(len(table.rows), "rows", ROW_BYTES, "explain a table")
     lines: list[Sequence[str]] = [TABLE_HEADS]
     for row in rows_of(table):
         ids = f"[{row['first_id']}, {row['stop_id']})"

@@ -188,7 +188,7 @@ def _difference(field: str, local: str, remote: str, where: str = "") -> Differe
 def _stored_views(worker: Worker, tensor: str) -> StoredViews:
     stored = list[_StoredView]()
     for view in worker.tensors.get(tensor, ()):
-        region_index, _ = worker.places[view]
+        region_index, _ = worker.region_offsets[view]
         region = worker.regions[region_index]
         geometry = worker.geometries[worker.geometry_of[view]]
         stored.append(_StoredView(geometry, f"{region.memory} {region.device_id}"))

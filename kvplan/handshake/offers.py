@@ -151,7 +151,7 @@ def _fields(worker: Worker) -> dict[str, Any]:
         memory = _index_of((region.memory, region.device_id, region.size_bytes), memories)
         regions.append((stem, number, memory, region.address))
     views = list[tuple[Any, ...]]()
-    places = worker.places.tolist()
+    places = worker.region_offsets.tolist()
     for view, layout, place in zip(worker.views, worker.geometry_of, places, strict=True):
         before, number, after = split(view.name)
         views.append((_index_of((before, after), stems), number, layout, *place))

@@ -15,12 +15,12 @@ engine: everything is views.
 
 1. **match** pairs tensors by name. Tensors of equal geometry are planned once: all layers of a
    kind.
-2. **cells** cuts the destination's part of a tensor where the part of a source begins or ends,
+2. **cells** cuts the destination's shard of a tensor where the shard of a source begins or ends,
    along every axis, and chooses one source for each box.
 3. **runs** finds the bytes of a box that are contiguous on both sides. First within one token: axes
    whose strides equal on both sides merge, and neighbouring heads, K and V, layers and tensors
    join. Then across tokens, inside a block.
-4. **rows** gives each run a place in a strided row: equal runs at a constant step, repeated in
+4. **rows** puts each run into a strided row: equal runs at a constant step, repeated in
    every block of the pool. A descriptor's id is ``base + step * block id + slot term``, where only
    the block id depends on the request. Runs that share all but the base are one **series**.
 5. **bind** computes these sums for the blocks of a request: one addition for each series.
@@ -50,7 +50,7 @@ both::
 Nothing joins across two blocks of one side: any two blocks may be anywhere in the pool. Inside a
 block pair the tokens of a longest run follow each other on both sides. The positions that such runs
 cover are the *spans* of a period: most often a block pair each. A block pair has several spans
-where one side keeps its tokens in pieces, such as kernel blocks of 16 in a block of 64.
+where one side keeps its tokens in segments, such as kernel blocks of 16 in a block of 64.
 
 A request's range may cover a span or cut it. A span that is covered moves by its longest runs. One
 that is cut, at most the first and the last, moves token by token:
@@ -75,14 +75,15 @@ everything but base addresses.
 Bounds
 ======
 
-Workers come from the offers of peers, and a small offer can describe much. So **estimate** counts
-what each stage is about to list: stretches of axes, cells, runs of one token, their slots on both
-sides, block pairs and rows. A plan whose estimate exceeds its :class:`kvplan.Budget` is refused
-with ``RANGE``. The stages themselves know no budget. ``python -m benchmarks.hostile`` shows what
-offers cost that are made to cost much.
+Workers come from the offers of peers, and a small offer can describe a large plan. So **estimate**
+counts what each stage is about to list: ranges of axes, cells, runs of one token, their slots on
+both sides, block pairs and rows. A plan whose estimate exceeds its :class:`kvplan.Budget` is
+refused with ``RANGE``. The stages themselves know no budget. ``python -m benchmarks.hostile`` shows
+what offers cost that are made to cost much.
 
-Longer runs are optional: where more than 2**20 pieces of a period would have to be joined, tokens
-move one by one. A request is of the caller, so its ids count apart: 2**28 with one worker.
+Longer runs are optional: where more than 2**20 ranges of a period would have to be joined, tokens
+move one by one. Requests come from the caller, not from a peer, so their ids have a limit of their
+own: 2**28 with one worker.
 """
 
 from kvplan.plan.bind import Workspace

@@ -35,11 +35,6 @@ from kvplan.errors import KVPlanError
 Position = TypeVar("Position", int, Ints)
 
 
-def slots(group: Group) -> int:
-    """Return the slots in a block; a block of a state group counts as one slot."""
-    return group.num_slots
-
-
 def in_slots(group: Group, tokens: Range) -> Range:
     """Return the positions whose values a range of tokens needs, where a slot has several tokens.
 
@@ -84,7 +79,7 @@ def cycle(*groups: Group) -> int:
 
 def period(*groups: Group) -> int:
     """Return the positions after which ranks, block boundaries and slots repeat, rule plan.A3."""
-    slots_of_turns = (math.lcm(slots(group), group.interleave_slots) for group in groups)
+    slots_of_turns = (math.lcm(group.num_slots, group.interleave_slots) for group in groups)
     sizes = (group.context.size for group in groups)
     return math.lcm(*(size * turn for size, turn in zip(sizes, slots_of_turns, strict=True)))
 
@@ -141,7 +136,8 @@ def before(group: Group, position: int) -> int:
     [0, 1, 4, 5]
     """
     interleave = group.interleave_slots
-    # Whole cycles count their share; of the last one, what is before `position` and the worker's.
+    # Whole cycles count whole turns; the last one what is before `position` and in the worker's
+    # turn.
     num_cycles, offset = divmod(position, cycle(group))
     num_in_cycle = min(max(offset - group.context.rank * interleave, 0), interleave)
     return num_cycles * interleave + num_in_cycle
@@ -154,7 +150,7 @@ def blocks_and_slots(groups: Sequence[Group], positions: Ints) -> tuple[Ints, In
     """
     blocks, slots_of = np.empty((2, len(groups), positions.size), np.int64)
     for i, group in enumerate(groups):
-        np.divmod(local_index(group, positions), slots(group), out=(blocks[i], slots_of[i]))
+        np.divmod(local_index(group, positions), group.num_slots, out=(blocks[i], slots_of[i]))
     return blocks, slots_of
 
 
@@ -166,8 +162,8 @@ def reach(group: Group, first_block: int, num_blocks: int) -> Range:
     """
     if not num_blocks:
         return 0, 0
-    first_slot = first_block * slots(group)
-    last_slot = (first_block + num_blocks) * slots(group) - 1
+    first_slot = first_block * group.num_slots
+    last_slot = (first_block + num_blocks) * group.num_slots - 1
     return position_of(group, first_slot), position_of(group, last_slot) + 1
 
 

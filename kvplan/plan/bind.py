@@ -23,7 +23,7 @@ from kvplan._text import few, shown
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens, check_listed
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import before, in_slots, of_rank, position_of, reach, slots
+from kvplan.plan.align import before, in_slots, of_rank, position_of, reach
 from kvplan.plan.series import BothBlocks, GroupPair, Ids, Series, SideTable, TablePair
 
 MAX_IDS: Final = 1 << 28
@@ -160,8 +160,8 @@ def wanted(group: Group, table: Blocks, token_range: Range | None, side: str) ->
     first_slot = before(group, start)
     end_slot = before(group, stop)
     if first_slot < end_slot:
-        first_block = first_slot // slots(group)
-        end_block = -(-end_slot // slots(group))
+        first_block = first_slot // group.num_slots
+        end_block = -(-end_slot // group.num_slots)
         check_listed(group.name, first_block, end_block, *table.listed, side)
     return max(low, start), min(high, stop)
 
@@ -191,9 +191,9 @@ def check_same_request(destination: SideTable, source: SideTable) -> None:
         return
     # Of all workers in a context, the last holds the last positions and the first the most blocks.
     last = of_rank(destination.group, destination.group.context.size - 1)
-    end = position_of(last, blocks.stop * slots(last) - 1) + 1
+    end = position_of(last, blocks.stop * last.num_slots - 1) + 1
     first = of_rank(source.group, 0)
-    end_block = -(-before(first, end) // slots(first))
+    end_block = -(-before(first, end) // first.num_slots)
     if source.blocks.stop > max(end_block, source.blocks.first):
         raise KVPlanError(
             "BLOCKS",
@@ -201,8 +201,8 @@ def check_same_request(destination: SideTable, source: SideTable) -> None:
             expected=f"blocks [{source.blocks.first}, {end_block}) of the request, "
             f"as {destination.side} group {destination.group.name!r} has positions below {end}",
             got=f"[{source.blocks.first}, {source.blocks.stop})",
-            hint="do both tables count blocks of their group's size? A range says which part of "
-            "longer tables moves",
+            hint="do both tables count blocks of their group's size? A range says which blocks "
+            "of longer tables move",
             group=source.group.name,
             side=source.side,
             listed=source.blocks.listed,
@@ -232,12 +232,12 @@ def _added(series: Series, blocks: BothBlocks) -> Ids | Ints:
     return added
 
 
-def add_terms(parts: Sequence[Terms], workspace: Workspace | None) -> tuple[Ids, Shapes]:
-    """Return all ids, (2, n) int32, and the shape of each of ``parts``: one addition for each.
+def add_terms(all_terms: Sequence[Terms], workspace: Workspace | None) -> tuple[Ids, Shapes]:
+    """Return all ids, (2, n) int32, and the shape of each of the terms: one addition for each.
 
     Raises ``INT`` if an id does not fit 31 bits.
     """
-    shapes = tuple([part.shape for part in parts])
+    shapes = tuple([each.shape for each in all_terms])
     num_ids = sum([num_runs * num_occurrences for num_runs, num_occurrences in shapes])
     at_most(MAX_IDS, num_ids, "ids with one worker", "bind a request")
     ids = np.empty((2, num_ids), np.int32) if workspace is None else workspace.take(num_ids)
@@ -245,12 +245,12 @@ def add_terms(parts: Sequence[Terms], workspace: Workspace | None) -> tuple[Ids,
     buffer_size = np.setbufsize(16) if is_long else None
     try:
         start = 0
-        for part, (num_runs, num_occurrences) in zip(parts, shapes, strict=True):
-            if part.base.itemsize > ids.itemsize:
-                part = part.narrow()
+        for each, (num_runs, num_occurrences) in zip(all_terms, shapes, strict=True):
+            if each.base.itemsize > ids.itemsize:
+                each = each.narrow()
             stop = start + num_runs * num_occurrences
             sums = ids[:, start:stop].reshape(2, num_runs, num_occurrences)
-            np.add(part.base, part.added, sums)
+            np.add(each.base, each.added, sums)
             start = stop
     finally:
         if buffer_size is not None:

@@ -1,4 +1,4 @@
-"""Block pairs: one block of each side, and the stretches of tokens that follow each other in both.
+"""Block pairs: one block of each side, and the ranges of positions that lie in both.
 
 Positions repeat after a period. In a period there are a few block pairs: one block of the
 destination with one of the source, and the positions that are in both. Inside a block pair, tokens
@@ -18,7 +18,7 @@ from kvplan._arrays import Ints, distinct, heads, integers_in
 from kvplan.describe.axes import Segments
 from kvplan.describe.blocks import POSITION_END
 from kvplan.describe.views import Group
-from kvplan.plan.align import blocks_and_slots, position_of, slots
+from kvplan.plan.align import blocks_and_slots, position_of
 
 MAX_JOINED: Final = 1 << 20
 """The most block pairs and runs of a period that are listed to join runs of one token.
@@ -28,7 +28,7 @@ Where there would be more, these move token by token."""
 
 @attrs.frozen(eq=False)
 class BlockPairs:
-    """Stretches of consecutive positions in one block of each side, by position, of one period.
+    """Ranges of consecutive positions in one block of each side, by position, of one period.
 
     ``position`` and ``num_tokens`` (n,) say which positions; ``block`` and ``slot`` (2, n) where
     the first of them is.
@@ -57,7 +57,7 @@ class TokenChains:
 
 def most_pairs(groups: Sequence[Group], intervals: Ints, cycle: int, num_positions: int) -> int:
     """Return a bound of the number of :func:`block_pairs`: blocks and intervals of a period."""
-    num_blocks = [num_positions // (group.context.size * slots(group)) for group in groups]
+    num_blocks = [num_positions // (group.context.size * group.num_slots) for group in groups]
     # without context parallelism every position moves: one interval
     moves_all = intervals[0, 1] - intervals[0, 0] == cycle
     return sum(num_blocks) + (1 if moves_all else num_positions // cycle * len(intervals))
@@ -84,7 +84,7 @@ def block_pairs(
         intervals = np.array([[0, num_positions]])
         cycle = num_positions
     # Refuse before anything of this size is listed.
-    num_blocks = [num_positions // (group.context.size * slots(group)) for group in groups]
+    num_blocks = [num_positions // (group.context.size * group.num_slots) for group in groups]
     num_intervals = num_positions // cycle * len(intervals)
     if max(*num_blocks, num_intervals) > limit or num_positions > POSITION_END:
         return None
@@ -92,8 +92,8 @@ def block_pairs(
     starts, stops = np.add.outer(first_of_cycle, intervals).reshape(-1, 2).T
     block_starts = []
     for group, number in zip(groups, num_blocks, strict=True):
-        block_starts.append(position_of(group, np.arange(number) * slots(group)))
-    # A stretch begins with each interval and with each block inside an interval, and ends before
+        block_starts.append(position_of(group, np.arange(number) * group.num_slots))
+    # A range begins with each interval and with each block inside an interval, and ends before
     # the next one. `interval` is the last one that begins at or before each bound.
     bounds = distinct(np.concatenate([starts, *block_starts]))
     interval = np.searchsorted(starts, bounds, "right") - 1
@@ -117,59 +117,59 @@ def cut_at_segments(
 ) -> BlockPairs | None:
     """Return the block pairs, cut where a segment of either side's token axis begins.
 
-    Where tokens of a segment are not ``length`` bytes apart, each token is a piece. Return ``None``
-    for more than ``limit`` pieces.
+    Where tokens of a segment are not ``length`` bytes apart, each token is a range. Return ``None``
+    for more than ``limit`` ranges.
     """
     is_dense = all(axis.stride[0] == length for axis in token_axes)
-    pieces = pairs
+    ranges = pairs
     for side, axis in enumerate(token_axes):
-        first_slot = pieces.slot[side]
+        first_slot = ranges.slot[side]
         first_segment = np.searchsorted(axis.start, first_slot, "right") - 1
-        num_pieces = pieces.num_tokens
+        num_cut = ranges.num_tokens
         if is_dense:
-            end_segment = np.searchsorted(axis.start, first_slot + pieces.num_tokens, "left")
-            num_pieces = end_segment - first_segment
-        total = int(num_pieces.sum())
+            end_segment = np.searchsorted(axis.start, first_slot + ranges.num_tokens, "left")
+            num_cut = end_segment - first_segment
+        total = int(num_cut.sum())
         if total > limit:
             return None
-        if total == num_pieces.size:
+        if total == num_cut.size:
             continue
-        # One element for each new piece: the piece that it is cut from, its number there, and its
-        # first and end token, counted from the first one of that piece.
-        whole = np.repeat(np.arange(num_pieces.size), num_pieces)
-        nth_piece = integers_in(np.stack([0 * num_pieces, num_pieces], axis=1))
-        first_token = nth_piece
-        end_token = nth_piece + 1
+        # One element for each new range: the range that it is cut from, its number there, and its
+        # first and end token, counted from the first one of that range.
+        whole = np.repeat(np.arange(num_cut.size), num_cut)
+        nth = integers_in(np.stack([0 * num_cut, num_cut], axis=1))
+        first_token = nth
+        end_token = nth + 1
         if is_dense:
-            segment = first_segment[whole] + nth_piece
+            segment = first_segment[whole] + nth
             first_token = np.maximum(axis.start[segment] - first_slot[whole], 0)
             segment_end = axis.stop[segment] - first_slot[whole]
-            end_token = np.minimum(segment_end, pieces.num_tokens[whole])
-        pieces = BlockPairs(
-            pieces.position[whole] + first_token,
+            end_token = np.minimum(segment_end, ranges.num_tokens[whole])
+        ranges = BlockPairs(
+            ranges.position[whole] + first_token,
             end_token - first_token,
-            pieces.block[:, whole],
-            pieces.slot[:, whole] + first_token,
+            ranges.block[:, whole],
+            ranges.slot[:, whole] + first_token,
         )
-    return pieces
+    return ranges
 
 
 def chain_tokens(
-    pieces: BlockPairs, token_axes: tuple[Segments, Segments], length: int
+    ranges: BlockPairs, token_axes: tuple[Segments, Segments], length: int
 ) -> TokenChains:
     """Return the longest chains of tokens that are ``length`` bytes apart on both sides."""
-    # A piece continues the one before it if it is in the same blocks and begins where that ends,
+    # A range continues the one before it if it is in the same blocks and begins where that ends,
     # on both sides.
-    offsets = [axis.at(slot) for axis, slot in zip(token_axes, pieces.slot, strict=True)]
+    offsets = [axis.at(slot) for axis, slot in zip(token_axes, ranges.slot, strict=True)]
     offset = np.stack(offsets)
-    end = offset + pieces.num_tokens * length
-    same_block = pieces.block[:, 1:] == pieces.block[:, :-1]
+    end = offset + ranges.num_tokens * length
+    same_block = ranges.block[:, 1:] == ranges.block[:, :-1]
     first = heads((same_block & (offset[:, 1:] == end[:, :-1])).all(0))
-    last = np.append(first[1:], pieces.num_tokens.size) - 1
+    last = np.append(first[1:], ranges.num_tokens.size) - 1
     return TokenChains(
         offset=offset[:, first],
-        block=pieces.block[:, first],
-        num_tokens=np.add.reduceat(pieces.num_tokens, first),
-        start=pieces.position[first],
-        stop=pieces.position[last] + pieces.num_tokens[last],
+        block=ranges.block[:, first],
+        num_tokens=np.add.reduceat(ranges.num_tokens, first),
+        start=ranges.position[first],
+        stop=ranges.position[last] + ranges.num_tokens[last],
     )

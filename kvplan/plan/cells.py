@@ -1,9 +1,9 @@
 """Cells (C): divides what a destination needs into boxes, and chooses one source for each.
 
-- plan.C1: Along each axis, the coordinates that the same source views hold form one *part*. The
-  parts of the token axis are positions in one cycle of the contexts. Block sizes do not matter for
+- plan.C1: Along each axis, the coordinates that the same source views hold form one *slice*. The
+  slices of the token axis are positions in one cycle of the contexts. Block sizes do not matter for
   who holds what.
-- plan.C2: A cell is a product of parts, one of each axis. Cells without a holder make one error;
+- plan.C2: A cell is a product of slices, one of each axis. Cells without a holder make one error;
   its details list all of them.
 - plan.C3: The sources that hold a cell are its *replica set*. Cells with equal replica sets get the
   same source, so the choice does not depend on layouts. The fewest sources are taken: first those
@@ -34,7 +34,7 @@ from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import cycle
-from kvplan.plan.match import Match, Part
+from kvplan.plan.match import AxisSlice, Match
 
 
 @attrs.frozen(eq=False)
@@ -42,14 +42,14 @@ class Cell:
     """The box that one source view sends to one destination view, for every tensor of a match.
 
     ``destination`` and ``source`` are indices of the match's views; before a source is chosen,
-    ``source`` is -1. ``parts`` has one part of every axis. The token axis comes last; its part has
-    positions in ``[0, cycle)``, one cycle of all contexts.
+    ``source`` is -1. ``slices`` has one slice of every axis. The token axis comes last; its slice
+    has positions in ``[0, cycle)``, one cycle of all contexts.
     """
 
     match: Match
     destination: int
     source: int
-    parts: Mapping[str, Part]
+    slices: Mapping[str, AxisSlice]
     cycle: int
 
     @property
@@ -64,19 +64,19 @@ class Cell:
 
     @property
     def is_state(self) -> bool:
-        """Whether the cell is part of a state, not of tokens."""
+        """Whether the cell is of a state, not of tokens."""
         return self.match.destination[self.destination].group.tokens_per_block is None
 
     @property
     def num_bytes(self) -> int:
         """The bytes of the cell, for every tensor and all positions of a cycle."""
-        num_elements = math.prod(part.size for part in self.parts.values())
+        num_elements = math.prod(each.size for each in self.slices.values())
         itemsize = self.match.destination[self.destination].itemsize
         return len(self.match.names) * itemsize * num_elements
 
     def holding_views(self) -> Bools:
-        """Return whether each source view holds all parts of the cell, (views,)."""
-        held: Bools = np.logical_and.reduce([part.held for part in self.parts.values()])
+        """Return whether each source view holds all of the cell, (views,)."""
+        held: Bools = np.logical_and.reduce([each.held for each in self.slices.values()])
         return held
 
     def from_worker(self, worker: int) -> Cell:
@@ -85,23 +85,23 @@ class Cell:
         return attrs.evolve(self, source=int(np.flatnonzero(views)[0]))
 
     def __str__(self) -> str:
-        """Name the tensors and the parts of axes that are not whole."""
+        """Name the tensors, and the slices of axes that are not whole."""
         names = self.match.names
         sizes = {**self.match.destination[self.destination].sizes, TOKEN: self.cycle}
-        parts = []
-        for axis, part in self.parts.items():
-            if part.size < sizes[axis]:
+        slices = []
+        for axis, axis_slice in self.slices.items():
+            if axis_slice.size < sizes[axis]:
                 is_token = axis == TOKEN
-                span = f"{axis} {part} of {sizes[axis]}"
-                parts.append(f"positions {part} of every {self.cycle}" if is_token else span)
+                span = f"{axis} {axis_slice} of {sizes[axis]}"
+                slices.append(f"positions {axis_slice} of every {self.cycle}" if is_token else span)
         tensors = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} like it"
-        return f"{tensors}: {', '.join(parts) or 'all of it'}"
+        return f"{tensors}: {', '.join(slices) or 'all of it'}"
 
 
 def cells(matches: Sequence[Match]) -> tuple[Cell, ...]:
     """Return all cells of a destination, each with one source.
 
-    Raises ``TENSOR`` for tensors that no source has, else ``COVER`` for parts that no source holds,
+    Raises ``TENSOR`` for tensors that no source has, else ``COVER`` for what no source holds,
     listing them all.
     """
     if not matches:
@@ -118,12 +118,12 @@ def cells(matches: Sequence[Match]) -> tuple[Cell, ...]:
 
 
 def _all_cells(matches: Iterable[Match]) -> Iterator[Cell]:
-    """Yield the products of the parts of all views, not yet with a source, by rules plan.C1 and
+    """Yield the products of the slices of all views, not yet with a source, by rules plan.C1 and
     plan.C2.
     """
     for match in matches:
         for view in range(len(match.destination)):
-            axes = parts(match, view)
+            axes = axis_slices(match, view)
             num_positions = cycle_of(match, view)
             for product in itertools.product(*axes.values()):
                 box = dict(zip(axes, product, strict=True))
@@ -142,7 +142,7 @@ def _refuse_missing(matches: Iterable[Match], candidates: Iterable[Cell], held: 
     raise KVPlanError(
         "TENSOR" if unknown else "COVER",
         f"plan for {destination.label}",
-        expected="every part of its tensors to be held by a source",
+        expected="a source for every slice of its tensors",
         got=few(missing, "; "),
         hint=_hint(unknown[0], sources) if unknown else "",
         missing=tuple(missing),
@@ -187,12 +187,12 @@ def _assign_sources(candidates: Sequence[Cell], held: Bools, rank: int) -> list[
     return sources
 
 
-def parts(match: Match, view: int) -> dict[str, tuple[Part, ...]]:
-    """Return the parts of each axis of one destination view, the token axis last."""
+def axis_slices(match: Match, view: int) -> dict[str, tuple[AxisSlice, ...]]:
+    """Return the slices of each axis of one destination view, the token axis last."""
     geometry = match.destination[view]
     axes = [axis for axis in geometry.sizes if axis != TOKEN]
     num_positions = cycle_of(match, view)
-    return {axis: match.sources.parts(geometry, axis, num_positions) for axis in (*axes, TOKEN)}
+    return {axis: match.sources.slices(geometry, axis, num_positions) for axis in (*axes, TOKEN)}
 
 
 def cycle_of(match: Match, view: int) -> int:

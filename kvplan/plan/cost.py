@@ -29,7 +29,7 @@ from kvplan.plan.specs import DIRECTIONS, Direction, Pair, ReadSpec
 from kvplan.plan.tables import Table, bases
 
 DESCRIPTOR_BYTES: Final = 100
-"""What a descriptor that is listed takes of a budget."""
+"""The cost of a descriptor that is listed."""
 
 MAX_LENGTHS_SHOWN: Final = 3
 """With more lengths than this, only the shortest and the longest are printed."""
@@ -143,7 +143,7 @@ def cost(
 ) -> Cost:
     """Return the cost of pairs for a request of ``tokens`` positions.
 
-    Each pair stands beside the key of its local worker. ``None`` counts the fewest positions after
+    Each pair comes with the key of its local worker. ``None`` counts the fewest positions after
     which all pairs repeat.
 
     Raises ``TYPE`` or ``RANGE`` for a bad number of tokens, and ``RANGE`` for what is too large to
@@ -160,7 +160,7 @@ def cost(
         tokens = integer(tokens, "tokens of a request", high=POSITION_END)
     budget = Budget()
     for _, pair in keys_and_pairs:
-        take_listed(budget, pair, tokens)
+        spend_on_listed(budget, pair, tokens)
     pair_costs = [_pair_cost(direction, *pair, tokens) for pair in keys_and_pairs]
     return Cost(direction.operation, tokens, tuple(pair_costs))
 
@@ -192,26 +192,26 @@ def of_groups(tables: tuple[Table, Table], pair: GroupPair, num_positions: int) 
     lengths = Counter[int]()
     # Every period costs the same, so one is counted for all of them.
     for times, stop in _periods(pair, num_positions):
-        part = _count_listed(tables, pair, stop)
-        num_ids += times * part.num_ids
-        for length, number in part.lengths.items():
+        listed = _count_listed(tables, pair, stop)
+        num_ids += times * listed.num_ids
+        for length, number in listed.lengths.items():
             lengths[length] += times * number
     return GroupCost(num_ids, lengths)
 
 
 def _periods(pair: GroupPair, num_positions: int) -> list[tuple[int, int]]:
-    """Return ``num_positions``, or one state, as whole periods and a part of one.
+    """Return ``num_positions``, or one state, as whole periods and a rest.
 
     Each is how often it is counted, and how many positions it has.
     """
     is_state = pair.groups[0].tokens_per_block is None
     num_periods, rest = divmod(1 if is_state else num_positions, pair.period)
-    parts = [(num_periods, pair.period), (1, rest)]
-    return [(times, stop) for times, stop in parts if times and stop]
+    counted = [(num_periods, pair.period), (1, rest)]
+    return [(times, stop) for times, stop in counted if times and stop]
 
 
-def take_listed(budget: Budget, pair: Pair, tokens: int) -> None:
-    """Take what the descriptors need that are listed, as those of a hostile peer may be many."""
+def spend_on_listed(budget: Budget, pair: Pair, tokens: int) -> None:
+    """Spend what the listed descriptors cost: a hostile peer's may be many."""
     num_listed = 0
     for group_pair in pair.group_pairs:
         _, num_positions = in_slots(group_pair.groups[0], (0, tokens))
@@ -219,22 +219,22 @@ def take_listed(budget: Budget, pair: Pair, tokens: int) -> None:
             for series, (low, high) in group_pair.moves(0, stop):
                 num_listed += series.base.shape[1] * series.num_starts(low, high)
     subject = f"count the descriptors with {label_of(pair.remote)}"
-    budget.take(num_listed, "descriptors", DESCRIPTOR_BYTES, subject)
+    budget.spend(num_listed, "descriptors", DESCRIPTOR_BYTES, subject)
 
 
 def _count_listed(tables: tuple[Table, Table], pair: GroupPair, stop: int) -> GroupCost:
     """Return the cost of the positions ``[0, stop)``, at most one period."""
-    parts = []
+    listed = []
     for series, (low, high) in pair.moves(0, stop):
         occurrences = series.occurrences(pair.groups, low, high)
         if occurrences.ordinals[0].size:
-            parts.append(_descriptors(tables, series, occurrences))
-    if not parts:
+            listed.append(_descriptors(tables, series, occurrences))
+    if not listed:
         return GroupCost(0, {})
-    ordinal = np.concatenate([part.ordinal for part in parts], axis=1)
-    region = np.concatenate([part.region for part in parts], axis=1)
-    offset = np.concatenate([part.offset for part in parts], axis=1)
-    length = np.concatenate([part.length for part in parts])
+    ordinal = np.concatenate([each.ordinal for each in listed], axis=1)
+    region = np.concatenate([each.region for each in listed], axis=1)
+    offset = np.concatenate([each.offset for each in listed], axis=1)
+    length = np.concatenate([each.length for each in listed])
     # Descriptors of one block on each side that continue each other are one.
     order, first = find_chains([*ordinal, *region], offset, length)
     joined = np.add.reduceat(length[order], first)

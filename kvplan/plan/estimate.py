@@ -1,4 +1,4 @@
-"""Estimates: what a plan takes of a budget, counted before anything of that size is listed.
+"""Estimates: what a plan spends of its budget, counted before anything of that size is listed.
 
 Each function counts what the stage after it lists: the workers, the cells of a destination, and the
 runs and rows between two workers. Nothing else in this package knows a budget.
@@ -14,38 +14,38 @@ from kvplan.describe.axes import most_segments
 from kvplan.describe.blocks import POSITION_END
 from kvplan.describe.views import TOKEN, Group
 from kvplan.describe.worker import Worker
-from kvplan.plan.align import period, slots
+from kvplan.plan.align import period
 from kvplan.plan.block_pairs import MAX_JOINED, most_pairs
-from kvplan.plan.cells import Cell, cycle_of, parts
+from kvplan.plan.cells import Cell, axis_slices, cycle_of
 from kvplan.plan.match import Match
 from kvplan.plan.runs import count_runs
 
 WORKER_BYTES = 20_000
 SEGMENT_BYTES = 300
 INTERVAL_BYTES = 400
-STRETCH_BYTES = 1000
+RANGE_BYTES = 1000
 CELL_BYTES = 20_000
 HOLDER_BYTES = 20
 RUN_BYTES = 250
 SLOT_BYTES = 130
 POSITION_BYTES = 64
 ROW_BYTES = 60
-"""What one of each takes; a row also where it is handed to a transfer backend."""
+"""The estimated cost of one of each; a row also where it is handed to a transfer backend."""
 
 HELD_BYTES = 8
-"""What the answer whether a source view holds a stretch takes."""
+"""The cost of knowing whether one source view holds one range."""
 
 
-def take_workers(budget: Budget, workers: Sequence[Worker]) -> None:
-    """Take what workers need, whatever they exchange."""
-    budget.take(len(workers), "workers", WORKER_BYTES, "plan")
+def spend_on_workers(budget: Budget, workers: Sequence[Worker]) -> None:
+    """Spend what workers cost, whatever they exchange."""
+    budget.spend(len(workers), "workers", WORKER_BYTES, "plan")
     for worker in workers:
         number = sum(most_segments(geometry.axes) for geometry in worker.geometries)
-        budget.take(number, "segments of axes", SEGMENT_BYTES, f"plan with {worker.label}")
+        budget.spend(number, "segments of axes", SEGMENT_BYTES, f"plan with {worker.label}")
 
 
-def take_cells(budget: Budget, matches: Sequence[Match]) -> None:
-    """Take what the cells of a destination need, and the choice of their sources."""
+def spend_on_cells(budget: Budget, matches: Sequence[Match]) -> None:
+    """Spend what the cells of a destination cost, and the choice of their sources."""
     num_cells = 0
     for match in matches:
         label = match.workers[0].label
@@ -55,32 +55,32 @@ def take_cells(budget: Budget, matches: Sequence[Match]) -> None:
             for axis in {**dict.fromkeys(geometry.sizes), TOKEN: None}:
                 action = f"divide axis {axis!r}"
                 number = match.sources.num_intervals(geometry, axis, num_positions)
-                budget.take(number, "intervals", INTERVAL_BYTES, action)
-                number = match.sources.num_stretches(geometry, axis, num_positions)
-                budget.take(number, "stretches", STRETCH_BYTES + HELD_BYTES * num_views, action)
-            number = math.prod(map(len, parts(match, view).values()))
+                budget.spend(number, "intervals", INTERVAL_BYTES, action)
+                number = match.sources.num_ranges(geometry, axis, num_positions)
+                budget.spend(number, "ranges of axes", RANGE_BYTES + HELD_BYTES * num_views, action)
+            number = math.prod(map(len, axis_slices(match, view).values()))
             cell_bytes = CELL_BYTES + HOLDER_BYTES * (num_views + num_sources)
-            budget.take(number, "cells", cell_bytes, f"plan for {label}")
+            budget.spend(number, "cells", cell_bytes, f"plan for {label}")
             num_cells += number
     if matches:
         # each choice of another source looks at all cells and sources
         num_sources = len(matches[0].workers[1])
         number = min(num_cells, num_sources) * num_cells * num_sources
-        budget.take(number, "comparisons of replica sets", 1, "choose sources")
+        budget.spend(number, "comparisons of replica sets", 1, "choose sources")
 
 
-def take_geometry(budget: Budget, cells: Iterable[Cell]) -> None:
-    """Take what the comparison of cells with those of other pairs of workers needs."""
+def spend_on_geometry(budget: Budget, cells: Iterable[Cell]) -> None:
+    """Spend what it costs to compare cells with those of other pairs of workers."""
     for cell in cells:
-        number = sum(len(part.intervals) for part in cell.parts.values())
+        number = sum(len(each.intervals) for each in cell.slices.values())
         for geometry in cell.sides:
             number += sum(segments.start.size for segments in geometry.segments.values())
         action = f"compare {cell.match.names[0]!r} with others"
-        budget.take(number, "segments of axes", SEGMENT_BYTES, action)
+        budget.spend(number, "segments of axes", SEGMENT_BYTES, action)
 
 
-def take_runs(budget: Budget, cells: Sequence[Cell]) -> None:
-    """Take what the runs and the ids of cells need that one source serves."""
+def spend_on_runs(budget: Budget, cells: Sequence[Cell]) -> None:
+    """Spend what the runs and ids of the cells cost that one source serves."""
     periods: dict[tuple[Group, Group], int] = {}
     for cell in cells:
         groups = _groups(cell)
@@ -90,12 +90,12 @@ def take_runs(budget: Budget, cells: Sequence[Cell]) -> None:
     num_joined = 0
     for cell in cells:
         action = f"plan {cell.match.names[0]!r}"
-        groups, tokens = _groups(cell), cell.parts[TOKEN]
+        groups, tokens = _groups(cell), cell.slices[TOKEN]
         number = count_runs(cell)
-        budget.take(number, "runs of one token", RUN_BYTES, action)
-        num_slots = sum(map(slots, groups))
-        budget.take(number * num_slots, "slots of runs", SLOT_BYTES, action)
-        budget.take(tokens.size, "positions of a cycle", POSITION_BYTES, action)
+        budget.spend(number, "runs of one token", RUN_BYTES, action)
+        num_slots = sum(group.num_slots for group in groups)
+        budget.spend(number * num_slots, "slots of runs", SLOT_BYTES, action)
+        budget.spend(tokens.size, "positions of a cycle", POSITION_BYTES, action)
         num_positions = periods[groups]
         pairs = most_pairs(groups, tokens.intervals, cell.cycle, num_positions)
         if pairs <= MAX_JOINED and num_positions <= POSITION_END:
@@ -107,8 +107,8 @@ def take_runs(budget: Budget, cells: Sequence[Cell]) -> None:
                 num_joined += number * num_tokens
             elif len(strides) == 1 and strides != {0}:
                 num_joined += number * pairs
-    budget.take(sum(num_pairs.values()), "block pairs", RUN_BYTES, "pair blocks")
-    budget.take(min(num_joined, MAX_JOINED), "runs of a period", 2 * RUN_BYTES, "join runs")
+    budget.spend(sum(num_pairs.values()), "block pairs", RUN_BYTES, "pair blocks")
+    budget.spend(min(num_joined, MAX_JOINED), "runs of a period", 2 * RUN_BYTES, "join runs")
 
 
 def _groups(cell: Cell) -> tuple[Group, Group]:

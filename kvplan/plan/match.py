@@ -2,7 +2,7 @@
 
 - plan.M1: Tensors pair by name, and by nothing else.
 - plan.M2: Every tensor of the destination needs a source, except those that the caller lists as not
-  transferred. Tensors that only sources have do not take part.
+  transferred. Tensors that only sources have are left out.
 - plan.M3: Both sides of a tensor have the same dtype, and the same axis names and global sizes;
   axes of size 1 do not count. A token group pairs with a token group, a state group with a state
   group.
@@ -11,7 +11,7 @@
   planned once.
 
 The ranks of an engine usually list the same tensors with the same geometries, and differ in the
-parts they hold. :class:`Sources` therefore groups ranks of equal lists, once for all destinations
+shards they hold. :class:`Sources` therefore groups ranks of equal lists, once for all destinations
 of a mesh.
 """
 
@@ -40,7 +40,7 @@ Intervals = tuple[tuple[int, int], ...]
 
 
 @attrs.frozen(eq=False)
-class Part:
+class AxisSlice:
     """Coordinates of one axis that the same source views hold.
 
     ``intervals`` is (n, 2) int64, ascending; they do not touch. ``held`` is (views,) bool.
@@ -103,7 +103,7 @@ class SourceViews:
 
     views: tuple[tuple[int, Geometry], ...]
     column: tuple[int, ...]
-    _parts: dict[Any, tuple[Part, ...]] = attrs.field(factory=dict, init=False)
+    _slices: dict[Any, tuple[AxisSlice, ...]] = attrs.field(factory=dict, init=False)
     _interval_sets: dict[tuple[str, int], IntervalSets] = attrs.field(factory=dict, init=False)
 
     @cached_property
@@ -126,34 +126,34 @@ class SourceViews:
             samples.setdefault(key, (worker_index, geometry))
         return tuple(samples.values())
 
-    def parts(self, destination: Geometry, axis: str, cycle: int) -> tuple[Part, ...]:
-        """Return the parts of a destination view's axis: cut where a source view begins or ends.
+    def slices(self, destination: Geometry, axis: str, cycle: int) -> tuple[AxisSlice, ...]:
+        """Return a destination view's axis, cut where a source view begins or ends.
 
         The token axis counts positions in ``[0, cycle)``. Coordinates that the same source views
-        hold make one part.
+        hold make one slice.
         """
         covered = _covered(destination, axis, cycle)
         key = (axis, cycle, covered)
-        if key not in self._parts:
+        if key not in self._slices:
             needed, sources, bounds = self._bounds(covered, axis, cycle)
-            stretches = np.stack([bounds[:-1], bounds[1:]], axis=1)
+            ranges = np.stack([bounds[:-1], bounds[1:]], axis=1)
             is_needed = _inside(bounds, needed)[0]
-            # (sets, stretches) to (stretches, views), for the stretches that are needed
+            # (sets, ranges) to (ranges, views), for the ranges that are needed
             held = _inside(bounds, sources)[:, is_needed][sources.set_of_view].T
-            self._parts[key] = _by_holders(stretches[is_needed], held)
-        return self._parts[key]
+            self._slices[key] = _by_holders(ranges[is_needed], held)
+        return self._slices[key]
 
     def num_intervals(self, destination: Geometry, axis: str, cycle: int) -> int:
-        """Return how many intervals of an axis :meth:`num_stretches` lists, or a few more."""
+        """Return how many intervals of an axis :meth:`num_ranges` lists, or a few more."""
         number = _num_intervals(destination, axis, cycle)
         if (axis, cycle) not in self._interval_sets:
             number += sum(_num_intervals(geometry, axis, cycle) for _, geometry in self.views)
         return number
 
-    def num_stretches(self, destination: Geometry, axis: str, cycle: int) -> int:
-        """Return how many stretches of an axis :meth:`parts` lists."""
+    def num_ranges(self, destination: Geometry, axis: str, cycle: int) -> int:
+        """Return how many ranges of an axis :meth:`slices` lists."""
         covered = _covered(destination, axis, cycle)
-        if (axis, cycle, covered) in self._parts:
+        if (axis, cycle, covered) in self._slices:
             return 0
         *_, bounds = self._bounds(covered, axis, cycle)
         return bounds.size
@@ -161,7 +161,7 @@ class SourceViews:
     def _bounds(
         self, covered: Intervals, axis: str, cycle: int
     ) -> tuple[IntervalSets, IntervalSets, Ints]:
-        """Return the intervals of both sides, and all their ends: stretches lie between two."""
+        """Return the intervals of both sides, and all their ends: ranges lie between two."""
         needed, sources = IntervalSets.of([covered]), self._sets(axis, cycle)
         return needed, sources, distinct(np.concatenate([needed.intervals, sources.intervals]))
 
@@ -189,7 +189,7 @@ def _covered(geometry: Geometry, axis: str, cycle: int) -> Intervals:
 
 
 def _inside(bounds: Ints, sets: IntervalSets) -> Bools:
-    """Return whether each stretch between neighbouring bounds is in each set, (sets, bounds - 1).
+    """Return whether each range between neighbouring bounds is in each set, (sets, bounds - 1).
 
     The intervals of one set must not touch each other.
     """
@@ -203,13 +203,13 @@ def _inside(bounds: Ints, sets: IntervalSets) -> Bools:
     return inside
 
 
-def _by_holders(stretches: Ints, held: Bools) -> tuple[Part, ...]:
-    """Return one part for each distinct row of ``held``, (stretches, views)."""
-    # Stretches with equal rows, by the row's bytes: the same views hold all of them.
+def _by_holders(ranges: Ints, held: Bools) -> tuple[AxisSlice, ...]:
+    """Return one slice for each distinct row of ``held``, (ranges, views)."""
+    # Ranges with equal rows, by the row's bytes: the same views hold all of them.
     by_holders: dict[bytes, list[int]] = {}
-    for stretch, holders in enumerate(held):
-        by_holders.setdefault(holders.tobytes(), []).append(stretch)
-    return tuple(Part(stretches[alike], held[alike[0]]) for alike in by_holders.values())
+    for index, holders in enumerate(held):
+        by_holders.setdefault(holders.tobytes(), []).append(index)
+    return tuple(AxisSlice(ranges[alike], held[alike[0]]) for alike in by_holders.values())
 
 
 class RankViews(NamedTuple):
@@ -298,13 +298,14 @@ class Match:
     views: tuple[Ints, Ints]
     workers: tuple[Worker, tuple[Worker, ...]]
 
-    def places(self, destination: int, source: int) -> Ints:
+    def region_offsets(self, destination: int, source: int) -> Ints:
         """Return the region index and offset of one view of each side, (2, tensors, 2) int64."""
         local, senders = self.workers
         sender = senders[self.sources.views[source][0]]
         destination_views = self.views[0][:, destination]
         source_views = self.views[1][:, self.sources.column[source]]
-        return np.stack([local.places[destination_views], sender.places[source_views]])
+        offsets = local.region_offsets[destination_views], sender.region_offsets[source_views]
+        return np.stack(offsets)
 
     def of_tensors(self, chosen: Bools) -> Match:
         """Return the match of some of the tensors, (tensors,) bool."""

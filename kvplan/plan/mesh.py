@@ -10,7 +10,7 @@ import attrs
 from kvplan.budget import Budget
 from kvplan.describe.worker import Key, Worker, checked_names
 from kvplan.plan.cost import Cost, cost
-from kvplan.plan.pairs import budget_of, plan_pairs, shares
+from kvplan.plan.pairs import assignments, budget_of, plan_pairs
 from kvplan.plan.specs import READ, direction_of
 from kvplan.plan.transfer import TransferPlan, checked_workers
 
@@ -58,8 +58,8 @@ def plan_mesh(
     skipped = checked_names(not_transferred, *receivers, *senders)
     local_workers, remotes = direction.by_role(receivers, senders)
     budget = budget_of(budget, len(receivers))
-    exchanged = shares(receivers, senders, skipped, budget)
-    pairs = plan_pairs(direction, local_workers, remotes, exchanged, budget)
+    assigned = assignments(receivers, senders, skipped, budget)
+    pairs = plan_pairs(direction, local_workers, remotes, assigned, budget)
     plans = []
     for i, local in enumerate(local_workers):
         # a writer plans with its siblings
@@ -78,7 +78,7 @@ def contacts(
 ) -> Mapping[Key, tuple[Key, ...]]:
     """Return, for each worker of both engines, the workers that it exchanges bytes with.
 
-    They depend only on which parts each worker holds, not on layouts, block sizes, pools or
+    They depend only on which shards each worker holds, not on layouts, block sizes, pools or
     addresses. A worker can therefore ask before any offer arrives, from the other engine's parallel
     sizes:
 
@@ -94,7 +94,7 @@ def contacts(
     senders = checked_workers("sources", sources, *receivers)
     skipped = checked_names(not_transferred, *receivers, *senders)
     contacts_of: dict[Key, list[Key]] = {worker.key: [] for worker in (*receivers, *senders)}
-    for share in shares(receivers, senders, skipped, budget_of(budget, len(receivers))):
-        contacts_of[share.destination.key].append(share.source.key)
-        contacts_of[share.source.key].append(share.destination.key)
+    for assignment in assignments(receivers, senders, skipped, budget_of(budget, len(receivers))):
+        contacts_of[assignment.destination.key].append(assignment.source.key)
+        contacts_of[assignment.source.key].append(assignment.destination.key)
     return {key: tuple(keys) for key, keys in contacts_of.items()}

@@ -16,7 +16,13 @@ from kvplan._checks import instance
 from kvplan.budget import Budget
 from kvplan.describe.worker import Key, Worker
 from kvplan.plan.cells import Cell, cells
-from kvplan.plan.estimate import ROW_BYTES, take_cells, take_geometry, take_runs, take_workers
+from kvplan.plan.estimate import (
+    ROW_BYTES,
+    spend_on_cells,
+    spend_on_geometry,
+    spend_on_runs,
+    spend_on_workers,
+)
 from kvplan.plan.match import Sources, match
 from kvplan.plan.rows import assign_ids
 from kvplan.plan.runs import cell_geometry, group_runs
@@ -25,7 +31,7 @@ from kvplan.plan.specs import Direction, Pair, idle_pair
 from kvplan.plan.tables import Table
 
 
-class Share(NamedTuple):
+class Assignment(NamedTuple):
     """The cells that a destination gets from one source."""
 
     destination: Worker
@@ -33,12 +39,12 @@ class Share(NamedTuple):
     cells: list[Cell]
 
 
-def shares(
+def assignments(
     destinations: Iterable[Worker],
     sources: Iterable[Worker],
     skipped: Collection[str],
     budget: Budget,
-) -> Iterator[Share]:
+) -> Iterator[Assignment]:
     """Yield every destination and source that exchange bytes, with their cells.
 
     ``skipped`` names tensors that are not transferred. Sources are sorted by their keys, so that
@@ -46,16 +52,16 @@ def shares(
     """
     receivers = tuple(destinations)
     senders = sorted(sources, key=lambda worker: worker.key)
-    take_workers(budget, [*receivers, *senders])
+    spend_on_workers(budget, [*receivers, *senders])
     offered = Sources(senders)
     for destination in receivers:
         cells_by_source: dict[int, list[Cell]] = {}
         matches = match(destination, offered, skipped)
-        take_cells(budget, matches)
+        spend_on_cells(budget, matches)
         for cell in cells(matches):
             cells_by_source.setdefault(cell.source_worker, []).append(cell)
         for source, source_cells in sorted(cells_by_source.items()):
-            yield Share(destination, offered.workers[source], source_cells)
+            yield Assignment(destination, offered.workers[source], source_cells)
 
 
 def budget_of(budget: Budget | None, num_destinations: int = 1) -> Budget:
@@ -86,25 +92,25 @@ class PairPlanner:
         self._budget = budget
         self._planned: dict[tuple[Any, ...], PlannedGeometry] = {}
 
-    def pair(self, share: Share) -> Pair:
-        """Return the pair of the two workers of a share."""
-        take_geometry(self._budget, share.cells)
-        geometry = cell_geometry(share.cells)
+    def pair(self, assignment: Assignment) -> Pair:
+        """Return the pair of the two workers of an assignment."""
+        spend_on_geometry(self._budget, assignment.cells)
+        geometry = cell_geometry(assignment.cells)
         planned = self._planned.get(geometry.key)
         if planned is None:
-            take_runs(self._budget, share.cells)
-            group_pairs, rows = assign_ids(group_runs(share.cells))
+            spend_on_runs(self._budget, assignment.cells)
+            group_pairs, rows = assign_ids(group_runs(assignment.cells))
             planned = PlannedGeometry(group_pairs, rows, geometry.base_offset)
             self._planned[geometry.key] = planned
         # Rows of an equal geometry begin elsewhere: they are moved by the difference.
         shift = geometry.base_offset - planned.base_offset
         num_rows = sum(map(len, planned.rows))
-        self._budget.take(num_rows, "rows", ROW_BYTES, f"plan for {share.destination.label}")
+        self._budget.spend(num_rows, "rows", ROW_BYTES, f"plan for {assignment.destination.label}")
         tables = (
-            Table.at(share.destination, planned.rows[0], shift[0]),
-            Table.at(share.source, planned.rows[1], shift[1]),
+            Table.at(assignment.destination, planned.rows[0], shift[0]),
+            Table.at(assignment.source, planned.rows[1], shift[1]),
         )
-        _, remote = self._direction.by_role(share.destination, share.source)
+        _, remote = self._direction.by_role(assignment.destination, assignment.source)
         local_table, remote_table = self._direction.by_role(*tables)
         return Pair(remote.key, local_table, remote_table, planned.group_pairs)
 
@@ -113,19 +119,19 @@ def plan_pairs(
     direction: Direction,
     local_workers: Iterable[Worker],
     remotes: Iterable[Worker],
-    shares: Iterable[Share],
+    assigned: Iterable[Assignment],
     budget: Budget,
 ) -> Mapping[Key, tuple[Pair, ...]]:
     """Return the pairs of each local worker with all remotes, in their order.
 
-    Shares of other local workers, such as siblings, are left out.
+    Those of other local workers, such as siblings, are left out.
     """
     # Workers that exchange nothing keep an idle pair.
     planner = PairPlanner(direction, budget)
     idle = {remote.key: idle_pair(remote) for remote in remotes}
     pairs = {local.key: dict(idle) for local in local_workers}
-    for share in shares:
-        local, remote = direction.by_role(share.destination, share.source)
+    for assignment in assigned:
+        local, remote = direction.by_role(assignment.destination, assignment.source)
         if local.key in pairs:
-            pairs[local.key][remote.key] = planner.pair(share)
+            pairs[local.key][remote.key] = planner.pair(assignment)
     return {key: tuple(by_remote.values()) for key, by_remote in pairs.items()}

@@ -3,10 +3,10 @@
 - plan.T1: A row is (address, length, device, stride, count): ``count`` descriptors of ``length``
   bytes, ``stride`` apart. Ids number the descriptors of a table, row after row.
 - plan.T2: Runs of one length share a row if one step, at least as long as they are, divides the
-  differences of their offsets and the block stride: four 16-token pieces of a dense 64-token block,
-  or the tokens of all heads of a page. If there is no such step, or most ids of the row would be
-  unused, each offset gets a row with one descriptor for each block. A row ends at a gap between two
-  layers of a region that is longer than a block.
+  differences of their offsets and the block stride: four 16-token kernel blocks of a dense 64-token
+  block, or the tokens of all heads of a page. If there is no such step, or most ids of the row
+  would be unused, each offset gets a row with one descriptor for each block. A row ends at a gap
+  between two layers of a region that is longer than a block.
 - plan.T3: Therefore every id is ``base + step * block id + slot term``, where ``base`` belongs to a
   run and the slot term to the slot at which it begins. Both sides list the same runs and positions
   in the same order, so their ids pair up.
@@ -29,7 +29,7 @@ from kvplan._arrays import Ints, distinct, heads, integers_in, numbered, order_o
 from kvplan._checks import ID_END
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import blocks_and_slots, slots
+from kvplan.plan.align import blocks_and_slots
 from kvplan.plan.runs import GroupRuns, Runs, TokenRuns
 from kvplan.plan.series import GroupPair, PeriodBlocks, RunSeries, TokenSeries
 
@@ -101,8 +101,8 @@ def assign_rows(jobs: Sequence[RowJob]) -> tuple[Ints, list[RowIds]]:
 
     Returns the rows, (r, 5): region, offset, length, stride, count; and the ids of each job.
 
-    >>> pieces = RowJob(np.array([[0], [0], [16384], [100], [4096]]), np.array([[0, 4096, 8192]]))
-    >>> rows, (ids,) = assign_rows([pieces])
+    >>> blocks = RowJob(np.array([[0], [0], [16384], [100], [4096]]), np.array([[0, 4096, 8192]]))
+    >>> rows, (ids,) = assign_rows([blocks])
     >>> rows.tolist(), ids.first.tolist(), ids.step.tolist()
     ([[0, 0, 4096, 4096, 399]], [[0, 1, 2]], [[4, 4, 4]])
     """
@@ -227,7 +227,7 @@ def _row_jobs(group_runs: Iterable[GroupRuns], side: int) -> Iterator[RowJob]:
     for groups in group_runs:
         yield RowJob.of(0, groups.runs, side, groups.runs.offset[side][:, None])
     for groups in group_runs:
-        slot = np.arange(slots(groups.groups[side]))
+        slot = np.arange(groups.groups[side].num_slots)
         for tokens in groups.tokens:
             slot_offsets = tokens.token_axes[side].at(slot)
             offsets = np.add.outer(tokens.runs.offset[side], slot_offsets)
@@ -253,7 +253,7 @@ def _period_blocks(
     group: Group, ordinal: Ints, num_positions: int, slot_terms: Ints
 ) -> PeriodBlocks:
     """Return the blocks of one side in a period of ``num_positions``."""
-    num_blocks = num_positions // (group.context.size * slots(group))
+    num_blocks = num_positions // (group.context.size * group.num_slots)
     steps = np.diff(ordinal, append=ordinal[0] + num_blocks)
     step = int(steps[0]) if (steps == steps[0]).all() else 0
     return PeriodBlocks(ordinal, num_blocks, step, slot_terms if slot_terms.any() else None)

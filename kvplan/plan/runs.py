@@ -1,4 +1,4 @@
-"""Runs (R): the longest pieces of a cell that are contiguous on both sides.
+"""Runs (R): the longest byte ranges of a cell that are contiguous on both sides.
 
 - plan.R1: Within one token, an axis whose stride equals the run's length on both sides makes the
   run longer. Every other axis is listed.
@@ -7,8 +7,8 @@
   slot.
 - plan.R3: A run of one token continues into the next token where both sides step by its length
   inside one block. All runs of a block pair are then sorted and joined once more.
-- plan.R4: Runs that do not continue move token by token. So does the part of a longer run that a
-  request's range cuts off: ``spans`` are the positions that the longer runs cover.
+- plan.R4: Runs that do not continue move token by token. So do the tokens of a longer run that a
+  request's range cuts: ``spans`` are the positions that the longer runs cover.
 
 Runs never join across regions, because a descriptor lies in one region, nor across blocks, because
 any two blocks may be anywhere in the pool.
@@ -26,7 +26,7 @@ import numpy as np
 from kvplan._arrays import Bools, Ints, distinct, heads, integers_in
 from kvplan.describe.axes import Segments
 from kvplan.describe.views import TOKEN, Group
-from kvplan.plan.align import period, slots
+from kvplan.plan.align import period
 from kvplan.plan.block_pairs import (
     MAX_JOINED,
     TokenChains,
@@ -61,11 +61,11 @@ class Runs:
         return Runs(**arrays, **changes)
 
     @classmethod
-    def concatenate(cls, parts: Sequence[Runs]) -> Runs:
-        """Return the runs of all parts, one part after another."""
+    def concatenate(cls, several: Sequence[Runs]) -> Runs:
+        """Return all runs, in this order."""
         arrays = {}
         for field in attrs.fields(Runs):
-            columns = [getattr(part, field.name) for part in parts]
+            columns = [getattr(each, field.name) for each in several]
             arrays[field.name] = np.concatenate(columns, axis=-1)
         return cls(**arrays)
 
@@ -128,13 +128,13 @@ class LongRuns:
         )
 
     @classmethod
-    def concatenate(cls, parts: Sequence[LongRuns]) -> LongRuns:
-        """Return the runs of all parts, one part after another."""
+    def concatenate(cls, several: Sequence[LongRuns]) -> LongRuns:
+        """Return all runs, in this order."""
         return cls(
-            Runs.concatenate([part.runs for part in parts]),
-            np.concatenate([part.block for part in parts], axis=1),
-            np.concatenate([part.start for part in parts]),
-            np.concatenate([part.stop for part in parts]),
+            Runs.concatenate([each.runs for each in several]),
+            np.concatenate([each.block for each in several], axis=1),
+            np.concatenate([each.start for each in several]),
+            np.concatenate([each.stop for each in several]),
         )
 
 
@@ -164,8 +164,8 @@ class CellGeometry(NamedTuple):
     """What the rows and ids of cells depend on.
 
     Cells with equal keys have the same runs and rows, shifted by the difference of their base
-    offsets, (2,) int64: ranks that hold other heads in the same layout, or other parts of one
-    rank's heads.
+    offsets, (2,) int64: ranks that hold other heads in the same layout, or other heads of one
+    rank.
     """
 
     key: tuple[Any, ...]
@@ -178,34 +178,34 @@ def cell_geometry(cells: Iterable[Cell]) -> CellGeometry:
     base_offset = np.zeros(2, np.int64)
     for cell in cells:
         # (2, tensors, 2): region and offset of every tensor, on each side.
-        places = cell.match.places(cell.destination, cell.source)
+        region_offsets = cell.match.region_offsets(cell.destination, cell.source)
         # Where the cell begins in the view of a tensor, on each side, and its layout from there.
         box_offset = [0, 0]
         layout: list[Any] = []
-        for axis, part in cell.parts.items():
+        for axis, axis_slice in cell.slices.items():
             if axis == TOKEN:
                 continue
-            layout.append(part.shape)
+            layout.append(axis_slice.shape)
             for side, geometry in enumerate(cell.sides):
-                offset, axis_layout = geometry.segments[axis].seen(*part.span)
+                offset, axis_layout = geometry.segments[axis].seen(*axis_slice.span)
                 box_offset[side] += offset
                 layout.append(axis_layout)
         # The first tensor of the first cell is the origin from which all others are measured.
         if not key:
-            base_offset = places[:, 0, 1] + box_offset
-        places[:, :, 1] += (box_offset - base_offset)[:, None]
+            base_offset = region_offsets[:, 0, 1] + box_offset
+        region_offsets[:, :, 1] += (box_offset - base_offset)[:, None]
         destination, source = cell.sides
         groups = destination.group, source.group
         itemsize = destination.itemsize
-        key.append((*groups, itemsize, *_strides(cell), *layout, places.tobytes()))
+        key.append((*groups, itemsize, *_strides(cell), *layout, region_offsets.tobytes()))
     return CellGeometry(tuple(key), base_offset)
 
 
 def _strides(cell: Cell) -> tuple[Any, ...]:
     """Return a key, equal for cells with equal strides from token to token and block to block."""
-    key: list[Any] = [cell.cycle, cell.parts[TOKEN].intervals.tobytes()]
+    key: list[Any] = [cell.cycle, cell.slices[TOKEN].intervals.tobytes()]
     for geometry in cell.sides:
-        key.append(geometry.segments[TOKEN].seen(0, slots(geometry.group)))
+        key.append(geometry.segments[TOKEN].seen(0, geometry.group.num_slots))
         key += geometry.block_stride_bytes, geometry.num_blocks
     return tuple(key)
 
@@ -219,12 +219,13 @@ def _listed_axes(cell: Cell) -> tuple[list[str], int]:
     destination, source = cell.sides
     length = destination.itemsize
     listed = []
-    axes = [axis for axis in cell.parts if axis != TOKEN]
+    axes = [axis for axis in cell.slices if axis != TOKEN]
     for axis in sorted(axes, key=lambda axis: int(destination.segments[axis].stride[0])):
-        part = cell.parts[axis]
+        axis_slice = cell.slices[axis]
         sides = destination.segments[axis], source.segments[axis]
-        if len(part.intervals) == 1 and all(side.steps(*part.span, length) for side in sides):
-            length *= part.size
+        is_interval = len(axis_slice.intervals) == 1
+        if is_interval and all(side.steps(*axis_slice.span, length) for side in sides):
+            length *= axis_slice.size
         else:
             listed.append(axis)
     return listed, length
@@ -233,27 +234,27 @@ def _listed_axes(cell: Cell) -> tuple[list[str], int]:
 def count_runs(cell: Cell) -> int:
     """Return the number of runs of one token of a cell, before any of them are joined."""
     listed, _ = _listed_axes(cell)
-    return len(cell.match.names) * math.prod(cell.parts[axis].size for axis in listed)
+    return len(cell.match.names) * math.prod(cell.slices[axis].size for axis in listed)
 
 
 def _cell_runs(cell: Cell) -> Runs:
-    """Return the runs of one token of every tensor of a cell, each at the tensor's own place."""
+    """Return the runs of one token of every tensor of a cell, each at the tensor's own offset."""
     listed, length = _listed_axes(cell)
     # where the cell begins in the view of a tensor, then every run so far at every coordinate
     offsets = np.zeros((2, 1), np.int64)
-    for axis in [*(axis for axis in cell.parts if axis not in (*listed, TOKEN)), *listed]:
-        intervals = cell.parts[axis].intervals
+    for axis in [*(axis for axis in cell.slices if axis not in (*listed, TOKEN)), *listed]:
+        intervals = cell.slices[axis].intervals
         coordinates = integers_in(intervals) if axis in listed else intervals[0, :1]
         axis_offsets = np.stack([side.segments[axis].at(coordinates) for side in cell.sides])
         offsets = (offsets[:, :, None] + axis_offsets[:, None, :]).reshape(2, -1)
-    places = cell.match.places(cell.destination, cell.source)
+    region_offsets = cell.match.region_offsets(cell.destination, cell.source)
     num_runs = offsets.shape[1]
     # (2, tensors * runs): the runs of one tensor follow each other.
-    region, place = np.repeat(np.moveaxis(places, 2, 0), num_runs, axis=2)
+    region, tensor_offset = np.repeat(np.moveaxis(region_offsets, 2, 0), num_runs, axis=2)
     ones = np.ones_like(region)
     return Runs(
         region=region,
-        offset=place + np.tile(offsets, places.shape[1]),
+        offset=tensor_offset + np.tile(offsets, region_offsets.shape[1]),
         block_stride=ones * [[side.block_stride_bytes] for side in cell.sides],
         num_blocks=ones * [[side.num_blocks] for side in cell.sides],
         length=ones[0] * length,
@@ -289,7 +290,7 @@ def _token_runs(cells_with_runs: Sequence[tuple[Cell, Runs]]) -> TokenRuns:
     order, first = find_chains([*runs.region], runs.offset, runs.length)
     return TokenRuns(
         token_axes=(destination.segments[TOKEN], source.segments[TOKEN]),
-        intervals=cell.parts[TOKEN].intervals,
+        intervals=cell.slices[TOKEN].intervals,
         cycle=cell.cycle,
         runs=runs.take(order[first], length=np.add.reduceat(runs.length[order], first)),
         only_at_cuts=False,
@@ -301,7 +302,7 @@ def _group_runs(
 ) -> GroupRuns:
     """Join runs across tokens, by rule plan.R3.
 
-    Runs of one length are joined only if there are at most ``limit`` pieces to join.
+    Runs of one length are joined only if there are at most ``limit`` ranges of tokens to join.
     """
     num_positions = math.lcm(period(*groups), *(tokens.cycle for tokens in token_runs))
     by_token: list[TokenRuns] = []
@@ -335,9 +336,9 @@ def _chains_by_length(
     chains_by_length = []
     for length in lengths:
         num_runs = int((tokens.runs.length == length).sum())
-        pieces = cut_at_segments(pairs, tokens.token_axes, length, limit // num_runs)
-        if pieces is not None:
-            chains = chain_tokens(pieces, tokens.token_axes, length)
+        ranges = cut_at_segments(pairs, tokens.token_axes, length, limit // num_runs)
+        if ranges is not None:
+            chains = chain_tokens(ranges, tokens.token_axes, length)
             if (chains.num_tokens > 1).any():
                 chains_by_length.append((length, chains))
     return chains_by_length
@@ -347,17 +348,17 @@ def _join_long_runs(
     groups: tuple[Group, Group],
     num_positions: int,
     tokens: tuple[TokenRuns, ...],
-    parts: Sequence[LongRuns],
+    long_runs: Sequence[LongRuns],
 ) -> GroupRuns:
     """Join longer runs of one block pair, by rule plan.R3."""
-    if not parts:
+    if not long_runs:
         none = np.zeros((2, 0), np.int64)
         no_runs = Runs(none, none, none, none, none[0])
         return GroupRuns(groups, num_positions, tokens, no_runs, none[0], none.T)
-    longer = LongRuns.concatenate(parts)
+    longer = LongRuns.concatenate(long_runs)
     runs = longer.runs
     # Runs may only join in the same block pair, regions and pools. A joined run covers the
-    # positions of all its parts.
+    # positions of all of them.
     keys = [*runs.num_blocks, *runs.block_stride, *longer.block, *runs.region]
     order, first = find_chains(keys, runs.offset, runs.length)
     start = np.minimum.reduceat(longer.start[order], first)

@@ -2,8 +2,8 @@
 
 A series is all runs that begin at the same positions, and whose ids grow alike. An id of a series
 is ``base + step * block id + slot term`` (rule plan.T3): ``base`` belongs to the run, the slot term
-to the slot at which it begins, and only the block id depends on the request. What bind, costs and
-certificates read of a plan stands here.
+to the slot at which it begins, and only the block id depends on the request. Bind, costs
+and certificates read only this of a plan.
 
 ``RunSeries`` are longer runs, inside one block pair each. ``TokenSeries`` are runs of one token.
 """
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan._arrays import Ints, integers_in
-from kvplan.describe.blocks import Blocks, Range, check_listed, places
+from kvplan.describe.blocks import Blocks, Range, check_listed, table_indices
 from kvplan.describe.views import Group
 from kvplan.plan.align import (
     blocks_and_slots,
@@ -28,7 +28,6 @@ from kvplan.plan.align import (
     local_index,
     position_of,
     positions_between,
-    slots,
 )
 
 Ids = npt.NDArray[np.int32]
@@ -59,7 +58,7 @@ class Occurrences(NamedTuple):
         """Return the block ids of both tables. Raises ``BLOCKS`` for a block that a table lacks."""
         indices = []
         for table, ordinals in zip(tables, self.ordinals, strict=True):
-            indices.append(places(table.group.name, table.blocks, ordinals, table.side))
+            indices.append(table_indices(table.group.name, table.blocks, ordinals, table.side))
         destination, source = tables
         return (
             OccurrenceBlocks(destination.blocks.ids[indices[0]], self.slot_terms[0]),
@@ -255,7 +254,7 @@ class TokenSeries(Series):
         if scattered is None:
             return positions_between(self.starts, self.period, first, last + 1)
         group = destination.group
-        num_slots = slots(group)
+        num_slots = group.num_slots
         block_bounds = [
             local_index(group, first) // num_slots,
             local_index(group, last) // num_slots,
@@ -273,7 +272,7 @@ def _slice_of_block(
     table: SideTable, slot_terms: Ints, start: int, stop: int
 ) -> OccurrenceBlocks | None:
     """Return the block of ``[start, stop)``, if it is one and the table has no gaps."""
-    num_slots = slots(table.group)
+    num_slots = table.group.num_slots
     ordinal, slot = divmod(start, num_slots)
     end_slot = slot + stop - start
     blocks = table.blocks
@@ -318,7 +317,7 @@ class GroupPair:
                 yield tokens, (high, stop)
 
     def _between_cuts(self, start: int, stop: int) -> Range:
-        """Return the part of ``[start, stop)`` without the spans that the range cuts."""
+        """Return ``[start, stop)`` without the spans that it cuts."""
         first_span = self._span(start)
         last_span = self._span(stop)
         low = start if first_span is None else first_span[1]

@@ -22,7 +22,7 @@ from kvplan.plan.tables import Descriptors, Table
 
 Item = TypeVar("Item")
 
-_NO_PLACES: Final = (np.zeros(0, np.int64),) * 4
+_NO_OFFSETS: Final = (np.zeros(0, np.int64),) * 4
 _NO_ROWS: Final = Table(
     (),
     read_only(np.zeros(0, int)),
@@ -112,7 +112,7 @@ class ReadSpec:
     ``local_ids`` and ``remote_ids`` are int32 arrays of equal length. ``operation`` is ``READ``
     (from remote to local) or ``WRITE``. ``local`` and ``remote`` are (engine id, rank). The n-th
     local id and the n-th remote id, each in its table, are one copy. ``shapes`` optionally lists
-    the (runs, occurrences) of consecutive parts of the ids; :meth:`descriptors` is faster with it.
+    the (runs, occurrences) of consecutive slices of the ids; :meth:`descriptors` is faster with it.
     Threads may share a spec that was bound without a workspace.
     """
 
@@ -158,46 +158,46 @@ class ReadSpec:
     @cached_property
     def _descriptors(self) -> tuple[Descriptors, Descriptors]:
         tables = (self.local_table, self.remote_table)
-        parts = list(self._parts())
-        if not parts:
-            return tables[0].descriptors(*_NO_PLACES), tables[1].descriptors(*_NO_PLACES)
-        # The row of each run of ids, and the place of each id, on both sides.
+        sums = list(self._sums())
+        if not sums:
+            return tables[0].descriptors(*_NO_OFFSETS), tables[1].descriptors(*_NO_OFFSETS)
+        # The row of each run of ids, and the offset of each id, on both sides.
         rows = []
-        places = []
+        offsets = []
         for side, table in enumerate(tables):
-            part_rows = [table.row_of(part[side].first[:, 0]) for part in parts]
-            part_places = []
-            for part, row in zip(parts, part_rows, strict=True):
-                part_places.append(table.places(*part[side], row).reshape(-1))
-            rows.append(np.concatenate(part_rows))
-            places.append(np.concatenate(part_places))
-        ids_of_run = [np.full(first.size, along.size) for (first, along), _ in parts]
+            sum_rows = [table.row_of(both[side].first[:, 0]) for both in sums]
+            sum_offsets = []
+            for both, row in zip(sums, sum_rows, strict=True):
+                sum_offsets.append(table.offsets(*both[side], row).reshape(-1))
+            rows.append(np.concatenate(sum_rows))
+            offsets.append(np.concatenate(sum_offsets))
+        ids_of_run = [np.full(first.size, along.size) for (first, along), _ in sums]
         run = np.repeat(np.arange(rows[0].size), np.concatenate(ids_of_run))
-        # By local place, so that descriptors that continue each other are neighbours.
-        if (places[0][1:] < places[0][:-1]).any():
-            order = np.argsort(places[0], kind="stable")
-            places = [side_places[order] for side_places in places]
+        # By local offset, so that descriptors that continue each other are neighbours.
+        if (offsets[0][1:] < offsets[0][:-1]).any():
+            order = np.argsort(offsets[0], kind="stable")
+            offsets = [side_offsets[order] for side_offsets in offsets]
             run = run[order]
         length = self.local_table.rows[:, 1].astype(np.int64)[rows[0]][run]
         # A descriptor continues the one before it if it does on both sides.
-        goes_on = _goes_on(places[0], length) & _goes_on(places[1], length)
+        goes_on = _goes_on(offsets[0], length) & _goes_on(offsets[1], length)
         if goes_on.any():
             first = heads(goes_on)
-            places = [side_places[first] for side_places in places]
+            offsets = [side_offsets[first] for side_offsets in offsets]
             run = run[first]
             length = np.add.reduceat(length, first)
-        local = tables[0].descriptors(places[0], length, rows[0], run)
-        remote = tables[1].descriptors(places[1], length, rows[1], run)
+        local = tables[0].descriptors(offsets[0], length, rows[0], run)
+        remote = tables[1].descriptors(offsets[1], length, rows[1], run)
         # Regions may not be listed in order of address.
         if (local[1:, 0] < local[:-1, 0]).any():
             order = np.argsort(local[:, 0], kind="stable")
             return read_only(local[order]), read_only(remote[order])
         return local, remote
 
-    def _parts(self) -> Iterator[tuple[IdSum, IdSum]]:
-        """Yield the ids of each part as sums, local and remote.
+    def _sums(self) -> Iterator[tuple[IdSum, IdSum]]:
+        """Yield the ids of each shape as sums, local and remote.
 
-        Ids of a run lie in one row of each table. A part that is no such sum is listed id by id.
+        Ids of a run lie in one row of each table. Ids that are no such sum are listed one by one.
         """
         num_ids = self.local_ids.size
         shapes_are_true = sum(map(math.prod, self.shapes)) == num_ids
@@ -234,7 +234,7 @@ def _sum_of(ids: Ids) -> IdSum:
     return IdSum(ids[:, :1], ids[:1] - ids[:1, :1])
 
 
-def _goes_on(place: Ints, length: Ints) -> Bools:
+def _goes_on(offset: Ints, length: Ints) -> Bools:
     """Return whether each descriptor ends where the next one begins, on one side."""
-    goes_on: Bools = place[:-1] + length[:-1] == place[1:]
+    goes_on: Bools = offset[:-1] + length[:-1] == offset[1:]
     return goes_on

@@ -40,14 +40,14 @@ class Table:
         integer(shift, "shift of a table", low=-INT64_END)
         region, offset, length, stride, count = rows.T
         address, device = bases(worker.regions)
-        placed = np.empty(rows.shape, np.uint64)
-        placed[:, 0] = address[region] + (offset + shift).astype(np.uint64)
-        placed[:, 1] = length
-        placed[:, 2] = device[region]
-        placed[:, 3] = stride
-        placed[:, 4] = count
+        with_addresses = np.empty(rows.shape, np.uint64)
+        with_addresses[:, 0] = address[region] + (offset + shift).astype(np.uint64)
+        with_addresses[:, 1] = length
+        with_addresses[:, 2] = device[region]
+        with_addresses[:, 3] = stride
+        with_addresses[:, 4] = count
         first = np.cumsum(count) - count
-        return cls(worker.regions, read_only(region), read_only(placed), read_only(first))
+        return cls(worker.regions, read_only(region), read_only(with_addresses), read_only(first))
 
     @property
     def num_ids(self) -> int:
@@ -64,38 +64,40 @@ class Table:
 
     @cached_property
     def _arena(self) -> Ints:
-        """The start of each region, (regions,), if all stood in a line, one byte apart."""
+        """The start of each region, (regions,), all one after another with a byte between."""
         sizes = [region.size_bytes + 1 for region in self.regions]
         return np.cumsum([0, *sizes[:-1]])
 
     @cached_property
     def _lines(self) -> tuple[Ints, Ints]:
-        """The place of an id by row, a linear function: slope, and value at id 0, (rows,)."""
+        """The offset of an id by row, a linear function: slope, and value at id 0, (rows,)."""
         offset = (self.rows[:, 0] - self._bases[0][self.region]).astype(np.int64)
         stride = self.rows[:, 3].astype(np.int64)
         return stride, self._arena[self.region] + offset - self.first * stride
 
-    def places(self, first: npt.NDArray[np.int32], along: npt.NDArray[np.int32], row: Ints) -> Ints:
-        """Return the places, (n, m), of ids ``first`` (n, 1) + ``along`` (1, m).
+    def offsets(
+        self, first: npt.NDArray[np.int32], along: npt.NDArray[np.int32], row: Ints
+    ) -> Ints:
+        """Return the offsets, (n, m), of ids ``first`` (n, 1) + ``along`` (1, m).
 
-        Ids of line ``i`` are in the row ``row[i]``. A place is an offset in all regions one after
+        Ids of line ``i`` are in the row ``row[i]``. Offsets count through all regions one after
         another, with gaps, so that no two regions are contiguous.
         """
         stride, start = self._lines
-        place: Ints = stride[row][:, None] * along
-        place += (start[row] + stride[row] * first[:, 0])[:, None]
-        return place
+        offset: Ints = stride[row][:, None] * along
+        offset += (start[row] + stride[row] * first[:, 0])[:, None]
+        return offset
 
-    def descriptors(self, place: Ints, length: Ints, row: Ints, run: Ints) -> Descriptors:
-        """Return address, length and device, (n, 3) uint64, of ``length`` bytes at each place.
+    def descriptors(self, offset: Ints, length: Ints, row: Ints, run: Ints) -> Descriptors:
+        """Return address, length and device, (n, 3) uint64, of ``length`` bytes at each offset.
 
-        Place ``i`` is in the row ``row[run[i]]``.
+        Offset ``i`` is in the row ``row[run[i]]``.
         """
         base, device = self._bases
         shift = base - self._arena.astype(np.uint64)
         region = self.region[row]
-        descriptors = np.empty((place.size, 3), np.uint64)
-        np.add(place.view(np.uint64), shift[region][run], out=descriptors[:, 0])
+        descriptors = np.empty((offset.size, 3), np.uint64)
+        np.add(offset.view(np.uint64), shift[region][run], out=descriptors[:, 0])
         descriptors[:, 1] = length
         descriptors[:, 2] = device[region][run]
         return read_only(descriptors)

@@ -15,7 +15,7 @@ from kvplan._checks import instance
 from kvplan.describe.blocks import Blocks, Tokens, check_blocks
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker
-from kvplan.plan.align import before, slots
+from kvplan.plan.align import before
 from kvplan.plan.bind import check_names, range_of
 from kvplan.plan.tables import Descriptors
 
@@ -48,9 +48,9 @@ def tails(worker: Worker, blocks: Mapping[str, Blocks], tokens: Tokens) -> dict[
         name = geometry.group.name
         if name in first_slots:
             tails_of_geometry[i] = _tail(geometry, blocks[name], first_slots[name])
-    # Views of one geometry have the same tail, each at a place of its own.
+    # Views of one geometry have the same tail, each at its own offset.
     descriptors: dict[str, list[Descriptors]] = {}
-    views = zip(worker.views, worker.geometry_of, worker.places.tolist(), strict=True)
+    views = zip(worker.views, worker.geometry_of, worker.region_offsets.tolist(), strict=True)
     for view, geometry_index, (region_index, view_offset) in views:
         if geometry_index not in tails_of_geometry:
             continue
@@ -60,7 +60,7 @@ def tails(worker: Worker, blocks: Mapping[str, Blocks], tokens: Tokens) -> dict[
         device = np.full(offset.size, region.device_id, np.uint64)
         columns = [address, length.astype(np.uint64), device]
         descriptors.setdefault(view.name, []).append(np.stack(columns, axis=1))
-    return {name: read_only(np.concatenate(parts)) for name, parts in descriptors.items()}
+    return {name: read_only(np.concatenate(of_views)) for name, of_views in descriptors.items()}
 
 
 def _tail(geometry: Geometry, table: Blocks, first_slot: int) -> tuple[Ints, Ints]:
@@ -69,20 +69,20 @@ def _tail(geometry: Geometry, table: Blocks, first_slot: int) -> tuple[Ints, Int
     They are offsets in the pool, ascending, and lengths.
     """
     check_blocks(geometry.group.name, table, geometry.num_blocks, is_destination=True)
-    num_slots = slots(geometry.group)
+    num_slots = geometry.group.num_slots
     ordinals = table.ordinals
     block, slot = divmod(first_slot, num_slots)
     slot_offsets = geometry.segments[TOKEN].at(np.arange(num_slots))
     content_offsets, length = _content(geometry)
     # Offsets of all contiguous runs: blocks outside, slots next, the runs of one slot inside. The
     # first block counts from `slot` on, later ones from slot 0.
-    parts = []
+    offsets_of_blocks = []
     for chosen, start in ((ordinals == block, slot), (ordinals > block, 0)):
         block_offsets = table.ids[chosen].astype(np.int64) * geometry.block_stride_bytes
         offsets = np.add.outer(block_offsets, slot_offsets[start:])
-        parts.append(np.add.outer(offsets, content_offsets).reshape(-1))
+        offsets_of_blocks.append(np.add.outer(offsets, content_offsets).reshape(-1))
     # Runs that continue each other are joined.
-    offset = np.sort(np.concatenate(parts))
+    offset = np.sort(np.concatenate(offsets_of_blocks))
     first = heads(offset[1:] == offset[:-1] + length)[: offset.size]
     return offset[first], np.diff(first, append=offset.size) * length
 

@@ -33,7 +33,7 @@ from kvplan.plan.bind import (
     wanted,
 )
 from kvplan.plan.cost import Cost, cost
-from kvplan.plan.pairs import budget_of, plan_pairs, shares
+from kvplan.plan.pairs import assignments, budget_of, plan_pairs
 from kvplan.plan.series import GroupPair, SideTable, TablePair
 from kvplan.plan.specs import READ, WRITE, Direction, Pair, ReadSpec, direction_of
 
@@ -100,8 +100,8 @@ class TransferPlan:
         direction = self.direction
         # Pairs of workers with the same group pairs share their ids.
         bound = {}
-        for group_pairs, parts in terms_by_pairs.items():
-            ids, shapes = add_terms(parts, workspace)
+        for group_pairs, all_terms in terms_by_pairs.items():
+            ids, shapes = add_terms(all_terms, workspace)
             bound[group_pairs] = ids[direction.local], ids[direction.remote], shapes
         specs = dict(self.idle)
         key = self.local.key
@@ -163,15 +163,15 @@ class TransferPlan:
         terms_by_pairs: dict[tuple[GroupPair, ...], list[Terms]] = {}
         requested = self.requested(local=local, remote=remote, tokens=tokens)
         for group_pairs, of_pairs in requested.items():
-            parts: list[Terms] = []
+            all_terms: list[Terms] = []
             for pair, tables, positions, has_range in of_pairs:
                 try:
-                    parts += terms(pair, tables, positions)
+                    all_terms += terms(pair, tables, positions)
                 except KVPlanError as error:
                     if has_range:
                         raise
                     raise error.with_hint(NO_RANGE) from None
-            terms_by_pairs[group_pairs] = parts
+            terms_by_pairs[group_pairs] = all_terms
         return terms_by_pairs
 
     def with_remotes(self, remotes: Iterable[Worker]) -> TransferPlan:
@@ -196,7 +196,7 @@ class TransferPlan:
         if ranks != new_ranks or _order_of_keys(self.remotes) != _order_of_keys(workers):
             raise KVPlanError(
                 "WORKER",
-                "take the place of the remotes of a plan",
+                "replace the remotes of a plan",
                 expected=f"workers in the same order, of ranks {ranks}",
                 got=f"ranks {new_ranks} of {', '.join(worker.label for worker in workers)}",
             )
@@ -206,8 +206,8 @@ class TransferPlan:
             if worker.outline != replaced.outline:
                 raise KVPlanError(
                     "WORKER",
-                    f"take the place of {replaced.label}",
-                    expected="a worker that keeps the same in regions of its own",
+                    f"replace {replaced.label}",
+                    expected="a worker with the same views, in other regions",
                     got=f"{worker.label}, which differs",
                     hint="compare says where; plan anew",
                 )
@@ -227,7 +227,7 @@ class TransferPlan:
 
     @cached_property
     def _pools(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """The blocks of the smallest pool of each group that takes part, local and remote."""
+        """The blocks of the smallest pool of each group that moves, local and remote."""
         pools: tuple[dict[str, int], dict[str, int]] = ({}, {})
         pools_by_role = self.direction.by_role(*pools)
         for pair in self._moving:
@@ -239,7 +239,7 @@ class TransferPlan:
 
     @cached_property
     def _overlaid(self) -> tuple[tuple[tuple[str, str], ...], ...]:
-        """The pairs of groups that take part and share bytes of their blocks, local and remote."""
+        """The pairs of groups that move and share bytes of their blocks, local and remote."""
         overlaid = []
         for pools, workers in zip(self._pools, ((self.local,), self.remotes), strict=True):
             names: dict[tuple[str, str], None] = {}
@@ -361,7 +361,7 @@ def plan_writes(
     not_transferred: Iterable[str] = (),
     budget: Budget | None = None,
 ) -> TransferPlan:
-    """Return the plan by which ``local``, a source, writes its part of what ``remotes`` need.
+    """Return the plan by which ``local``, a source, writes what ``remotes`` need of it.
 
     ``siblings`` are the other workers of the local engine: together with ``local`` they hold all
     that the remotes need. Raises what :func:`plan_reads` raises.
@@ -382,6 +382,6 @@ def _plan(
 ) -> TransferPlan:
     """Return the plan of one worker. A writer plans with its siblings."""
     destinations, sources = direction.by_role((local, *siblings), remotes)
-    exchanged = shares(destinations, sources, skipped, budget)
-    pairs = plan_pairs(direction, [local], remotes, exchanged, budget)
+    assigned = assignments(destinations, sources, skipped, budget)
+    pairs = plan_pairs(direction, [local], remotes, assigned, budget)
     return TransferPlan(direction.operation, local, remotes, siblings, skipped, pairs[local.key])

@@ -49,7 +49,7 @@ from kvplan.describe.blocks import (
 from kvplan.describe.views import TOKEN, Context, Group
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import before, position_of, slots
+from kvplan.plan.align import before, position_of
 from kvplan.plan.bind import check_names, range_of
 
 __all__ = [
@@ -208,7 +208,7 @@ class BlockPositions:
         >>> block_positions.ids.tolist(), (block_positions.keys > 0).astype(int).tolist()
         ([7, 3], [[0, 0, 1, 1], [1, 1, 1, 0]])
         """
-        size = slots(group)
+        size = group.num_slots
         # One row for each block of the table: the local index and the position of each slot.
         local = np.add.outer(table.ordinals * size, np.arange(size))
         position = position_of(group, local)

@@ -294,7 +294,7 @@ class PeerEngines:
     def _open(self, source: Source, offers: Sequence[bytes], budget: Budget) -> list[Worker]:
         """Return the workers in offers."""
         num_bytes = sum(map(len, offers))
-        budget.take(num_bytes, "bytes of offers", MESSAGE_BYTES, f"open the offers of {source}")
+        budget.spend(num_bytes, "bytes of offers", MESSAGE_BYTES, f"open the offers of {source}")
         workers = [self._connections.open_offer(offer) for offer in offers]
         for worker in workers:
             _check_engine(source, worker)

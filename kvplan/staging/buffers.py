@@ -53,9 +53,9 @@ from kvplan.describe.axes import Axis
 from kvplan.describe.views import TOKEN, Group, Region, View
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import cycle, period, slots
+from kvplan.plan.align import cycle, period
 from kvplan.plan.cells import Cell
-from kvplan.plan.pairs import shares
+from kvplan.plan.pairs import assignments
 from kvplan.plan.specs import Pair
 from kvplan.plan.transfer import TransferPlan
 from kvplan.staging.copies import SOURCE, BothGroups, CopyTemplate, joined_dims
@@ -151,8 +151,8 @@ class StagingBuffer:
         for (_, source_group), group in self.groups.items():
             destination = _only(self.worker, group)
             source = _only(peer, source_group)
-            for share in shares([destination], [source], (), budget):
-                transferred += share.cells
+            for assignment in assignments([destination], [source], (), budget):
+                transferred += assignment.cells
         return transferred
 
     def local_step(self, cells: Iterable[Cell]) -> list[Cell]:
@@ -233,10 +233,10 @@ def _needed_spans(cells: Iterable[Cell]) -> dict[BothGroups, dict[int, Spans]]:
         spans_by_view = needed.setdefault(_groups(cell), {})
         for number in source_views(cell).tolist():
             spans = spans_by_view.setdefault(number, {})
-            for axis, part in cell.parts.items():
+            for axis, axis_slice in cell.slices.items():
                 # several cells may need parts of one view: the span of all of them
-                start, stop = part.span
-                low, high = spans.get(axis, part.span)
+                start, stop = axis_slice.span
+                low, high = spans.get(axis, axis_slice.span)
                 spans[axis] = min(start, low), max(stop, high)
     return needed
 
@@ -309,7 +309,7 @@ def blocks_touched(group: Group, window: int, grain: int) -> int:
     """
     if group.tokens_per_block is None:
         return 1
-    num_slots = slots(group)
+    num_slots = group.num_slots
     interleave = group.interleave_slots
     num_turns, rest = divmod(window, cycle(group))
     if grain % cycle(group):
@@ -429,7 +429,7 @@ def _frames(views: Iterable[PeerView]) -> Iterator[list[PeerView]]:
 
 def _pools(frame: Sequence[PeerView], budget: Budget) -> Iterator[Pool]:
     """Yield the pool of a frame by rule staging.S3, or of each of its views by rule staging.S4."""
-    budget.take(len(frame), "views to pack", VIEW_BYTES, f"stage {frame[0].view.name!r}")
+    budget.spend(len(frame), "views to pack", VIEW_BYTES, f"stage {frame[0].view.name!r}")
     if len(frame) > 1 and (pool := _packed_together(frame, budget)):
         yield pool
     else:
@@ -496,7 +496,7 @@ def _packed_together(frame: Sequence[PeerView], budget: Budget) -> Pool | None:
     num_runs = [view.block_bytes // length for view, length in zip(views, run_bytes, strict=True)]
     if sum(num_runs) > MAX_RUNS:
         return None
-    budget.take(sum(num_runs), "runs of a frame", RUN_BYTES, f"stage {views[0].name!r}")
+    budget.spend(sum(num_runs), "runs of a frame", RUN_BYTES, f"stage {views[0].name!r}")
     run_starts = list(map(_run_starts, views, run_bytes))
     run_map = _RunMap.of(np.concatenate(run_starts), np.repeat(run_bytes, num_runs))
     packed_views = []

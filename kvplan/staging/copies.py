@@ -29,9 +29,9 @@ from kvplan._arrays import Ints, distinct, integers_in, read_only
 from kvplan._text import brief_repr, count, fold
 from kvplan.budget import Budget
 from kvplan.describe.axes import Segments
-from kvplan.describe.blocks import Blocks, places
+from kvplan.describe.blocks import Blocks, table_indices
 from kvplan.describe.views import TOKEN, Geometry, Group, Region
-from kvplan.plan.align import local_index, positions_between, slots
+from kvplan.plan.align import local_index, positions_between
 from kvplan.plan.cells import Cell
 from kvplan.plan.tables import Descriptors
 
@@ -163,7 +163,7 @@ class CopyTemplate:
             return positions
         # the table has gaps: only the positions whose blocks it has
         group = self.groups[DESTINATION]
-        block_ordinals = local_index(group, positions) // slots(group)
+        block_ordinals = local_index(group, positions) // group.num_slots
         return positions[np.isin(block_ordinals, table.scattered)]
 
     def copies(self, positions: Ints, low: int, high: int, tables: BothTables) -> Iterator[Copy]:
@@ -191,8 +191,8 @@ class CopyTemplate:
         """Return how far behind an origin, the first slot of block 0, each position is."""
         group = self.groups[side]
         geometry = self.sides[side]
-        block_ordinals, slot = np.divmod(local_index(group, positions), slots(group))
-        indices = places(group.name, table, block_ordinals, ROLES[side])
+        block_ordinals, slot = np.divmod(local_index(group, positions), group.num_slots)
+        indices = table_indices(group.name, table, block_ordinals, ROLES[side])
         block_ids = table.ids[indices].astype(np.int64)
         return block_ids * geometry.block_stride_bytes + geometry.segments[TOKEN].at(slot)
 
@@ -216,7 +216,7 @@ def copy_templates(
     by_paging: dict[Hashable, list[Cell]] = {}
     for cell in cells:
         action = f"stage {cell.match.names[0]!r}"
-        budget.take(cell.parts[TOKEN].size, "positions of a cycle", POSITION_BYTES, action)
+        budget.spend(cell.slices[TOKEN].size, "positions of a cycle", POSITION_BYTES, action)
         by_paging.setdefault(_paging(cell), []).append(cell)
     return tuple([_template(regions, paged_alike, budget) for paged_alike in by_paging.values()])
 
@@ -248,17 +248,17 @@ def ordinals(group: Group, positions: Iterable[Ints]) -> Ints:
     all_positions = np.concatenate([*positions, no_positions])
     if not all_positions.size:
         return all_positions
-    return distinct(local_index(group, all_positions) // slots(group))
+    return distinct(local_index(group, all_positions) // group.num_slots)
 
 
 def _carried(cell: Cell) -> Ints:
     """Return the positions of one period that move."""
-    return integers_in(cell.parts[TOKEN].intervals)
+    return integers_in(cell.slices[TOKEN].intervals)
 
 
 def _token_steps(side: Geometry) -> tuple[int, ...]:
     """Return the bytes from each slot of a block to the next."""
-    return side.segments[TOKEN].seen(0, slots(side.group))[1]
+    return side.segments[TOKEN].seen(0, side.group.num_slots)[1]
 
 
 def _run_tokens(cell: Cell) -> int:
@@ -272,11 +272,11 @@ def _run_tokens(cell: Cell) -> int:
         multiples.append(int(side.segments[TOKEN].length[0]))
         if side.group.context.size > 1:
             multiples.append(side.group.interleave_slots)
-    token_part = cell.parts[TOKEN]
-    if token_part.size < cell.cycle:
+    token_slice = cell.slices[TOKEN]
+    if token_slice.size < cell.cycle:
         # only some positions move: runs begin and end where these do
         multiples.append(cell.cycle)
-        multiples += token_part.intervals.reshape(-1).tolist()
+        multiples += token_slice.intervals.reshape(-1).tolist()
     return math.gcd(*multiples)
 
 
@@ -293,7 +293,7 @@ def _boxes(
         token_boxes = list(_token_boxes(cell, budget))
         shapes = [joined_dims(itemsize, [run_dim, *token_box.dims]) for token_box in token_boxes]
         # for each tensor of the cell, the region and the offset of its view on both sides
-        destinations, sources = cell.match.places(cell.destination, cell.source).tolist()
+        destinations, sources = cell.match.region_offsets(cell.destination, cell.source).tolist()
         for destination, source in zip(destinations, sources, strict=True):
             for token_box, shape in zip(token_boxes, shapes, strict=True):
                 to_origin = regions[destination[0]], destination[1] + token_box.offsets[0]
@@ -310,7 +310,7 @@ class _TokenBox(NamedTuple):
 
 
 class _Interval(NamedTuple):
-    """A part of one axis with a constant stride on both sides: where it begins, and its dim."""
+    """A range of one axis with a constant stride on both sides: where it begins, and its dim."""
 
     offsets: tuple[int, int]
     dim: Dim
@@ -318,10 +318,10 @@ class _Interval(NamedTuple):
 
 def _token_boxes(cell: Cell, budget: Budget) -> Iterator[_TokenBox]:
     """Yield the boxes of one token of one tensor, by rule staging.S9."""
-    axes = [axis for axis in cell.parts if axis != TOKEN]
+    axes = [axis for axis in cell.slices if axis != TOKEN]
     intervals_by_axis = [_intervals(cell, axis, budget) for axis in axes]
     number = math.prod(map(len, intervals_by_axis)) * len(cell.match.names)
-    budget.take(number, "boxes to copy", BOX_BYTES, f"stage {cell.match.names[0]!r}")
+    budget.spend(number, "boxes to copy", BOX_BYTES, f"stage {cell.match.names[0]!r}")
     for intervals in itertools.product(*intervals_by_axis):
         destination_offset = sum(interval.offsets[0] for interval in intervals)
         source_offset = sum(interval.offsets[1] for interval in intervals)
@@ -334,11 +334,11 @@ def _intervals(cell: Cell, axis: str, budget: Budget) -> list[_Interval]:
     destination, source = (side.segments[axis] for side in cell.sides)
     # each interval looks at all segments
     num_segments = destination.start.size + source.start.size
-    number = num_segments * (len(cell.parts[axis].intervals) + num_segments)
+    number = num_segments * (len(cell.slices[axis].intervals) + num_segments)
     action = f"stage {cell.match.names[0]!r}"
-    budget.take(number, "segments of an axis", SEGMENT_BYTES, action)
+    budget.spend(number, "segments of an axis", SEGMENT_BYTES, action)
     intervals = []
-    for low, high in cell.parts[axis].intervals.tolist():
+    for low, high in cell.slices[axis].intervals.tolist():
         # both sides step evenly between neighbouring bounds
         bounds = {low, high}
         bounds.update(_bounds_inside(destination, low, high))

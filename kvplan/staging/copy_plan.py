@@ -33,7 +33,7 @@ from kvplan._arrays import Ints, read_only
 from kvplan.describe.blocks import Blocks, Tokens, check_listed
 from kvplan.describe.views import Group, Region
 from kvplan.describe.worker import Key
-from kvplan.plan.align import count_below, cycle, local_index, slots
+from kvplan.plan.align import count_below, cycle, local_index
 from kvplan.plan.series import GroupPair, RunSeries, TablePair, TokenSeries
 from kvplan.plan.specs import ReadSpec
 from kvplan.plan.tables import Table
@@ -165,7 +165,7 @@ class Entry:
             alone = group.context.size == 1
             header[field + SideField.CYCLE] = 1 if alone else cycle(group)
             header[field + SideField.INTERLEAVE] = 1 if alone else group.interleave_slots
-            header[field + SideField.SLOTS] = slots(group)
+            header[field + SideField.SLOTS] = group.num_slots
             header[field + SideField.BY_SLOT] = self.by_slot
             header[field + SideField.STEP] = self.steps[side]
 
@@ -527,7 +527,7 @@ class BoundCopy:
             is_listed = np.ones(number.size, bool)
             for side, field in enumerate(SIDES):
                 group = entry.groups[side]
-                ordinal, slot = np.divmod(local_index(group, position), slots(group))
+                ordinal, slot = np.divmod(local_index(group, position), group.num_slots)
                 block = self.tables[numbers[field + SideField.TABLE] + ordinal].astype(np.int64)
                 is_listed &= block >= 0
                 term = slot if entry.by_slot else number % entry.starts.size
@@ -637,7 +637,7 @@ def copy_of_spec(spec: ReadSpec, tables: RowTables, is_read: bool) -> BoundCopy:
     """Return the copies of a spec whose ids are listed. A row of ids is a series of blocks."""
     found: list[Listed] = []
     blocks = JoinedTables()
-    for local, remote in spec._parts():
+    for local, remote in spec._sums():
         sides = (local, remote) if is_read else (remote, local)
         address, stride, region, places = [], [], [], []
         for ids, table in zip(sides, tables, strict=True):

@@ -11,7 +11,7 @@ import attrs
 
 from kvplan._text import count
 from kvplan.describe.views import Group
-from kvplan.plan.align import before, in_slots, period, position_of, positions_between, slots
+from kvplan.plan.align import before, in_slots, period, position_of, positions_between
 from kvplan.plan.cost import Cost, PairCost, cost, of_groups
 from kvplan.plan.specs import READ
 from kvplan.staging.buffers import StagedPeer
@@ -160,8 +160,8 @@ def _needed_blocks(
         block_ordinals = ordinals(
             group, [positions_between(*starts, 0, stop) for starts in carried]
         )
-        last_ordinal, num_slots = divmod(before(group, stop), slots(group))
+        last_ordinal, num_slots = divmod(before(group, stop), group.num_slots)
         num_full += times * int((block_ordinals < last_ordinal).sum())
         last_slots = num_slots if (block_ordinals == last_ordinal).any() else 0
-    yield _SourceBlocks(num_full, slots(group))
+    yield _SourceBlocks(num_full, group.num_slots)
     yield _SourceBlocks(1, last_slots)

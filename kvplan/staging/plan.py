@@ -34,10 +34,10 @@ from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens
 from kvplan.describe.views import Group, Region
 from kvplan.describe.worker import Worker, checked_names
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import in_tokens, position_of, slots
+from kvplan.plan.align import in_tokens, position_of
 from kvplan.plan.bind import range_of, wanted
 from kvplan.plan.cells import Cell
-from kvplan.plan.pairs import PairPlanner, Share, budget_of, plan_pairs, shares
+from kvplan.plan.pairs import Assignment, PairPlanner, assignments, budget_of, plan_pairs
 from kvplan.plan.specs import READ, ReadSpec
 from kvplan.plan.transfer import TransferPlan, checked_workers
 from kvplan.staging.buffers import (
@@ -392,9 +392,9 @@ def _windows(group: Group, table: Blocks, low: int, high: int, window: int) -> I
     if table.scattered is None:
         return range(low // window, (high - 1) // window + 1)
     # one element for each block: the windows of its first and of its last position in the range
-    first_slots = table.scattered * slots(group)
+    first_slots = table.scattered * group.num_slots
     first_positions = position_of(group, first_slots)
-    last_positions = position_of(group, first_slots + slots(group) - 1)
+    last_positions = position_of(group, first_slots + group.num_slots - 1)
     first_windows = np.maximum(first_positions, low) // window
     last_windows = np.minimum(last_positions, high - 1) // window
     numbers = set[int]()
@@ -426,10 +426,14 @@ class Shares:
         peers = checked_workers("remotes", remotes, local)
         skipped = checked_names(not_transferred, local, *peers)
         budget = budget_of(budget)
-        local_shares = list(shares([local], peers, skipped, budget))
-        pairs = plan_pairs(READ, [local], peers, local_shares, budget)[local.key]
+        local_assignments = list(assignments([local], peers, skipped, budget))
+        pairs = plan_pairs(READ, [local], peers, local_assignments, budget)[local.key]
         direct = TransferPlan("READ", local, peers, (), skipped, pairs)
-        return cls(direct, tuple((share.source, share.cells) for share in local_shares), budget)
+        return cls(
+            direct,
+            tuple((each.source, each.cells) for each in local_assignments),
+            budget,
+        )
 
     def staged(self, region: Region, whole: bool = False) -> StagedPlan:
         """Return the plan in two steps, through a region of the local worker."""
@@ -444,7 +448,7 @@ class Shares:
             buffer = staging_buffer(local, peer, region.name, pools_of, places)
             # the buffer under the key of its worker
             worker = attrs.evolve(buffer.worker, engine_id=local.engine_id, rank=local.rank)
-            pair = planner.pair(Share(worker, peer, buffer.transfer_step(peer, self.budget)))
+            pair = planner.pair(Assignment(worker, peer, buffer.transfer_step(peer, self.budget)))
             transfer = attrs.evolve(self.direct, local=worker, remotes=(peer,), pairs=(pair,))
             templates = copy_templates(local.regions, buffer.local_step(cells), self.budget)
             peers.append(StagedPeer(buffer, transfer, templates))

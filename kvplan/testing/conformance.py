@@ -217,13 +217,13 @@ def _view(
 ) -> View:
     array = cache.layer(layer)
     letters = cache.letters.replace("L", "")
-    parts = {"head": heads} if "H" in letters else {}
+    shards = {"head": heads} if "H" in letters else {}
     if kv is not None:
         array, letters = array[None], "K" + letters
-        parts["kv"] = (kv, kv + 1, 2)
+        shards["kv"] = (kv, kv + 1, 2)
     pattern = " ".join(NAMES[letter] for letter in letters)
     name = f"layers.{layer}.attn"
-    return view_of(array, pattern, name=name, group="attn", region=region, parts=parts)
+    return view_of(array, pattern, name=name, group="attn", region=region, shards=shards)
 
 
 def sides(**choices: Any) -> Iterator[Side]:

@@ -258,7 +258,7 @@ def _pieces(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) ->
         geometry = worker.geometries[geometry_index]
         offset, number, length = pieces_of_slot(geometry, weights)
         slot_offset = slots_of_block(geometry)
-        region, view_offset = worker.places[view_indices].T
+        region, view_offset = worker.region_offsets[view_indices].T
         view_start = starts[region] + view_offset
         tensor_index = np.array([tensors[worker.views[i].name].index for i in view_indices])
         # Each field of Pieces by view, slot and piece.

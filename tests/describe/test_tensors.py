@@ -108,10 +108,10 @@ def test_kernel_blocks_are_two_digits() -> None:
     check_bytes(array, array, view, "block token token dim")
 
 
-def test_parts_say_which_coordinates_a_tensor_holds() -> None:
-    """A part gives start, stop and size; what is not named is whole."""
+def test_shards_say_which_coordinates_a_tensor_holds() -> None:
+    """A shard gives start, stop and size; what is not named is whole."""
     array = np.zeros((3, 4, 2, 5), np.float16)
-    view = view_of(array, "block token head dim", name="v", group="g", region=whole(array), parts={"head": (4, 6, 8)})
+    view = view_of(array, "block token head dim", name="v", group="g", region=whole(array), shards={"head": (4, 6, 8)})
     assert [(axis.start, axis.stop, axis.size) for axis in view.axes] == [(0, 4, 4), (4, 6, 8), (0, 5, 5)]
     check_bytes(array, array, view, "block token head dim")
 
@@ -201,9 +201,9 @@ def test_a_real_tensor_of_torch() -> None:
     tensor = memory.permute(0, 1, 3, 2, 4)[:, :, :, 2:5]
     region = Region("kv", memory.data_ptr(), memory.numel() * 2)
     pattern = "block kv token head dim"
-    view = view_of(tensor, pattern, name="v", group="g", region=region, parts={"head": (2, 5, 6)})
+    view = view_of(tensor, pattern, name="v", group="g", region=region, shards={"head": (2, 5, 6)})
     twin = StandIn(tuple(tensor.shape), tensor.stride(), "torch.bfloat16", tensor.data_ptr())
-    assert view == view_of(twin, pattern, name="v", group="g", region=region, parts={"head": (2, 5, 6)})
+    assert view == view_of(twin, pattern, name="v", group="g", region=region, shards={"head": (2, 5, 6)})
     raw = memory.view(torch.uint8).reshape(-1)
     for index, place in zip(elements(view, pattern), np.array(element_bytes(view)).reshape(-1, 2), strict=True):
         raw[torch.from_numpy(place)] = torch.tensor([0x80, 0x3F], dtype=torch.uint8)

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvplan import Axis, Context, Group, KVPlanError, Region, View
-from kvplan.describe.views import _UNPLACED, ITEMSIZE, Geometry
+from kvplan.describe.views import _WITHOUT_ADDRESS, ITEMSIZE, Geometry
 from tests.bytes_of import element_bytes, small_views, view_fields, view_or_refusal
 
 TOKEN, DIM = Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)
@@ -176,4 +176,4 @@ def test_a_view_at_another_place_is_checked_there(name: str, offset: int, text: 
             make()
         assert str(caught.value).startswith(text)
     assert view.at("b", region, 8) == attrs.evolve(view, name="b", region="r.1", offset_bytes=8)
-    assert {field.name for field in attrs.fields(View)} == {*_UNPLACED, "name", "region", "offset_bytes"}
+    assert {field.name for field in attrs.fields(View)} == {*_WITHOUT_ADDRESS, "name", "region", "offset_bytes"}

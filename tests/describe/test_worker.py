@@ -70,7 +70,7 @@ def test_v5_tensors_may_have_several_views(second: dict[str, Any]) -> None:
     assert len(Worker(**{**FIELDS, "groups": groups, "views": two_views(**second)}).views) == 2
 
 
-def test_v5_a_part_of_a_tensor_is_kept_once() -> None:
+def test_v5_a_shard_of_a_tensor_is_kept_once() -> None:
     """describe.V5: a layer with the name of another would take that one's bytes, and nobody the ones of its own."""
     error = worker_error(views=two_views())
     assert (error.code, error.details["name"]) == ("NAME", "layers.0")
@@ -164,7 +164,7 @@ def test_unlike_layers_have_geometries_of_their_own() -> None:
     assert worker.geometries == tuple(made)
 
 
-def test_tensors_and_places_follow_the_views() -> None:
+def test_tensors_and_offsets_follow_the_views() -> None:
     """A tensor knows its views, a view its region and its offset there, and its geometry."""
     lower, upper = (
         attrs.evolve(VIEW, axes=(TOKEN, Axis("dim", start, start + 8, 16, 2)), num_blocks=5) for start in (0, 8)
@@ -174,7 +174,7 @@ def test_tensors_and_places_follow_the_views() -> None:
     regions = (Region("kv", 4096, 640), Region("kv.1", 8192, 640))
     worker = Worker(**{**FIELDS, "regions": regions, "views": (lower, other, upper)})
     assert dict(worker.tensors) == {"layers.0": (0, 2), "layers.1": (1,)}
-    assert worker.places.tolist() == [[0, 0], [1, 0], [1, 320]]
+    assert worker.region_offsets.tolist() == [[0, 0], [1, 0], [1, 320]]
     assert worker.geometry_of == (0, 1, 2)
 
 

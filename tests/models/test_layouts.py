@@ -45,7 +45,7 @@ def of_array(array: np.ndarray, words: list[str], layer: int) -> View:
     one = array[tuple(layer if word == "layer" else slice(None) for word in words)]
     region = Region("pool", array.__array_interface__["data"][0], array.nbytes)
     inner = " ".join(word for word in words if word != "layer")
-    return view_of(one, inner, name=f"layers.{layer}.attn", group="attn", region=region, parts={"head": (4, 8, 12)})
+    return view_of(one, inner, name=f"layers.{layer}.attn", group="attn", region=region, shards={"head": (4, 8, 12)})
 
 
 def places(view: View, region_offset: int = 0) -> tuple[object, ...]:
@@ -280,10 +280,10 @@ def test_a_convolution_is_one_array(order: str, rank: int, tp: int) -> None:
     start = 0
     for tensor, view, width in zip(conv, views, widths, strict=False):
         part = array[:, start : start + width] if order == "DS" else array[:, :, start : start + width]
-        parts = {axis.name: (axis.start, axis.stop, axis.size) for axis in tensor.axes}
+        shards = {axis.name: (axis.start, axis.stop, axis.size) for axis in tensor.axes}
         words = "block channel step" if order == "DS" else "block step channel"
         region = Region("state", base, memory.nbytes)
-        expected = view_of(part, words, name=tensor.name, group="state", region=region, parts=parts)
+        expected = view_of(part, words, name=tensor.name, group="state", region=region, shards=shards)
         assert sorted(map(str, view.axes)) == sorted(map(str, expected.axes))
         assert (view.offset_bytes, view.block_stride_bytes) == (expected.offset_bytes, expected.block_stride_bytes)
         start += width

@@ -54,7 +54,7 @@ class Prefill:
         cache, heads = self.caches[rank], (2 * rank, 2 * rank + 2, 4)
         region = Region("kv", cache.ctypes.data, cache.nbytes)
         pattern = "block kv token head dim"
-        view = view_of(cache, pattern, name="layers.0.attn", group="attn", region=region, parts={"head": heads})
+        view = view_of(cache, pattern, name="layers.0.attn", group="attn", region=region, shards={"head": heads})
         return Worker("prefill", rank, [region], [Group("attn", 16)], [view])
 
     def hand_off(self, request: str) -> Handoff:

@@ -8,8 +8,8 @@ import pytest
 
 from kvplan import Axis, Group, KVPlanError, Region, View, Worker, plan_reads
 from kvplan._text import FEW
-from kvplan.plan.cells import cells, choose_sources, parts
-from kvplan.plan.match import Part, Sources, match
+from kvplan.plan.cells import axis_slices, cells, choose_sources
+from kvplan.plan.match import AxisSlice, Sources, match
 from tests.counted import numbers_of
 from tests.small import engine
 
@@ -20,8 +20,8 @@ def served(ours, sources):
     return [
         (
             sources[cell.match.sources.worker[cell.source]].rank,
-            cell.parts["head"].intervals.tolist() if "head" in cell.parts else [[0, 1]],
-            cell.parts["token"].intervals[:, 0].tolist(),
+            cell.slices["head"].intervals.tolist() if "head" in cell.slices else [[0, 1]],
+            cell.slices["token"].intervals[:, 0].tolist(),
         )
         for cell in found
     ]
@@ -34,7 +34,7 @@ def test_c2_what_nobody_holds_is_listed_whole():
     with pytest.raises(KVPlanError) as caught:
         cells(match(ours, Sources(sources)))
     assert str(caught.value) == (
-        "COVER: cannot plan for d/0: expected every part of its tensors to be held by a source, "
+        "COVER: cannot plan for d/0: expected a source for every slice of its tensors, "
         "got layers.0 and 1 like it: head [2, 4) [6, 8) of 8"
     )
 
@@ -84,8 +84,8 @@ def test_c3_no_set_of_fewer_sources_would_do(heads, src, dst):
     sources = engine("p", tp=src, heads=heads, layers=1)
     for ours in engine("d", tp=dst, heads=heads, layers=1)[:: max(dst // 4, 1)]:
         (found,) = match(ours, Sources(sources))
-        axes = parts(found, 0)
-        held = np.array([part.held for part in axes["head" if heads > 1 else "kv"]])
+        axes = axis_slices(found, 0)
+        held = np.array([each.held for each in axes["head" if heads > 1 else "kv"]])
         assert len({rank for rank, _, _ in served(ours, sources)}) == fewest(held)
 
 
@@ -117,7 +117,7 @@ def of_tensors(ours, sources):
 def test_c2_what_is_missing_is_told_by_all_its_axes():
     """plan.C2: intervals that touch are one; several, and several axes, are listed."""
     held = np.ones(1, bool)
-    assert str(Part(intervals=np.array([[0, 5], [7, 8]]), held=held)) == "[0, 5) [7, 8)"
+    assert str(AxisSlice(intervals=np.array([[0, 5], [7, 8]]), held=held)) == "[0, 5) [7, 8)"
     (ours,) = engine("d", layers=1)
     sources = [engine("p", tp=2, layers=1, contexts=(2, 1))[rank] for rank in (0, 1, 2)]
     with pytest.raises(KVPlanError) as caught:
@@ -203,7 +203,7 @@ def test_what_all_tensors_take_is_counted():
     ours, theirs = (flat(name, {"a": (8, "uint8", 1), "b": (6, "uint8", 1)}) for name in "dp")
     numbers = numbers_of(lambda budget: plan_reads(ours, [theirs], budget=budget))
     assert numbers["cells"] == 2
-    assert numbers["stretches"] == 2 * 2 * 2
+    assert numbers["ranges of axes"] == 2 * 2 * 2
 
 
 def test_c1_contexts_of_too_long_a_cycle_are_refused(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from kvplan import Axis, Blocks, Group, KVPlanError, Model, Region, View, Worker, explain, plan_mesh, plan_reads
 from kvplan.plan import Cost
-from kvplan.plan.cost import PairCost, take_listed
+from kvplan.plan.cost import PairCost, spend_on_listed
 from tests.counted import CountingBudget
 from tests.small import HEAD_BYTES, engine
 
@@ -134,5 +134,5 @@ def test_descriptors_are_counted_before_they_are_listed(
     number = sum(pair.num_ids for pair in plan.cost(tokens).pairs)
     budget = CountingBudget()
     for pair in plan.pairs:
-        take_listed(budget, pair, plan.cost(tokens).tokens)
+        spend_on_listed(budget, pair, plan.cost(tokens).tokens)
     assert budget.numbers["descriptors"] == number

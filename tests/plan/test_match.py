@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvplan import Axis, Group, KVPlanError, Region, View, Worker
-from kvplan.plan.match import Part, Sources, SourceViews, match
+from kvplan.plan.match import AxisSlice, Sources, SourceViews, match
 from tests.small import engine
 
 
@@ -124,25 +124,25 @@ def test_m4_an_unknown_model_goes_with_any() -> None:
 
 
 def geometry(*intervals):
-    """All that parts need of a geometry: the intervals that it has of the axis ``head``."""
+    """All that slices need of a geometry: the intervals that it has of the axis ``head``."""
     return SimpleNamespace(segments={"head": SimpleNamespace(covered=intervals, start=np.zeros(len(intervals)))})
 
 
-def test_parts_are_computed_once():
-    """The parts of equal coordinates are one object, for all destinations of a mesh."""
+def test_slices_are_computed_once():
+    """The slices of equal coordinates are one object, for all destinations of a mesh."""
     views = SourceViews(((0, geometry((0, 4))),), (0,))
-    assert views.parts(geometry((0, 2)), "head", 1) is views.parts(geometry((0, 2)), "head", 1)
-    assert views.parts(geometry((0, 2)), "head", 1) is not views.parts(geometry((0, 3)), "head", 1)
+    assert views.slices(geometry((0, 2)), "head", 1) is views.slices(geometry((0, 2)), "head", 1)
+    assert views.slices(geometry((0, 2)), "head", 1) is not views.slices(geometry((0, 3)), "head", 1)
 
 
-def test_a_part_has_a_size_a_span_and_a_shape():
+def test_a_slice_has_a_size_a_span_and_a_shape():
     """The coordinates in it, from the first to past the last; its shape is the same wherever it begins."""
     one, other, third = (
-        Part(np.array(intervals), np.ones(1, bool))
+        AxisSlice(np.array(intervals), np.ones(1, bool))
         for intervals in ([[2, 4], [6, 9]], [[12, 14], [16, 19]], [[2, 4], [7, 10]])
     )
     assert (one.size, one.span, other.span) == (5, (2, 9), (12, 19))
     assert one.shape == other.shape != third.shape
-    assert str(Part(np.array([[2 * n, 2 * n + 1] for n in range(40)]), np.ones(1, bool))).endswith(
+    assert str(AxisSlice(np.array([[2 * n, 2 * n + 1] for n in range(40)]), np.ones(1, bool))).endswith(
         "[30, 31) and 24 more"
     )

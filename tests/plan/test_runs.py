@@ -8,7 +8,7 @@ from kvplan import Axis, Blocks, Context, Group, KVPlanError, Region, View, Work
 from kvplan.plan.align import cycle, period
 from kvplan.plan.block_pairs import block_pairs
 from kvplan.plan.cells import cells
-from kvplan.plan.match import Part, Sources, match
+from kvplan.plan.match import AxisSlice, Sources, match
 from kvplan.plan.runs import cell_geometry, find_chains, group_runs
 from tests.counted import numbers_of
 from tests.small import engine
@@ -86,7 +86,7 @@ def test_ranks_that_hold_other_heads_in_the_same_way_have_one_cell_geometry():
     assert begin.tolist() == there.tolist()
 
 
-def test_parts_of_one_rank_s_heads_have_one_cell_geometry():
+def test_heads_of_one_rank_have_one_cell_geometry():
     """Heads [0, 2) and [2, 4) of one source: the same rows, shifted on its side."""
     pairs = [(ours, THEIRS) for ours in engine("d", tp=2)]
     (one, begin), (other, there) = (cell_geometry([only_cell(*pair)]) for pair in pairs)
@@ -156,11 +156,11 @@ def test_every_stride_of_either_side_is_in_the_cell_geometry(strides):
     assert len({cell_geometry([only_cell(*pair)])[0] for pair in pairs}) == 3
 
 
-def test_a_part_of_an_axis_has_an_outline_of_its_own():
+def test_a_slice_of_an_axis_has_its_own_layout():
     """One head of two that both sides hold, or both of them."""
     cell = only_cell(OURS, THEIRS)
-    one = Part(intervals=np.array([[0, 1]]), held=cell.parts["head"].held)
-    assert cell_geometry([attrs.evolve(cell, parts={**cell.parts, "head": one})])[0] != cell_geometry([cell])[0]
+    one = AxisSlice(intervals=np.array([[0, 1]]), held=cell.slices["head"].held)
+    assert cell_geometry([attrs.evolve(cell, slices={**cell.slices, "head": one})])[0] != cell_geometry([cell])[0]
 
 
 def test_each_tensors_place_is_in_the_cell_geometry():
@@ -232,7 +232,7 @@ def test_r1_runs_of_a_token_are_counted_before_they_are_listed(order, number):
 
 
 def test_r1_coordinates_with_a_gap_are_runs_of_their_own():
-    """plan.R1: of four bytes that one source has, another has the middle two; the rest is a part in two pieces."""
+    """plan.R1: of four bytes that one source has, another has the middle two; the rest is a slice of two intervals."""
     dims = {"d": (0, 4), "p": (0, 4), "q": (1, 3)}
     workers = [
         Worker(
@@ -265,7 +265,7 @@ def test_r1_runs_of_all_tensors_count():
     ],
 )
 def test_a3_block_pairs_are_all_positions_in_order(groups, carried):
-    """plan.A3, plan.R3: every carried position is in one stretch, whose block and slot are those of each side, one by
+    """plan.A3, plan.R3: every carried position is in one range, whose block and slot are those of each side, one by
     one.
     """
     every = cycle(*groups)
@@ -321,7 +321,7 @@ def test_r2_all_runs_of_a_period_count(monkeypatch):
 
 
 def test_r3_runs_of_two_lengths_share_the_limit(monkeypatch):
-    """plan.R3: layers of 16 and of 8 bytes a token meet twice in a period: each may list half of all pieces."""
+    """plan.R3: layers of 16 and of 8 bytes a token meet twice in a period: each may list half of all ranges."""
     ours, theirs = (two_layers(name, (size, 16, 16), (size, 8, 8)) for name, size in (("d", 8), ("p", 4)))
     for most, runs in ((4, 4), (3, 0)):
         monkeypatch.setattr("kvplan.plan.runs.MAX_JOINED", most)

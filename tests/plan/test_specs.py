@@ -68,12 +68,12 @@ def test_shapes_of_other_ids_are_left_alone(shapes):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_ids_that_are_known_to_be_sums_are_not_taken_apart(name):
-    """Each part is as many strands as its shape says, in order of local ids: work does not grow with ids."""
+    """Each sum is as many strands as its shape says, in order of local ids: work does not grow with ids."""
     for spec in specs(name):
-        parts = list(spec._parts())
-        assert [(ours[0].size, ours[1].size) for ours, _ in parts] == list(spec.shapes)
-        assert all((np.diff(ours[1]) > 0).all() for ours, _ in parts)
-        assert sum(len(first) * along.size for (first, along), _ in parts) == spec.local_ids.size
+        sums = list(spec._sums())
+        assert [(ours[0].size, ours[1].size) for ours, _ in sums] == list(spec.shapes)
+        assert all((np.diff(ours[1]) > 0).all() for ours, _ in sums)
+        assert sum(len(first) * along.size for (first, along), _ in sums) == spec.local_ids.size
 
 
 def test_a_spec_says_which_way_bytes_go():

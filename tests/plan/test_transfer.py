@@ -88,8 +88,8 @@ def test_other_remotes_take_the_place_of_those_that_keep_the_same():
             [attrs.evolve(worker, rank=worker.rank + 2) for worker in engine("another", tp=2)],
             r"workers in the same order, of ranks \[0, 1\], got ranks \[2, 3\]",
         ),
-        (engine("another", tp=2, tokens=8), "expected a worker that keeps the same .* got another/0, which differs"),
-        (engine("another", tp=2, layers=3), "expected a worker that keeps the same .* got another/0, which differs"),
+        (engine("another", tp=2, tokens=8), "expected a worker with the same views.* got another/0, which differs"),
+        (engine("another", tp=2, layers=3), "expected a worker with the same views.* got another/0, which differs"),
     ],
 )
 def test_remotes_that_keep_something_else_are_refused(remotes, message):

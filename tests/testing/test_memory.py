@@ -45,10 +45,10 @@ class Engine:
         """The right description, or with another pattern, rank or order of caches a wrong one."""
         rank, caches = changed.get("rank", self.rank), changed.get("caches", self.caches)
         size = HEADS // self.tp
-        part = {"head": (rank * size, (rank + 1) * size, HEADS)}
+        shards = {"head": (rank * size, (rank + 1) * size, HEADS)}
         regions = [region_of(cache, f"kv.{layer}") for layer, cache in enumerate(caches)]
         views = [
-            view_of(cache, pattern, name=f"layers.{layer}", group="attn", region=region, parts=part)
+            view_of(cache, pattern, name=f"layers.{layer}", group="attn", region=region, shards=shards)
             for layer, (cache, region) in enumerate(zip(caches, regions, strict=True))
         ]
         return Worker(name, self.rank, regions, [Group("attn", views[0].sizes["token"])], views)
@@ -166,10 +166,10 @@ def mamba(order: str, part: int = 0) -> tuple[Worker, Callable[[Values], None]]:
     views, at = [], 0
     for name in order:
         size = CONV[name] // 2
-        parts = {"channel": (part * size, part * size + size, 2 * size)}
+        shards = {"channel": (part * size, part * size + size, 2 * size)}
         tensor = cache[:, at : at + size]
         views.append(
-            view_of(tensor, "block channel width", name=f"conv.{name}", group="state", region=region, parts=parts)
+            view_of(tensor, "block channel width", name=f"conv.{name}", group="state", region=region, shards=shards)
         )
         at += size
 

@@ -65,7 +65,7 @@ def read_from_a_tensor(tensor: object, region: Region) -> View:
     """Any tensor, and a group or its name."""
     kvplan.view_of(tensor, "block token dim", name="layers.0.mla", group=Group("attn", 16), region=region)
     return kvplan.view_of(
-        tensor, "block head token dim", name="layers.0.k", group="attn", region=region, parts={"head": (0, 4, 8)}
+        tensor, "block head token dim", name="layers.0.k", group="attn", region=region, shards={"head": (0, 4, 8)}
     )
 
 
