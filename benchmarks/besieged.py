@@ -32,7 +32,8 @@ import attrs
 
 from benchmarks.held import Held
 from kvplan import KVPlanError
-from kvplan.protocol import Leases, Listener, Source, fetch
+from kvplan.protocol import Leases, Listener, Source
+from kvplan.protocol.listener import fetch
 from kvplan_nixl.serving import Access, Driver, tls_contexts
 
 KEY: Final = b"a secret of all engines"

@@ -15,8 +15,9 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from kvplan.describe import Blocks
-from kvplan.protocol import Handoff, Leases, Listener, Source, fetch, send_claims
-from kvplan.protocol.claims import ClaimMessage
+from kvplan.protocol import Handoff, Leases, Listener, Source
+from kvplan.protocol.claims import ClaimMessage, send_claims
+from kvplan.protocol.listener import fetch
 from kvplan_nixl.serving import Access, Driver
 
 KEY: Final = b"a secret of all engines"

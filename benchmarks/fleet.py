@@ -20,7 +20,8 @@ from contextlib import closing
 from typing import Any, Final
 
 from kvplan import Model, Worker, decode, encode
-from kvplan.protocol import Connections, Leases, Listener, Offers, Source, fetch
+from kvplan.protocol import Connections, Leases, Listener, Source
+from kvplan.protocol.listener import Offers, fetch
 from kvplan.protocol.peer_engines import PeerEngines
 from kvplan_nixl.serving import Access, Driver
 
@@ -53,32 +54,25 @@ def open_offer(offer: bytes) -> Worker:
     return decode(offer[8 : 8 + int.from_bytes(offer[:8], "little")])
 
 
-async def no_digests(*_: object) -> list[Any]:
-    """Return no digests."""
-    return []
+CONNECTIONS: Final = Connections(open_offer=open_offer, connect=lambda offer: None, disconnect=lambda worker: None)
 
 
-def connections_to(answers: Mapping[str, Sequence[bytes]]) -> Connections:
-    """Return connections to engines that offer what ``answers`` has for their names."""
+class Offering(Driver):
+    """This machine, where each host is an engine of its name, which offers what ``answers`` has for it."""
 
-    async def fetch_offers(source: Source, timeout_s: float) -> Offers:
-        # as bytes that came over a network: nobody else holds them
-        offers = tuple(bytes(bytearray(offer)) for offer in answers[source.engine_id])
-        return Offers(source.engine_id, source.start, offers)
+    def __init__(self, answers: Mapping[str, Sequence[bytes]]) -> None:
+        super().__init__()
+        self.answers = answers
 
-    return Connections(
-        open_offer=open_offer,
-        connect=lambda offer: None,
-        disconnect=lambda worker: None,
-        fetch_offers=fetch_offers,
-        fetch_digests=no_digests,
-    )
+    async def exchange(self, peer: str, address: str, path: str, timeout_s: float, sent: bytes | None = None) -> bytes:
+        host = address.partition(":")[0]
+        return Offers(host, "1", tuple(self.answers[host])).encode()
 
 
 def shake_hands(peers: PeerEngines, peer_name: str) -> float:
     """Shake hands with an engine, and return the milliseconds of processor time."""
     began = time.process_time()
-    peer = peers.use(Source(peer_name, "1", "127.0.0.1", 1))
+    peer = peers.use(Source(peer_name, "1", peer_name, 1))
     while peer.plan is None:
         assert peer.error is None, peer.error
         list(peers.poll())
@@ -112,7 +106,7 @@ def main() -> None:
             workers = model.engine(peer_name, tp=prefill_tp, num_blocks=8192)
             answers[peer_name] = [offer_of(worker) for worker in workers]
         executor: Any = Nothing()
-        peers = PeerEngines(local, executor, logging.getLogger("fleet"), connections_to(answers), None, Driver())
+        peers = PeerEngines(local, executor, logging.getLogger("fleet"), CONNECTIONS, None, Offering(answers))
         timed, traced = [*answers][: PEERS // 2], [*answers][PEERS // 2 :]
         ms = statistics.median([shake_hands(peers, peer_name) for peer_name in timed])
         gc.collect()
@@ -123,7 +117,7 @@ def main() -> None:
         held_bytes = tracemalloc.get_traced_memory()[0] / len(traced)
         tracemalloc.stop()
         offers = answers[traced[0]]
-        plan = peers.use(Source(traced[0], "1", "127.0.0.1", 1)).plan
+        plan = peers.use(Source(traced[0], "1", traced[0], 1)).plan
         assert plan is not None
         # a description says which metadata is needed
         needed = [offer if offer in plan.offers.values() else encode(open_offer(offer)) for offer in offers]

@@ -17,10 +17,10 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -28,9 +28,11 @@ import numpy as np
 from benchmarks.real_memory import PeerProcess, placed
 from kvplan import Blocks, Model, ReadSpec, TransferPlan, Worker, plan_reads
 from kvplan.plan.bind import MAX_IDS
-from kvplan.protocol import Claims, Connections, Offers, Pending, Read, Reads, Source
+from kvplan.protocol import Claims, Connections, Read, Reads, Source
 from kvplan.protocol import read as read_module
+from kvplan.protocol.listener import Offers
 from kvplan.protocol.read import MAX_TRANSFER_IDS
+from kvplan.protocol.system import Pending
 from kvplan_nixl import UCX, NixlExecutor, settle
 from kvplan_nixl.envelope import Envelope
 from kvplan_nixl.executor import NixlTransfer
@@ -39,8 +41,6 @@ from kvplan_nixl.serving import Driver
 LOGGER = logging.getLogger("benchmark")
 
 TIMEOUT_S = 60.0
-
-T = TypeVar("T")
 
 
 def worker(engine_id: str, layers: int, blocks: int) -> Worker:
@@ -153,13 +153,15 @@ class Answers:
         return answer
 
 
-def at_once(answer: T) -> Callable[..., Awaitable[T]]:
-    """Return what gives an answer without a network."""
+class Offering(Driver):
+    """This machine, where every address offers the same."""
 
-    async def give(*_: object) -> T:
-        return answer
+    def __init__(self, offers: Offers) -> None:
+        super().__init__()
+        self.offers = offers
 
-    return give
+    async def exchange(self, *_: object) -> bytes:
+        return self.offers.encode()
 
 
 def in_steps() -> None:
@@ -176,11 +178,9 @@ def in_steps() -> None:
             open_offer=lambda envelope: Envelope.unpack(envelope).worker,
             connect=executor.connect,
             disconnect=executor.disconnect,
-            fetch_offers=at_once(offers),
-            fetch_digests=at_once([]),
         )
         claims = cast(Claims, Answers())
-        reads = Reads(local, executor, LOGGER, connections=connections, claims=claims, system=Driver())
+        reads = Reads(local, executor, LOGGER, connections=connections, claims=claims, system=Offering(offers))
         for number in range(2 * rounds + 2):
             limit = (MAX_TRANSFER_IDS, MAX_IDS)[number % 2]
             read_module.MAX_TRANSFER_IDS = limit  # type: ignore[misc]

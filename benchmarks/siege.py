@@ -47,9 +47,10 @@ import numpy as np
 
 from benchmarks.held import Growth, Held, growth
 from kvplan import Blocks, KVPlanError, Model
-from kvplan.protocol import Leases, Listener, Source, fetch, send_claims
-from kvplan.protocol.claims import ClaimMessage
+from kvplan.protocol import Leases, Listener, Source
+from kvplan.protocol.claims import ClaimMessage, send_claims
 from kvplan.protocol.keys import SharedKey
+from kvplan.protocol.listener import fetch
 from kvplan_nixl.serving import Access, Driver, access
 from kvplan_nixl.serving.access import Asked, Proof
 from kvplan_nixl.serving.store import FileBackend, Limits, StoreClient, evict

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan import Axis, Blocks, Group, KVPlanError, View, Worker, plan_reads, region_of
-from kvplan.protocol import Leases, Listener, fetch
+from kvplan.protocol import Leases, Listener
 from kvplan_nixl.agent import Agent
 from kvplan_nixl.backends import UCX
 from kvplan_nixl.executor import NixlExecutor, settle
@@ -72,7 +72,7 @@ def listen(host: str, port: str) -> None:
             "doctor", host, [b"offer"], Leases(system), port=int(port), system=system
         )
         try:
-            system.run(fetch(listener.source, PROBE_TIMEOUT_S, system=system))
+            system.run(listener.check(PROBE_TIMEOUT_S))
         finally:
             listener.close()
     except KVPlanError as error:

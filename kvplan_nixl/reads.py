@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from logging import Logger
-from typing import Final
+from typing import Any, Final
 
-from kvplan import Worker
-from kvplan.protocol import (
-    Claims,
-    Connections,
-    Digest,
-    Handshakes,
-    Reads,
-    SharedKey,
-    System,
-    fetch,
-    fetch_digests,
-)
+from kvplan import Request, Worker
+from kvplan.protocol import Claims, Connections, Handshakes, Reads, SharedKey, System
 from kvplan.staging import Copier, Pipeline, Rates
 from kvplan.support import instance
 from kvplan_nixl.envelope import Envelope
@@ -42,7 +33,7 @@ def make_reads(
     key: SharedKey,
     system: System,
     pipeline: Pipeline | None = None,
-    digest: Digest | None = None,
+    digest: Callable[[Request], Mapping[str, Any]] | None = None,
     handshakes: Handshakes = USUAL,
 ) -> Reads:
     """Return the reads of an executor's worker. Offers are envelopes of the ``key``.
@@ -67,8 +58,6 @@ def make_reads(
             connect=executor.connect,
             # Transfers with the worker are cancelled: it has another memory now, or none.
             disconnect=partial(executor.disconnect, force=True),
-            fetch_offers=partial(fetch, system=system),
-            fetch_digests=partial(fetch_digests, system=system),
             handshakes=handshakes,
         ),
         claims=claims,

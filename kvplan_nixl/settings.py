@@ -11,14 +11,7 @@ from typing import Any, Final, Protocol, Self
 import attrs
 
 from kvplan import Budget, KVPlanError
-from kvplan.protocol import (
-    HANDSHAKE_S,
-    LEASE_S,
-    MAX_LEASE_S,
-    MAX_SOURCES,
-    HandshakeResult,
-    Handshakes,
-)
+from kvplan.protocol import Claims, HandshakeResult, Handshakes, Leases
 from kvplan.protocol.page_keys import PAGE_TOKENS
 from kvplan.protocol.system import PORT_END
 from kvplan.staging import Rates
@@ -269,14 +262,14 @@ class Settings(NamedSettings):
     host: str = setting(name, "")
     bind: str = setting(name, "")
     port: int = setting(_port, 0)
-    lease_s: float = setting(seconds, LEASE_S)
-    max_lease_s: float = setting(seconds, MAX_LEASE_S)
+    lease_s: float = setting(seconds, Leases.DEFAULT_S)
+    max_lease_s: float = setting(seconds, Leases.MAX_S)
     staging_bytes: int = setting(integer, STAGING_BYTES)
     rates: str = setting(name, "")
     map_memory: bool = setting(switch, False)
-    handshake_timeout_s: float = setting(seconds, HANDSHAKE_S)
+    handshake_timeout_s: float = setting(seconds, Handshakes().timeout_s)
     budget_bytes: int = setting(integer, Budget.DEFAULT_BYTES)
-    max_peers: int = setting(at_least_one, MAX_SOURCES)
+    max_peers: int = setting(at_least_one, Claims.MAX_SOURCES)
     early_tokens: int = setting(at_least_one, EARLY_TOKENS)
     model: str = setting(name, "")
     weights: str = setting(name, "")

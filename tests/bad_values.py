@@ -55,20 +55,19 @@ from kvplan.protocol import (
     Handshakes,
     Leases,
     Listener,
-    Offers,
     Read,
     Reads,
     Source,
-    WholeBlocks,
     prompt_digest,
-    whole_blocks,
 )
-from kvplan.protocol.claims import ClaimMessage, answer_claims
+from kvplan.protocol.claims import answer_claims
+from kvplan.protocol.handoff import WholeBlocks, whole_blocks
+from kvplan.protocol.listener import Offers
 from kvplan.staging import Pipeline, Rates, choose, stage
 from kvplan.testing import FakeCopier, FakeNetwork, assert_copies
 from kvplan.verification import FakeMemory
 from kvplan_nixl.serving import Access, Driver, fingerprint, tls_contexts
-from tests.blocking import KEY, fetch, send_claims, unblocked
+from tests.blocking import KEY, Answered
 from tests.small import engine
 
 Calls = Iterable[tuple[str, Callable[..., Any], dict[str, Any]]]
@@ -77,7 +76,7 @@ Calls = Iterable[tuple[str, Callable[..., Any], dict[str, Any]]]
 MADE: Final = """
 Certificate Choice Chunk Comparison Copy CopySide Cost Difference EndedExports EndedLeases HandshakeResult KVPlanError
 MeshPlan Option Pair PairCost PartialRead PeerError Picture Problem ReadResult ReadSpec Report StagedCost StagedPlan
-StagedTransfer Table Tail TransferPlan Withdrawn
+StagedTransfer Table Tail TransferPlan
 """
 """Classes whose values kvplan makes. Their methods are called here, their constructors are not."""
 
@@ -135,9 +134,7 @@ TENSOR = np.zeros((4, 2, 3), np.float16)
 LOGGER = logging.getLogger("kvplan.tests")
 SYSTEM = Driver()
 LOGGER.addHandler(logging.NullHandler())
-HOOKS: dict[str, Any] = dict.fromkeys(
-    ("open_offer", "connect", "disconnect", "fetch_offers", "fetch_digests"), lambda *_: None
-)
+HOOKS: dict[str, Any] = dict.fromkeys(("open_offer", "connect", "disconnect"), lambda *_: None)
 CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 1,
@@ -167,7 +164,7 @@ def pipeline() -> Pipeline:
 
 def reads() -> Reads:
     executor = FakeNetwork([OURS, THEIRS]).executor(OURS)
-    claims = Claims(LOGGER, HOOKS["connect"], SYSTEM)
+    claims = Claims(LOGGER, SYSTEM)
     return Reads(OURS, executor, LOGGER, connections=Connections(**HOOKS), claims=claims, system=SYSTEM)
 
 
@@ -352,16 +349,6 @@ def calls() -> Calls:
     yield "protocol.WholeBlocks", WholeBlocks, {"start": 0, "stop": 9, "first_whole": 0}
     yield "protocol.prompt_digest", prompt_digest, {"tokens": [1, 2], "facts": ["salt a"]}
     yield "protocol.fingerprint", fingerprint, {"folder": "."}
-    yield "protocol.fetch", fetch, {"source": SOURCE, "timeout_s": 0.1, "access": None}
-    yield (
-        "protocol.send_claims",
-        send_claims,
-        {
-            "source": SOURCE,
-            "message": ClaimMessage("a", asks=("r 0",)),
-            "access": None,
-        },
-    )
     yield "protocol.Leases", Leases, {"system": SYSTEM, "lease_s": 1.5}
     leases = Leases(Driver())
     yield "protocol.Leases.grant", leases.grant, {"request": "r", "first_s": 9.5}
@@ -371,8 +358,8 @@ def calls() -> Calls:
     door = {"port": 0, "bind": None, "system": SYSTEM}
     served = {"engine_id": "p", "host": "127.0.0.1", "workers": [b"offer"], "leases": leases, **door}
     yield "protocol.Listener", closed(Listener), served
-    yield "protocol.Claims", closed(Claims), {"logger": LOGGER, "send": HOOKS["connect"], "system": SYSTEM}
-    claims = Claims(LOGGER, unblocked(lambda _, message: answer_claims(leases, "a", message)), SYSTEM)
+    yield "protocol.Claims", closed(Claims), {"logger": LOGGER, "system": SYSTEM}
+    claims = Claims(LOGGER, Answered(lambda _, message: answer_claims(leases, "a", message)))
     for action in ("begin", "end", "refusal"):
         claim = {"source": SOURCE, "lease": "r 0", "reader": "d"}
         yield f"protocol.Claims.{action}", getattr(claims, action), claim

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from kvplan import KVPlanError, protocol
-from kvplan.protocol import Offers, Pending, SharedKey, Source, digest_requests, room_contents
+from kvplan import KVPlanError
+from kvplan.protocol import SharedKey, Source, claims, digest_requests, listener, room_contents
 from kvplan.protocol.claims import ClaimAnswer, ClaimMessage
 from kvplan.protocol.digest_requests import DigestRequest
+from kvplan.protocol.listener import Offers
 from kvplan.protocol.room_contents import RoomContent
+from kvplan.protocol.system import Pending
 from kvplan_nixl.serving import Access, Driver
 
 T = TypeVar("T")
@@ -21,12 +24,12 @@ KEY = SharedKey.of(b"a key that tests share")
 
 def fetch(source: Source, timeout_s: float = 10.0, access: Access | None = None) -> Offers:
     driver = Driver(access)
-    return driver.run(protocol.fetch(source, timeout_s, system=driver))
+    return driver.run(listener.fetch(source, timeout_s, system=driver))
 
 
 def send_claims(source: Source, message: ClaimMessage, access: Access | None = None) -> ClaimAnswer:
     driver = Driver(access)
-    return driver.run(protocol.send_claims(source, message, system=driver))
+    return driver.run(claims.send_claims(source, message, system=driver))
 
 
 def fetch_digests(
@@ -98,6 +101,19 @@ def unblocked(function: Callable[..., T]) -> Callable[..., Awaitable[T]]:
         return await asyncio.to_thread(function, *arguments)
 
     return run
+
+
+class Answered(Driver):
+    """This machine, where a function answers what engines are told of claims, by their address. It may wait."""
+
+    def __init__(self, answer: Callable[[str, ClaimMessage], ClaimAnswer]) -> None:
+        super().__init__()
+        self.answer = answer
+
+    async def exchange(self, peer: str, address: str, path: str, timeout_s: float, sent: bytes | None = None) -> bytes:
+        message = ClaimMessage.of_fields(json.loads(sent or b""))
+        answer = await asyncio.to_thread(self.answer, address, message)
+        return json.dumps(answer.fields()).encode()
 
 
 class Clock(Driver):

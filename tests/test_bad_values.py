@@ -57,7 +57,7 @@ def test_every_public_function_is_called() -> None:
 def test_right_calls_are_right() -> None:
     """Without a wrong value no call has a wrong type or a wrong number."""
     ends = {name: bad_values.outcome(function, given) for name, function, given in bad_values.calls()}
-    others = dict.fromkeys(("protocol.fetch", "protocol.send_claims", "protocol.tls_contexts"), "PEER")
+    others = {"protocol.tls_contexts": "PEER"}
     others["staging.Pipeline.release"] = "TRANSFER"
     assert {name: end for name, end in ends.items() if end != "accepted"} == others
 

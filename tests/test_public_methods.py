@@ -26,13 +26,14 @@ from kvplan.protocol import (
     Handoff,
     Importer,
     Leases,
-    Pending,
+    Listener,
     ReadParts,
     Rooms,
     SharedKey,
     System,
 )
 from kvplan.protocol.page_parts import StoredPart, parts_of
+from kvplan.protocol.system import Pending
 from kvplan.staging import Rates
 from kvplan.testing import FakeCopier
 from kvplan.verification import FakeMemory
@@ -54,6 +55,7 @@ INNER = {
     Pending,
     ReadParts,
     Rooms,
+    Listener,
     SharedKey,
     System,
     Table,

@@ -18,36 +18,30 @@ a device, ``groups`` for block tables, ``system`` and ``background`` for another
 ``page_reads``, ``pages`` and ``prefix_search`` for the format of a store.
 """
 
-from kvplan.protocol.claims import MAX_SOURCES, Claims
-from kvplan.protocol.digest_requests import DigestRequest, fetch_digests
-from kvplan.protocol.exporter import EndedExports, Exporter, Withdrawn
+from kvplan.protocol.claims import Claims
+from kvplan.protocol.digest_requests import DigestRequest
+from kvplan.protocol.exporter import EndedExports, Exporter
 from kvplan.protocol.groups import CacheGroup
-from kvplan.protocol.handoff import Handoff, Source, WholeBlocks, whole_blocks
+from kvplan.protocol.handoff import Handoff, Source
 from kvplan.protocol.importer import Importer, ImportState, PartialRead
 from kvplan.protocol.keys import SharedKey
-from kvplan.protocol.leases import LEASE_S, MAX_LEASE_S, EndedLeases, Leases
-from kvplan.protocol.listener import Listener, Offers, fetch, send_claims
-from kvplan.protocol.peer_engines import HANDSHAKE_S, Connections, HandshakeResult, Handshakes
+from kvplan.protocol.leases import Leases
+from kvplan.protocol.listener import Listener
+from kvplan.protocol.peer_engines import Connections, HandshakeResult, Handshakes
 from kvplan.protocol.prompt import prompt_digest
 from kvplan.protocol.read import Read, ReadResult
 from kvplan.protocol.read_parts import ReadParts
-from kvplan.protocol.reads import Digest, Reads
+from kvplan.protocol.reads import Reads
 from kvplan.protocol.retention import keeping
 from kvplan.protocol.rooms import Rooms
-from kvplan.protocol.system import Pending, Route, System
+from kvplan.protocol.system import System
 
 __all__ = [
-    "HANDSHAKE_S",
-    "LEASE_S",
-    "MAX_LEASE_S",
-    "MAX_SOURCES",
     "CacheGroup",
     "Claims",
     "Connections",
-    "Digest",
     "DigestRequest",
     "EndedExports",
-    "EndedLeases",
     "Exporter",
     "Handoff",
     "HandshakeResult",
@@ -56,24 +50,15 @@ __all__ = [
     "Importer",
     "Leases",
     "Listener",
-    "Offers",
     "PartialRead",
-    "Pending",
     "Read",
     "ReadParts",
     "ReadResult",
     "Reads",
     "Rooms",
-    "Route",
     "SharedKey",
     "Source",
     "System",
-    "WholeBlocks",
-    "Withdrawn",
-    "fetch",
-    "fetch_digests",
     "keeping",
     "prompt_digest",
-    "send_claims",
-    "whole_blocks",
 ]

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -24,7 +24,7 @@ from kvplan._checks import at_most, having, instance, integer, members, name, wr
 from kvplan.errors import KVPlanError
 from kvplan.protocol.handoff import Source
 from kvplan.protocol.leases import LEASE_S, Leases
-from kvplan.protocol.system import RETRY_S, Pending, Signal, System
+from kvplan.protocol.system import ANSWER_S, RETRY_S, Pending, Signal, System
 
 if TYPE_CHECKING:
     from logging import Logger
@@ -183,6 +183,20 @@ def answer_claims(leases: Leases, start: str, message: ClaimMessage) -> ClaimAns
     )
 
 
+async def send_claims(source: Source, message: ClaimMessage, *, system: System) -> ClaimAnswer:
+    """Send claims to an engine's listener. Raises ``PEER`` and ``MESSAGE``."""
+    fields = instance(ClaimMessage, message, "a message of claims").fields()
+    peer = str(instance(Source, source, "source"))
+    sent = json.dumps(fields).encode()
+    answer = await system.exchange(peer, source.address, "/claims", ANSWER_S, sent)
+    try:
+        fields = json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        expected = "answers as JSON"
+        raise KVPlanError("MESSAGE", "read answers", expected=expected, got=repr(error)) from None
+    return ClaimAnswer.of_fields(message, fields)
+
+
 class SourceClaims:
     """The claims on one engine and the questions to it, with its answers.
 
@@ -287,22 +301,21 @@ class SourceClaims:
 class Claims:
     """The claims of a reader on the leases of other engines, kept up in the background.
 
-    ``send`` exchanges a message with an engine, and raises ``PEER`` or ``MESSAGE``. Claims are on
-    the leases of at most ``max_sources`` engines at a time.
+    Claims are on the leases of at most ``max_sources`` engines at a time.
     :attr:`num_refused` counts claims that came too late, :attr:`num_unanswered` messages without an
     answer.
     """
 
+    MAX_SOURCES: Final = MAX_SOURCES
+
     def __init__(
         self,
         logger: Logger,
-        send: Callable[[Source, ClaimMessage], Awaitable[ClaimAnswer]],
         system: System,
         max_sources: int = MAX_SOURCES,
     ) -> None:
         self._logger: Logger = having("warning", logger, "logger", "a logger")
         self._max_sources = integer(max_sources, "max_sources", low=1)
-        self._send = having("__call__", send, "send of claims", "a coroutine function")
         # One lock guards the claims on all engines.
         self._by_source: dict[Source, SourceClaims] = {}
         self._changes: dict[Source, Signal] = {}
@@ -377,7 +390,7 @@ class Claims:
         while (message := await self._next_message(source_claims, changed)) is not None:
             sent_at = self._system.monotonic()
             try:
-                answer = await self._send(source_claims.source, message)
+                answer = await send_claims(source_claims.source, message, system=self._system)
             except KVPlanError as error:
                 # Silence is logged once, when it begins.
                 if not is_silent:

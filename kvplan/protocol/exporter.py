@@ -33,7 +33,7 @@ from typing import Final
 
 import attrs
 
-from kvplan._checks import instance, integer, name
+from kvplan._checks import having, instance, integer, name
 from kvplan._text import brief_repr
 from kvplan.describe.blocks import Blocks
 from kvplan.errors import KVPlanError
@@ -110,17 +110,6 @@ class _Export:
 
 
 @attrs.frozen
-class Withdrawn:
-    """What no reader may find any more: the entry of a room, and the digests of a lease."""
-
-    request: str
-    room: str
-    lease: str
-
-    __repr__ = brief_repr
-
-
-@attrs.frozen
 class EndedExports:
     """The leases that have ended since the last step.
 
@@ -130,7 +119,6 @@ class EndedExports:
     """
 
     released: tuple[str, ...]
-    withdrawn: tuple[Withdrawn, ...]
     late: Mapping[str, KVPlanError]
     num_stale: int
 
@@ -142,7 +130,8 @@ class Exporter:
 
     ``groups`` are those of the cache. Less than ``early_tokens`` positions more are not published
     alone. Readers find the positions of windows and states when all is computed; before, those of
-    groups that keep all.
+    groups that keep all. ``withdraw`` gets the room and the lease of what readers may not read any
+    more: with a listener, it is :meth:`Listener.withdraw <kvplan.protocol.Listener.withdraw>`.
 
     >>> from kvplan_nixl.serving import Driver
     >>> source = Source("prefill", "a1", "10.0.0.1", 5600)
@@ -165,12 +154,14 @@ class Exporter:
         groups: Mapping[str, CacheGroup],
         *,
         early_tokens: int = 1,
+        withdraw: Callable[[str, str], object] = lambda room, lease: None,
     ) -> None:
         self.source: Source = instance(Source, source, "source")
         self.leases: Leases = instance(Leases, leases, "leases")
         self._groups = cache_groups(groups)
         self._whole_groups = whole_groups(groups)
         self._early_tokens: int = integer(early_tokens, "early_tokens", low=1)
+        self._withdraw = having("__call__", withdraw, "withdraw", "a function")
         self._requests: dict[str, _Export] = {}
         self._rooms: set[str] = set()
         self.num_blocks: int = 0
@@ -233,20 +224,19 @@ class Exporter:
         self._keep(export, num_tokens, early)
         return self._handoff(export, self._whole_groups, prompt, read_from, {}, weights_version)
 
-    def revoke(self, request: str) -> Withdrawn | None:
+    def revoke(self, request: str) -> None:
         """Take back what was published, since other bytes are written into the blocks.
 
         The request is preempted, or computed on with other weights. Do this before the step that
-        writes. Return what to withdraw, if anything was published.
+        writes.
         """
         export = self._requests.get(request)
         if export is None or export.state is not PUBLISHED:
-            return None
-        withdrawn = self._withdrawn(request, export)
+            return
         is_claimed = self.leases.revoke(export.lease)
+        self._withdraw(export.room, export.lease)
         self._move(export, ExportEvent.LOSE if is_claimed else ExportEvent.REVOKE)
         self._keep(export, 0, {})
-        return withdrawn
 
     def finish(
         self,
@@ -283,29 +273,28 @@ class Exporter:
         groups = [group for group in blocks if self._groups[group].tokens_per_block is not None]
         return self._handoff(export, groups, prompt, read_from, prefixes, weights_version)
 
-    def abort(self, request: str) -> Withdrawn | None:
-        """Give a request up, whatever is published of it. Return what to withdraw, if anything."""
+    def abort(self, request: str) -> None:
+        """Give a request up, whatever is published of it."""
         export = self._requests.get(request)
         if export is None:
-            return None
-        withdrawn = self._withdrawn(request, export) if export.lease else None
+            return
         if export.lease:
             self.leases.revoke(export.lease)
+            self._withdraw(export.room, export.lease)
         self._move(export, ExportEvent.ABORT)
         self._forget(request)
-        return withdrawn
 
     def step(self) -> EndedExports:
         """Return what has ended since the last step. Do this in each step of the engine."""
         ended = self.leases.take_ended()
-        released, withdrawn = [], []
+        released = []
         late = dict[str, KVPlanError]()
         for request in (*ended.done, *ended.late):
             export = self._requests.get(request)
             # one that was given up has no lease any more
             if export is None or export.state not in (PUBLISHED, PINNED):
                 continue
-            withdrawn.append(self._withdrawn(request, export))
+            self._withdraw(export.room, export.lease)
             if self._move(export, ExportEvent.LEASE_ENDED) is FREE:
                 self._forget(request)
                 released.append(request)
@@ -319,7 +308,7 @@ class Exporter:
                 )
         num_stale = self.leases.num_refused - self._num_refused
         self._num_refused += num_stale
-        return EndedExports((*released,), (*withdrawn,), late, num_stale)
+        return EndedExports((*released,), late, num_stale)
 
     def give_way(self, num_blocks: int) -> tuple[str, ...]:
         """End the oldest requests that are kept for a reader that may come, and return them.
@@ -364,9 +353,6 @@ class Exporter:
         export = self._requests.pop(request)
         self._keep(export, 0, {})
         self._rooms.discard(export.room)
-
-    def _withdrawn(self, request: str, export: _Export) -> Withdrawn:
-        return Withdrawn(request, export.room, export.lease)
 
     def _handoff(
         self,

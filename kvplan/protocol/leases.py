@@ -107,6 +107,9 @@ class Leases:
     (False, 1)
     """
 
+    DEFAULT_S: Final = LEASE_S
+    MAX_S: Final = MAX_LEASE_S
+
     def __init__(
         self,
         system: System,

@@ -19,12 +19,12 @@ import attrs
 from kvplan._checks import check_fields, instance, members, name
 from kvplan._text import brief_repr, count, shown
 from kvplan.errors import KVPlanError
-from kvplan.protocol.claims import MAX_MESSAGE_BYTES, ClaimAnswer, ClaimMessage, answer_claims
+from kvplan.protocol.claims import MAX_MESSAGE_BYTES, ClaimMessage, answer_claims
 from kvplan.protocol.digest_requests import MAX_REQUEST_BYTES, DigestRequests, answer_digests
 from kvplan.protocol.handoff import Source
 from kvplan.protocol.leases import Leases
 from kvplan.protocol.room_contents import MAX_QUESTION_BYTES, RoomStore
-from kvplan.protocol.system import ANSWER_S, TOKEN_BYTES, Route, System
+from kvplan.protocol.system import TOKEN_BYTES, Route, System
 
 MAX_PARTS: Final = 1 << 12
 """The brackets and commas in an answer: thousands of workers."""
@@ -43,6 +43,12 @@ class Offers:
     def __attrs_post_init__(self) -> None:
         check_fields(self, "offers", name, "engine_id", "start")
         members(bytes, self.workers, "offers")
+
+    def encode(self) -> bytes:
+        """Return the offers as JSON, which :meth:`decode` reads."""
+        texts = [b64encode(offer).decode() for offer in self.workers]
+        fields = {"engine_id": self.engine_id, "start": self.start, "workers": texts}
+        return json.dumps(fields).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Offers:
@@ -83,12 +89,7 @@ class Listener:
     >>> system = Driver()
     >>> leases = Leases(system)
     >>> listener = Listener("prefill", "127.0.0.1", [b"offer of worker 0"], leases, system=system)
-    >>> system.run(fetch(listener.source, 10, system=system)).workers
-    (b'offer of worker 0',)
-    >>> lease = leases.grant("request 1")
-    >>> message = ClaimMessage(listener.source.start, claims=((lease, "decode 1"),))
-    >>> system.run(send_claims(listener.source, message, system=system)).claims
-    (True,)
+    >>> system.run(listener.check(10))
     >>> listener.close()
     """
 
@@ -106,11 +107,8 @@ class Listener:
         instance(System, system, "system")
         # Another start of this engine has other leases, and other memory.
         start = system.token_hex(TOKEN_BYTES)
-        engine_id = name(engine_id, "engine_id")
         offers = members(bytes, workers, "offers of a listener")
-        texts = [b64encode(offer).decode() for offer in offers]
-        fields = {"engine_id": engine_id, "start": start, "workers": texts}
-        encoded_offers = json.dumps(fields).encode()
+        encoded_offers = Offers(name(engine_id, "engine_id"), start, offers).encode()
         instance(Leases, leases, "leases of a listener")
         digests = DigestRequests(leases, system)
         rooms = RoomStore(system)
@@ -133,10 +131,21 @@ class Listener:
             "POST /ask": Route(rooms.answers.answer, MAX_QUESTION_BYTES, num_parts=1),
         }
         address = name(host, "host") if bind is None else name(bind, "bind")
+        self._system = system
         self._server = system.serve(address, port, routes, host)
         self.digests: DigestRequests = digests
         self.rooms: RoomStore = rooms
         self.source: Source = Source(engine_id, start, host, self._server.port)
+
+    def withdraw(self, room: str, lease: str) -> None:
+        """Withdraw the entry of a room, if there is one, and the digests of a lease that ends."""
+        self.digests.forget(name(lease, "lease"))
+        if instance(str, room, "room"):
+            self.rooms.withdraw(room)
+
+    async def check(self, timeout_s: float) -> None:
+        """Fetch the offers as readers do. Raises ``PEER`` where :attr:`source` is not reached."""
+        await fetch(self.source, timeout_s, system=self._system)
 
     def close(self) -> None:
         """Stop listening."""
@@ -163,17 +172,3 @@ async def fetch(source: Source, timeout_s: float, *, system: System) -> Offers:
             start=offers.start,
         )
     return offers
-
-
-async def send_claims(source: Source, message: ClaimMessage, *, system: System) -> ClaimAnswer:
-    """Send claims to an engine's listener. Raises ``PEER`` and ``MESSAGE``."""
-    fields = instance(ClaimMessage, message, "a message of claims").fields()
-    peer = str(instance(Source, source, "source"))
-    sent = json.dumps(fields).encode()
-    answer = await system.exchange(peer, source.address, "/claims", ANSWER_S, sent)
-    try:
-        fields = json.loads(answer)
-    except (ValueError, RecursionError) as error:
-        expected = "answers as JSON"
-        raise KVPlanError("MESSAGE", "read answers", expected=expected, got=repr(error)) from None
-    return ClaimAnswer.of_fields(message, fields)

@@ -17,10 +17,10 @@ Connections and prepared plans belong to the executor, so they are made on the c
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
@@ -32,9 +32,8 @@ from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor
 from kvplan.plan import TransferPlan, plan_reads
-from kvplan.protocol.digest_requests import DigestRequest
 from kvplan.protocol.handoff import Source
-from kvplan.protocol.listener import Offers
+from kvplan.protocol.listener import fetch
 from kvplan.protocol.retention import check_kept
 from kvplan.protocol.system import ANSWER_S, Pending, System, pend
 from kvplan.staging import Pipeline, StagedPlan, StagedTransfer
@@ -78,21 +77,18 @@ class Handshakes:
 
 @attrs.frozen(kw_only=True)
 class Connections:
-    """The functions by which a worker meets the workers of other engines.
+    """The functions by which an executor meets the workers of other engines.
 
-    ``fetch_offers`` returns the offers of an engine, within seconds. ``open_offer`` returns the
-    worker in an offer. ``connect`` makes that worker known to the executor, or changes nothing
-    where it is known; ``disconnect`` makes the executor forget it. ``fetch_digests`` returns the
-    digests of what an engine has lent, within seconds. ``plan`` plans how to read from all workers
-    of an engine, within a ``budget``. ``open_offer`` and ``plan`` may be called on another thread,
-    the others where :class:`~kvplan.protocol.Reads` is polled.
+    ``open_offer`` returns the worker in an offer. ``connect`` makes that worker known to the
+    executor, or changes nothing where it is known; ``disconnect`` makes the executor forget it.
+    ``plan`` plans how to read from all workers of an engine, within a ``budget``. ``open_offer``
+    and ``plan`` may be called on another thread, the others where
+    :class:`~kvplan.protocol.Reads` is polled.
     """
 
     open_offer: Callable[[bytes], Worker]
     connect: Callable[[bytes], object]
     disconnect: Callable[[Worker], None]
-    fetch_offers: Callable[[Source, float], Awaitable[Offers]]
-    fetch_digests: Callable[[Source, DigestRequest, float], Awaitable[list[Mapping[str, Any]]]]
     plan: Callable[..., TransferPlan] = plan_reads
     handshakes: Handshakes = Handshakes()
 
@@ -270,7 +266,8 @@ class PeerEngines:
 
         ``earlier`` are other starts of the engine, which must not answer any more.
         """
-        offers = (await self._connections.fetch_offers(source, self._handshake.timeout_s)).workers
+        timeout_s = self._handshake.timeout_s
+        offers = (await fetch(source, timeout_s, system=self._system)).workers
         fetched_at = self._system.monotonic()
         budget = Budget(self._handshake.budget_bytes)
         workers = await self._system.work(partial(self._open, source, offers, budget))
@@ -303,7 +300,8 @@ class PeerEngines:
     async def _refuse_beside(self, source: Source, earlier: Source) -> None:
         """Refuse an engine whose name another one has that still answers, by rule peer.P2."""
         try:
-            await self._connections.fetch_offers(earlier, min(ANSWER_S, self._handshake.timeout_s))
+            timeout_s = min(ANSWER_S, self._handshake.timeout_s)
+            await fetch(earlier, timeout_s, system=self._system)
         except KVPlanError:
             return
         raise KVPlanError(

@@ -48,7 +48,7 @@ from kvplan.plan import ReadSpec, TransferPlan
 from kvplan.protocol.background import Background
 from kvplan.protocol.claims import Claims
 from kvplan.protocol.digest import mismatch
-from kvplan.protocol.digest_requests import DigestRequest
+from kvplan.protocol.digest_requests import DigestRequest, fetch_digests
 from kvplan.protocol.handoff import Source
 from kvplan.protocol.lease_check import SILENCE_S, LeaseCheck
 from kvplan.protocol.peer_engines import (
@@ -292,7 +292,11 @@ class Reads:
                     request_of(read, plan.direct, to_block_end=False),
                     self._fetches.begin(
                         partial(
-                            self._connections.fetch_digests, read.source, digest_request, SILENCE_S
+                            fetch_digests,
+                            read.source,
+                            digest_request,
+                            SILENCE_S,
+                            system=self._system,
                         )
                     ),
                 )

@@ -20,9 +20,9 @@ from queue import SimpleQueue
 from secrets import token_hex
 from typing import Any, Final, TypeVar
 
-from kvplan.protocol import Route, System
+from kvplan.protocol import System
+from kvplan.protocol.system import Route, Signal
 from kvplan.protocol.system import Server as Listening
-from kvplan.protocol.system import Signal
 from kvplan.support import having, instance, integer, name, seconds
 from kvplan_nixl.serving.access import Access
 from kvplan_nixl.serving.client import Client

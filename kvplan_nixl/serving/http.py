@@ -21,8 +21,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan import KVPlanError
-from kvplan.protocol import Route
-from kvplan.protocol.system import PORT_END
+from kvplan.protocol.system import PORT_END, Route
 from kvplan.support import instance, integer, name
 from kvplan_nixl.serving.access import Access, Challenges, Proof, numeric_address
 

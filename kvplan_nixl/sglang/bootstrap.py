@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 import attrs
 
 from kvplan import KVPlanError
-from kvplan.protocol import LEASE_S, Route, SharedKey, System
+from kvplan.protocol import Leases, SharedKey, System
 from kvplan.protocol.room_contents import (
     ENTRY_BYTES,
     MAX_QUESTION_BYTES,
@@ -37,7 +37,7 @@ from kvplan.protocol.room_contents import (
     ask_again,
     is_part,
 )
-from kvplan.protocol.system import ANSWER_S, MAX_ANSWER_BYTES, TOKEN_BYTES
+from kvplan.protocol.system import ANSWER_S, MAX_ANSWER_BYTES, TOKEN_BYTES, Route
 from kvplan.support import at_most, integer
 
 __all__ = ["BootstrapServer", "ask", "publish"]
@@ -164,7 +164,7 @@ class BootstrapServer:
         port: int,
         *,
         system: System,
-        keep_s: float = 2 * LEASE_S,
+        keep_s: float = 2 * Leases.DEFAULT_S,
     ) -> None:
         self._keep_s = keep_s
         self._system = system

@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.base import BaseKVReceiver, KVPoll
 from sglang.srt.disaggregation.base.conn import KVTransferDestination
 
 from kvplan import KVPlanError
-from kvplan.protocol import Claims, Importer, ImportState, ReadParts, Rooms, System, send_claims
+from kvplan.protocol import Claims, Importer, ImportState, ReadParts, Rooms, System
 from kvplan.protocol.system import TOKEN_BYTES
 from kvplan.staging import Copier
 from kvplan.support import integer, members
@@ -54,8 +54,7 @@ class DecodeRank(Rank):
     ) -> None:
         super().__init__(memory, system)
         self.metadata = queue.metadata_buffers
-        send = partial(send_claims, system=system)
-        self.claims = Claims(logger, send, system, settings.max_peers)
+        self.claims = Claims(logger, system, settings.max_peers)
         self.importer = Importer(
             memory.groups,
             # SGLang clears receivers when those of all ranks have ended

@@ -31,8 +31,6 @@ from kvplan.protocol import (
     Listener,
     Rooms,
     System,
-    Withdrawn,
-    send_claims,
 )
 from kvplan.protocol.digest import joined
 from kvplan.protocol.system import TOKEN_BYTES
@@ -101,8 +99,7 @@ class Scheduler:
         self._waiting: dict[str, int] = {}
         # kept answers that gave way, until their blocks are free
         self._giving_way = set[str]()
-        send = partial(send_claims, system=system)
-        self._claims = Claims(logger, send, system, settings.max_peers)
+        self._claims = Claims(logger, system, settings.max_peers)
         self._importer = Importer(
             self._tables.cache_groups,
             self._claims,
@@ -163,6 +160,7 @@ class Scheduler:
             leases,
             self._tables.cache_groups,
             early_tokens=settings.early_tokens,
+            withdraw=self._listener.withdraw,
         )
         logger.info("serving metadata of %d workers at %s", len(envelopes), self._listener.source)
 
@@ -297,7 +295,7 @@ class Scheduler:
         if self._exporter is None or not self._rooms:
             return
         for name in self._rooms.keys() & (scheduled.preempted_req_ids or ()):
-            self._withdraw(self._exporter.revoke(name))
+            self._exporter.revoke(name)
         begun = _begun(scheduled)
         for name in self._rooms:
             request = self._exportable[name]
@@ -313,7 +311,7 @@ class Scheduler:
         if num_tokens >= request.num_prompt_tokens:
             return
         if not self._state.is_current(request):
-            self._withdraw(exporter.revoke(name))
+            exporter.revoke(name)
             return
         handoff = exporter.publish(
             name,
@@ -340,7 +338,7 @@ class Scheduler:
         room = self._rooms.pop(name, "")
         if handoff is None:
             if self._exporter is not None:
-                self._withdraw(self._exporter.abort(name))
+                self._exporter.abort(name)
             return None
         params = handoff.params(self._key)
         if room and self._listener is not None:
@@ -386,14 +384,6 @@ class Scheduler:
             prefixes=prefixes,
             weights_version=self._state.identity.version,
         )
-
-    def _withdraw(self, withdrawn: Withdrawn | None) -> None:
-        """Forget what readers may ask of a request that they may not read any more."""
-        if withdrawn is None or self._listener is None:
-            return
-        self._listener.digests.forget(withdrawn.lease)
-        if withdrawn.room:
-            self._listener.rooms.withdraw(withdrawn.room)
 
     def save(self, scheduled: SchedulerOutput) -> None:
         """Have workers copy to main memory what a step computes of requests that may be exported.
@@ -470,8 +460,6 @@ class Scheduler:
         """Have the blocks freed of which leases have ended, and count what operators watch."""
         ended = exporter.step()
         step.released.update(ended.released)
-        for withdrawn in ended.withdrawn:
-            self._withdraw(withdrawn)
         for error in ended.late.values():
             logger.warning("%s", error)
         stats = self.stats

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import Blocks, KVPlanError, tails
 from kvplan import Request as Binding
-from kvplan.protocol import Claims, DigestRequest, Read, ReadParts, System, send_claims
+from kvplan.protocol import Claims, DigestRequest, Read, ReadParts, System
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.digest import WorkerDigests
 from kvplan_nixl.kernel import with_staging
@@ -57,8 +56,7 @@ class Worker:
         self._host_cache: HostCache | None = None
         self._system = system
         self._key = settings.access().key
-        send = partial(send_claims, system=system)
-        self._claims = Claims(logger, send, system, settings.max_peers)
+        self._claims = Claims(logger, system, settings.max_peers)
         self._released: set[str] = set()
         self._digests: dict[DigestRequest, list[dict[str, Any]]] = {}
         self.stats = KvplanStats()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, Final
 
 import attrs
@@ -18,7 +17,7 @@ import torch
 
 from benchmarks.real_memory import placed
 from kvplan import Blocks, Context, plan_reads, region_of
-from kvplan.protocol import Claims, Handshakes, send_claims
+from kvplan.protocol import Claims, Handshakes
 from kvplan.staging import Copy
 from kvplan.staging.copies import CopySide
 from kvplan_nixl import UCX, Envelope, NixlExecutor, make_reads, settle
@@ -69,7 +68,7 @@ def calls_of(stack: ExitStack) -> Calls:
     for name in ("poll", "backend_of", "cancel", "release"):
         yield f"NixlExecutor.{name}", getattr(ours, name), {"transfer": transfer}
     driver = Driver()
-    claims = Claims(LOGGER, partial(send_claims, system=driver), driver)
+    claims = Claims(LOGGER, driver)
     reading: dict[str, Any] = {"executor": ours, "claims": claims, "logger": LOGGER, "key": driver.access.key}
     yield "make_reads", make_reads, {**reading, "system": driver, "digest": len, "handshakes": Handshakes()}
     yield "settle", settle, {"executor": ours, "transfers": [transfer], "timeout_s": 1.5}

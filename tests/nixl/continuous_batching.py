@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,7 +31,6 @@ from kvplan.protocol import (
     ReadParts,
     ReadResult,
     prompt_digest,
-    send_claims,
 )
 from kvplan_nixl import NixlExecutor, make_reads
 from kvplan_nixl.serving import Driver
@@ -93,7 +91,7 @@ class Engine:
         leases = Leases(driver)
         self.listener = Listener(name, "127.0.0.1", [self.executor.envelope()], leases, system=driver)
         self.exporter = Exporter(self.listener.source, leases, groups)
-        self.claims = Claims(LOGGER, partial(send_claims, system=driver), driver)
+        self.claims = Claims(LOGGER, driver)
         self._importer = Importer(groups, self.claims, name, now=driver.monotonic, key=self.key)
         self._reads = ReadParts(make_reads(self.executor, self.claims, LOGGER, key=self.key, system=driver))
 

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import TypeVar
 
 import attrs
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvplan import Blocks, Group, Region, Worker, view_of
-from kvplan.protocol import Claims, Handoff, Handshakes, Leases, Listener, Read, ReadResult, prompt_digest, send_claims
+from kvplan.protocol import Claims, Handoff, Handshakes, Leases, Listener, Read, ReadResult, prompt_digest
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.kernel import with_staging
 from kvplan_nixl.reads import make_reads, pipeline_of
@@ -82,7 +81,7 @@ class Decode:
         view = view_of(self.cache, "block kv head token dim", name="layers.0.attn", group="attn", region=region)
         worker, copier = with_staging(Worker("decode", 0, [region], [Group("attn", 24)], [view]), staging_bytes)
         self.executor = NixlExecutor(worker)
-        self.claims = Claims(LOGGER, partial(send_claims, system=Driver()), Driver())
+        self.claims = Claims(LOGGER, Driver())
         self.reads = make_reads(
             self.executor,
             self.claims,

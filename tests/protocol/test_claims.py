@@ -16,7 +16,7 @@ from kvplan.protocol.claims import RENEW_S, Claim, ClaimAnswer, ClaimMessage, So
 from kvplan.protocol.leases import LEASE_S
 from kvplan.protocol.system import RETRY_S
 from kvplan_nixl.serving import Driver
-from tests.blocking import Clock, error_of, unblocked, waited
+from tests.blocking import Answered, Clock, error_of, waited
 
 LOGGER = logging.getLogger("test")
 SOURCE = Source("prefill", "a1", "127.0.0.1", 1)
@@ -105,12 +105,12 @@ def test_one_engine_that_hangs_delays_no_other() -> None:
     """Each engine has its own coroutine."""
     hangs = threading.Event()
 
-    def send(source: Source, message: ClaimMessage) -> ClaimAnswer:
-        if source is not SOURCE:
+    def send(address: str, message: ClaimMessage) -> ClaimAnswer:
+        if address != SOURCE.address:
             hangs.wait(60)
         return yes(message)
 
-    claims = Claims(LOGGER, unblocked(send), Driver())
+    claims = Claims(LOGGER, Answered(send))
     claims.begin(Source("frozen", "a1", "127.0.0.1", 2), "l", "x")
     waited(claims.ask(SOURCE, "l"))
     hangs.set()
@@ -119,7 +119,7 @@ def test_one_engine_that_hangs_delays_no_other() -> None:
 
 def test_a_question_to_one_engine_too_many_is_answered_at_once() -> None:
     """By an error, as the answer of an engine would be: whoever asks waits for no thread."""
-    claims = Claims(LOGGER, unblocked(lambda _, message: yes(message)), Driver(), max_sources=1)
+    claims = Claims(LOGGER, Answered(lambda _, message: yes(message)), max_sources=1)
     claims.begin(SOURCE, "l", "x")
     error = error_of(claims.ask(Source("another", "a1", "127.0.0.1", 2), "l"))
     assert isinstance(error, KVPlanError)
@@ -129,7 +129,7 @@ def test_a_question_to_one_engine_too_many_is_answered_at_once() -> None:
 
 def test_a_refusal_is_found_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Whoever begins a claim can ask later whether it was refused."""
-    claims = Claims(LOGGER, unblocked(lambda _, message: answer_claims(Leases(Driver()), "a1", message)), Driver())
+    claims = Claims(LOGGER, Answered(lambda _, message: answer_claims(Leases(Driver()), "a1", message)))
     assert claims.refusal(SOURCE, "l", "x") is None
     claims.begin(SOURCE, "l", "x")
     until = time.monotonic() + 10
@@ -150,10 +150,10 @@ def test_a_refusal_is_found_and_logged(caplog: pytest.LogCaptureFixture) -> None
 def test_messages_without_an_answer_are_counted() -> None:
     """Each is one, however many claims and questions it has."""
 
-    def send(source: Source, message: ClaimMessage) -> ClaimAnswer:
+    def send(address: str, message: ClaimMessage) -> ClaimAnswer:
         raise SILENCE
 
-    claims = Claims(LOGGER, unblocked(send), Driver())
+    claims = Claims(LOGGER, Answered(send))
     assert isinstance(error_of(claims.ask(SOURCE, "l")), KVPlanError)
     assert (claims.num_refused, claims.num_unanswered) == (0, 1)
     claims.close()
@@ -163,12 +163,12 @@ def test_silence_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """When it begins, and again after an answer; all messages without one are counted."""
     silent = [True, True, False, True]
 
-    def send(source: Source, message: ClaimMessage) -> ClaimAnswer:
+    def send(address: str, message: ClaimMessage) -> ClaimAnswer:
         if silent.pop(0):
             raise SILENCE
         return yes(message)
 
-    claims = Claims(LOGGER, unblocked(send), Driver())
+    claims = Claims(LOGGER, Answered(send))
     for num_logged in (1, 1, 1, 2):
         error_of(claims.ask(SOURCE, "l"))
         assert caplog.text.count("leases may expire: prefill does not answer") == num_logged
@@ -179,7 +179,7 @@ def test_silence_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_thread_without_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """When nothing is claimed any more, an engine's thread ends; a later claim starts another one."""
     monkeypatch.setattr("kvplan.protocol.claims.IDLE_S", 0.01)
-    claims = Claims(LOGGER, unblocked(lambda _, message: yes(message)), Driver())
+    claims = Claims(LOGGER, Answered(lambda _, message: yes(message)))
     for _ in range(2):
         claims.begin(SOURCE, "l", "x")
         claims.end(SOURCE, "l", "x")
@@ -194,11 +194,11 @@ def test_close_sends_what_has_ended() -> None:
     """An engine that stops lets go of what it claims, and then sends nothing."""
     sent: list[ClaimMessage] = []
 
-    def send(_: Source, message: ClaimMessage) -> ClaimAnswer:
+    def send(_: str, message: ClaimMessage) -> ClaimAnswer:
         sent.append(message)
         return yes(message)
 
-    claims = Claims(LOGGER, unblocked(send), Driver())
+    claims = Claims(LOGGER, Answered(send))
     claims.begin(SOURCE, "l", "x")
     claims.end(SOURCE, "l", "x")
     claims.close()

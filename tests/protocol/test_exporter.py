@@ -27,7 +27,10 @@ class World:
     def __init__(self, early_tokens: int = 16) -> None:
         self.clock = Clock()
         self.leases = Leases(self.clock)
-        self.exporter = Exporter(SOURCE, self.leases, GROUPS, early_tokens=early_tokens)
+        self.withdrawn: list[tuple[str, str]] = []
+        self.exporter = Exporter(
+            SOURCE, self.leases, GROUPS, early_tokens=early_tokens, withdraw=lambda *what: self.withdrawn.append(what)
+        )
 
     def publish(self, num_tokens: int, request: str = "r") -> Any:
         return self.exporter.publish(request, num_tokens, lambda: BLOCKS, str)
@@ -74,7 +77,7 @@ def test_windows_and_states_come_with_the_whole(world: World) -> None:
     assert world.leases.claim(whole.lease, "decode")
     assert world.leases.end(whole.lease, "decode")
     ended = world.exporter.step()
-    assert (ended.released, ended.withdrawn[0].room, ended.late) == (("r",), "room", {})
+    assert (ended.released, world.withdrawn, ended.late) == (("r",), [("room", whole.lease)], {})
     assert (len(world.exporter), world.exporter.num_blocks, world.exporter.blocks_of(whole.lease)) == (0, 0, None)
 
 
@@ -92,21 +95,21 @@ def test_a_preempted_request_that_nobody_claimed_is_published_again(world: World
     """Under another lease."""
     world.exporter.open("r", "room")
     first = world.publish(40)
-    withdrawn = world.exporter.revoke("r")
-    assert withdrawn is not None
-    assert (withdrawn.room, withdrawn.lease, world.leases.is_valid(first.lease)) == ("room", first.lease, False)
-    assert world.exporter.revoke("r") is None
+    world.exporter.revoke("r")
+    world.exporter.revoke("r")
+    assert (world.withdrawn, world.leases.is_valid(first.lease)) == ([("room", first.lease)], False)
     assert world.publish(16).lease != first.lease
 
 
 def test_a_preempted_request_that_was_claimed_is_lost(world: World) -> None:
     """Its reader was told so: nothing more is published or handed over."""
     world.exporter.open("r")
-    assert world.leases.claim(world.publish(40).lease, "decode")
-    assert world.exporter.revoke("r") is not None
+    lease = world.publish(40).lease
+    assert world.leases.claim(lease, "decode")
+    world.exporter.revoke("r")
     assert (world.publish(80), world.finish()) == (None, None)
-    assert world.exporter.abort("r") is None
-    assert len(world.exporter) == 0
+    world.exporter.abort("r")
+    assert (world.withdrawn, len(world.exporter)) == ([("", lease)], 0)
 
 
 @pytest.mark.parametrize("is_seen", [False, True])
@@ -116,10 +119,11 @@ def test_a_request_whose_readers_are_done_early_is_computed_for_nobody(world: Wo
     lease = world.publish(40).lease
     assert world.leases.claim(lease, "decode")
     assert world.leases.end(lease, "decode")
-    withdrawn = world.exporter.step().withdrawn if is_seen else ()
+    if is_seen:
+        world.exporter.step()
     assert world.finish() is None
-    aborted = world.exporter.abort("r")
-    assert [each.room for each in (*withdrawn, aborted) if each is not None] == ["room"]
+    world.exporter.abort("r")
+    assert world.withdrawn == [("room", lease)]
     assert world.exporter.step().released == ()
 
 
@@ -127,9 +131,9 @@ def test_an_aborted_request_is_forgotten(world: World) -> None:
     """Its readers hear of it by their claims."""
     world.exporter.open("r", "room")
     lease = world.publish(40).lease
-    withdrawn = world.exporter.abort("r")
-    assert (withdrawn and withdrawn.room, world.leases.is_valid(lease), len(world.leases)) == ("room", False, 0)
-    assert world.exporter.abort("r") is None
+    world.exporter.abort("r")
+    world.exporter.abort("r")
+    assert (world.withdrawn, world.leases.is_valid(lease), len(world.leases)) == ([("room", lease)], False, 0)
 
 
 def test_leases_that_end_late_say_why(world: World) -> None:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError
-from kvplan.protocol import EndedLeases, Leases
-from kvplan.protocol.leases import MAX_READERS
+from kvplan.protocol import Leases
+from kvplan.protocol.leases import MAX_READERS, EndedLeases
 from tests.blocking import Clock
 
 LEASE_S = 10.0

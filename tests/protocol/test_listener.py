@@ -15,9 +15,9 @@ import attrs
 import pytest
 
 from kvplan import KVPlanError
-from kvplan.protocol import Claims, Leases, Listener, Offers, Source
+from kvplan.protocol import Claims, Leases, Listener, Source
 from kvplan.protocol.claims import ClaimMessage
-from kvplan.protocol.listener import MAX_PARTS
+from kvplan.protocol.listener import MAX_PARTS, Offers
 from kvplan.protocol.system import Route
 from kvplan_nixl.serving import Driver
 from kvplan_nixl.serving.access import Access, Asked, Proof
@@ -220,7 +220,7 @@ def test_a_reader_that_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_claims_reach_their_engines(listener: Listener, leases: Leases, caplog: pytest.LogCaptureFixture) -> None:
     """A claim is taken, confirmed and ended over HTTP; an engine that is gone costs a line in the log."""
-    claims = Claims(LOGGER, unblocked(send_claims), Driver())
+    claims = Claims(LOGGER, Driver())
     gone = unused()
     claims.begin(gone, "lost", "x")
     lease = leases.grant("a")

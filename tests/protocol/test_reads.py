@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import logging
 import threading
 import time
@@ -17,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError, Status, Transfer, Worker, decode, encode, plan_reads
-from kvplan.protocol import Claims, Connections, HandshakeResult, Handshakes, Offers, Read, ReadResult, Reads, Source
+from kvplan.protocol import Claims, Connections, HandshakeResult, Handshakes, Read, ReadResult, Reads, Source
 from kvplan.protocol.background import Background
 from kvplan.protocol.digest_requests import DigestRequest
 from kvplan.protocol.lease_check import ASK_S
+from kvplan.protocol.listener import Offers
 from kvplan.protocol.read import cut
 from kvplan.protocol.reads import POST_S
 from kvplan.protocol.system import Pending
@@ -35,7 +38,7 @@ LOGGER = logging.getLogger("test")
 
 
 def source_of(name: str = "prefill", start: str = "1") -> Source:
-    return Source(name, start, "127.0.0.1", 1)
+    return Source(name, start, f"{name}.{start}", 1)
 
 
 class HeldExecutor(FakeExecutor):
@@ -108,14 +111,23 @@ class Sources:
 
 
 class Watch(Driver):
-    """The clock of a world: the last one of ``clocks``."""
+    """The system of a world: its clock is the last one of ``clocks``, and its functions answer for other engines."""
 
-    def __init__(self) -> None:
+    def __init__(self, offers: Callable[[Source], Offers], digests: Callable[[Mapping[str, Any]], Any]) -> None:
         super().__init__()
+        self.offers = offers
+        self.digests = digests
         self.clocks: list[Callable[[], float]] = [time.monotonic]
 
     def monotonic(self) -> float:
         return self.clocks[-1]()
+
+    async def exchange(self, peer: str, address: str, path: str, timeout_s: float, sent: bytes | None = None) -> bytes:
+        if sent is not None:
+            digests = await asyncio.to_thread(self.digests, json.loads(sent))
+            return json.dumps({"digests": digests}).encode()
+        name, _, start = address.rpartition(":")[0].rpartition(".")
+        return (await asyncio.to_thread(self.offers, source_of(name, start))).encode()
 
 
 class World:
@@ -138,7 +150,7 @@ class World:
         self.fetched: list[Source] = []
         self.computed = threading.Event()  # digests
         self.digested: list[DigestRequest] = []
-        self.watch = Watch()
+        self.watch = Watch(self.fetch, self.fetch_digests)
         self.handshakes: list[HandshakeResult] = []
         self.connected: list[str] = []
         self.answer: Callable[[Source], object] = lambda source: None
@@ -154,8 +166,6 @@ class World:
                 open_offer=decode,
                 connect=self.connect,
                 disconnect=self.disconnect,
-                fetch_offers=unblocked(self.fetch),
-                fetch_digests=unblocked(self.fetch_digests),
                 handshakes=Handshakes(timeout_s, report=self.handshakes.append),
             ),
             claims=cast(Claims, self.sources),
@@ -175,7 +185,7 @@ class World:
         self.connected.append(f"not {worker.label}")
         del self.known[worker.key]
 
-    def fetch(self, source: Source, timeout_s: float) -> Offers:
+    def fetch(self, source: Source) -> Offers:
         self.fetched.append(source)
         self.answer(source)
         if source.start in self.gone:
@@ -183,11 +193,11 @@ class World:
         workers = tuple(map(encode, self.engines[source.engine_id]))
         return Offers(source.engine_id, source.start, workers)
 
-    def fetch_digests(self, source: Source, request: DigestRequest, timeout_s: float) -> list[Mapping[str, Any]]:
+    def fetch_digests(self, asked: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         self.computed.wait(10)
-        self.digested.append(request)
-        if request.lease == "lease of gone":
-            raise KVPlanError("PEER", "check", expected="digests", got="none")
+        self.digested.append(DigestRequest.of(asked["lease"], asked["tokens"]))
+        if asked["lease"] == "lease of gone":
+            raise KVPlanError("MESSAGE", "check", expected="digests", got="none")
         return [{"attn": (0, 10)}]
 
     def read(self, request: str = "r", source: Source | None = None, **changes: Any) -> Read:
@@ -291,7 +301,7 @@ def test_an_error_says_what_was_to_be_read(one: Callable[..., World], caplog: py
         assert error is not None
         expected = {"request": name, "read_from": source_of(engine_id), "lease": f"lease of {name}"}
         assert {key: error.details[key] for key in expected} == expected
-        assert f"request {name!r}: KV read from {engine_id} at 127.0.0.1:1 failed: {error}" in caplog.text
+        assert f"request {name!r}: KV read from {engine_id} at {engine_id}.1:1 failed: {error}" in caplog.text
     assert errors["refused"] is not None
     assert errors["refused"].details == {"group": "attn", "request": "refused"}
 
@@ -616,9 +626,9 @@ def test_nobody_takes_the_name_of_an_engine_that_answers(one: Callable[..., Worl
     world = one()
     world.reads.begin(world.read("a"))
     world.until(1)
-    world.reads.begin(world.read("forged", attrs.evolve(source_of(), start="forged", port=666)))
+    world.reads.begin(world.read("forged", attrs.evolve(source_of(start="forged"), port=666)))
     error = str(world.until(1)["forged"].error)
-    assert "expected an engine with a name of its own, got that of prefill at 127.0.0.1:1, which still answers" in error
+    assert "expected an engine with a name of its own, got that of prefill at prefill.1:1, which still answers" in error
     world.reads.begin(world.read("b"))
     assert world.until(1)["b"].error is None
     assert world.connected == ["prefill/0", "prefill/1"]
@@ -1026,7 +1036,11 @@ def test_what_has_arrived_is_compared(monkeypatch: pytest.MonkeyPatch, caplog: p
     world = World(local, engine("prefill", tp=2), digest=lambda arrived: arrived["tokens"])
 
     def compare(expected: Any, actual: Any) -> KVPlanError | None:
-        return None if expected == actual else KVPlanError("TRANSFER", "use", expected="equal digests", got="others")
+        return (
+            None
+            if expected == [{"attn": [*actual[0]["attn"]]}]
+            else KVPlanError("TRANSFER", "use", expected="equal digests", got="others")
+        )
 
     monkeypatch.setattr("kvplan.protocol.reads.mismatch", compare)
     world.reads.begin(world.read(to_block_end=True))
@@ -1042,7 +1056,7 @@ def test_what_has_arrived_is_compared(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert world.until(1)["elsewhere"].error is None
     assert "request 'elsewhere': digests are not compared: COVER" in caplog.text
     world.reads.begin(world.read("gone"))
-    assert "PEER: cannot check" in str(world.until(1)["gone"].error)
+    assert "MESSAGE: cannot check" in str(world.until(1)["gone"].error)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(4, 4), (8, 4), (4, 8), (6, 4)])

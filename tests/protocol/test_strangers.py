@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from kvplan import Blocks, Context, KVPlanError
-from kvplan.protocol import Handoff, Leases, Offers, Source
+from kvplan.protocol import Handoff, Leases, Source
 from kvplan.protocol.claims import ClaimAnswer, ClaimMessage, answer_claims
 from kvplan.protocol.digest import Positions, TensorDigests, joined, mismatch, of_json, to_json
 from kvplan.protocol.digest_requests import DigestRequests, answer_digests
+from kvplan.protocol.listener import Offers
 from kvplan_nixl.serving import Driver
 from tests.blocking import KEY
 from tests.protocol.test_handoff import signed

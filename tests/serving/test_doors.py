@@ -31,7 +31,7 @@ from kvplan_nixl.serving import Access, Driver
 from kvplan_nixl.serving.access import Asked, Proof
 from kvplan_nixl.serving.addresses import addresses_of
 from kvplan_nixl.serving.http import MAX_HEAD_BYTES, Server
-from tests.blocking import exchange, fetch, send_claims, unblocked, waited
+from tests.blocking import Answered, exchange, fetch, send_claims, waited
 from tests.serving.test_access import KEY, asked, status
 
 LOGGER = logging.getLogger("test")
@@ -319,7 +319,7 @@ def test_names_are_short(leases: Leases, field: str) -> None:
     claim = (names["lease"], names["reader"])
     with pytest.raises(KVPlanError, match="RANGE: cannot claim a lease"):
         ClaimMessage.of_fields(ClaimMessage("a", claims=(claim,)).fields())
-    claims = Claims(LOGGER, unblocked(send_claims), Driver())
+    claims = Claims(LOGGER, Driver())
     with pytest.raises(KVPlanError, match="RANGE: cannot claim a lease"):
         claims.begin(Source("prefill", "a", "127.0.0.1", 1), *claim)
 
@@ -352,11 +352,11 @@ def test_forged_handoffs_have_few_threads() -> None:
     """Each source had a thread: there are not more than some, and claims on others are refused."""
     held = threading.Event()
 
-    def send(source: Source, message: ClaimMessage) -> ClaimAnswer:
+    def send(address: str, message: ClaimMessage) -> ClaimAnswer:
         held.wait(10)
         raise KVPlanError("PEER", "reach", expected="an answer", got="none")
 
-    claims = Claims(LOGGER, unblocked(send), Driver(), max_sources=3)
+    claims = Claims(LOGGER, Answered(send), max_sources=3)
     sources = [Source(f"prefill-{number}", "a", "127.0.0.1", 1) for number in range(4)]
     for source in sources[:3]:
         claims.begin(source, "lease", "d")
@@ -373,11 +373,11 @@ def test_a_large_fleet_is_not_refused() -> None:
     """A decode engine may claim leases of 512 prefill engines at once, and of as many again."""
     answered = threading.Semaphore(0)
 
-    def send(source: Source, message: ClaimMessage) -> ClaimAnswer:
+    def send(address: str, message: ClaimMessage) -> ClaimAnswer:
         answered.release()
         return ClaimAnswer((True,) * len(message.claims), (), (True,) * len(message.asks))
 
-    claims = Claims(LOGGER, unblocked(send), Driver())
+    claims = Claims(LOGGER, Answered(send))
     for number in range(1024):
         claims.begin(Source(f"prefill-{number}", "a", "127.0.0.1", 1), "lease", "d")
     assert all(answered.acquire(timeout=30) for _ in range(1024))

@@ -18,6 +18,7 @@ import attrs
 from kvplan.protocol import (
     Handoff,
     Leases,
+    Listener,
     claims,
     exporter,
     handoff,
@@ -119,7 +120,7 @@ FAULTS = [
     Fault("a failed handshake is kept", peer_engines.PeerEngines, "_fail", "del self._peers[peer.source]\n    ", "", seed=12, rule="END"),
     Fault("a restarted engine is read by its old connection", peer_engines.PeerEngines, "_connect", "if connected is not None and connected.offer != offer:", "if connected is not None:\n            continue\n        if False:", seed=61, rule="AGAIN"),
     Fault("a request fails with an old handshake", reads.Reads, "_take_peer", "pending.came_at - peer.began_at > RETRY_S", "False", seed=19, rule="AGAIN"),
-    Fault("the start of an offer is not compared", engine, "fetch", "(offers.engine_id, offers.start) != (source.engine_id, source.start)", "offers.engine_id != source.engine_id", seed=34, rule="AGAIN"),
+    Fault("the start of an offer is not compared", peer_engines, "fetch", "(offers.engine_id, offers.start) != (source.engine_id, source.start)", "offers.engine_id != source.engine_id", seed=34, rule="AGAIN"),
     # Handoffs
     Fault("a handoff serves any prompt", Handoff, "count_shared", "if digest == self.prompt:", "if True:", seed=1, rule="OWN"),
     Fault("a table of blocks loses its first one", handoff, "_read_table", "Blocks(ids, first)", "Blocks(ids[1:], first) if len(ids) > 3 else Blocks(ids, first)", seed=1, rule="RIGHT"),
@@ -153,7 +154,7 @@ VLLM_ROOM_FAULTS = [
     Fault("parts begin where others have not ended", Importer, "_read_part", "record.starts[group] = stop", "record.starts[group] = stop + size", seed=1, rule="OWN"),
     Fault("a room serves any prompt", Importer, "_check_entry", "handoff.check_prompt(record.prompt(num_shared))", "pass"),
     Fault("a refused claim is not seen while a request has blocks", Importer, "_check", "if refusal is not None:", "if False:"),
-    Fault("the entry of an aborted request stays", Exporter, "abort", "return withdrawn", "return None", seed=2, rule="GROW"),
+    Fault("the entry of an aborted request stays", Exporter, "abort", "self._withdraw(export.room, export.lease)", "pass", seed=2, rule="GROW"),
     Fault("a room is kept", Exporter, "_forget", "self._rooms.discard(export.room)", "pass", seed=0, rule="GROW"),
     Fault("a whole room serves any prompt", Importer, "_check_entry", "num_shared = handoff.count_shared(record.prompt)", "num_shared = handoff.num_tokens", seed=3, rule="OWN"),
     Fault("decode claims no lease of a room", Importer, "_hold", "self._claims.begin(handoff.source, handoff.lease, self._name_of(request))", "pass", seed=26, rule="RIGHT"),
@@ -163,7 +164,7 @@ VLLM_ROOM_FAULTS = [
     Fault("a request that is given up keeps its blocks lent", Exporter, "abort", "self.leases.revoke(export.lease)", "pass", seed=2, rule="GROW"),
     Fault("a request that is computed is released", Exporter, "step", "is FREE:", "in (FREE, LOST):", seed=0, rule="REPORT"),
     Fault("a room that was read stays open", Exporter, "step", "self._forget(request)", "pass", seed=0, rule="GROW"),
-    Fault("an entry outlives its lease", Scheduler, "_withdraw", "self._listener.rooms.withdraw(withdrawn.room)", "pass", seed=0, rule="GROW"),
+    Fault("an entry outlives its lease", Listener, "withdraw", "self.rooms.withdraw(room)", "pass", seed=0, rule="GROW"),
     Fault("blocks are lent before they are computed", Scheduler, "_publish_part", "num_tokens = request.num_computed_tokens - request.num_in_flight_tokens", "num_tokens = min(request.num_computed_tokens + 8, request.num_prompt_tokens - 1)", seed=4, rule="OWN"),
     Fault("the whole has a lease of its own", Exporter, "finish", "if not export.lease:", "if True:", seed=0, rule="CLAIM"),
     Fault("a request is reported while a part is read", read_parts.ReadParts, "poll", "parted.has_last and not parted.is_under_way", "parted.has_last", seed=0, rule="OWN"),
@@ -293,9 +294,9 @@ FEATURE_FAULTS = [
     Fault("the signature of a handoff is not checked", Handoff, "of_params", '_check_signature(params, instance(SharedKey, key, "key of a handoff"))', "pass", seed=57, rule="OWN", features=Feature.GARBLED_MESSAGES),
 ]  # fmt: skip
 FEATURE_ROOM_FAULTS = [
-    Fault("the lease of a preempted request stays valid", Scheduler, "publish", "self._withdraw(self._exporter.revoke(name))", "pass", seed=4, rule="OWN", features=BURSTS | PREEMPTION),
+    Fault("the lease of a preempted request stays valid", Scheduler, "publish", "self._exporter.revoke(name)", "pass", seed=4, rule="OWN", features=BURSTS | PREEMPTION),
     Fault("a revoked lease stays valid", Exporter, "revoke", "is_claimed = self.leases.revoke(export.lease)", "is_claimed = True", seed=0, rule="GROW", features=BURSTS | PREEMPTION),
-    Fault("the entry of a preempted request stays", Exporter, "revoke", "return withdrawn", "return None", seed=0, rule="GROW", features=BURSTS | PREEMPTION),
+    Fault("the entry of a preempted request stays", Exporter, "revoke", "self._withdraw(export.room, export.lease)", "pass", seed=0, rule="GROW", features=BURSTS | PREEMPTION),
     Fault("a preempted request whose reader has a part is published again", Exporter, "revoke", "ExportEvent.LOSE if is_claimed else ExportEvent.REVOKE", "ExportEvent.REVOKE", seed=4, rule="AGAIN", features=BURSTS | PREEMPTION),
     Fault("what a step under way writes is published", Scheduler, "_publish_part", "num_tokens = request.num_computed_tokens - request.num_in_flight_tokens", "num_tokens = request.num_computed_tokens", seed=0, rule="OWN", features=ASYNC_STEPS),
     Fault("a prefix that another request computes is published", Exporter, "publish", "num_tokens <= export.num_found or ", "", seed=11, rule="OWN", features=BURSTS | ASYNC_STEPS | Feature.NEAR_PROMPTS),

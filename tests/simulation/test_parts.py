@@ -10,7 +10,7 @@ import attrs
 import pytest
 
 from kvplan import Blocks, KVPlanError, Status
-from kvplan.protocol import Route
+from kvplan.protocol.system import Route
 from kvplan.testing.simulation.catalog import Catalog, Shape
 from kvplan.testing.simulation.fabric import Fabric, Port, Trouble, VirtualExecutor
 from kvplan.testing.simulation.memory import LabelledMemory, Numbers

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from kvplan import KVPlanError
-from kvplan.protocol import Handoff, fetch
+from kvplan.protocol import Handoff
 from kvplan.protocol.digest_requests import DigestRequest, fetch_digests
+from kvplan.protocol.listener import fetch
 from kvplan.testing.simulation.fleet import places_of
 from kvplan.testing.simulation.network import Host, Network
 from kvplan.testing.simulation.tasks import TaskLoop

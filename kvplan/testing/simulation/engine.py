@@ -17,8 +17,7 @@ import attrs
 
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
-from kvplan.protocol import Connections, fetch, prompt_digest
-from kvplan.protocol.digest_requests import fetch_digests
+from kvplan.protocol import Connections, prompt_digest
 from kvplan.protocol.read import MAX_TRANSFER_IDS
 from kvplan.testing.simulation.catalog import NULL_BLOCK, GroupShape
 from kvplan.testing.simulation.fabric import Fabric, Port, VirtualCopier, VirtualExecutor
@@ -207,8 +206,6 @@ class Site:
             open_offer=self.fabric.open_offer,
             connect=executor.connect,
             disconnect=executor.disconnect,
-            fetch_offers=partial(fetch, system=self.host),
-            fetch_digests=partial(fetch_digests, system=self.host),
             plan=self.fabric.catalog.plan,
         )
 

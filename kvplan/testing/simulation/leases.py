@@ -11,7 +11,7 @@ from typing import Any, Final
 from kvplan.describe import Blocks
 from kvplan.describe.blocks import Request
 from kvplan.errors import KVPlanError
-from kvplan.protocol import Claims, Leases, Listener, Reads, send_claims
+from kvplan.protocol import Claims, Leases, Listener, Reads
 from kvplan.protocol.exporter import Exporter
 from kvplan.protocol.groups import CacheGroup
 from kvplan.protocol.importer import Importer
@@ -95,10 +95,11 @@ class LeaseConnector:
         self._listener = Listener(
             site.workers[0].engine_id, host.name, site.offers, leases, port=PORT, system=host
         )
-        self._exporter = Exporter(self._listener.source, leases, groups)
+        self._exporter = Exporter(
+            self._listener.source, leases, groups, withdraw=self._listener.withdraw
+        )
         logger = logging.getLogger(__name__)
-        send = partial(send_claims, system=host)
-        claims = Claims(logger, send, host)
+        claims = Claims(logger, host)
         self._importer = Importer(
             groups, claims, host.token_hex(8), now=host.monotonic, key=KEY, to_block_end=True
         )
@@ -111,7 +112,7 @@ class LeaseConnector:
                     executor,
                     logger,
                     connections=site.connections(executor),
-                    claims=Claims(logger, send, host),
+                    claims=Claims(logger, host),
                     pipeline=Pipeline(executor, STAGING, copier) if is_staged else None,
                     digest=None if digest is None else partial(digest, executor),
                     system=host,
@@ -163,8 +164,6 @@ class LeaseConnector:
     def step(self) -> StepReport:
         """Poll all workers: a request is received when each of them has reported it."""
         ended = self._exporter.step()
-        for withdrawn in ended.withdrawn:
-            self._listener.digests.forget(withdrawn.lease)
         self._digest_exported()
         self._begin_parts()
         received = []
