@@ -1,7 +1,8 @@
 """The outcomes of real engines, and their tables in docs/engines.md: ``python -m tests.engines.outcomes`` writes them.
 
 ``outcomes.json`` has a table for each marker of the page. A row has the text of each cell and all runs that gave it,
-each by its commit, or the first and the last of several, and its date. The page shows the last one.
+each by its commit, or the first and the last of several, and its date. The page shows the dates of the last ones,
+and the control's outcome once per table. It leaves out ``before``: what kvplan did before a row's problem was solved.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any, Final
 
 OUTCOMES: Final = Path(__file__).with_name("outcomes.json")
 PAGE: Final = Path(__file__).parents[2] / "docs" / "engines.md"
+NOT_RUN: Final = "\N{EN DASH}"
+COMMIT: Final = re.compile(r"^[0-9a-f]{7} ")
 MARKED: Final = re.compile(r"(?<=<!-- outcomes: )(.*?)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -30,18 +33,26 @@ def written() -> str:
 
 def _text(table: dict[str, Any]) -> str:
     rows = table["rows"]
-    columns = [column for column in rows[0] if column not in ("row", "runs")]
-    lasts = [row["runs"][-1] for row in rows]
-    heads = [table["first column"], *columns]
+    columns = [column for column in rows[0] if column not in ("row", "runs", "before", "nothing")]
     cells = [[row["row"], *(row[column] for column in columns)] for row in rows]
-    run = lasts[0]
-    if len({*lasts}) > 1:
-        run = "as each row says"
-        heads.append("last run")
-        cells = [[*row, last] for row, last in zip(cells, lasts, strict=True)]
-    runs = "; ".join(f"{column} {when}" for column, when in {"kvplan": run, **table.get("other columns", {})}.items())
+    dates = sorted(row["runs"][-1].split()[-1] for row in rows)
+    run = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    others = {name: COMMIT.sub("", when) for name, when in table.get("other columns", {}).items() if name != "before"}
+    runs = "; ".join(f"{column} {when}" for column, when in {"kvplan": run, **others}.items())
+    heads = [table["first column"], *columns]
     lines = [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *cells)]
-    return "\n".join(["", *lines, "", f"Runs: {runs}. Versions: {table['versions']}.", "", ""])
+    return "\n".join(["", *lines, "", f"{_control(rows)}Runs: {runs}. Versions: {table['versions']}.", "", ""])
+
+
+def _control(rows: list[dict[str, Any]]) -> str:
+    """What decode generates where nothing is transferred, of a table that has this control."""
+    found = {row["row"]: row["nothing"] for row in rows if "nothing" in row}
+    outcomes = {*found.values()} - {NOT_RUN}
+    if len(outcomes) != 1:
+        return ""
+    missing = [name for name, outcome in found.items() if outcome == NOT_RUN]
+    text = f"Control: {outcomes.pop()}"
+    return f"{text}; not run for *{'*, *'.join(missing)}*. " if missing else f"{text} in every row. "
 
 
 if __name__ == "__main__":
