@@ -6,7 +6,7 @@ What vLLM allocates for each family is in vllm_verdicts.json, which ``.ci/engine
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,36 +25,34 @@ Verdicts = Mapping[str, Sequence[tuple[str, str]]]
 
 TOP: Final = """# Model types
 
-Look up here whether kvplan reads a `config.json`, by its `model_type`. [Use a model](../how-to/models.md#other-models)
-says what to do for a type that is not read, or not listed.
+Find the `model_type` of a `config.json` on this page: kvplan reads it, reads it as another type, or refuses it with a
+reason. [Use a model](../how-to/models.md#other-models) says what to do about a type that is not read, or not listed.
 
 ## Types that are read
 
-What layers cache is by kind: *K and V* of each head, *latents* for all heads (MLA), the keys of an *indexer*, and
-recurrent *states*; *window* means that some or all layers may slide. The last column is [what vLLM 0.32
-allocates](../how-to/models.md#what-vllm-allocates) for a tiny model of the type: *equal* to what kvplan plans at these
-sizes of TP, or why vLLM says nothing about it.
+Layers cache *K and V* of each head, *latents* for all heads (MLA), the keys of an *indexer*, or recurrent *states*;
+*window* means that some or all layers may slide. The second column is [what vLLM 0.32
+allocates](../how-to/models.md#what-vllm-allocates) for a tiny model of the type at TP 1, 2 and 3: *equal* to what kvplan
+plans, or why there is no comparison.
 
-| `model_type` | layers cache | vLLM |
+| layers cache | vLLM | `model_type` |
 |---|---|---|
 """
 
 OUTSIDE: Final = """
-## Other names, and types around a decoder
+## Read as another type
 
-A file of one of these types is read as the type on the right, or has a decoder of that type under a key such as
-`text_config`. If the decoder states a `model_type`, that one counts.
+These files are read as the type on the left, or have a decoder of that type under a key such as `text_config`. If the
+decoder states a `model_type`, that one counts.
 
-| `model_type` of the file | read as |
+| read as | `model_type` of the file |
 |---|---|
 """
 
 NOT_READ: Final = """
 ## Types that are not read
 
-kvplan refuses these files with the reason:
-
-| `model_type` | reason |
+| reason | `model_type` |
 |---|---|
 """
 
@@ -74,16 +72,18 @@ def write_verdicts(by_family: Verdicts) -> None:
 def page() -> str:
     """Return the text of the page."""
     judged = verdicts()
-    models = sorted(judged)  # a model type, or one with an architecture where a type has two
-    read = [f"| {_code(model)} | {_caches(model)} | {_says(judged[model])} |" for model in models]
-    outer = [f"| {_code(model_type)} | {_code(inner)} |" for model_type, inner in sorted(OUTER.items())]
-    refused = [f"| {_code(model_type)} | {reason} |" for model_type, reason in sorted(REFUSED.items())]
-    parts = (TOP, *_lines(read), OUTSIDE, *_lines(outer), NOT_READ, *_lines(refused))
-    return "".join(parts)
+    read = _grouped((f"{_caches(model)} | {_says(judged[model])}", model) for model in judged)
+    outer = _grouped((_code(inner), model_type) for model_type, inner in OUTER.items())
+    refused = _grouped((reason, model_type) for model_type, reason in REFUSED.items())
+    return "".join((TOP, *read, OUTSIDE, *outer, NOT_READ, *refused))
 
 
-def _lines(rows: Sequence[str]) -> Iterator[str]:
-    return (f"{row}\n" for row in rows)
+def _grouped(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Return one row of a table for all models of which it says the same, in order."""
+    models: dict[str, list[str]] = {}
+    for text, model in sorted(rows):
+        models.setdefault(text, []).append(_code(model))
+    return (f"| {text} | {', '.join(listed)} |\n" for text, listed in models.items())
 
 
 def _code(model: str) -> str:
@@ -115,6 +115,8 @@ def _attention(family: Family) -> list[str]:
 def _says(results: Sequence[tuple[str, str]]) -> str:
     """Return the results at each size of TP, those that are equal first."""
     equal = [str(ranks) for ranks, (result, _) in enumerate(results, 1) if result == "equal"]
+    if len(equal) == len(results):
+        return "equal"
     words = [f"equal at TP {', '.join(equal)}"] if equal else []
     for ranks, (result, reason) in enumerate(results, 1):
         if result != "equal":
