@@ -32,8 +32,8 @@ reason. [Use a model](../how-to/models.md#other-models) says what to do about a 
 
 Layers cache *K and V* of each head, *latents* for all heads (MLA), the keys of an *indexer*, or recurrent *states*;
 *window* means that some or all layers may slide. The second column is [what vLLM 0.32
-allocates](../how-to/models.md#what-vllm-allocates) for a tiny model of the type at TP 1, 2 and 3: *equal* to what kvplan
-plans, or why there is no comparison.
+allocates](../how-to/models.md#what-vllm-allocates) for a tiny model of the type at TP 1, 2 and 3: *equal* to what
+kvplan plans, or why there is no comparison.
 
 | layers cache | vLLM | `model_type` |
 |---|---|---|
