@@ -32,7 +32,7 @@ from typing import Any, Final, Protocol
 
 import attrs
 
-from kvplan._checks import name, seconds
+from kvplan._checks import name
 from kvplan._text import brief_repr
 from kvplan.describe.blocks import POSITION_END, Blocks, Range
 from kvplan.errors import KVPlanError
@@ -44,6 +44,12 @@ from kvplan.protocol.room_contents import Published
 from kvplan.protocol.transitions import after
 
 NONE: Final[Mapping[str, int]] = MappingProxyType({})
+
+SHORT_PROMPT: Final = (
+    "prefill has left the prompt's last token to decode, which does not compute it: "
+    "with vLLM, set whole_prompt in the request's kv_transfer_params"
+)
+"""What to do about a prompt without its last position."""
 
 
 class ImportState(enum.Enum):
@@ -99,9 +105,10 @@ class HoldsClaims(Protocol):
 
 
 class AsksRooms(Protocol):
-    """What asks other engines for rooms: :class:`~kvplan.protocol.rooms.Rooms`."""
+    """What asks other engines for rooms: :class:`~kvplan.protocol.Rooms`."""
 
     def want(self, reader: str, room: str, address: str, take: Callable[[Any], bool]) -> None: ...
+    def silence(self, reader: str) -> KVPlanError | None: ...
     def forget(self, reader: str) -> None: ...
 
 
@@ -133,10 +140,9 @@ class _Import:
     """
 
     prompt: Callable[[int], str]
-    num_stale: int
-    is_optional: bool
+    num_stale: int = 0
+    min_tokens: int | None = None
     room: str = ""
-    until: float = 0.0
     state: ImportState = ASKING
     found: Published | None = None
     refusal: KVPlanError | None = None
@@ -156,11 +162,9 @@ class Importer:
     """The requests of an engine that are read from others.
 
     ``groups`` are those of its cache. ``claims`` holds leases as ``reader``, a name of this start
-    of the engine; without them another rank of the engine holds them. ``rooms`` asks for rooms, in
-    which prefill has ``timeout_s`` for each part. ``weights`` returns the version of the weights,
-    and ``now`` the time. An optional request of less than ``min_tokens`` positions is not read.
-    With ``to_block_end`` blocks move whole. ``short_prompt`` is the hint for a prompt of which
-    prefill has left the last token to its reader.
+    of the engine; without them another rank of the engine holds them. Handoffs are signed with
+    ``key``. ``rooms`` asks for requests that prefill publishes in rooms. ``weights`` returns the
+    version of the engine's weights. With ``to_block_end`` blocks move whole.
 
     :attr:`read_from` has by request and group the first position that was read, if its block was
     read in part. :attr:`siblings` are others that may store each block of the engine: where they
@@ -172,15 +176,11 @@ class Importer:
         groups: Mapping[str, CacheGroup],
         claims: HoldsClaims | None,
         reader: str,
-        *,
-        now: Callable[[], float],
         key: SharedKey,
+        *,
         rooms: AsksRooms | None = None,
-        timeout_s: float = 300.0,
         weights: Callable[[], str] = str,
-        min_tokens: int = 0,
         to_block_end: bool = False,
-        short_prompt: str = "",
     ) -> None:
         self._groups = cache_groups(groups)
         self._positioned = {
@@ -191,14 +191,10 @@ class Importer:
         self._whole_groups = whole_groups(groups)
         self._claims = claims
         self._reader: str = name(reader, "reader")
-        self._now = now
         self._key = key
         self._rooms = rooms
-        self._timeout_s: float = seconds(timeout_s, "timeout_s")
         self._weights = weights
-        self._min_tokens = min_tokens
         self._to_block_end = to_block_end
-        self._short_prompt = short_prompt
         self._requests: dict[str, _Import] = {}
         # those of which parts are read, and parts that workers were not told of
         self._reading: dict[str, _Import] = {}
@@ -216,15 +212,15 @@ class Importer:
         prompt: Callable[[int], str],
         *,
         num_stale: int = 0,
-        is_optional: bool = False,
+        min_tokens: int | None = None,
     ) -> None:
         """Take a request with a handoff in its parameters, and claim its lease.
 
-        ``prompt`` digests its first tokens. An optional request is read only if that saves
-        computing much. The last ``num_stale`` positions that it shares with the handoff are not
-        read.
+        ``prompt`` digests its first tokens. The last ``num_stale`` positions that it shares with
+        the handoff are not read. With ``min_tokens`` the engine may compute the request instead: it
+        is read only if that saves computing as many positions.
         """
-        record = _Import(prompt, num_stale, is_optional)
+        record = _Import(prompt, num_stale, min_tokens)
         self._requests[name(request, "name of a request")] = record
         try:
             handoff = Handoff.of_params(params, self._key)
@@ -248,9 +244,7 @@ class Importer:
 
         This engine computes the last ``num_left`` of them itself.
         """
-        record = _Import(prompt, 0, is_optional=False, room=room, num_tokens=num_tokens)
-        record.num_left = num_left
-        record.until = self._now() + self._timeout_s
+        record = _Import(prompt, room=room, num_tokens=num_tokens, num_left=num_left)
         self._requests[name(request, "name of a request")] = record
         assert self._rooms is not None
         try:
@@ -265,7 +259,7 @@ class Importer:
 
     def refuse(self, request: str, error: KVPlanError) -> None:
         """Take a request that cannot be read, for a reason that the connector knows."""
-        record = self._requests.setdefault(request, _Import(lambda _: "", 0, is_optional=False))
+        record = self._requests.setdefault(request, _Import(lambda _: ""))
         record.refusal = record.refusal or error
 
     def _take(self, request: str, record: _Import, entry: Any) -> bool:
@@ -287,7 +281,6 @@ class Importer:
                 "MESSAGE", f"read room {record.room}", expected=expected, got=f"{error!r}"
             )
             return True
-        record.until = self._now() + self._timeout_s
         record.found = found
         return found.is_whole
 
@@ -307,13 +300,13 @@ class Importer:
             quantity = (
                 f"at least {num_needed}" if found.is_whole else f"less than {record.num_tokens}"
             )
-            hint = self._short_prompt if found.is_whole and num_shared == num_needed - 1 else ""
+            is_short = found.is_whole and not record.num_left and num_shared == num_needed - 1
             raise KVPlanError(
                 "TOKENS",
                 f"read request {record.room}",
                 expected=f"{quantity} positions",
                 got=f"{num_shared}",
-                hint=hint,
+                hint=SHORT_PROMPT if is_short else "",
             )
         if not found.is_whole:
             handoff.check_prompt(record.prompt(num_shared))
@@ -335,7 +328,7 @@ class Importer:
         if record is None:
             return ENDED
         if record.state in (ASKING, CLAIMED):
-            error = record.refusal or self._silence(record)
+            error = record.refusal or self._silence(request, record)
             if error is not None:
                 record.refusal = error
                 record.move(ImportEvent.REFUSE)
@@ -366,8 +359,8 @@ class Importer:
         record = self._requests[request]
         stop = max(num_cached, min(num_tokens, record.num_shared - record.num_stale))
         record.tokens = (num_cached, stop)
-        if record.is_optional and record.found is not None:
-            is_little = stop - num_cached < self._min_tokens
+        if record.min_tokens is not None and record.found is not None:
+            is_little = stop - num_cached < record.min_tokens
             if is_little or self._gap(record.found.handoff, record.tokens) is not None:
                 return 0
         return stop - num_cached
@@ -469,7 +462,7 @@ class Importer:
 
     def _check(self, request: str, record: _Import) -> None:
         """Raise the reason why a request cannot be read, if there is one."""
-        error = record.refusal or self._silence(record)
+        error = record.refusal or self._silence(request, record)
         if error is not None:
             raise error
         assert record.found is not None
@@ -481,14 +474,12 @@ class Importer:
             if refusal is not None:
                 raise refusal
 
-    def _silence(self, record: _Import) -> KVPlanError | None:
+    def _silence(self, request: str, record: _Import) -> KVPlanError | None:
         """Return an error if prefill has not published more of a request in time."""
         is_whole = record.found is not None and record.found.is_whole
-        if not record.room or is_whole or self._now() <= record.until:
+        if not record.room or is_whole or self._rooms is None:
             return None
-        action = f"read request {record.room}"
-        expected = f"prefill to compute it within {self._timeout_s:g} s"
-        return KVPlanError("PEER", action, expected=expected, got="nothing")
+        return self._rooms.silence(self._name_of(request))
 
     def _next(self, request: str, record: _Import) -> PartialRead | None:
         """Return the part that was published since the last one, None if that is nothing."""

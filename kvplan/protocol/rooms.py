@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MAX_SERVERS: Final = MAX_SOURCES
 """Servers that decode asks at a time, unless it says otherwise."""
 
+TIMEOUT_S: Final = 300.0
+"""Seconds that prefill has for each entry of a room, by default."""
+
 ASK_S: Final = 0.01
 """Seconds between an answer and the next question to a server, by default."""
 
@@ -33,11 +36,13 @@ ASK_S: Final = 0.01
 class _WantedRoom:
     """A room that a reader asks for: what takes its entries, and the version that it took last.
 
-    ``start`` is that of the server which has answered first.
+    ``start`` is that of the server which has answered first. Prefill has time for another entry
+    ``until`` then.
     """
 
     room: str
     take: Callable[[Any], bool]
+    until: float
     version: str = ""
     start: str = ""
 
@@ -47,7 +52,8 @@ class Rooms:
 
     A server is asked again ``ask_s`` after it has answered, and holds a question until there is
     something new. A room whose server has restarted gets an entry with an ``error``, since its
-    prefill has restarted too. Handoffs are signed with ``key``.
+    prefill has restarted too. Prefill has ``timeout_s`` for each entry. Handoffs are signed with
+    ``key``.
     """
 
     def __init__(
@@ -56,16 +62,20 @@ class Rooms:
         key: SharedKey,
         system: System,
         *,
+        timeout_s: float = TIMEOUT_S,
         max_servers: int = MAX_SERVERS,
         ask_s: float = ASK_S,
     ) -> None:
         self._logger: Logger = having("warning", logger, "logger", "a logger")
+        self._timeout_s: float = seconds(timeout_s, "timeout_s")
         self._max_servers: int = integer(max_servers, "max_servers")
         self._key = instance(SharedKey, key, "key of rooms")
         self._ask_s: float = seconds(ask_s, "ask_s")
         self._system = instance(System, system, "system")
         self._lock = system.lock()
-        # by the server that is asked, and by reader
+        # by reader, until it is forgotten
+        self._rooms: dict[str, _WantedRoom] = {}
+        # by the server that is asked, and by reader, until the whole entry has come
         self._wanted: dict[str, dict[str, _WantedRoom]] = {}
         self._changes: dict[str, Signal] = {}
 
@@ -76,7 +86,9 @@ class Rooms:
         is whole. It must not wait or raise. Raises ``RANGE`` if too many servers are asked, and
         ``NAME`` for one that no operator has allowed, since requests name it.
         """
-        wanted = _WantedRoom(name(room, "room"), having("__call__", take, "take", "a function"))
+        until = self._system.monotonic() + self._timeout_s
+        having("__call__", take, "take", "a function")
+        wanted = _WantedRoom(name(room, "room"), take, until)
         self._system.check_server(name(address, "address of a server"))
         with self._lock:
             if address not in self._wanted:
@@ -89,12 +101,24 @@ class Rooms:
             else:
                 self._changes[address].set()
             self._wanted[address][name(reader, "reader")] = wanted
+            self._rooms[reader] = wanted
+
+    def silence(self, reader: str) -> KVPlanError | None:
+        """Return an error if the room of a reader has got no entry in time, None if it has."""
+        with self._lock:
+            wanted = self._rooms.get(name(reader, "reader"))
+        if wanted is None or self._system.monotonic() <= wanted.until:
+            return None
+        action = f"read request {wanted.room}"
+        expected = f"prefill to compute it within {self._timeout_s:g} s"
+        return KVPlanError("PEER", action, expected=expected, got="nothing")
 
     def forget(self, reader: str) -> None:
         """Ask for a reader no more. An entry of its room is taken before that, or never."""
         with self._lock:
+            self._rooms.pop(name(reader, "reader"), None)
             for address, readers in self._wanted.items():
-                if readers.pop(name(reader, "reader"), None) is not None and not readers:
+                if readers.pop(reader, None) is not None and not readers:
                     self._changes[address].set()
 
     async def _run(self, address: str) -> None:
@@ -155,5 +179,6 @@ class Rooms:
                 if content is None or content.version == wanted.version:
                     continue
                 wanted.version = content.version
+                wanted.until = self._system.monotonic() + self._timeout_s
                 if wanted.take(content.entry):
                     del readers[reader]

@@ -27,12 +27,6 @@ from kvplan_nixl.sglang.changes import WEIGHTS
 from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
 
-SHORT_PROMPT: Final = (
-    "vLLM leaves the last token of a prompt to decode, if the model has windows or states, and "
-    "SGLang does not compute it: set whole_prompt in the kv_transfer_params of vLLM's request"
-)
-"""What to do about a prompt without its last position."""
-
 TOKEN_END: Final = 1 << 31
 """SGLang keeps tokens in 32 bits."""
 
@@ -60,12 +54,15 @@ class DecodeRank(Rank):
             # SGLang clears receivers when those of all ranks have ended
             self.claims if memory.is_first else None,
             system.token_hex(TOKEN_BYTES),
-            now=system.monotonic,
-            key=memory.key,
-            rooms=Rooms(logger, memory.key, system, max_servers=settings.max_peers),
-            timeout_s=timeout_s,
+            memory.key,
+            rooms=Rooms(
+                logger,
+                memory.key,
+                system,
+                timeout_s=timeout_s,
+                max_servers=settings.max_peers,
+            ),
             weights=lambda: WEIGHTS.version,
-            short_prompt=SHORT_PROMPT,
         )
         self.reads = ReadParts(
             make_reads(

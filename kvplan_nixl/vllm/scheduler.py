@@ -104,12 +104,15 @@ class Scheduler:
             self._tables.cache_groups,
             self._claims,
             system.token_hex(TOKEN_BYTES),
-            now=system.monotonic,
-            key=self._key,
-            rooms=Rooms(logger, self._key, system, max_servers=settings.max_peers),
-            timeout_s=settings.prefill_timeout_s,
+            self._key,
+            rooms=Rooms(
+                logger,
+                self._key,
+                system,
+                timeout_s=settings.prefill_timeout_s,
+                max_servers=settings.max_peers,
+            ),
             weights=lambda: self._state.identity.version,
-            min_tokens=settings.kv_recompute_threshold,
             # the slots after the last position must stay zero if the engine needs them so
             to_block_end=not cache.needs_kv_cache_zeroing,
         )
@@ -201,7 +204,8 @@ class Scheduler:
             is_optional = is_computed(request)
             # What drafts cache at the last position is of the token that came next then.
             num_stale = int(self._drafts_know_next and is_optional)
-            self._importer.claim(name, params, prompt, num_stale=num_stale, is_optional=is_optional)
+            min_tokens = self._settings.kv_recompute_threshold if is_optional else None
+            self._importer.claim(name, params, prompt, num_stale=num_stale, min_tokens=min_tokens)
 
     def count_tokens_to_read(self, request: Request, num_cached: int) -> int | None:
         """Return the number of positions to read after the first ``num_cached`` of a request.

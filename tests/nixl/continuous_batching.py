@@ -92,7 +92,7 @@ class Engine:
         self.listener = Listener(name, "127.0.0.1", [self.executor.envelope()], leases, system=driver)
         self.exporter = Exporter(self.listener.source, leases, groups)
         self.claims = Claims(LOGGER, driver)
-        self._importer = Importer(groups, self.claims, name, now=driver.monotonic, key=self.key)
+        self._importer = Importer(groups, self.claims, name, self.key)
         self._reads = ReadParts(make_reads(self.executor, self.claims, LOGGER, key=self.key, system=driver))
 
     def _blocks_of(self, kind: str) -> torch.Tensor:

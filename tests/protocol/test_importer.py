@@ -38,16 +38,14 @@ def handoff_of(num_tokens: int, *, is_whole: bool = False, lease: str = "l", kep
 class World:
     """An importer, and what it asks and claims."""
 
-    now: float = 0.0
+    overdue: set[str] = attrs.field(factory=set)
     claimed: list[str] = attrs.field(factory=list)
     refused: dict[str, KVPlanError] = attrs.field(factory=dict)
     takes: dict[str, Callable[[Any], bool]] = attrs.field(factory=dict)
     importer: Importer = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.importer = Importer(
-            GROUPS, self, "decode", now=lambda: self.now, key=KEY, rooms=self, timeout_s=60.0, min_tokens=32
-        )
+        self.importer = Importer(GROUPS, self, "decode", KEY, rooms=self)
 
     def begin(self, source: Source, lease: str, reader: str) -> None:
         self.claimed.append(lease)
@@ -60,6 +58,10 @@ class World:
 
     def want(self, reader: str, room: str, address: str, take: Callable[[Any], bool]) -> None:
         self.takes[reader] = take
+
+    def silence(self, reader: str) -> KVPlanError | None:
+        is_late = reader in self.overdue
+        return KVPlanError("PEER", "read", expected="an entry", got="nothing") if is_late else None
 
     def forget(self, reader: str) -> None:
         self.takes.pop(reader, None)
@@ -110,7 +112,7 @@ def test_a_ring_is_read_as_a_state(world: World) -> None:
     tables = {"attn": Blocks(range(1, 8)), "ring": Blocks([2, 9, 4, 1]), "state": Blocks([3])}
     found = []
     for num_tokens in (40, 100):
-        importer = Importer(groups, world, "decode", now=lambda: 0.0, key=KEY)
+        importer = Importer(groups, world, "decode", KEY)
         handoff = Handoff(SOURCE, "l", num_tokens, f"{num_tokens}", tables, {"attn": 0})
         importer.claim("r", handoff.params(KEY), prompt)
         number = importer.count("r", 16, num_tokens)
@@ -185,15 +187,29 @@ def test_a_refused_request_may_get_blocks_all_the_same(world: World) -> None:
     assert (world.claimed, len(world.importer)) == ([], 0)
 
 
-def test_prefill_has_time_for_each_part(world: World) -> None:
+def test_a_request_fails_whose_next_part_does_not_come_in_time(world: World) -> None:
+    """Not one that is published as a whole."""
     world.ask()
-    world.now = 50.0
     world.take(handoff_of(40))
     world.allocate()
-    world.now = 110.0
     assert world.spans() == [{"attn": (0, 32)}]
-    world.now = 110.5
+    world.overdue.add("decode r")
     assert world.spans() == ["PEER"]
+    world.importer.end("r")
+    world.ask()
+    world.take(handoff_of(99, is_whole=True), is_whole=True)
+    assert world.importer.look("r") is ImportState.CLAIMED
+
+
+@pytest.mark.parametrize(("num_left", "hint"), [(0, "set whole_prompt"), (1, "")])
+def test_a_prompt_without_its_last_token(world: World, num_left: int, hint: str) -> None:
+    """What to do about it is said where the engine does not compute that token itself."""
+    world.importer.ask("r", "room", "prefill:5600", prompt, 100, num_left)
+    world.take(handoff_of(99 - num_left, is_whole=True), is_whole=True)
+    error = world.importer.error_of("r")
+    assert error is not None
+    assert error.code == "TOKENS"
+    assert (hint in error.hint) if hint else not error.hint
 
 
 def test_a_claim_that_was_refused_ends_a_request(world: World) -> None:
@@ -230,11 +246,11 @@ def test_a_request_that_ends_before_it_is_read(world: World, *, is_published: bo
 
 def test_what_is_cheaper_to_compute_is_not_read(world: World) -> None:
     """Only where the engine may compute it."""
-    for is_optional, expected in ((True, 0), (False, 19)):
-        world.importer.claim("r", handoff_of(100, is_whole=True), prompt, is_optional=is_optional)
+    for min_tokens, expected in ((20, 0), (19, 19), (None, 19)):
+        world.importer.claim("r", handoff_of(100, is_whole=True), prompt, min_tokens=min_tokens)
         assert world.importer.count("r", 80, 99) == expected
         world.importer.end("r")
-    world.importer.claim("r", handoff_of(100, is_whole=True, kept=80), prompt, is_optional=True)
+    world.importer.claim("r", handoff_of(100, is_whole=True, kept=80), prompt, min_tokens=0)
     assert world.importer.count("r", 0, 99) == 0
     gap = world.importer.skip("r")
     assert gap is not None

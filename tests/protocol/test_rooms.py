@@ -27,7 +27,7 @@ from kvplan.protocol.room_contents import (
 )
 from kvplan.protocol.rooms import Rooms
 from kvplan_nixl.serving import Driver
-from tests.blocking import KEY
+from tests.blocking import KEY, Clock
 
 SERVER = "127.0.0.1:5600"
 
@@ -112,6 +112,25 @@ def test_a_reader_that_comes_later_gets_what_others_have_seen(server: Server) ->
     assert server.asked[-1] == {"a": "version 1"}
     rooms.forget("first")
     rooms.forget("second")
+
+
+def test_prefill_has_time_for_each_entry(server: Server) -> None:
+    """Each new entry gives it as much time again; of a reader that is forgotten nothing is expected."""
+    clock, taken = Clock(), list[Any]()
+    rooms = Rooms(logging.getLogger("test"), KEY, clock, timeout_s=60.0, ask_s=0.001)
+    rooms.want("r", "a", SERVER, into(taken))
+    server.wait(3)
+    clock.now = 50.0
+    server.put("a", {"part": 1})
+    server.wait(3)
+    assert taken == [{"part": 1}]
+    found = []
+    for clock.now in (110.0, 110.5):
+        error = rooms.silence("r")
+        found.append(error and str(error))
+    assert found == [None, "PEER: cannot read request a: expected prefill to compute it within 60 s, got nothing"]
+    rooms.forget("r")
+    assert rooms.silence("r") is None
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -158,7 +158,7 @@ VLLM_ROOM_FAULTS = [
     Fault("a room is kept", Exporter, "_forget", "self._rooms.discard(export.room)", "pass", seed=0, rule="GROW"),
     Fault("a whole room serves any prompt", Importer, "_check_entry", "num_shared = handoff.count_shared(record.prompt)", "num_shared = handoff.num_tokens", seed=3, rule="OWN"),
     Fault("decode claims no lease of a room", Importer, "_hold", "self._claims.begin(handoff.source, handoff.lease, self._name_of(request))", "pass", seed=26, rule="RIGHT"),
-    Fault("decode waits for prefill for ever", Importer, "_silence", "self._now() <= record.until", "True", seed=0, rule="END"),
+    Fault("decode waits for prefill for ever", rooms.Rooms, "silence", "self._system.monotonic() <= wanted.until", "True", seed=0, rule="END"),
     Fault("a request that was given up takes entries", Importer, "end", "self._rooms.forget(reader)", "pass", seed=0, rule="GROW"),
     Fault("a request that was aborted is read on", Importer, "finish", "self.give_up(request)", "pass"),
     Fault("a request that is given up keeps its blocks lent", Exporter, "abort", "self.leases.revoke(export.lease)", "pass", seed=2, rule="GROW"),
@@ -217,11 +217,11 @@ SGLANG_FAULTS = [
     # rooms
     Fault("a room that failed stays open", Sender, "failure_exception", "self.clear()", "pass", seed=0, rule="GROW"),
     Fault("a room that was aborted stays open", Sender, "abort", "self.clear()", "pass", seed=0, rule="GROW"),
-    Fault("an aborted request takes its room's entry", rooms.Rooms, "forget", "readers.pop(name(reader, \"reader\"), None) is not None", "False", seed=0, rule="FREE"),
+    Fault("an aborted request takes its room's entry", rooms.Rooms, "forget", "readers.pop(reader, None) is not None", "False", seed=0, rule="FREE"),
     Fault("a server that gave no answer is not asked again", rooms.Rooms, "_run", "await self._system.sleep(RETRY_S)", "return", seed=3, rule="AGAIN"),
     Fault("the oldest attempt is served", BOOTSTRAP._Room, "newest", "reversed(self.attempts.values())", "self.attempts.values()"),
     Fault("a request is published once", Sender, "_publish_until", "await system.sleep(RETRY_S)", "return"),
-    Fault("decode waits for ever", Importer, "_silence", "self._now() <= record.until", "True", seed=0, rule="END"),
+    Fault("decode waits for ever", rooms.Rooms, "silence", "self._system.monotonic() <= wanted.until", "True", seed=0, rule="END"),
     Fault("a room stays in use", Exporter, "_forget", "self._rooms.discard(export.room)", "pass", seed=0, rule="GROW"),
     # leases
     Fault("decode claims no lease", Importer, "_hold", "self._claims.begin(handoff.source, handoff.lease, self._name_of(request))", "pass", seed=26, rule="RIGHT"),

@@ -100,9 +100,7 @@ class LeaseConnector:
         )
         logger = logging.getLogger(__name__)
         claims = Claims(logger, host)
-        self._importer = Importer(
-            groups, claims, host.token_hex(8), now=host.monotonic, key=KEY, to_block_end=True
-        )
+        self._importer = Importer(groups, claims, host.token_hex(8), KEY, to_block_end=True)
         self._tokens_per_block = site.groups[0].tokens_per_block
         self._requests: dict[str, EngineRequest] = {}
         self._reads = [
