@@ -38,7 +38,6 @@ from kvplan.display.explanation import rows_of
 from kvplan.errors import KVPlanError
 from kvplan.handshake import PeerError, Problem, compare, decode, encode, fingerprint
 from kvplan.handshake.messages import MAX_BYTES
-from kvplan.models import Model
 from kvplan.models.config import MAX_LAYERS
 from kvplan.models.options import read_decimal
 from kvplan.plan import TransferPlan, plan_mesh, plan_reads
@@ -82,9 +81,6 @@ def verify_command(
     moved = {}
     unsupported = engines.unsupported()
     if layers is not None:
-        if not isinstance(model, Model):
-            action = "move some layers of offers"
-            raise KVPlanError("CONFIG", action, expected="no --layers", got=layers)
         num_layers = len(model.layers)
         model = sampled(model, read_decimal(layers, "--layers", 1, MAX_LAYERS))
         title += f", {len(model.layers)} of {num_layers} layers"
@@ -162,7 +158,7 @@ def explain_command(
         ("destination", engines.dst, destinations),
     )
     for role, options, workers in sides:
-        title = f"{role}, {engines.title(options)}: {count(len(workers), 'worker')}"
+        title = f"{role}, {options}: {count(len(workers), 'worker')}"
         # one worker stands for its engine, unless every row is asked for
         explained = workers
         if detail != "rows":

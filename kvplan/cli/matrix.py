@@ -17,7 +17,7 @@ import click
 
 from kvplan.cli.caches import cache_lines
 from kvplan.cli.console import echo_json, progress_bar
-from kvplan.cli.model_files import model_only, quantize_model
+from kvplan.cli.model_files import quantize_model
 from kvplan.cli.options import (
     EngineCommand,
     Engines,
@@ -334,7 +334,7 @@ def matrix_command(engines: Engines, as_json: bool) -> int:
 
     Exit status: 0 every line verified or refused with a reason, 1 bytes differ, 2 refused.
     """
-    whole = model_only(engines.model, engines.name)
+    whole = engines.model
     is_pair = any(side.keys or side.engine for side in engines.sides.values())
     model = whole if is_pair else shortened(whole)
     if is_pair:

@@ -1,4 +1,4 @@
-"""MODEL on the command line: a name, a config.json, sizes, or offers of two engines."""
+"""MODEL on the command line: a name, a config.json, or sizes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-import attrs
-
 from kvplan._text import meant
-from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
-from kvplan.handshake import decode
 from kvplan.models import Model
 from kvplan.models.options import MAX_TOKENS, items_of, read_decimal
-
-ENGINE_IDS: Final = ("src", "dst")
 
 BITS: Final[Mapping[int, tuple[Any, ...]]] = MappingProxyType(
     {8: (8,), 4: (4, "float8_e4m3fn", 16)}
@@ -41,32 +35,6 @@ def quantize_model(model: Model, bits: int) -> Model:
     return model.quantized(*BITS[bits])
 
 
-@attrs.frozen
-class EngineViews:
-    """The workers of two engines, ``src`` and ``dst``, from a file of their offers.
-
-    Such a file, which ``kvplan explain --json`` writes, stands for a model that kvplan cannot read.
-    """
-
-    workers: Mapping[str, tuple[Worker, ...]]
-
-    @classmethod
-    def of(cls, offers: Any) -> EngineViews:
-        """Return the engines that offers describe, which are lists by engine.
-
-        Raises ``CONFIG`` if one engine has no list, and what ``decode`` raises.
-        """
-        by_engine = offers if isinstance(offers, dict) else {}
-        if not all(isinstance(by_engine.get(name), list) for name in ENGINE_IDS):
-            expected = "a list of offers for each of src and dst"
-            got = f"{type(offers).__name__}"
-            raise KVPlanError("CONFIG", "load offers", expected=expected, got=got)
-        workers = {}
-        for name in ENGINE_IDS:
-            workers[name] = tuple(decode(json.dumps(offer).encode()) for offer in by_engine[name])
-        return cls(workers)
-
-
 def load(model: str, bits: str | None = None, like: str | None = None) -> Model:
     """Return the model of a name, of a config.json or its directory, or of sizes.
 
@@ -75,27 +43,6 @@ def load(model: str, bits: str | None = None, like: str | None = None) -> Model:
 
     >>> print(load("meta-llama/Llama-3.1-8B-Instruct"))
     llama-3.1-8b: 32 layers, bfloat16, groups attn
-    """
-    return model_only(load_engines(model, bits, like), model)
-
-
-def model_only(loaded: Model | EngineViews, name: str) -> Model:
-    """Return what was loaded, which must be a model. Raises ``CONFIG`` for offers."""
-    if isinstance(loaded, EngineViews):
-        expected = "a model, since this command changes its engines"
-        got = f"{name!r}: offers"
-        raise KVPlanError("CONFIG", "load a model", expected=expected, got=got, model=name)
-    return loaded
-
-
-def load_engines(
-    model: str,
-    bits: str | None = None,
-    like: str | None = None,
-) -> Model | EngineViews:
-    """Return the model, or the engines in a file with the key ``offers``, which takes no ``bits``.
-
-    Raises ``CONFIG``.
     """
     if bits is not None:
         return quantize_model(load(model, None, like), int(bits))
@@ -117,9 +64,6 @@ def load_engines(
         path = path / "config.json"
     try:
         config = json.loads(path.read_bytes())
-        if isinstance(config, dict) and "offers" in config:
-            _check_no_like(model, like)
-            return EngineViews.of(config["offers"])
         # ModelOpt states the dtype of the cache in a file beside that of the model
         beside = path.with_name(path.name.replace("config.json", "hf_quant_config.json"))
         has_two = beside != path and beside.is_file()

@@ -15,11 +15,8 @@ from kvplan.cli.console import wrapped
 from kvplan.cli.inputs import EngineInput
 from kvplan.cli.model_files import (
     BITS,
-    ENGINE_IDS,
     MODEL_FORMS,
-    EngineViews,
-    load_engines,
-    model_only,
+    load,
 )
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
@@ -50,25 +47,18 @@ class Engines:
     """
 
     name: str
-    model: Model | EngineViews
+    model: Model
     src: EngineOptions
     dst: EngineOptions
     like: str | None = None
     sides: Mapping[str, EngineInput] = attrs.field(factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.title(self.src)} -> {self.title(self.dst)}"
-
-    def title(self, options: EngineOptions) -> str:
-        """Return the options of a side, or that offers stand for them."""
-        return "as offered" if isinstance(self.model, EngineViews) else str(options)
+        return f"{self.name}, {self.src} -> {self.dst}"
 
     def workers(self) -> tuple[tuple[Worker, ...], tuple[Worker, ...]]:
         """Return the workers of the source engine, and of the destination engine."""
-        return (
-            workers_of(self.model, self.src, "src"),
-            workers_of(self.model, self.dst, "dst"),
-        )
+        return self.src.engine(self.model, "src"), self.dst.engine(self.model, "dst")
 
     @property
     def named(self) -> dict[str, str]:
@@ -77,8 +67,6 @@ class Engines:
 
     def heading(self, title: str | None = None) -> list[str]:
         """Return the first lines of an output: what was assumed, the engines, and their caches."""
-        if isinstance(self.model, EngineViews):
-            return wrapped([title or str(self)])
         source, destination = self.src.cached(self.model), self.dst.cached(self.model)
         caches = cache_lines(source)
         if source != destination:
@@ -98,12 +86,10 @@ class Engines:
     def unsupported(self) -> dict[str, dict[str, list[str]]]:
         """Return the reasons why the engines that are named do not support ``src`` and ``dst``.
 
-        A side without a name is asked of the engine of the other side. Offers have no reasons.
+        A side without a name is asked of the engine of the other side.
         """
-        if isinstance(self.model, EngineViews):
-            return {}
         sides = {}
-        for side, options in zip(ENGINE_IDS, (self.src, self.dst), strict=True):
+        for side, options in (("src", self.src), ("dst", self.dst)):
             by_engine = reasons(self.model, options)
             named = [self.named[side]] if side in self.named else self.named.values()
             sides[side] = {engine: by_engine[engine] for engine in named}
@@ -125,22 +111,6 @@ def support_lines(sides: Mapping[str, Mapping[str, list[str]]]) -> Iterator[str]
             yield f"{engine} supports {' and '.join(asked)}"
 
 
-def workers_of(
-    model: Model | EngineViews,
-    options: EngineOptions,
-    engine_id: str,
-    num_blocks: int | None = None,
-) -> tuple[Worker, ...]:
-    """Return an engine's workers; those of offers say all, so they take no options."""
-    if not isinstance(model, EngineViews):
-        return options.engine(model, engine_id, num_blocks)
-    if options != EngineOptions():
-        action = f"change engine {engine_id}"
-        expected = "no keys, since offers say all"
-        raise KVPlanError("LAYOUT", action, expected=expected, got=str(options))
-    return model.workers[engine_id]
-
-
 def assumed_lines(name: str, model: Model, like: str | None) -> list[str]:
     """Return the line that says what was assumed of a file of an unknown type, if it is of one."""
     if like is None:
@@ -157,8 +127,7 @@ class EngineCommand(click.Command):
         formatter.write_paragraph()
         formatter.write_text(
             "MODEL is a shipped name such as llama-3.1-8b, its name on Hugging Face, "
-            f"{MODEL_FORMS} (and window=4096, heads=40). For verify, explain and show, MODEL can "
-            "be a file of offers, as 'kvplan explain --json' prints them."
+            f"{MODEL_FORMS} (and window=4096, heads=40)."
         )
         formatter.write_paragraph()
         formatter.write_text(
@@ -228,16 +197,9 @@ def engine_options(command: Callable[..., int]) -> Callable[..., int]:
         if name is None:
             expected = "MODEL, or an engine's command line that names it"
             raise KVPlanError("NAME", "read the command line", expected=expected, got="no MODEL")
-        loaded = load_engines(name, bits, like)
-        sides = dict(zip(ENGINE_IDS, (src, dst), strict=True))
-        if isinstance(loaded, EngineViews):
-            for side in sides.values():
-                model_only(loaded, name) if side.engine else None
-            options_of = [EngineOptions.parse(side.keys, "a side") for side in sides.values()]
-        else:
-            options_of = [side.options(loaded) for side in sides.values()]
-        src_options, dst_options = options_of
-        engines = Engines(name, loaded, src_options, dst_options, like, sides)
+        loaded = load(name, bits, like)
+        sides = {"src": src, "dst": dst}
+        engines = Engines(name, loaded, src.options(loaded), dst.options(loaded), like, sides)
         return command(engines, **options)
 
     run = _bits(run)

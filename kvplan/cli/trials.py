@@ -19,8 +19,6 @@ import numpy as np
 from kvplan._arrays import Ints
 from kvplan._checks import integer
 from kvplan._text import sizes
-from kvplan.cli.model_files import EngineViews
-from kvplan.cli.options import workers_of
 from kvplan.describe import Blocks, Worker
 from kvplan.describe.worker import label_of
 from kvplan.errors import KVPlanError
@@ -52,11 +50,7 @@ class PlacedRequest:
 
     @classmethod
     def of(
-        cls,
-        model: Model | EngineViews,
-        src: EngineOptions,
-        dst: EngineOptions,
-        tokens: tuple[int, int],
+        cls, model: Model, src: EngineOptions, dst: EngineOptions, tokens: tuple[int, int]
     ) -> PlacedRequest:
         """Return the request of positions ``[start, stop)`` on both engines.
 
@@ -89,20 +83,15 @@ class PlacedRequest:
 
 
 def moved_tokens(
-    model: Model | EngineViews,
-    dst: EngineOptions,
-    worker: Worker,
-    tokens: tuple[int, int],
+    model: Model, dst: EngineOptions, worker: Worker, tokens: tuple[int, int]
 ) -> dict[str, tuple[int, int]]:
     """Return the positions that a connector moves for each token group of a destination's worker.
 
     Layers with a window need the positions that later tokens attend to. A connector reads from the
-    start of the block that has the first of them. Offers do not say which layers have a window.
+    start of the block that has the first of them.
     """
     start, stop = tokens
     groups = [group for group in worker.groups if group.tokens_per_block is not None]
-    if isinstance(model, EngineViews):
-        return dict.fromkeys((group.name for group in groups), tokens)
     needed = dst.served(model).tokens(start, stop, worker)
     moved = {}
     for group in groups:
@@ -122,30 +111,19 @@ class _PlacedEngine:
 
     @classmethod
     def of(
-        cls,
-        model: Model | EngineViews,
-        options: EngineOptions,
-        engine_id: str,
-        stop: int,
-        spread: float,
+        cls, model: Model, options: EngineOptions, engine_id: str, stop: int, spread: float
     ) -> _PlacedEngine:
         """Place positions ``[0, stop)``. Raises ``BLOCKS`` if the pool has too few blocks."""
-        is_offered = isinstance(model, EngineViews)
-        # offers do not say whether groups share a pool
-        is_shared = options.shared or is_offered
         # a first guess for one group; a pool that groups share may need a second
         needed = -(-stop // (options.block or 16))
         while True:
             pool = options.blocks or needed + needed // 2 + 7
-            workers = workers_of(model, options, engine_id, pool)
+            workers = options.engine(model, engine_id, pool)
             num_blocks = blocks_needed(workers, stop)
             numbers = num_blocks.values()
-            needed = sum(numbers) if is_shared else _largest(numbers)
-            if is_offered or options.blocks is not None or needed <= pool:
+            needed = sum(numbers) if options.shared else _largest(numbers)
+            if options.blocks is not None or needed <= pool:
                 break
-        if is_offered:
-            views = itertools.chain.from_iterable(worker.views for worker in workers)
-            pool = min((view.num_blocks for view in views), default=0)
         if needed > pool:
             raise KVPlanError(
                 "BLOCKS",
@@ -160,7 +138,7 @@ class _PlacedEngine:
         first = 0
         for group_name, number in num_blocks.items():
             tables[group_name] = Blocks(scattered(first + number, pool, spread)[first:])
-            if is_shared:
+            if options.shared:
                 first += number
         return cls(attrs.evolve(options, blocks=pool), workers, tables)
 

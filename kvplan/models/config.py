@@ -60,7 +60,7 @@ QUANTIZATION: Final = "quantization_config"
 NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys under which a file has its decoder."""
 
-VIEWS: Final = "describe its tensors as Views of Workers, and give a file of their offers"
+VIEWS: Final = "describe its tensors as Views of Workers"
 WAY_OUT: Final = (
     f"layers=40,kv_heads=10,head_dim=128 if it keeps K and V of each head; else {VIEWS}"
 )

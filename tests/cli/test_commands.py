@@ -455,35 +455,6 @@ def test_a_pipe_gets_no_bar(environment: dict[str, str]) -> None:
     assert process(*TWO_ENGINES, **environment).stderr == ""
 
 
-def test_offers_stand_for_a_model(cli: Cli, tmp_path: Path) -> None:
-    """What explain writes of two engines, verify moves as it moves the model; only commands that change it refuse."""
-    path = tmp_path / "pair.json"
-    pair = ("granite-4.0-h-tiny", "--src", "tp=2,blocks=80,shared=1", "--dst", "blocks=90,layout=BLHNC")
-    path.write_text(cli("explain", *pair, "--json").out)
-    moved, expected = (cli("verify", *args, "--tokens", "3:40") for args in ([str(path)], pair))
-    assert moved.status == 0
-    assert " ".join(moved.out.split()).startswith(f"{path}, as offered -> as offered, positions [3, 40)")
-    assert moved.out.splitlines()[-1] == next(line for line in expected.out.splitlines() if line.startswith("verified"))
-    assert cli("explain", str(path), "--detail", "line").status == cli("show", str(path)).status == 0
-    for refused in (
-        ["matrix", str(path)],
-        ["verify", str(path), "--bits", "8"],
-        ["verify", str(path), "--src", "tp=2"],
-        ["verify", str(path), "--layers", "2"],
-        ["verify", str(path), "--tokens", "5000"],
-    ):
-        assert cli(*refused).status == 2
-
-
-@pytest.mark.parametrize("offers", ["[]", '{"src": []}', '{"src": [{}], "dst": []}', '{"src": 1, "dst": []}'])
-def test_wrong_offers_are_refused(cli: Cli, tmp_path: Path, offers: str) -> None:
-    """Both engines need a list of offers, each of which is read as a peer's."""
-    path = tmp_path / "pair.json"
-    path.write_text(f'{{"offers": {offers}}}')
-    run = cli("verify", str(path))
-    assert (run.status, run.out) == (2, "")
-
-
 def test_some_layers_move(cli: Cli) -> None:
     """With --layers, the title says how many of them; fewer than there are kinds, or more than all, are refused."""
     run = cli("verify", "granite-4.0-h-tiny", "--tokens", "40", "--layers", "3")

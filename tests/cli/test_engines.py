@@ -198,15 +198,6 @@ def test_engines_that_nobody_names_say_nothing(cli: Cli) -> None:
     assert run.out.splitlines()[-1].startswith("verified: ")
 
 
-def test_offers_have_no_defaults(cli: Cli, tmp_path: Path) -> None:
-    """A file of offers says all, so no side may name an engine."""
-    offers = cli("explain", "qwen3-0.6b", "--json").out
-    (tmp_path / "pair.json").write_text(offers)
-    run = cli("verify", str(tmp_path / "pair.json"), "--src", "vllm")
-    assert run.status == 2
-    assert run.err.startswith("CONFIG: ")
-
-
 @pytest.mark.parametrize("name", Model.names())
 def test_engines_run_their_own_words(name: str) -> None:
     """Each engine runs each shipped model on one rank, as it stores it by default."""

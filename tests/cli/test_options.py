@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Model
 from kvplan.cli.inputs import EngineInput
-from kvplan.cli.model_files import load, load_engines, quantize_model
+from kvplan.cli.model_files import load, quantize_model
 from kvplan.cli.options import token_range
 from kvplan.models.options import MAX_TOKENS, EngineOptions
 from tests.conftest import Cli
@@ -254,13 +254,11 @@ def test_a_file_of_an_unknown_type_may_not_hide_its_cache(tmp_path: Path, more: 
         load(str(path), like="llama")
 
 
-def test_only_a_file_of_an_unknown_type_is_read_like_another(tmp_path: Path) -> None:
-    """A shipped model, sizes and offers say themselves what they cache."""
-    path = tmp_path / "pair.json"
-    path.write_text('{"offers": {"src": [], "dst": []}}')
-    for model in ("llama-3.1-8b", "layers=2,kv_heads=3,head_dim=40", str(path)):
+def test_only_a_file_of_an_unknown_type_is_read_like_another() -> None:
+    """A shipped model and sizes say themselves what they cache."""
+    for model in ("llama-3.1-8b", "layers=2,kv_heads=3,head_dim=40"):
         with pytest.raises(KVPlanError, match="CONFIG: cannot read a model like 'llama'"):
-            load_engines(model, like="llama")
+            load(model, like="llama")
 
 
 @pytest.mark.parametrize("command", ["verify", "explain", "show", "matrix", "models"])
@@ -338,7 +336,7 @@ def test_rows_are_of_sparse_latents() -> None:
 def test_the_refusal_shows_what_to_type(tmp_path: Path) -> None:
     """An unknown type is no dead end."""
     (tmp_path / "config.json").write_text('{"model_type": "mine"}')
-    with pytest.raises(KVPlanError, match=r"--like llama.*layers=40,kv_heads=10,head_dim=128.*file of their offers"):
+    with pytest.raises(KVPlanError, match=r"--like llama.*layers=40,kv_heads=10,head_dim=128.*Views of Workers"):
         load(str(tmp_path))
 
 
