@@ -97,7 +97,6 @@ MISMATCHES: Final = (
     *_mismatches_in("context", "tp=16,dcp=2 -> tp=16,dcp=4", needs=TOKEN),
     *_mismatches_in("context", "pcp=2 -> tp=2", "pcp=2,dcp=2 -> tp=2", needs=TOKEN),
     *_mismatches_in("context", "pcp=2,dcp=2,interleave=16 -> pcp=3,dcp=3", needs=TOKEN),
-    *_mismatches_in("context", "tp=16,pcp=2,dcp=2,spread=1 -> tp=16,pcp=2,dcp=4", needs=TOKEN),
     *_mismatches_in("block", "block=16 -> block=64", "block=64 -> block=16", needs=TOKEN),
     *_mismatches_in("block", "block=48 -> block=32", needs=TOKEN),
     *_mismatches_in("kernel blocks", "block=64,kernel=16 -> block=64", needs=TOKEN),

@@ -151,8 +151,6 @@ def _pcp_sizes(model: Model, options: EngineOptions) -> Iterator[str]:
     if options.pcp > 1 and options.dcp not in sizes:
         expected = ", ".join(map(str, sizes))
         yield f"dcp={options.dcp} with pcp={options.pcp} is none of {expected}"
-    if options.spread:
-        yield "spread=1, which ended with vLLM 0.25"
 
 
 def _dcp_in_tp(model: Model, options: EngineOptions) -> Iterator[str]:

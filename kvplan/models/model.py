@@ -417,7 +417,6 @@ expected a value for key 'hidden_size', got no such key
         *,
         pcp: int = 1,
         interleave: int = 1,
-        pcp_spreads: bool = False,
         kv: str = "content",
         pad: int = 0,
         kernel_tokens: int | None = None,
@@ -431,7 +430,7 @@ expected a value for key 'hidden_size', got no such key
 
         The module's docstring has the rules. ``tp``, ``pp``, ``dcp`` and ``pcp`` are the sizes of
         tensor, pipeline, decode context and prefill context parallelism.
-        :class:`kvplan.models.parallel.Parallel` describes them, ``interleave`` and ``pcp_spreads``.
+        :class:`kvplan.models.parallel.Parallel` describes them and ``interleave``.
         ``layers_per_stage`` is how many layers each pipeline stage has; ``pp`` can be left out
         then. :class:`kvplan.models.layouts.Layout` describes ``layout``, ``kv``, ``pad`` (bytes),
         ``kernel_tokens`` and ``conv_order``. ``scales`` of a quantized cache are ``inline``, in the
@@ -448,7 +447,7 @@ expected a value for key 'hidden_size', got no such key
         if layers_per_stage is not None:
             layers_per_stage = members(int, layers_per_stage, "layers_per_stage")
             pp = len(layers_per_stage) if pp == 1 else pp
-        sizes = Parallel(tp, pp, dcp, pcp, interleave, pcp_spreads)
+        sizes = Parallel(tp, pp, dcp, pcp, interleave)
         pool_layout = Layout(layout, kv, pad, kernel_tokens, conv_order)
         if tokens_per_block is None:
             # Blocks of attention are as large as a state. They consist of kernel blocks, unless

@@ -163,9 +163,6 @@ class EngineOptions:
     scales: str = _word_option(
         "inline", "where scales of quantized K and V are: inline, page, region"
     )
-    spread: bool = _flag_option(
-        "1: prefill context-parallel ranks hold different positions", argument="pcp_spreads"
-    )
     draft: str | None = _word_option(None, "shipped model that drafts tokens")
     dtype: str | None = _option(
         None,

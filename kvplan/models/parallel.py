@@ -8,11 +8,9 @@
   0.26 (``prefill_context_parallel_size`` of vllm/config/parallel.py: it "does not increase the
   KV-cache shard count"). With pcp > 1, vLLM 0.33 accepts a dcp of 1, pcp or tp*pcp; here it is any
   divisor of tp*pcp.
-- With ``pcp_spreads``, they go to ``pcp*dcp`` ranks in turn, and a worker's context rank is
-  ``pcp_rank*dcp + tp_rank % dcp``, as in vLLM up to 0.25 (vllm/v1/worker/block_table.py).
 
-In both cases the ranks over which the positions of a head are spread must all hold that head.
-Recurrent states are not spread: every rank has the states of its heads.
+The ranks over which the positions of a head are spread must all hold that head. Recurrent states
+are not spread: every rank has the states of its heads.
 """
 
 from __future__ import annotations
@@ -57,8 +55,6 @@ class Parallel:
     [0, 2, 1, 3]
     >>> print(Parallel(pcp=2).context(1, 0))
     Context(rank=0, size=1, interleave_tokens=1)
-    >>> print(Parallel(pcp=2, pcp_spreads=True).context(1, 0))
-    Context(rank=1, size=2, interleave_tokens=1)
     """
 
     tp: int = 1
@@ -66,18 +62,13 @@ class Parallel:
     dcp: int = 1
     pcp: int = 1
     interleave: int = 1
-    pcp_spreads: bool = False
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "an engine", integer, "tp", "pp", "dcp", "pcp", low=1, high=MAX_RANKS)
         integer(self.tp * self.pp * self.pcp, "tp * pp * pcp", high=MAX_RANKS)
-        flag(self.pcp_spreads, "pcp_spreads")
 
     def context(self, pcp_rank: int, tp_rank: int) -> Context:
         """Return the context of a worker: which positions it holds."""
-        if self.pcp_spreads:
-            rank = pcp_rank * self.dcp + tp_rank % self.dcp
-            return Context(rank, self.pcp * self.dcp, self.interleave)
         rank = (tp_rank * self.pcp + pcp_rank) % self.dcp
         return Context(rank, self.dcp, self.interleave)
 
@@ -85,20 +76,19 @@ class Parallel:
         """Raise ``LAYOUT`` if no rank would hold some positions of one of the ``tensors``."""
         action = f"spread positions of {model_name}"
         # PCP ranks that replicate the cache hold it as often as TP ranks do.
-        pcp_copies = 1 if self.pcp_spreads else self.pcp
-        num_ranks = self.tp * pcp_copies
+        num_ranks = self.tp * self.pcp
         if num_ranks % self.dcp:
-            reused = "tp" if pcp_copies == 1 else "tp * pcp"
+            reused = "tp" if self.pcp == 1 else "tp * pcp"
             expected = f"dcp that divides {reused} {num_ranks}, whose ranks it reuses"
             raise layout_error(action, expected, f"dcp={self.dcp}", tp=self.tp, dcp=self.dcp)
         for tensor in tensors:
             heads = tensor.shards
-            holders = tensor.replicas(self.tp) * pcp_copies
+            holders = tensor.replicas(self.tp) * self.pcp
             if holders < self.dcp:
                 ranks_of_head = f"{count(holders, 'rank')} per head"
                 shared = f"{num_ranks} ranks / {count(heads, 'KV head')} = {ranks_of_head}"
                 # PCP copies count too, but only TP makes more of them.
-                needed_tp = -(-self.dcp // pcp_copies) * heads
+                needed_tp = -(-self.dcp // self.pcp) * heads
                 hint = f"{shared}; dcp={self.dcp} needs tp={needed_tp}"
                 expected = f"dcp <= {holders}"
                 got = f"dcp={self.dcp}"

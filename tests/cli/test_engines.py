@@ -56,7 +56,6 @@ CASES = [
     (VLLM, PHI, "pcp=2", ["pcp=2 in a model with other layers than MLA"]),
     (VLLM, MLA, "tp=4,pcp=2,dcp=4", ["dcp=4 with pcp=2 is none of 1, 2, 8"]),
     (VLLM, MLA, "tp=4,pcp=2,dcp=8", []),
-    (VLLM, MLA, "pcp=2,spread=1", ["spread=1, which ended with vLLM 0.25"]),
     (VLLM, MLA, "kv=split", []),
     (VLLM, PHI, "block=24", ["block=24, no multiple of 16"]),
     (VLLM, SPARSE, "block=32", ["block=32, no multiple of 64, in a model with an indexer"]),

@@ -21,7 +21,7 @@ from tests.conftest import Cli
 
 ALL_KEYS = (
     "tp=4,pp=2,dp=7,dcp=3,pcp=5,interleave=6,block=7,layout=BLHNC,kv=axis,pad=8,blocks=9,conv=SD,stages=10+22,kernel=11,"
-    "shared=1,scales=page,spread=1,draft=qwen3-0.6b,dtype=float16,ssm=bfloat16"
+    "shared=1,scales=page,draft=qwen3-0.6b,dtype=float16,ssm=bfloat16"
 )
 
 
@@ -36,7 +36,7 @@ def error_code(read: Callable[[str, str], object], text: str) -> str | None:
 
 def test_every_key_is_read_and_written() -> None:
     """Each key sets its own field, there are no others, and the text of the options has all keys in their order."""
-    expected = (4, 2, 7, 3, 5, 6, 7, "BLHNC", "axis", 8, 9, "SD", (10, 22), 11, True, "page", True, "qwen3-0.6b")
+    expected = (4, 2, 7, 3, 5, 6, 7, "BLHNC", "axis", 8, 9, "SD", (10, 22), 11, True, "page", "qwen3-0.6b")
     options = EngineOptions(*expected, dtype="float16", ssm="bfloat16")
     assert EngineOptions.parse(ALL_KEYS, "--src") == options
     assert [item.partition("=")[0] for item in ALL_KEYS.split(",")] == [f.name for f in attrs.fields(EngineOptions)]
@@ -122,7 +122,6 @@ def test_only_decimal_digits_are_a_number(text: str) -> None:
         ("llama-3.2-1b", "tp=2,pp=2,blocks=9", {"tp": 2, "pp": 2, "num_blocks": 9}),
         ("llama-3.2-1b", "stages=3+13", {"layers_per_stage": (3, 13)}),
         ("llama-3.2-1b", "tp=16,dcp=2,interleave=4", {"tp": 16, "dcp": 2, "interleave": 4}),
-        ("llama-3.2-1b", "pcp=2,spread=1", {"pcp": 2, "pcp_spreads": True}),
         (
             "llama-3.2-1b",
             "block=64,kernel=16,layout=LHBNC",

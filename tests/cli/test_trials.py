@@ -90,7 +90,7 @@ def test_too_few_blocks_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "src", ["tp=2", "dcp=2,tp=4", "block=5,layout=BHLNC", "pp=2,kv=split", "pcp=2,dcp=2,interleave=3", "pcp=2,spread=1"]
+    "src", ["tp=2", "dcp=2,tp=4", "block=5,layout=BHLNC", "pp=2,kv=split", "pcp=2,dcp=2,interleave=3"]
 )
 @pytest.mark.parametrize("tokens", [(0, 33), (7, 30), (8, 8)])
 def test_a_trial_moves_the_request_and_is_verified(src: str, tokens: tuple[int, int]) -> None:

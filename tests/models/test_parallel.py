@@ -126,24 +126,22 @@ def contexts(sizes: Parallel) -> list[int]:
         pytest.param(Parallel(tp=2, pcp=2), [0, 0, 0, 0], id="pcp-alone-replicates"),
         pytest.param(Parallel(tp=2, pcp=2, dcp=2), [0, 0, 1, 1], id="dcp-spans-pcp"),
         pytest.param(Parallel(tp=2, pcp=2, dcp=4), [0, 2, 1, 3], id="dcp-spans-pcp-then-tp"),
-        pytest.param(Parallel(tp=2, pcp=2, dcp=2, pcp_spreads=True), [0, 1, 2, 3], id="pcp-spreads"),
     ],
 )
 def test_context_ranks_by_world_rank(sizes: Parallel, expected: list[int]) -> None:
-    """Context ranks count PCP ranks first, as vLLM's groups do; with pcp_spreads, PCP is the slower one."""
+    """Context ranks count PCP ranks first, as vLLM's groups do."""
     assert contexts(sizes) == expected
 
 
-@pytest.mark.parametrize("spreads", [False, True])
 @pytest.mark.parametrize("heads", [None, 1, 2, 3, 4])
-def test_sizes_that_pass_keep_each_position_of_each_head(heads: int | None, spreads: bool) -> None:
+def test_sizes_that_pass_keep_each_position_of_each_head(heads: int | None) -> None:
     """The check passes exactly the sizes at which every head is held at every context rank."""
     (tensor,) = latent(12, 4) if heads is None else attention(heads, 8)
     passed = 0
     for tp in range(1, 9):
         for pcp in range(1, 4):
             for dcp in range(1, 13):
-                sizes = Parallel(tp=tp, dcp=dcp, pcp=pcp, pcp_spreads=spreads)
+                sizes = Parallel(tp=tp, dcp=dcp, pcp=pcp)
                 held = {
                     (unit, sizes.context(p, t).rank)
                     for p in range(pcp)
@@ -151,7 +149,7 @@ def test_sizes_that_pass_keep_each_position_of_each_head(heads: int | None, spre
                     for unit in tensor.shards_of(t, tp)
                 }
                 every = {(unit, rank) for unit in range(tensor.shards) for rank in range(sizes.context(0, 0).size)}
-                even = tp * (1 if spreads else pcp) % dcp == 0
+                even = tp * pcp % dcp == 0
                 if held == every and even:
                     sizes.check("tiny", [tensor])
                     passed += 1
@@ -165,7 +163,7 @@ def test_an_engine_spreads_positions() -> None:
     """The context of each worker is that of its parallel sizes, with the interleave given; pcp alone replicates."""
     every: list[tuple[dict[str, Any], Parallel]] = [
         ({"tp": 4, "dcp": 2, "interleave": 8}, Parallel(tp=4, dcp=2, interleave=8)),
-        ({"tp": 2, "pcp": 2, "dcp": 2, "pcp_spreads": True}, Parallel(tp=2, pcp=2, dcp=2, pcp_spreads=True)),
+        ({"tp": 2, "pcp": 2, "dcp": 2}, Parallel(tp=2, pcp=2, dcp=2)),
         ({"pcp": 3}, Parallel(pcp=3)),
     ]
     for options, sizes in every:
@@ -262,7 +260,6 @@ def test_sizes_are_positive_integers(option: str, value: object, code: str) -> N
         ({"kernel_tokens": 0}, "RANGE"),
         ({"kernel_tokens": 5}, "LAYOUT"),
         ({"shared": 1}, "TYPE"),
-        ({"pcp_spreads": None}, "TYPE"),
         ({"scales": "outside"}, "LAYOUT"),
         ({"memory": "HBM"}, "NAME"),
         ({"tp": 1 << 10, "pcp": 1 << 10}, "RANGE"),

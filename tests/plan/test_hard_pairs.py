@@ -61,7 +61,7 @@ PAIRS = [
     ("qwen3-next-80b", "tp=8,shared=1", "tp=2,shared=1,layout=BLHNC"),
     ("gemma-4-31b", "tp=4,shared=1", "tp=2,stages=20+40"),
     ("deepseek-v3", "tp=2,pcp=4,dcp=8,block=64", "tp=8,dcp=2,block=64"),
-    ("qwen2.5-1.5b", "tp=4,pcp=2,dcp=4", "tp=4,pcp=3,spread=1,interleave=5"),
+    ("qwen2.5-1.5b", "tp=4,pcp=2,dcp=4", "tp=4,pcp=3,dcp=3,interleave=5"),
     ("12 heads", "tp=2", "tp=3"),
     ("12 heads", "tp=3", "tp=2"),
     ("12 heads", "tp=4", "tp=6"),
