@@ -1,4 +1,4 @@
-"""What kvplan_nixl costs beside calls by hand, and what layouts cost: ``python -m benchmarks.over_nixl``.
+"""What kvplan_nixl costs beside calls by hand: ``python -m benchmarks.over_nixl``.
 
 All is between two processes of one machine.
 
@@ -7,9 +7,6 @@ bind just before. Both times contain NIXL's post, which gives each descriptor to
 
 A connector's reads hand over many descriptors in several steps. An engine whose steps take 10 ms reads a request of
 40,960 descriptors, so, and handed over at once.
-
-Two layouts hold the same bytes: in LBHNC each layer has a page of its own, in BLHNC a block has all layers in one
-piece. There the whole request is timed, from its start until it is done.
 """
 
 from __future__ import annotations
@@ -212,42 +209,10 @@ def in_steps() -> None:
         print(f"{layers * blocks} descriptors {label}: longest step {longest:.0f} ms, request {total:.0f} ms")
 
 
-def layers_together(model: str, tp: int) -> None:
-    """The same request with a page for each layer and with all layers of a block in one piece."""
-    blocks = 64
-    rounds = 10
-    medians_s: dict[str, float] = {}
-    specs: dict[str, ReadSpec] = {}
-    for layout in ("LBHNC", "BLHNC"):
-        options: dict[str, Any] = {"tp": tp, "layout": layout, "num_blocks": 2 * blocks}
-        source = Model.shipped(model).engine("prefill", **options)[0]
-        local = Model.shipped(model).engine("decode", **options)[0]
-        local_blocks, remote_blocks = scattered(2 * blocks, blocks)
-        with reading(source, local) as reader:
-            seconds = list[float]()
-            for _ in range(rounds + 2):
-                began = time.perf_counter()
-                transfer = reader.transfer(local_blocks, remote_blocks, 16 * blocks)
-                reader.finish(transfer)
-                seconds.append(time.perf_counter() - began)
-            medians_s[layout] = statistics.median(seconds[2:])  # the first two warm up
-            specs[layout] = transfer.spec
-    assert specs["LBHNC"].num_bytes == specs["BLHNC"].num_bytes
-    apart_s = medians_s["LBHNC"]
-    together_s = medians_s["BLHNC"]
-    print(
-        f"{model} tp={tp}, {specs['LBHNC'].num_bytes / 1e6:.1f} MB: layers apart {specs['LBHNC'].num_descriptors} "
-        f"descriptors {apart_s * 1e3:.2f} ms, together {specs['BLHNC'].num_descriptors} descriptors "
-        f"{together_s * 1e3:.2f} ms, {apart_s / together_s:.2f}x (medians of {rounds})"
-    )
-
-
 def main() -> None:
     for layers, blocks, rounds in ((2, 32, 1000), (80, 512, 10)):
         overhead(layers, blocks, rounds)
     in_steps()
-    for model, tp in (("llama-3.1-8b", 8), ("qwen2.5-1.5b", 2), ("qwen2.5-1.5b", 1), ("qwen3-0.6b", 1)):
-        layers_together(model, tp)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ turns, and every byte that any way leaves at the destination is compared with wh
 from the request's tables to its last byte in its place; it is the median of as many rounds as the time allows, three at
 least.
 
-Then 32 short requests are submitted at once and polled every 10 ms, as an engine polls between its steps.
-
 Before all that, the machine's rates are measured, as ``python -m kvplan_nixl calibrate`` does.
 Below each table is what ``choose`` takes by them, and how fast bytes are put in order by itself, beside one plain copy
 of as many at a time. Torch has one thread, since two of NIXL's are never idle.
@@ -233,34 +231,6 @@ def in_order(world: World, plan: StagedPlan) -> str:
     return f"  {plan.direct.local.key[0]} puts in order {rate:.2f} GB/s, {origins} copies a chunk; {beside}"
 
 
-IN_FLIGHT: Final = 32
-SHORT_TOKENS: Final = 32
-STEP_S: Final = 0.01
-"""What an engine computes between two polls takes as long."""
-
-
-def together(world: World, plan: StagedPlan) -> str:
-    """Submit many short requests at once, all of the same blocks, and poll them as an engine does."""
-    world.pipeline.prepare(plan)
-    request = {**world.request, "tokens": (0, SHORT_TOKENS)}
-    rates, most = list[float](), 0
-    for _ in range(3):
-        began = time.perf_counter()
-        running = [world.pipeline.submit(plan, f"{number}", **request) for number in range(IN_FLIGHT)]
-        while running:
-            most = max(most, len(world.pipeline._under_way))
-            time.sleep(STEP_S)
-            for settled in world.pipeline.poll():
-                if settled.error is not None:
-                    raise settled.error
-                running.remove(settled)
-        rates.append(IN_FLIGHT / (time.perf_counter() - began))
-    return (
-        f"  {IN_FLIGHT} requests of {SHORT_TOKENS} tokens, polled every {1000 * STEP_S:.0f} ms: "
-        f"{statistics.median(rates):.1f} requests/s, at most {most} chunks under way"
-    )
-
-
 def median_copy_s(world: World, copy: Callable[[], object]) -> float:
     """Return the median seconds of a copy, after a first one."""
     rounds = list[float]()
@@ -286,7 +256,7 @@ def table(case: Case, options: argparse.Namespace, rates: Rates) -> Iterator[str
         medians_s = [statistics.median(rounds) for rounds in measured(all_ways, options.seconds)]
         plans = [way.option.plan for way in all_ways]
         staged_plans = [plan for plan in plans if isinstance(plan, StagedPlan)]
-        rearranged = [line(world, plan) for plan in staged_plans for line in (in_order, together)]
+        rearranged = [in_order(world, plan) for plan in staged_plans]
     strategies = [way.option.strategy for way in all_ways]
     direct_index = strategies.index("direct")
     direct_s = medians_s[direct_index]
