@@ -293,7 +293,7 @@ def calls() -> Calls:
     yield "staging.Pipeline.release", line.release, {"transfer": line.submit(**submitted)}
 
     yield "explain", kvplan.explain, {"value": PLAN, "detail": "workers"}
-    yield "show", kvplan.show, {"value": PLAN, **REQUEST, "about": "", "width": 120}
+    yield "show", kvplan.show, {"value": PLAN, "about": "", "width": 120}
     yield (
         "testing.assert_copies",
         assert_copies,

@@ -1,10 +1,9 @@
 """The bytes that a plan copies, from where to where, in tensors, heads, positions and blocks.
 
-A request is bound to the plan, and the resulting descriptors are cut where a block or a cell of
-either side ends. The coordinates of each end come from its own address and its own worker's views,
-so they are a check of the plan: both ends of a copy have to agree. Without block tables the request
-is an example: the first blocks of each group, local ids ascending and remote ids descending, so
-that no two blocks are neighbours on both sides.
+An example of a request, the first blocks of a group, is bound to the plan, and the resulting
+descriptors are cut where a block or a cell of either side ends. The coordinates of each end come
+from its own address and its own worker's views, so they are a check of the plan: both ends of a
+copy have to agree.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from kvplan.describe.blocks import Blocks, Range
 from kvplan.describe.views import TOKEN, Group
 from kvplan.describe.worker import Worker
 from kvplan.display.blocks import TENSOR, DrawnLayer, Interval, boxes, folded, layers_of
-from kvplan.plan.align import before, in_slots, in_tokens, period, position_of, reach
-from kvplan.plan.bind import range_of
+from kvplan.plan.align import before, in_tokens, period, position_of, reach
 from kvplan.plan.tables import Descriptors
 from kvplan.plan.transfer import TransferPlan
 
@@ -138,17 +136,13 @@ class BoxCopy:
 class Panel:
     """The copies of one layer, of which ``num_layers`` are equal.
 
-    ``tensors`` are those of all layers, ``tokens`` the positions, the first of those ``asked`` for;
-    ``None`` for a state. ``is_example`` says that no block tables were given, so that block ids
-    mean nothing.
+    ``tensors`` are those of all layers, ``tokens`` the positions, ``None`` for a state.
     """
 
     tensors: tuple[str, ...]
     num_layers: int
     tokens: Range | None
-    asked: Range
     operation: str
-    is_example: bool
     copies: tuple[BoxCopy, ...] = attrs.field(repr=False)
 
     @property
@@ -162,18 +156,10 @@ class Panel:
         layers = f" of one of {self.num_layers} equal layers" if self.num_layers > 1 else ""
         lengths = [copy.num_bytes for copy in self.copies]
         copies = f"{count(len(lengths), 'copy')} of {sizes(min(lengths), max(lengths))}"
-        return f"{self._positions()}{layers}: {size(sum(lengths))} in {copies}"
-
-    def _positions(self) -> str:
-        if self.tokens is None:
-            return "one state"
-        drawn = f"positions [{self.tokens[0]}, {self.tokens[1]})"
-        if self.tokens == self.asked:
-            return drawn
-        group = self.copies[0].local.layer.group
-        num_drawn, num_asked = (_num_blocks(group, tokens) for tokens in (self.tokens, self.asked))
-        blocks = "block" if num_drawn == 1 else count(num_drawn, "block")
-        return f"{drawn} of [{self.asked[0]}, {self.asked[1]}), first {blocks} of {num_asked},"
+        moved = "one state"
+        if self.tokens is not None:
+            moved = f"positions [{self.tokens[0]}, {self.tokens[1]})"
+        return f"{moved}{layers}: {size(sum(lengths))} in {copies}"
 
     def details(self, copy: BoxCopy) -> str:
         """Return one copy in four lines: its bytes, both ends, and the length of the descriptor."""
@@ -184,16 +170,12 @@ class Panel:
         return f"{copy.local.coordinates}\n{moved}\ndescriptor of {count(copy.run_bytes, 'byte')}"
 
 
-def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tuple[Panel, ...]:
-    """Return what a plan copies for a request: a panel for each kind of layer.
+def panels(plan: TransferPlan) -> tuple[Panel, ...]:
+    """Return what a plan copies of the first blocks of a request: a panel for each kind of layer.
 
-    The request has the arguments of ``bind``. Layers are of one kind if their blocks have equal
-    bytes, and equal copies. Raises what :meth:`TransferPlan.bind` does, and ``RANGE`` for a block
-    of too many cells.
+    Layers are of one kind if their blocks have equal bytes, and equal copies. Raises ``RANGE`` for
+    a block of too many cells.
     """
-    if request is not None:
-        # Names what is wrong with the whole request, before it is reduced to one group.
-        plan.bind(**request)
     remotes = [layers_of(worker) for worker in plan.remotes]
     layers = layers_of(plan.local)
     budget = Budget()
@@ -202,18 +184,18 @@ def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tupl
     budget.spend(number, "ranges of groups", RANGE_BYTES, f"draw {plan.local.label}")
     drawn: dict[Any, Panel] = {}
     for group in plan.local.groups:
-        part = excerpt(plan, group, request)
-        if part is None:
+        # a pipeline stage has all groups, perhaps without a layer
+        if not any(layer.group == group for layer in layers):
             continue
-        bind_request, asked = part
+        request = example(plan, group)
         # A state has no positions to draw.
         is_token_group = group.tokens_per_block is not None
-        tokens = bind_request["tokens"][group.name] if is_token_group else None
-        for rows in _rows_by_layer(plan, bind_request, group, layers, remotes, budget):
+        tokens = request["tokens"][group.name] if is_token_group else None
+        for rows in _rows_by_layer(plan, request, group, layers, remotes, budget):
             held = [layers[number] for number in dict.fromkeys(rows[:, 0].tolist())]
             cells = tuple((layer.cells.content, layer.rest_bytes) for layer in held)
             # ordinal and offset on both sides, remote worker and length
-            kind = cells, tokens, asked, rows[:, [1, 3, 5, 7, 8, 9]].tobytes()
+            kind = cells, tokens, rows[:, [1, 3, 5, 7, 8, 9]].tobytes()
             names = dict.fromkeys(name for layer in held for name in layer.names)
             if kind in drawn:
                 panel = drawn[kind]
@@ -228,117 +210,48 @@ def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tupl
                 tensors=tuple(names),
                 num_layers=1,
                 tokens=tokens,
-                asked=asked,
                 operation=plan.operation,
-                is_example=request is None,
                 copies=tuple(_copies(plan, copied, layers, remotes, budget)),
             )
     return tuple(drawn.values())
 
 
-def excerpt(
-    plan: TransferPlan, group: Group, request: Mapping[str, Any] | None
-) -> tuple[dict[str, Any], Range] | None:
-    """Return the part of a request that is drawn: the first blocks of one local group.
+def example(plan: TransferPlan, group: Group) -> dict[str, Any]:
+    """Return a request of the first blocks of one local group, as arguments of ``bind``.
 
-    The part has the arguments of ``bind``. It is one period of both sides at most. Other groups
-    copy nothing, so that each address is in one group. The range is what the whole request copies
-    of the group; ``None`` if that is nothing.
+    It ends where both sides repeat, or after two local blocks if that takes long, or where a pool
+    ends. Local ids ascend and remote ids descend, so that no two blocks are neighbours on both
+    sides. Other groups copy nothing, so that each address is in one group.
     """
-    remote_groups = _remote_groups(plan, group)
-    # The local blocks after which both sides repeat.
-    turn = math.ceil(period(group, *remote_groups) / group.num_slots / group.context.size)
-    if request is None:
-        request = _example(plan, group, remote_groups, turn)
-        asked = in_slots(group, request["tokens"])
-        start, stop = asked
-    else:
-        covered = _asked(plan, group, remote_groups, request)
-        if covered is None:
-            return None
-        # A picture shows the request's first blocks, up to where both sides repeat.
-        asked = covered
-        start, stop = asked
-        if group.tokens_per_block is None:
-            stop = min(stop, start + 1)
-        else:
-            first_block = before(group, start) // group.num_slots
-            _, end = reach(group, first_block, min(turn, MAX_EXAMPLE_BLOCKS))
-            stop = min(stop, end, start + MAX_POSITIONS)
-    if start >= stop:
-        return None
-    # An empty range for all other groups: they copy nothing.
-    tokens = {local_group.name: (0, 0) for local_group in plan.local.groups}
-    tokens[group.name] = in_tokens(group, (start, stop))
-    return {**request, "tokens": tokens}, in_tokens(group, asked)
-
-
-def _remote_groups(plan: TransferPlan, group: Group) -> list[Group]:
-    """Return the group of every remote worker that has a tensor of the local group."""
     tensors = {view.name for view in plan.local.views if view.group == group.name}
-    groups = []
+    far_groups = list[Group]()
     for worker in plan.remotes:
         names = {view.group for view in worker.views if view.name in tensors}
-        groups += [remote_group for remote_group in worker.groups if remote_group.name in names]
-    return groups
-
-
-def _asked(
-    plan: TransferPlan,
-    group: Group,
-    remote_groups: Sequence[Group],
-    request: Mapping[str, Any],
-) -> Range | None:
-    """Return the positions of a group that a request copies; ``None`` without a block table."""
-    groups: Sequence[Group] = [group]
-    tables = request["local"]
-    if plan.operation == "WRITE":
-        groups = remote_groups
-        tables = request["remote"]
-    ranges = []
-    for destination_group in groups:
-        if destination_group.name in tables:
-            table = tables[destination_group.name]
-            ranges.append(reach(destination_group, table.first, table.stop - table.first))
-    if not ranges:
-        return None
-    # Positions without a block of the destination do not move, whatever the range says.
-    requested = range_of(request["tokens"], group)
-    if requested:
-        ranges.append(requested)
-    return max(low for low, _ in ranges), min(high for _, high in ranges)
-
-
-def _num_blocks(group: Group, tokens: Range) -> int:
-    """Return how many blocks hold some of the tokens, or of the states."""
-    start, stop = in_slots(group, tokens)
-    return -(-before(group, stop) // group.num_slots) - before(group, start) // group.num_slots
-
-
-def _example(
-    plan: TransferPlan, group: Group, remote_groups: Sequence[Group], turn: int
-) -> dict[str, Any]:
-    """Return a request of ``turn`` blocks, or of the first two, as far as the pools go."""
+        far_groups += [far_group for far_group in worker.groups if far_group.name in names]
     stop = 1
     if group.tokens_per_block is not None:
+        # The local blocks after which both sides repeat.
+        turn = math.ceil(period(group, *far_groups) / group.num_slots / group.context.size)
         pool = _pool([plan.local], group)
         # Where the last block of each side's smallest pool ends.
         ends = [reach(group, 0, pool)[1]]
-        ends += [
-            reach(far_group, 0, _pool(plan.remotes, far_group))[1] for far_group in remote_groups
-        ]
+        ends += [reach(far_group, 0, _pool(plan.remotes, far_group))[1] for far_group in far_groups]
         num_blocks = min(turn if turn <= MAX_EXAMPLE_BLOCKS else 2, pool)
         stop = min(num_blocks * group.num_slots * group.context.size, MAX_POSITIONS, *ends)
-    # Local ids ascend and remote ids descend: no two blocks are neighbours on both sides.
     local = {local_group.name: Blocks([]) for local_group in plan.local.groups}
-    local[group.name] = Blocks(range(-(-before(group, stop) // group.num_slots)))
+    local[group.name] = Blocks(range(_num_blocks(group, stop)))
     remote = {far_group.name: Blocks([]) for worker in plan.remotes for far_group in worker.groups}
-    for remote_group in remote_groups:
+    for far_group in far_groups:
         # Several workers may have a group of that name: the table serves the longest of them.
-        num_blocks = -(-before(remote_group, stop) // remote_group.num_slots)
-        num_blocks = max(num_blocks, remote[remote_group.name].ids.size)
-        remote[remote_group.name] = Blocks(range(num_blocks)[::-1])
-    return {"local": local, "remote": remote, "tokens": in_tokens(group, (0, stop))}
+        number = max(_num_blocks(far_group, stop), remote[far_group.name].ids.size)
+        remote[far_group.name] = Blocks(range(number)[::-1])
+    tokens = {local_group.name: (0, 0) for local_group in plan.local.groups}
+    tokens[group.name] = in_tokens(group, (0, stop))
+    return {"local": local, "remote": remote, "tokens": tokens}
+
+
+def _num_blocks(group: Group, stop: int) -> int:
+    return -(-before(group, stop) // group.num_slots)
 
 
 def _pool(workers: Sequence[Worker], group: Group) -> int:

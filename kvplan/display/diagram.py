@@ -215,8 +215,8 @@ def _side(panel: Panel, ends: Sequence[CopyEnd]) -> tuple[RowLabels, RowLabels, 
     for key in sorted(by_block):
         block = sorted(by_block[key], key=lambda member: member[1].start)
         _, end = block[0]
-        ordinal = f"{end.ordinal}" if panel.is_example else f"{end.ordinal} (id {end.block})"
-        labels = (end.worker.label, *[end.region] * has_regions, *[ordinal] * has_blocks)
+        ordinals = [f"{end.ordinal}"] * has_blocks
+        labels = (end.worker.label, *[end.region] * has_regions, *ordinals)
         found = []
         for number, end in block:
             copy = panel.copies[number]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
 from kvplan._checks import integer, name
-from kvplan._text import WIDTH, count, fold, size
-from kvplan.describe.blocks import Blocks, Request, Tokens
+from kvplan._text import WIDTH, fold
 from kvplan.describe.worker import Worker
 from kvplan.display.blocks import DrawnLayer, facts, folded, layers_of
 from kvplan.display.copies import panels
@@ -42,24 +41,14 @@ class Picture:
         return f"<Picture: {self.title}>"
 
 
-def show(
-    value: object,
-    *,
-    local: Mapping[str, Blocks] | None = None,
-    remote: Mapping[str, Blocks] | None = None,
-    tokens: Tokens = None,
-    about: str = "",
-    width: int = WIDTH,
-) -> Picture:
+def show(value: object, *, about: str = "", width: int = WIDTH) -> Picture:
     """Return a picture of one block of a worker, or of the bytes that a plan copies.
 
     Rows are axes, from the slowest in memory to the fastest; columns are bytes. What repeats is
     folded, and equal layers are drawn once. In the picture of a plan, letters or ribbons connect
-    the bytes that are copied. It shows the first blocks of the request that ``local``, ``remote``
-    and ``tokens`` describe, as :meth:`TransferPlan.bind` takes them, with their block ids, and says
-    what all of it moves; without these arguments, the first blocks of an example. ``about`` is a
-    line under the title of the SVG. ``width`` is how many characters a line of the text may have:
-    what is wider goes on below.
+    the bytes that are copied, of the first blocks of a request. ``about`` is a line under the title
+    of the SVG. ``width`` is how many characters a line of the text may have: what is wider goes on
+    below.
 
     >>> from kvplan import Model, plan_reads, show
     >>> model = Model.shipped("llama-3.1-70b")
@@ -94,22 +83,10 @@ def show(
     byte: offset in one block
 
     Raises ``TYPE`` for another value, ``NAME`` for an ``about`` of several lines, ``RANGE`` for a
-    ``width`` below 1 and for blocks of too many pieces, and what ``bind`` raises.
+    ``width`` below 1 and for blocks of too many pieces.
     """  # noqa: E501  a picture stands in the example as it is printed
     about = "" if isinstance(about, str) and not about else name(about, "about of a picture")
     width = integer(width, "width of a picture", low=1)
-    return _shown(value, local, remote, tokens, about, width)
-
-
-def _shown(
-    value: object,
-    local: Mapping[str, Blocks] | None,
-    remote: Mapping[str, Blocks] | None,
-    tokens: Tokens,
-    about: str,
-    width: int,
-) -> Picture:
-    """Return the picture of a value. Raises ``TYPE`` for one that has none."""
     if isinstance(value, Worker):
         equal: dict[Any, list[DrawnLayer]] = {}
         for layer in layers_of(value):
@@ -121,17 +98,13 @@ def _shown(
         title = f"One block of {value.label}"
         return _picture(title, drawings, "padding, or other groups' bytes", about, width)
     if isinstance(value, TransferPlan):
-        request: Request | None = None
-        if any(argument is not None for argument in (local, remote, tokens)):
-            local = {} if local is None else local
-            remote = {} if remote is None else remote
-            request = {"local": local, "remote": remote, "tokens": tokens}
-        drawn = panels(value, request)
+        drawn = panels(value)
         drawings = [panel_drawing(panel) for panel in drawn]
         # Colours in the order of the plan's remote workers, so that panels agree.
         reached = {copy.remote_index for panel in drawn for copy in panel.copies}
         workers = [value.remotes[number].label for number in sorted(reached)]
-        title = _title(value, workers, request)
+        verb = "reads from" if value.operation == "READ" else "writes to"
+        title = f"{value.local.label} {verb} {fold(workers) or 'nobody'}"
         return _picture(title, drawings, "not moved", about, width, workers)
     hints = {
         MeshPlan: "a mesh has a plan for each worker: show(mesh.plans[0])",
@@ -144,18 +117,6 @@ def _shown(
         got=type(value).__name__,
         hint=hints.get(type(value), ""),
     )
-
-
-def _title(plan: TransferPlan, workers: Sequence[str], request: Request | None) -> str:
-    """Return who copies from or to whom, and how much a request copies."""
-    verb = "reads from" if plan.operation == "READ" else "writes to"
-    title = f"{plan.local.label} {verb} {fold(workers) or 'nobody'}"
-    if request is None:
-        return title
-    specs = plan.bind(**request)
-    num_bytes = sum(spec.num_bytes for spec in specs)
-    num_descriptors = sum(spec.num_descriptors for spec in specs)
-    return f"{title}: {size(num_bytes)} in {count(num_descriptors, 'descriptor')}"
 
 
 def _picture(

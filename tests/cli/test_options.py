@@ -45,7 +45,7 @@ def test_every_key_is_read_and_written() -> None:
 
 def test_every_default() -> None:
     """Without keys an engine is one worker with blocks of 16 tokens, as Model.engine makes it by default."""
-    defaults = (1, 1, 1, 1, 1, 1, 16, "LBHNC", "content", 0, None, "DS", None, None, False, "inline", False, None)
+    defaults = (1, 1, 1, 1, 1, 1, 16, "LBHNC", "content", 0, None, "DS", None, None, False, "inline", None)
     assert EngineOptions.parse("", "--src") == EngineOptions(*defaults, dtype=None, ssm=None)
     assert str(EngineOptions()) == "tp=1"
     model = Model.shipped("granite-4.0-h-tiny")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
-import pytest
 
-from kvplan import Blocks, Group, KVPlanError, Model, TransferPlan, Worker, plan_reads, plan_writes
+from kvplan import Group, Model, TransferPlan, Worker, plan_reads, plan_writes
 from kvplan.display.copies import BoxCopy, Panel, panels, positions_in
 from tests.small import engine
 
@@ -19,11 +16,6 @@ def lines(copy: BoxCopy) -> tuple[str, str, str]:
     """A copy's bytes, its remote end and its local end, in short."""
     ends = [f"{end.worker.label}:{end.ordinal} {end.intervals['position']}" for end in (copy.remote, copy.local)]
     return f"{copy.num_bytes} of {copy.run_bytes}", ends[0], ends[1]
-
-
-def request(local: Blocks, remote: Blocks, tokens: tuple[int, int] | None = None) -> dict[str, Any]:
-    """The arguments of bind for one group."""
-    return {"local": {"attn": local}, "remote": {"attn": remote}, "tokens": tokens}
 
 
 def only(plan: TransferPlan) -> Panel:
@@ -117,29 +109,10 @@ def test_a_writer_is_the_source() -> None:
     ]
 
 
-def test_a_request_is_shown_with_its_own_blocks() -> None:
-    """With block tables, the copies are those of the request's first blocks, and no position outside its range."""
-    plan = plan_reads(engine("decode", tokens=8)[0], engine("prefill"))
-    tables = {"local": {"attn": Blocks([7, 3])}, "remote": {"attn": Blocks([4, 9, 5, 0])}, "tokens": (3, 15)}
-    (panel,) = panels(plan, tables)
-    assert panel.tokens == (3, 8)
-    assert {(copy.local.block, copy.remote.block) for copy in panel.copies} == {(7, 4), (7, 9)}
-    assert str(panel.copies[0].local.intervals["position"]) == "3"
-
-
-def test_a_bad_request_is_refused_as_by_bind() -> None:
-    """Block tables that bind refuses are refused here in the same words."""
-    plan = plan_reads(engine("decode")[0], engine("prefill"))
-    with pytest.raises(KVPlanError, match="BLOCKS: cannot bind local group 'attn'"):
-        panels(plan, {"local": {}, "remote": {}, "tokens": None})
-
-
 def test_what_moves_nothing_is_not_shown() -> None:
-    """Tensors that are not transferred, and requests of nothing, have no panel."""
+    """Tensors that are not transferred have no panel."""
     source = engine("prefill")
     assert panels(plan_reads(engine("decode")[0], source, not_transferred=["layers.0", "layers.1"])) == ()
-    plan = plan_reads(engine("decode")[0], source)
-    assert panels(plan, request(Blocks([0]), Blocks([0]), (2, 2))) == ()
 
 
 def test_a_group_that_no_remote_has_is_not_shown() -> None:
@@ -149,26 +122,7 @@ def test_a_group_that_no_remote_has_is_not_shown() -> None:
     regions = [attrs.evolve(region, size_bytes=2 * region.size_bytes) for region in local.regions]
     both = attrs.evolve(local, regions=regions, groups=[Group("draft", 4), *local.groups], views=views)
     plan = plan_reads(both, sources, not_transferred=["draft.0"])
-    for tables in (None, request(Blocks([7]), Blocks([3]))):
-        (panel,) = panels(plan, tables)
-        assert panel.tensors == ("layers.0", "layers.1")
-
-
-def test_a_request_of_no_blocks_is_not_shown() -> None:
-    """Where the destination lists no block there is nothing to show, whatever the source has."""
-    plan = plan_reads(engine("decode")[0], engine("prefill"))
-    assert panels(plan, request(Blocks([]), Blocks([3, 1]))) == ()
-
-
-def test_a_request_with_states_is_shown_with_one_of_them() -> None:
-    """Of the states that a request lists the first is shown, from the block that it has, and the first tokens."""
-    sources, (local,) = (GRANITE.engine(name, num_blocks=9) for name in "pd")
-    near, far = {"attn": Blocks([7, 3]), "state": Blocks([5, 6])}, {"attn": Blocks([1, 8]), "state": Blocks([2, 4])}
-    tables = {"local": near, "remote": far, "tokens": {"attn": (3, 20)}}
-    states, tokens = panels(plan_reads(local, sources), tables)
-    assert (states.tokens, tokens.tokens) == (None, (3, 16))
-    assert {(copy.local.block, copy.remote.block) for copy in states.copies} == {(5, 2)}
-    assert {(copy.local.block, copy.remote.block) for copy in tokens.copies} == {(7, 1)}
+    assert only(plan).tensors == ("layers.0", "layers.1")
 
 
 def test_equal_addresses_of_two_devices_are_not_confused() -> None:
@@ -193,8 +147,8 @@ def test_groups_that_share_memory_are_not_confused() -> None:
     assert {copy.remote.layer.group.name for copy in panel.copies} == {"attn"}
 
 
-def test_no_more_of_a_request_is_shown_than_a_few_blocks() -> None:
-    """Where blocks take long to repeat, the first four local blocks of a request are shown."""
-    plan = plan_reads(engine("decode", tokens=32)[0], engine("prefill", tokens=37))
-    (panel,) = panels(plan, request(Blocks(range(9)), Blocks(range(9)), (5, 280)))
-    assert panel.tokens == (5, 128)
+def test_a_stage_without_a_layer_of_a_group_is_shown() -> None:
+    """A pipeline stage has all groups, and the picture of its plan the layers that it has."""
+    stages, sources = GRANITE.engine("d", pp=40, num_blocks=9), GRANITE.engine("p", num_blocks=9)
+    kinds = [[panel.tokens for panel in panels(plan_reads(stage, sources))] for stage in stages[4:7]]
+    assert kinds == [[None], [(0, 16)], [None]]

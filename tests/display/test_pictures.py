@@ -16,7 +16,7 @@ import pytest
 from kvplan import Axis, Group, Model, ReadSpec, Region, TransferPlan, View, Worker, plan_reads, plan_writes
 from kvplan.display import Picture, show
 from kvplan.display.blocks import layers_of
-from kvplan.display.copies import CopyEnd, Panel, excerpt, panels
+from kvplan.display.copies import CopyEnd, Panel, example, panels
 from kvplan.display.diagram import Column, Diagram, block_drawing, panel_drawing
 from kvplan.display.svg import DIGIT, LETTER, PANEL_LETTER
 from kvplan.plan import Table
@@ -120,10 +120,7 @@ def test_descriptors_of_the_plan_are_copies_of_the_picture(name: str) -> None:
     copies = [copy for panel in panels(plan) for copy in panel.copies]
     checked = 0
     for group in plan.local.groups:
-        found_part = excerpt(plan, group, None)
-        assert found_part
-        request, _ = found_part
-        for spec in plan.bind(**request):
+        for spec in plan.bind(**example(plan, group)):
             found = {start(copy.local): copy for copy in copies if copy.remote.worker.key == spec.remote}
             starts = np.array(sorted(found), np.uint64)
             for i in random.permutation(spec.local_ids.size)[:2000].tolist():

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvplan import Blocks, KVPlanError, Request, Worker, plan_mesh, plan_reads, plan_writes
+from kvplan import KVPlanError, Worker, plan_mesh, plan_reads
 from kvplan.display import Picture, show
 from kvplan.display.svg import FIXED_STYLE, SVG_WIDTH
 from tests.conftest import Cli
@@ -28,28 +28,6 @@ def test_a_picture_is_text_and_svg() -> None:
     assert picture._repr_svg_() == picture.svg
     assert repr(picture) == "<Picture: decode/0 reads from prefill/0-1>"
     assert ">small</text>" in picture.svg
-
-
-def test_a_request_has_block_ids() -> None:
-    """With block tables, text and SVG name each block by ordinal and id; without, by ordinal alone."""
-    plan = plan_reads(engine("decode", tokens=8)[0], engine("prefill"))
-    picture = show(plan, local={"attn": Blocks([7])}, remote={"attn": Blocks([4, 9])}, tokens=(0, 8))
-    blocks = [line.split("│")[1:-1] for line in picture.text.splitlines() if line.startswith("block")]
-    assert [[cell.strip() for cell in row] for row in blocks] == [["0 (id 4)", "1 (id 9)"], ["0 (id 7)"]]
-    assert all(f">{label}<" in picture.svg for label in ("0 (id 4)", "1 (id 9)"))
-    assert not any("(id " in text for text in (show(plan).text, show(plan).svg))
-
-
-def test_a_request_says_how_much_of_it_is_drawn() -> None:
-    """The title has what the request moves, and a part its range and number of blocks."""
-    plan = plan_reads(engine("decode", tokens=4)[0], engine("prefill"))
-    tables: Request = {"local": {"attn": Blocks(range(5))}, "remote": {"attn": Blocks(range(5)[::-1])}}
-    request, short = tables | {"tokens": (1, 19)}, tables | {"tokens": (1, 3)}
-    part, whole, specs = show(plan, **request), show(plan, **short), plan.bind(**request)
-    num_bytes, number = sum(spec.num_bytes for spec in specs), sum(spec.num_descriptors for spec in specs)
-    assert part.title.endswith(f": {num_bytes} bytes in {number} descriptors")
-    assert "positions [1, 4) of [1, 19), first block of 5, of one of" in part.text
-    assert "positions [1, 3) of one of" in whole.text
 
 
 def test_the_numbers_of_bytes_are_explained() -> None:
@@ -72,22 +50,6 @@ def test_colours_are_literal() -> None:
     assert "var(" not in svg
     assert ".kvplan .ground { fill: #ffffff }" in svg.partition("@media")[0]
     assert ".kvplan .ground { fill: #0f1318 }" in svg.partition("@media")[2]
-
-
-def test_a_writers_request_has_the_positions_of_its_destination() -> None:
-    """The picture of a writer begins with the blocks that the destination receives."""
-    plan = plan_writes(engine("prefill")[0], engine("decode", tokens=8))
-    picture = show(plan, local={"attn": Blocks([4, 9, 2])}, remote={"attn": Blocks([7], first=1)}, tokens=(8, 11))
-    assert "positions [8, 11) of" in picture.text
-    assert "1 (id 7)" in picture.text
-
-
-@pytest.mark.parametrize("side, given", [("local", {"tokens": (0, 4)}), ("remote", {"local": {"attn": Blocks([7])}})])
-def test_an_incomplete_request_is_refused(side: str, given: dict[str, object]) -> None:
-    """A request without all its block tables is refused, as bind refuses it."""
-    plan = plan_reads(engine("decode")[0], engine("prefill"))
-    with pytest.raises(KVPlanError, match=f"BLOCKS: cannot bind {side} group 'attn'"):
-        show(plan, **given)  # type: ignore[arg-type]
 
 
 def test_an_empty_picture() -> None:
