@@ -18,19 +18,19 @@ describe          Worker of Region, Group (with a Context) and View (of Axis);
                   from a tensor: region_of, view_of
 from a model      Model.shipped, Model.from_config, then model.engine
 plan              plan_reads, plan_writes: a TransferPlan; plan_mesh: a MeshPlan;
-                  contacts: whom to shake hands with
+                  contacts: which workers exchange bytes
 bind a request    plan.bind with a Request of Blocks (and a Workspace): each ReadSpec;
-                  tails: bytes to set to zero
+                  tails: bytes to zero
 check             verify, verify_together, certify
 shake hands       encode, decode, problems, compare; Budget: what plans with peers may cost
 execute           Executor, with a Transfer of a Status
 look              explain, show; plan.cost()
 errors            KVPlanError; PeerError, for a peer's message
 
-Each package has the rest of its own names: kvplan.describe, plan, verification, handshake, models
+Each package has further names: kvplan.describe, plan, verification, handshake, models
 and display; kvplan.bridges, with from_vllm and others for what engines have allocated;
 kvplan.staging, for transfers in two steps; kvplan.protocol, for what engines say to each other and
-store; kvplan.testing, for a connector's tests. The package kvplan_nixl carries plans out on real
+store; kvplan.testing, for a connector's tests. The package kvplan_nixl executes plans on real
 memory, serves and stores. ``kvplan --help`` is the command line.
 """
 
@@ -81,13 +81,13 @@ LATER: Final = MappingProxyType(
         **dict.fromkeys(("certify", "verify", "verify_together"), "verification"),
     }
 )
-"""The room of each name that loads when it is first asked for: a process pays for what it uses."""
+"""The module of each name that loads on first use: a process pays for what it uses."""
 
-ROOMS: Final = (
+PACKAGES: Final = (
     *("describe", "plan", "verification", "handshake", "models"),
     *("bridges", "staging", "protocol", "display", "testing"),
 )
-"""The rooms with names of their own, which load when they are first asked for too."""
+"""The packages with further public names, which load on first use too."""
 
 __all__ = [
     "Axis",
@@ -131,7 +131,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in LATER:
         return getattr(importlib.import_module(f"kvplan.{LATER[name]}"), name)
-    if name in ROOMS:
+    if name in PACKAGES:
         return importlib.import_module(f"kvplan.{name}")
     where = "" if name.startswith("_") else _where(name)
     raise AttributeError(
@@ -142,13 +142,15 @@ def __getattr__(name: str) -> Any:
 
 
 def _where(name: str) -> str:
-    """For a message: which room has a public name that this door does not have."""
-    rooms = (
-        importlib.import_module(room)
-        for room in (*(f"kvplan.{room}" for room in ROOMS), "kvplan_nixl")
+    """For a message: which package has a public name that ``kvplan`` does not list."""
+    packages = (
+        importlib.import_module(package)
+        for package in (*(f"kvplan.{name}" for name in PACKAGES), "kvplan_nixl")
     )
-    return next((f"; {room.__name__} has it" for room in rooms if name in room.__all__), "")
+    return next(
+        (f"; {package.__name__} has it" for package in packages if name in package.__all__), ""
+    )
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *ROOMS])
+    return sorted([*__all__, *PACKAGES])

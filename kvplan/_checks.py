@@ -133,7 +133,7 @@ def instance(kind: Any, value: Kind, subject: str) -> Kind:
 def having(attribute: str, value: Any, subject: str, expected: str) -> Any:
     """Return ``value``, which must have an attribute.
 
-    It may be of a room that the caller does not import.
+    It may be of a package that the caller does not import.
     """
     if isinstance(value, type) or not hasattr(value, attribute):
         raise wrong_type(subject, expected, value)

@@ -30,7 +30,7 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
         "WORKER": "the given workers do not form one engine, or one of them is given twice",
         "MODEL": "the two sides run different models",
         "TENSOR": "no source has a tensor that the destination needs",
-        "COVER": "no source has some part of a tensor that the destination needs",
+        "COVER": "no source has some slice of a tensor that the destination needs",
         "BLOCKS": (
             "a block table is missing or too short, lists a block twice, or has an id outside the "
             "pool"

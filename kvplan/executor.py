@@ -170,7 +170,7 @@ def still_running(request: str, action: str) -> KVPlanError:
 def not_planned_for(worker: Worker, present: Worker | None, side: str) -> KVPlanError:
     """Return the error of :meth:`Executor.prepare` for a plan's ``local`` or ``remote`` worker.
 
-    ``present`` is the worker that the executor knows in its place, if any.
+    ``present`` is the worker of that key that the executor knows, if any.
     """
     _checks.instance(Worker, worker, "worker")
     hint = ""

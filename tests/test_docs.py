@@ -34,7 +34,7 @@ PROGRAMS = [name for name, path in PAGES.items() if "python" in dict(fences(path
 ENTRY = r"^::: ([\w.]+)$"
 COMMANDS = list(commands(PAGES["command-line.md"]))
 TABLE = r"^<!-- kvplan matrix (\S+) -->\n\n(.*?)\n<!-- end -->$"
-ROOMS = [f"kvplan.{room}" for room in kvplan.ROOMS if room != "testing"]
+ROOMS = [f"kvplan.{room}" for room in kvplan.PACKAGES if room != "testing"]
 API = ["describe", "plan", "connect", "staging", "store"]
 TROUBLES = "how-to/troubleshooting.md"
 METRICS = ("how-to/vllm.md", TROUBLES)

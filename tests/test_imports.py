@@ -110,7 +110,7 @@ def test_other_names_are_no_names(name: str, where: str) -> None:
 def test_the_door_lists_what_a_user_may_want() -> None:
     """Names, rooms and what each module has, but not what the door imports for itself."""
     shown = [name for name in dir(kvplan) if not name.startswith("__")]
-    assert shown == sorted([*kvplan.__all__, *kvplan.ROOMS])
+    assert shown == sorted([*kvplan.__all__, *kvplan.PACKAGES])
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -122,11 +122,11 @@ def test_the_version_is_that_of_the_package() -> None:
 
 def test_the_door_has_the_rooms_with_names() -> None:
     """``kvplan.bridges.from_vllm`` needs no further import: the door has each room that has an ``__all__``."""
-    assert {*kvplan.ROOMS} == {*LIBRARY, "staging", "protocol", "testing", "display"} - {*LEAVES, "executor"}
-    code = "import kvplan; print(*(getattr(kvplan, room).__all__[0] for room in kvplan.ROOMS))"
+    assert {*kvplan.PACKAGES} == {*LIBRARY, "staging", "protocol", "testing", "display"} - {*LEAVES, "executor"}
+    code = "import kvplan; print(*(getattr(kvplan, name).__all__[0] for name in kvplan.PACKAGES))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert len(run.stdout.split()) == len(kvplan.ROOMS)
-    assert {*kvplan.ROOMS} <= {*dir(kvplan)}
+    assert len(run.stdout.split()) == len(kvplan.PACKAGES)
+    assert {*kvplan.PACKAGES} <= {*dir(kvplan)}
 
 
 def unlisted(code: str) -> list[str]:

@@ -1,6 +1,6 @@
 """compare: every difference between two workers, and whether it prevents a transfer.
 
-Plans handle most differences: parts of axes, block sizes, strides, contexts. No plan can handle a
+Plans handle most differences: shards, block sizes, strides, contexts. No plan can handle a
 tensor that means something else on the other side (rule plan.M3 of :mod:`kvplan.plan.match`). A
 tensor that only the source has is not moved.
 """
@@ -109,7 +109,7 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
     Those of ``not_transferred`` tensors are left out. A tensor that only the destination has is
     refused, as :func:`kvplan.plan_reads` refuses it if no other source has it. One that only the
     source has is not moved, which is right for layers of other pipeline stages and wrong for a
-    misspelt name. A part of an axis that the source lacks is planned: another source may have it.
+    misspelt name. A shard that is not at this source is planned: another source may have it.
     Addresses, ranks and names of regions always differ and are not listed. Raises ``TYPE`` for
     anything but workers, and ``NAME`` for a name in ``not_transferred`` that neither of them has.
 
@@ -124,7 +124,7 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
     decode/0 and prefill/0: 6 differences, 1 refused
       field             decode/0               prefill/0             effect         where
       dtype             bfloat16               float16               refused DTYPE  layers.0-7
-      part of head      [0, 4) of 8            [0, 2) of 8           planned        layers.0-7
+      shard of head     [0, 4) of 8            [0, 2) of 8           planned        layers.0-7
       tokens per block  64                     16                    planned        layers.0-7
       block stride      524288                 65536                 planned        layers.0-7
       strides           head 16384, token 256  head 4096, token 256  planned        layers.0-7
@@ -235,7 +235,7 @@ def _facts_of(geometry: Geometry) -> Iterator[tuple[str, str]]:
         yield f"size of {axis_name}", f"{size}"
     for axis_name in sizes:
         digits = [digit for digit in geometry.axes if digit.name == axis_name]
-        yield f"part of {axis_name}", _part(digits)
+        yield f"shard of {axis_name}", _shard(digits)
     yield "group", group.name
     if group.tokens_per_block is not None:
         context = group.context
@@ -250,7 +250,7 @@ def _facts_of(geometry: Geometry) -> Iterator[tuple[str, str]]:
     yield "strides", ", ".join(f"{axis_name} {stride}" for stride, axis_name in steps) or "none"
 
 
-def _part(digits: Sequence[Axis]) -> str:
+def _shard(digits: Sequence[Axis]) -> str:
     if all(digit.extent == digit.size for digit in digits):
         return "all"
     return " x ".join(f"[{digit.start}, {digit.stop}) of {digit.size}" for digit in digits)

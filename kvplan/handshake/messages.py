@@ -67,14 +67,14 @@ MAX_PROBLEMS: Final = 100
 """The number of problems that are listed. The others are only counted."""
 
 BAD: Final = object()
-"""Takes the place of a part of a message that has a problem; no part that needs it is made."""
+"""Stands for a value of a message that has a problem; nothing is built from it."""
 
 
 @attrs.frozen
 class Problem:
     """One thing wrong with a message: its path, a code of :data:`~kvplan.errors.CODES`, a text.
 
-    ``path`` leads from the message to the part: ``layouts[3].axes[0].stride_bytes``, or
+    ``path`` leads from the message to the value: ``layouts[3].axes[0].stride_bytes``, or
     ``views.offset_bytes[7]`` for the offset of the eighth view. It is empty for the message as a
     whole.
 
@@ -138,7 +138,7 @@ class PeerError(KVPlanError):
 
 
 class Findings:
-    """Collects the problems of one message, :data:`MAX_PROBLEMS` at most, and counts the rest."""
+    """Collects the problems of one message: lists :data:`MAX_PROBLEMS`, and counts the others."""
 
     def __init__(self) -> None:
         self.count: int = 0
@@ -146,23 +146,23 @@ class Findings:
         self.first: KVPlanError | None = None
 
     def add(self, path: str, error: KVPlanError) -> None:
-        """Add the problem that ``error`` was raised for the part of the message at ``path``."""
+        """Add the problem that ``error`` was raised for the value at ``path`` of the message."""
         self.count += 1
         self.first = self.first or error
-        # a message of a million bad parts must not become a million texts
+        # a message of a million bad values must not become a million texts
         if self.count <= MAX_PROBLEMS:
             text = str(error).removeprefix(f"{error.code}: ")
             self._problems.append(Problem(path, error.code, text))
 
-    def attempt(self, path: str, make: Callable[..., Outcome], *parts: Any) -> Outcome | Any:
-        """Return ``make(*parts)``.
+    def attempt(self, path: str, make: Callable[..., Outcome], *arguments: Any) -> Outcome | Any:
+        """Return ``make(*arguments)``.
 
-        It is :data:`BAD` if a part is, or if ``make`` raises, which adds a problem.
+        It is :data:`BAD` if an argument is, or if ``make`` raises, which adds a problem.
         """
-        if BAD in parts:
+        if BAD in arguments:
             return BAD
         try:
-            return make(*parts)
+            return make(*arguments)
         except KVPlanError as error:
             self.add(path, error)
             return BAD
@@ -200,7 +200,7 @@ def parse(data: bytes, findings: Findings) -> Any:
     """
     if not isinstance(data, bytes):
         raise wrong_type("a message", "bytes", data)
-    # The version comes first: nothing else in a message of another one can be judged.
+    # The version comes first: nothing else of another version is read.
     message = findings.attempt("", _load, data)
     message = findings.attempt("kvplan", _of_this_version, message)
     return findings.attempt("extensions", _with_extensions, message)
@@ -236,7 +236,7 @@ def _check_counts(data: bytes) -> None:
     num_strings = data.count(b'"') // 2
     if num_strings > MAX_STRINGS:
         raise _refused("MESSAGE", f"at most {MAX_STRINGS} strings", f"{num_strings}")
-    # without escapes, every second part between quotes is outside a string
+    # without escapes, every second text between quotes is outside a string
     outside = data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]
     brackets = b"".join(outside).translate(None, NOT_BRACKETS)
     num_containers = brackets.count(b"[") + brackets.count(b"{")

@@ -1,14 +1,14 @@
 """Offers: how workers describe themselves to their peers, and how a peer's message is read.
 
 A message is JSON: every language and every person can read it, its integers are exact, and reading
-it runs no code. It is small because equal parts are written once. From an offer of two layers:
+it runs no code. It is small because equal values are written once. From an offer of two layers:
 
 >>> import json
 >>> from kvplan import Axis, Group, Region, View, Worker, encode
 >>> axes = (Axis("token", 0, 16, 16, 1152), Axis("dim", 0, 576, 576, 2))
 >>> regions = [Region(f"kv.{i}", (4 + i) << 40, 100 * 18432) for i in (0, 1)]
->>> place = ("bfloat16", axes, 100, 18432)
->>> views = [View(f"layers.{i}.mla", "mla", f"kv.{i}", *place) for i in (0, 1)]
+>>> fields = ("bfloat16", axes, 100, 18432)
+>>> views = [View(f"layers.{i}.mla", "mla", f"kv.{i}", *fields) for i in (0, 1)]
 >>> offer = json.loads(encode(Worker("decode", 0, regions, [Group("mla", 16)], views)))
 >>> print(offer["stems"], offer["regions"], offer["views"], sep="\\n")
 [{'before': 'kv.', 'after': ''}, {'before': 'layers.', 'after': '.mla'}]
@@ -151,10 +151,10 @@ def _fields(worker: Worker) -> dict[str, Any]:
         memory = _index_of((region.memory, region.device_id, region.size_bytes), memories)
         regions.append((stem, number, memory, region.address))
     views = list[tuple[Any, ...]]()
-    places = worker.region_offsets.tolist()
-    for view, layout, place in zip(worker.views, worker.geometry_of, places, strict=True):
+    offsets = worker.region_offsets.tolist()
+    for view, layout, offset in zip(worker.views, worker.geometry_of, offsets, strict=True):
         before, number, after = split(view.name)
-        views.append((_index_of((before, after), stems), number, layout, *place))
+        views.append((_index_of((before, after), stems), number, layout, *offset))
     return {
         "engine_id": worker.engine_id,
         "rank": worker.rank,
@@ -249,7 +249,7 @@ class _LayoutTemplate(NamedTuple):
 
 
 @attrs.frozen
-class _PlacedView:
+class _PeerView:
     """A view with its region and group, and the message's indices of the view and its memory."""
 
     index: int
@@ -260,7 +260,7 @@ class _PlacedView:
 
 
 def _read_worker(data: bytes, findings: Findings) -> Any:
-    """Return the worker of a message; BAD, or one that lacks parts, if there are problems."""
+    """Return the worker of a message; BAD, or one without bad values, if there are problems."""
     message = parse(data, findings)
     if message is BAD:
         return BAD
@@ -268,7 +268,7 @@ def _read_worker(data: bytes, findings: Findings) -> Any:
     fields = validate(OFFER, message, "", findings)
     model = extensions.pop(MODEL_KEY, "")
     model = validate(MODEL, model, f"extensions.{MODEL_KEY}", findings)
-    # messages name the worker, also by a key with bad parts
+    # messages name the worker, also where its engine id or rank is bad
     engine_id = "offer" if fields["engine_id"] is BAD else fields["engine_id"]
     rank = 0 if fields["rank"] is BAD else fields["rank"]
     offer = _PeerOffer(fields, (engine_id, rank), findings)
@@ -278,7 +278,7 @@ def _read_worker(data: bytes, findings: Findings) -> Any:
     regions = _make_all(fields["regions"], partial(offer.region, memories))
     layouts = _make_all(fields["layouts"], partial(offer.layout, groups))
     views = _make_all(fields["views"], partial(offer.view, regions, layouts))
-    # problems in some parts hide none in how the others fit together, rule handshake.P3
+    # problems in some values hide none in how the others fit together, rule handshake.P3
     return offer.worker(
         _without_bad(regions),
         _without_bad(groups),
@@ -299,9 +299,9 @@ def _without_bad(values: Any) -> tuple[Any, ...]:
 
 @attrs.frozen(eq=False)
 class _PeerOffer:
-    """A message as its schema describes it, whose parts become objects in order.
+    """A message as its schema describes it, whose values become objects in order.
 
-    Each method makes one object, or returns BAD if a part that it needs is. ``key`` is what
+    Each method makes one object, or returns BAD if a value that it needs is. ``key`` is what
     messages call the worker.
     """
 
@@ -315,8 +315,8 @@ class _PeerOffer:
             return BAD
         path = f"groups[{index}]"
         context = self.findings.attempt(f"{path}.context", Context, *group["context"].values())
-        parts = (group["name"], group["tokens_per_block"], context, group["tokens_per_slot"])
-        return self.findings.attempt(path, Group, *parts)
+        arguments = (group["name"], group["tokens_per_block"], context, group["tokens_per_slot"])
+        return self.findings.attempt(path, Group, *arguments)
 
     def memory(self, index: int, memory: Any) -> Any:
         """Return a region with the size and memory of those that refer to it.
@@ -327,8 +327,8 @@ class _PeerOffer:
             return BAD
         # checked once under the name of its path, at address 0, not again for each region
         path = f"memories[{index}]"
-        parts = (memory["size_bytes"], memory["memory"], memory["device_id"])
-        return self.findings.attempt(path, Region, path, 0, *parts)
+        arguments = (memory["size_bytes"], memory["memory"], memory["device_id"])
+        return self.findings.attempt(path, Region, path, 0, *arguments)
 
     def region(self, memories: Any, index: int, row: tuple[Any, ...]) -> Any:
         """Return the region of a row."""
@@ -337,9 +337,9 @@ class _PeerOffer:
         template = self._entry(memories, memory, f"regions.memory[{index}]")
         if template is BAD:
             return BAD
-        parts = (template.size_bytes, template.memory, template.device_id)
+        arguments = (template.size_bytes, template.memory, template.device_id)
         path = f"regions.address[{index}]"
-        return self.findings.attempt(path, Region, region_name, address, *parts)
+        return self.findings.attempt(path, Region, region_name, address, *arguments)
 
     def layout(self, groups: Any, index: int, layout: Any) -> Any:
         """Return a template for the views of a layout.
@@ -357,8 +357,8 @@ class _PeerOffer:
         if group is BAD or BAD in axes:
             return BAD
         blocks = (layout["num_blocks"], layout["block_stride_bytes"])
-        parts = (path, group, path, layout["dtype"], tuple(axes), *blocks)
-        view = self.findings.attempt(path, View, *parts)
+        arguments = (path, group, path, layout["dtype"], tuple(axes), *blocks)
+        view = self.findings.attempt(path, View, *arguments)
         if view is BAD:
             return BAD
         # a worker of the view alone, in a region as large as can be
@@ -367,7 +367,7 @@ class _PeerOffer:
         return BAD if worker is BAD else _LayoutTemplate(view, group)
 
     def view(self, regions: Any, layouts: Any, index: int, row: tuple[Any, ...]) -> Any:
-        """Return the view of a row, with its place."""
+        """Return the view of a row, with its region and group."""
         stem, number, layout_index, region_index, offset_bytes = row
         view_name = self._name(stem, number, f"views.stem[{index}]")
         template = self._entry(layouts, layout_index, f"views.layout[{index}]")
@@ -377,28 +377,28 @@ class _PeerOffer:
         # views of one memory may share a problem: a size that all of them leave
         _, _, memory, _ = self.fields["regions"][region_index]
         view = template.view.at(view_name, region, offset_bytes)
-        return _PlacedView(index, memory, view, region, template.group)
+        return _PeerView(index, memory, view, region, template.group)
 
     def worker(
         self,
         regions: Sequence[Region],
         groups: Sequence[Group],
-        views: Sequence[_PlacedView],
+        views: Sequence[_PeerView],
         model: str,
         extensions: dict[str, Any],
     ) -> Any:
-        """Return the worker. If its parts do not fit together, find which of them do not."""
+        """Return the worker, or find what in it does not fit together."""
         try:
-            placed_views = tuple([placed.view for placed in views])
-            return Worker(*self.key, regions, groups, placed_views, model, extensions)
+            all_views = tuple([each.view for each in views])
+            return Worker(*self.key, regions, groups, all_views, model, extensions)
         except KVPlanError as error:
             # a worker of regions alone, then of groups alone, then of each view alone
             num_problems = self.findings.count
             self.findings.attempt("regions", Worker, *self.key, regions, (), ())
             self.findings.attempt("groups", Worker, *self.key, (), groups, ())
-            by_memory: dict[int, list[_PlacedView]] = {}
-            for placed in views:
-                by_memory.setdefault(placed.memory, []).append(placed)
+            by_memory: dict[int, list[_PeerView]] = {}
+            for each in views:
+                by_memory.setdefault(each.memory, []).append(each)
             for same_memory in by_memory.values():
                 self._check_inside(same_memory)
             # none of them alone is at fault
@@ -406,23 +406,23 @@ class _PeerOffer:
                 self.findings.add("views", error)
             return BAD
 
-    def _check_inside(self, views: Sequence[_PlacedView]) -> None:
+    def _check_inside(self, views: Sequence[_PeerView]) -> None:
         """Find views that leave their regions, all of one memory and size.
 
         If that size is too small, only say so.
         """
-        outside = [placed for placed in views if placed.view.end_bytes > placed.region.size_bytes]
+        outside = [each for each in views if each.view.end_bytes > each.region.size_bytes]
         if not outside:
             return
         # the offsets are at fault, or the size
         if not _is_too_small(outside, views):
-            for placed in outside:
-                path = f"views.offset_bytes[{placed.index}]"
-                parts = ([placed.region], [placed.group], [placed.view])
-                self.findings.attempt(path, Worker, *self.key, *parts)
+            for each in outside:
+                path = f"views.offset_bytes[{each.index}]"
+                arguments = ([each.region], [each.group], [each.view])
+                self.findings.attempt(path, Worker, *self.key, *arguments)
             return
         # the view that ends last says which size would be enough
-        last = max(outside, key=lambda placed: placed.view.end_bytes)
+        last = max(outside, key=lambda each: each.view.end_bytes)
         size_bytes = last.region.size_bytes
         end_bytes = last.view.end_bytes
         blocks = count(last.view.num_blocks, "block")
@@ -441,7 +441,7 @@ class _PeerOffer:
         stem = self._entry(self.fields["stems"], stem_index, path)
         if stem is BAD or number is BAD or BAD in stem.values():
             return BAD
-        # a name is checked when it is whole: its parts may be empty
+        # a name is checked when it is whole: the stem may be empty
         full_name = join(stem["before"], number, stem["after"])
         return self.findings.attempt(path, name, full_name, "the name of a stem and a number")
 
@@ -461,14 +461,14 @@ class _PeerOffer:
         return BAD
 
 
-def _is_too_small(outside: Sequence[_PlacedView], views: Sequence[_PlacedView]) -> bool:
+def _is_too_small(outside: Sequence[_PeerView], views: Sequence[_PeerView]) -> bool:
     """Return whether the size of the regions is at fault, not the offsets of the views outside.
 
     No offset could help if a view is longer than its region. If several views leave all regions,
     the size is suspect.
     """
-    most_bytes = max(placed.view.end_bytes - placed.view.offset_bytes for placed in outside)
+    most_bytes = max(each.view.end_bytes - each.view.offset_bytes for each in outside)
     if most_bytes > outside[0].region.size_bytes:
         return True
-    left_regions = {placed.region.name for placed in outside}
-    return len(outside) > 1 and left_regions == {placed.region.name for placed in views}
+    left_regions = {each.region.name for each in outside}
+    return len(outside) > 1 and left_regions == {each.region.name for each in views}

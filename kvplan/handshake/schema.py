@@ -1,4 +1,4 @@
-"""The schema of an offer as plain data: the keys of a message, and the size of each part.
+"""The schema of an offer as plain data: the keys of a message, and the bounds of each value.
 
 A schema consists of *nodes*. :func:`validate` checks a value that was read from JSON against a node
 and returns only what the schema names; everything else is a problem with its path. It checks shapes
@@ -118,7 +118,7 @@ LAYOUT: Final = Record(
 )
 MEMORY: Final = Record({"memory": Text(), "device_id": INDEX, "size_bytes": INDEX})
 MODEL: Final = Text(or_empty=True, max_length=MAX_MODEL)
-"""The model's text, which stands among the extensions."""
+"""The model's text, which is one of the extensions."""
 
 STEM: Final = Record({"before": Text(or_empty=True), "after": Text(or_empty=True)})
 REGIONS: Final = Columns(
@@ -146,7 +146,7 @@ OFFER: Final = Record(
 def validate(node: Node, value: Any, path: str, findings: Findings) -> Any:
     """Return ``value`` as ``node`` describes it.
 
-    :data:`~kvplan.handshake.messages.BAD` takes the place of each bad part.
+    Bad values become :data:`~kvplan.handshake.messages.BAD`.
     """
     match node:
         case Integer():
@@ -201,12 +201,12 @@ def _are_integers(values: list[Any], high: int) -> bool:
 
 
 def _record(node: Record, value: Any, path: str, findings: Findings) -> Any:
-    """Return the values of a mapping, with BAD in place of each that it lacks."""
+    """Return the values of a mapping, BAD for each that it lacks."""
     fields = node.fields
     if not isinstance(value, dict):
         findings.add(path, wrong_type(_last_key(path) or "an offer", "a mapping", value))
         return BAD
-    # what most offers do not say, and older ones cannot
+    # most offers leave these out
     value = {**node.defaults, **value}
     prefix = f"{path}." if path else ""
     # unknown keys first, then missing ones, then what is wrong with the values
@@ -230,7 +230,7 @@ def _record(node: Record, value: Any, path: str, findings: Findings) -> Any:
 
 def _rows(node: Columns, value: Any, path: str, findings: Findings) -> Any:
     """Return the rows of a mapping of columns."""
-    # each key has a list of its own; the n-th items of all lists are the n-th row
+    # each key has a list; the n-th items of all lists are the n-th row
     lists = {key: ListOf(item, node.max_length) for key, item in node.fields.items()}
     columns = _record(Record(lists), value, path, findings)
     if columns is BAD or BAD in columns.values():

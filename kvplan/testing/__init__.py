@@ -74,7 +74,7 @@ def assert_copies(
       first: layers.0.attn dim 0 head 0 kv 0 byte 0 of position 16 (...
     """
     __tracebackhide__ = True
-    # a connector may return nothing; verify would then carry out the plan in its place
+    # a connector may return nothing; verify would then carry out the plan instead
     if copies is None:
         raise wrong_type("copies", "a mapping of pairs of workers to descriptors", copies)
     mesh = plan_mesh(destinations, sources, operation, not_transferred=not_transferred)

@@ -7,7 +7,7 @@ layouts differ as the field's bug reports say. Each case is right, wrong or refu
 collects a subclass whose name begins with ``Test``. The kit needs numpy and Hypothesis.
 
 >>> class OneToOne(ConnectorContract):
-...     '''A connector for equal engines, which pairs blocks by their places in two lists.'''
+...     '''A connector for equal engines, which pairs blocks by their indices in two lists.'''
 ...     order = "LBHNKD"
 ...     def copies(self, case, source, destination):
 ...         if source.side != destination.side:
@@ -84,9 +84,9 @@ class Side:
     """One engine of a pair: its cache's order, and its sizes. An element is one byte.
 
     ``order`` names the dimensions of its cache from the slowest to the fastest: L layer, B block, K
-    before V, H head, N token in the block, D dim. L and K at the front make arrays of their own. A
-    cache without H is of latents, whole on each rank. ``dcp`` of the ``tp`` ranks share the
-    positions, ``interleave`` of them in turn, and so do ``pcp`` such groups of ranks.
+    before V, H head, N token in the block, D dim. With L or K at the front, each layer, or K and V,
+    has an array. A cache without H is of latents, whole on each rank. ``dcp`` of the ``tp`` ranks
+    share the positions, ``interleave`` of them in turn, and so do ``pcp`` such groups of ranks.
     """
 
     order: str
@@ -130,8 +130,8 @@ class Side:
         if self.tp > self.heads:
             head = rank // (self.tp // self.heads)
             return head, head + 1
-        share = self.heads // self.tp
-        return rank * share, (rank + 1) * share
+        num_heads = self.heads // self.tp
+        return rank * num_heads, (rank + 1) * num_heads
 
     def context(self, rank: int) -> int:
         """The context rank of a worker among those that share the positions."""
@@ -150,7 +150,7 @@ class CacheArray:
         return int(self.memory.__array_interface__["data"][0])
 
     def layer(self, number: int) -> Any:
-        """The part of the array of one layer, without the dimension of layers."""
+        """The array of one layer, without the dimension of layers."""
         at = self.letters.find("L")
         return self.memory if at < 0 else self.memory[(slice(None),) * at + (number,)]
 
@@ -199,8 +199,8 @@ def _rank(
     caches = list[CacheArray]()
     regions = list[Region]()
     views = list[View]()
-    for place in itertools.product(*(range(sizes[letter]) for letter in outer)):
-        at = dict(zip(outer, place, strict=True))
+    for coordinates in itertools.product(*(range(sizes[letter]) for letter in outer)):
+        at = dict(zip(outer, coordinates, strict=True))
         cache = CacheArray(inner, np.zeros([sizes[letter] for letter in inner], np.uint8))
         label = "".join(f"{letter}{number}" for letter, number in at.items()) or "pool"
         region = Region(label, cache.address, cache.memory.nbytes)

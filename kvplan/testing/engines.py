@@ -64,9 +64,9 @@ class StoredTensor:
 class EngineDesign:
     """One engine: its parallel sizes, its tensors in the order of its lists, and its memory.
 
-    ``digits`` makes two digits of an axis where possible. ``gap``, ``base`` and ``devices`` place
-    the regions. With ``equal_pools``, and where all groups share blocks, every group of a worker
-    has the same number of blocks.
+    ``digits`` makes two digits of an axis where possible. ``gap``, ``base`` and ``devices`` say
+    where the regions are. With ``equal_pools``, and where all groups share blocks, every group of a
+    worker has the same number of blocks.
     """
 
     engine_id: str
@@ -152,7 +152,7 @@ def _worker(
     context: int,
     rank: int,
 ) -> Worker:
-    """Return one worker: its parts of the tensors of its stage, packed into regions."""
+    """Return one worker: its shards of the tensors of its stage, packed into regions."""
     groups = dict[str, Group]()
     views = list[View]()
     # by region and group, the bytes used so far: of a block where views share blocks
@@ -164,20 +164,20 @@ def _worker(
         group = ranks[context] if len(ranks) > 1 else stored.group
         groups[group.name] = group
         num_blocks = _num_blocks(design, tables, group.name, number)
-        for nth, axes in enumerate(_parts(design, stored, rank)):
-            placed = _place_axes(design, stored, axes, num_blocks)
+        for nth, axes in enumerate(_shards(design, stored, rank)):
+            strided = _with_strides(design, stored, axes, num_blocks)
             regions = (f"{group.name}.{index}.{nth}", group.name, group.name, "pool")
             region = regions[design.packing]
             offset = used.get((region, group.name), 0)
-            used[region, group.name] = offset + placed.num_bytes + design.gap * 3
+            used[region, group.name] = offset + strided.num_bytes + design.gap * 3
             view = View(
                 stored.tensor.name,
                 group.name,
                 region,
                 stored.tensor.dtype,
-                placed.axes,
+                strided.axes,
                 num_blocks,
-                placed.block_stride,
+                strided.block_stride,
                 offset,
             )
             views.append(view)
@@ -208,7 +208,7 @@ def _num_blocks(
     return highest + 1 + design.extra_blocks * (1 + number % 2)
 
 
-def _parts(design: EngineDesign, stored: StoredTensor, rank: int) -> list[list[Axis]]:
+def _shards(design: EngineDesign, stored: StoredTensor, rank: int) -> list[list[Axis]]:
     """Return the box of a tensor on a rank, in one view or split in two. Strides are 0."""
     axes = list[Axis]()
     for name, size in stored.tensor.sizes.items():
@@ -229,7 +229,7 @@ def _parts(design: EngineDesign, stored: StoredTensor, rank: int) -> list[list[A
 
 
 @attrs.frozen
-class _PlacedAxes:
+class _StridedAxes:
     """Axes with strides, the stride of blocks, and the bytes of all blocks.
 
     Where views share blocks, the bytes are those of one block.
@@ -240,13 +240,13 @@ class _PlacedAxes:
     num_bytes: int
 
 
-def _place_axes(
+def _with_strides(
     design: EngineDesign,
     stored: StoredTensor,
     axes: Sequence[Axis],
     num_blocks: int,
-) -> _PlacedAxes:
-    """Place axes in memory, in the order and with the pads that a tensor's numbers choose."""
+) -> _StridedAxes:
+    """Give axes strides, in the order and with the pads that a tensor's numbers choose."""
     slots = stored.group.tokens_per_block
     listed = [*axes]
     if slots:
@@ -273,9 +273,9 @@ def _place_axes(
             strides[dim] = span + pad
             span += (extents[dim] - 1) * strides[dim]
     block_stride = UNKNOWN_STRIDE if design.shares_blocks else strides.pop()
-    placed = zip(digits, strides, strict=True)
-    return _PlacedAxes(
-        [attrs.evolve(axis, stride_bytes=stride) for axis, stride in placed], block_stride, span
+    strided = zip(digits, strides, strict=True)
+    return _StridedAxes(
+        [attrs.evolve(axis, stride_bytes=stride) for axis, stride in strided], block_stride, span
     )
 
 

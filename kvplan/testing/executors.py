@@ -264,7 +264,7 @@ class Transmission:
             ]
             if inside:
                 is_wrong = self.cluster.read(worker, region) != expected[key, region.name]
-                num_wrong = sum(np.count_nonzero(is_wrong[part]) for part in inside)
+                num_wrong = sum(np.count_nonzero(is_wrong[each]) for each in inside)
                 text = f"{num_wrong} bytes of {transfer} are not in place when it is done"
                 _expect(not num_wrong, text)
 
@@ -323,7 +323,7 @@ class ExecutorContract:
 
     def check(self) -> list[str]:
         """Run all tests and return their names. Raises AssertionError at the first that fails."""
-        # a subclass may add tests of its own
+        # a subclass may add tests
         names = [name for name in dir(self) if name.startswith("test_")]
         for name in names:
             getattr(self, name)()
@@ -395,7 +395,7 @@ class ExecutorContract:
     def test_prepare_refuses_other_workers(self) -> None:
         """A plan is refused unless the executor knows its workers as the plan describes them."""
         with self.transmission() as transmission:
-            # a worker with one region more, engines that nobody is connected to, and another layout
+            # a worker with one region more, engines that are not connected, and another layout
             local, sibling, *_ = transmission.destinations
             sources = transmission.sources
             larger = attrs.evolve(local, regions=[*local.regions, Region("more", 1 << 50, 64)])

@@ -52,8 +52,8 @@ class Values(Protocol):
 
         ``dimensions`` are its axes in the order in which the engine takes them, such as ``"token
         head dim"``; ``coordinates`` choose from the others, as ``kv=1`` does V. The array has the
-        tokens of the request, and of other axes all that the model has: a rank takes its part by
-        the engine's own rules.
+        tokens of the request, and of other axes all that the model has: a rank takes its shard
+        by the engine's own rules.
         """
 
 
@@ -125,9 +125,9 @@ def assert_memory(
 
 @attrs.frozen(eq=False)
 class _Chunk:
-    """Bytes of a view that are read together: arrays by position, piece and byte.
+    """Bytes of a view that are read together: arrays by position, segment and byte.
 
-    ``expected`` are their labels, ``offset`` their places in the region, and ``passes`` what each
+    ``expected`` are their labels, ``offset`` their offsets in the region, and ``passes`` what each
     pass left there.
     """
 
@@ -158,8 +158,8 @@ class _Chunk:
         is_label = np.all([(d >= 0) & (d < base) & (d % 1 == 0) for d in digits], axis=0)
         whole = [np.where(is_label, digit, 0).astype(np.int64) for digit in digits]
         label = np.zeros_like(whole[0])
-        for place, digit in enumerate(whole[:-1]):
-            label += digit * base**place
+        for exponent, digit in enumerate(whole[:-1]):
+            label += digit * base**exponent
         for digit, right in zip(whole, _digits(label, base, len(whole)), strict=True):
             is_label &= digit == right
         is_label &= (label > 0) & (label < end)
@@ -173,7 +173,7 @@ class _Chunk:
 
 
 class _Probe:
-    """The labels of a request, and all places where the workers should hold them."""
+    """The labels of a request, and everywhere that the workers should hold them."""
 
     def __init__(
         self, workers: tuple[Worker, ...], blocks: Mapping[str, Blocks], tokens: Tokens
@@ -202,15 +202,15 @@ class _Probe:
         with FakeMemory(workers, label_bytes=8) as memory:
             for worker, view, positions in held:
                 table = blocks.get(view.group)
-                places = window(memory, worker, view, self.labels[view.name], table, positions)
-                if table is None or places.positions.size < positions.size:
+                held_window = window(memory, worker, view, self.labels[view.name], table, positions)
+                if table is None or held_window.positions.size < positions.size:
                     needs = f"blocks of group {view.group!r} with all tokens"
                     raise KVPlanError("BLOCKS", ACTION, expected=needs, got=f"{table}")
-                self.windows[worker.key].append(places)
-                for start, labels in places.chunks():
+                self.windows[worker.key].append(held_window)
+                for start, labels in held_window.chunks():
                     offset = np.add.outer(start, np.arange(labels.shape[-1]))
                     expected = labels.astype(np.int64)
-                    self.chunks.append(_Chunk(worker, view, places.labels, expected, offset))
+                    self.chunks.append(_Chunk(worker, view, held_window.labels, expected, offset))
 
         if not self.chunks:
             raise KVPlanError("RANGE", ACTION, expected="a request with tokens", got="none")
@@ -305,10 +305,10 @@ def _digits(label: Ints, base: int, num_digits: int) -> list[Ints]:
     """Return the digits of labels, the lowest first; the last one checks the others."""
     digits = list[Ints]()
     total = np.zeros_like(label)
-    for place in range(num_digits - 1):
+    for exponent in range(num_digits - 1):
         label, digit = np.divmod(label, base)
         digits.append(digit)
-        total += digit * (2 * place + 1)
+        total += digit * (2 * exponent + 1)
     # In base 2, the remainder of the sum is 0.
     return [*digits, (digits[-1] + 1 + total % (base - 1)) % base]
 

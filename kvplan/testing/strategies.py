@@ -71,7 +71,7 @@ def _ordinals(pools: Mapping[str, GroupPool], span: Range, states: Range) -> dic
 
 
 def _has_room(pools: Mapping[str, GroupPool], ordinals: Mapping[str, range]) -> bool:
-    """Return whether each group fits into its part of its pool, as if all groups shared one."""
+    """Return whether each group fits into its range of its pool, as if all groups shared one."""
     num_pools = len(pools)
     return all(len(ordinals[name]) <= pool.num_blocks // num_pools for name, pool in pools.items())
 
@@ -81,7 +81,7 @@ def _scatter(
     ordinals: Mapping[str, range],
     seed: int,
 ) -> dict[str, Blocks]:
-    """Return a block table for each group, with blocks of its own.
+    """Return a block table for each group, with no block in two of them.
 
     They are in random order, or with seed 0 in order.
     """
@@ -168,7 +168,7 @@ ALONG = ("", "kv", "head", "dim")
 NUM_CHOICES = 4 * 6 + 4 + 2 * (6 + 6 + 3 * 3 + 4 * 6 + 4) + 1 + 5 * 3 + 2 * 5 * 4
 """The number of choices of a case.
 
-Every case makes all of them, so that each has a fixed place among the drawn bytes.
+Every case makes all of them, so that each has a fixed offset in the drawn bytes.
 """
 
 NAMES = ("full", "window", "chunk", "ssm", "conv")
@@ -204,7 +204,7 @@ class Case:
         return plan_reads(worker, self.sources, not_transferred=skipped)
 
     def writes(self, source: Worker) -> TransferPlan:
-        """Return the plan by which one source writes its part."""
+        """Return the plan by which one source writes."""
         # sources that hold the same heads share their writes
         siblings = [worker for worker in self.sources if worker is not source]
         skipped = self.not_transferred
@@ -292,7 +292,7 @@ def cases() -> st.SearchStrategy[Case]:
     ... @given(cases())
     ... def test(case):
     ...     copies = {}
-    ...     for plan in map(case.reads, case.destinations):  # in place of this, your own planner
+    ...     for plan in map(case.reads, case.destinations):  # instead of this, your own planner
     ...         for spec in plan.bind(**case.request(plan)):
     ...             copies[spec.local, spec.remote] = spec.descriptors()
     ...     assert_copies(case.destinations, case.sources, copies, **case.arguments())
@@ -451,12 +451,12 @@ def _design(
 
     It lists them from any of them on.
     """
-    # choices of the engine, then of each place in its list of tensors
+    # choices of the engine, then of each index in its list of tensors
     shape, regroup, renamed, turn, unlike, pools = choices.below(len(SHAPES), 5, 6, 4, 5, 2)
     packing, digits, gap, base, devices, extra_blocks = choices.below(4, 2, 2, 4, 2, 4)
     tp, cp, pp = SHAPES[shape]
     groups = _groups(engine_id, cp, renamed, unlike in (0, 1), choices)
-    placements = choices.several_below(4, 4, 24, 30, 81, 4, 8)
+    memory_choices = choices.several_below(4, 4, 24, 30, 81, 4, 8)
     stages = choices.below(*4 * [pp])
     stored = list[StoredTensor]()
     for index, stage in enumerate(stages):
@@ -466,8 +466,8 @@ def _design(
         tensor = tensors[number]
         # engines may group tensors by kind, all together, each alone, or in another way
         kind = (tensor.kind, 0, index, tensor.kind + index, tensor.kind)[regroup]
-        placement = placements[0 if unlike in (0, 2) else index]
-        first_axis, low, high, pads, split, narrowed = placement
+        choice = memory_choices[0 if unlike in (0, 2) else index]
+        first_axis, low, high, pads, split, narrowed = choice
         is_narrowed = narrowed > 4 and lacking == SOURCE_ONLY
         stored.append(
             StoredTensor(

@@ -87,14 +87,14 @@ def test_what_is_refused_is_what_planning_refuses(code, remote, difference):
         plan_reads(MINE, [remote])
 
 
-PARTS = "part of head", "all", "[2, 4) of 4"
+SHARDS = "shard of head", "all", "[2, 4) of 4"
 BLOCKS = "2 of 2560 bytes", "2 of 1792 bytes"
 STEP = with_views(engine("prefill", blocks=9)[0], num_blocks=8, block_stride_bytes=280)
 ORDERS = "head 64, token 16, kv 8, dim 2", "token 64, head 16, kv 8, dim 2"
 TURNS = "rank 0 of 1, interleave 1", "rank 1 of 2, interleave 3"
 GROUP = attrs.evolve(OTHER, groups=[Group("kv", 4)], views=[attrs.evolve(view, group="kv") for view in OTHER.views])
 PLANNED = {
-    "part": (engine("prefill", tp=2)[1], [PARTS, "block stride", "regions"]),
+    "shard": (engine("prefill", tp=2)[1], [SHARDS, "block stride", "regions"]),
     "block": (engine("prefill", tokens=6)[0], [("tokens per block", "4", "6"), "block stride", "strides", "regions"]),
     "blocks": (engine("prefill", blocks=7)[0], [("blocks", "10", "7"), ("regions", *BLOCKS)]),
     "step": (STEP, ["blocks", ("block stride", "256", "280"), "regions"]),
@@ -180,20 +180,20 @@ def test_views_of_one_tensor_that_differ_are_refused():
         plan_reads(mixed, [equal])
 
 
-def test_parts_of_several_views_are_listed_together():
+def test_shards_of_several_views_are_listed_together():
     """K and V in two views on one side and in one on the other is a planned difference of parts."""
     axes = (Axis("kv", 0, 2, 2, 16), Axis("dim", 0, 4, 4, 4))
     joined = Worker("p", 0, [Region("r", 0, 160)], [Group("g")], [View("kv", "g", "r", "uint8", axes, 5, 32)])
     rows = rows_of(joined, parted("uint8", "uint8"))
-    assert rows[0] == ("part of kv", "all", "[0, 1) of 2 and [1, 2) of 2", "planned")
+    assert rows[0] == ("shard of kv", "all", "[0, 1) of 2 and [1, 2) of 2", "planned")
 
 
 def test_digits_of_a_part_are_listed():
-    """A part of an axis in two digits is written with both."""
+    """A shard of an axis in two digits is written with both."""
     axes = (Axis("head", 2, 4, 4, 16), Axis("head", 0, 2, 2, 8), Axis("dim", 0, 4, 4, 2))
     digits = Worker("p", 0, [Region("r", 0, 64)], [Group("g")], [View("x", "g", "r", "uint8", axes, 2, 32)])
     whole = with_views(digits, axes=(attrs.evolve(axes[0], start=0), *axes[1:]), num_blocks=1)
-    assert rows_of(whole, digits)[0] == ("part of head", "all", "[2, 4) of 4 x [0, 2) of 2", "planned")
+    assert rows_of(whole, digits)[0] == ("shard of head", "all", "[2, 4) of 4 x [0, 2) of 2", "planned")
 
 
 def test_a_comparison_reads_as_a_table():
@@ -259,7 +259,7 @@ def test_a_plan_is_not_reused_for_another_model() -> None:
     """An engine of the same geometry takes the place of the remotes only if it runs their model."""
     (ours,), (same,), (other,) = (engine(name) for name in ("decode", "p1", "p2"))
     plan = plan_reads(ours, [same])
-    with pytest.raises(KVPlanError, match=r"^WORKER: cannot take the place of p1/0"):
+    with pytest.raises(KVPlanError, match=r"^WORKER: cannot replace p1/0"):
         plan.with_remotes([attrs.evolve(other, model="b")])
 
 
