@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from base64 import b64decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -48,6 +48,7 @@ class DecodeRank(Rank):
     ) -> None:
         super().__init__(memory, system)
         self.metadata = queue.metadata_buffers
+        self._scheduler = queue.scheduler
         self.claims = Claims(logger, system, settings.max_peers)
         self.importer = Importer(
             memory.groups,
@@ -87,6 +88,15 @@ class DecodeRank(Rank):
         return any(
             self.reads.is_moving(name) for name, read in self._rooms_read.items() if read == room
         )
+
+    def forward_event(self) -> Any:
+        """Return an event of the forwards that SGLang has launched; None without streams.
+
+        With its overlap schedule, a request that ended with the last batch is also in the one under
+        way, which writes one more position of it: into pages that another request may have by now.
+        """
+        record = getattr(getattr(self._scheduler, "forward_stream", None), "record_event", None)
+        return None if record is None else record()
 
     def open_room(self, room: int) -> None:
         """Refuse a room that another request has now. Raises ``NAME``.
@@ -166,6 +176,8 @@ class Receiver(BaseKVReceiver):
         self.conclude_state: Any = None
         self._error: Exception = RuntimeError("aborted")
         self._has_room = False
+        # what to read, and the event after which nothing else writes into the pages
+        self._next_read: tuple[Any, Callable[[], None]] | None = None
 
     def init(self, prefill_dp_rank: int) -> None:
         """Ask for the room, unless the request is refused."""
@@ -209,6 +221,7 @@ class Receiver(BaseKVReceiver):
         """Continue the request, and return its state. Raises the reason why it fails."""
         rank = self._rank
         rank.poll()
+        self._begin_read()
         if self._name in rank.ended:
             error = rank.ended.pop(self._name)
             if error is not None or self._is_aborted:
@@ -241,10 +254,23 @@ class Receiver(BaseKVReceiver):
             pages = rank.memory.block_tables(kv_indices.tolist(), first, stop, state_indices or [])
             num_tokens = rank.importer.count(self._name, first, stop)
             assert num_tokens is not None
-            rank.importer.begin(self._name, pages, num_tokens)
-            rank.begin_read(self._name, self._room)
+            self._next_read = (
+                rank.forward_event(),
+                partial(rank.importer.begin, self._name, pages, num_tokens),
+            )
+            self._begin_read()
         except KVPlanError as error:
             self._fail(error)
+
+    def _begin_read(self) -> None:
+        """Begin to read, when no forward of before can write into the pages any more."""
+        if self._next_read is None:
+            return
+        event, begin = self._next_read
+        if event is None or event.query():
+            self._next_read = None
+            begin()
+            self._rank.begin_read(self._name, self._room)
 
     def _write_metadata(self, entry: Mapping[str, Any]) -> None:
         """Write the first token, and what belongs to it, where SGLang looks for them."""

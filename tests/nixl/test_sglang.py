@@ -317,6 +317,48 @@ def test_a_request_is_read(
     until(sender, KVPoll.Success)
 
 
+class Forwards:
+    """SGLang's stream of forwards, of which one is under way until a test ends it."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def record_event(self) -> Forwards:
+        return self
+
+    def query(self) -> bool:
+        return self.is_over
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_pages_are_read_into_after_the_forward_that_may_write_them(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, *, is_aborted: bool
+) -> None:
+    """A request that has ended is in SGLang's next batch too, and has had the same pages. No byte comes before it."""
+    decode.queue.scheduler.forward_stream = forwards = Forwards()
+    receiver = received(plugin, decode, server)
+    sent(plugin, prefill, server)
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    for _ in range(50):
+        assert receiver.poll() == KVPoll.WaitingForInput
+        time.sleep(0.001)
+    assert not decode.rows(OURS).any()
+    if is_aborted:  # SGLang frees the pages at once
+        receiver.abort()
+        assert not receiver.abort_notified
+        receiver.clear()
+    forwards.is_over = True
+    if is_aborted:
+        for _ in range(50):
+            assert receiver.poll() == KVPoll.Failed
+            time.sleep(0.001)
+        assert not decode.rows(OURS).any()
+    else:
+        until(receiver, KVPoll.Success)
+        assert torch.equal(decode.rows(OURS), prefill.rows(THEIRS))
+
+
 @pytest.mark.parametrize("is_stage", [False, True])
 def test_a_window_is_read_by_whole_pages(
     plugin: SimpleNamespace, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch, *, is_stage: bool
