@@ -27,7 +27,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from logging import Logger
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
@@ -45,6 +45,8 @@ from kvplan_nixl.rearrange import tensor_at
 from kvplan_nixl.rows import PreparedRows
 
 __all__ = ["MappedExecutor"]
+
+ELSEWHERE: Final = "it is on another host, or in another PID namespace"
 
 MakeCopies = Callable[[Sequence[Region]], Copies]
 """Makes what copies between these regions: those of this worker, and of a peer."""
@@ -165,14 +167,16 @@ class MappedExecutor(NixlExecutor):
         return json.dumps({"kind": self._mapper.kind, "regions": texts}).encode()
 
     def _open_memory(self, peer: Any, handles: bytes) -> None:
+        worker = peer.worker
         process = Process.of_agent(peer.agent)
-        if not handles or process is None or self._process is None:
+        if process is None or self._process is None or not self._process.is_beside(process):
+            self._logger.info("%s is read through NIXL: %s", worker.label, ELSEWHERE)
             return
-        if not self._process.is_beside(process):
+        if not handles:
+            self._through_nixl(peer, "its envelope has no handles; its own log says why")
             return
         mapped: list[Mapped] = []
         regions: list[Region] = []
-        worker = peer.worker
         try:
             for region, handle in zip(
                 worker.regions, _parsed(handles, self._mapper.kind, worker), strict=True
@@ -188,11 +192,11 @@ class MappedExecutor(NixlExecutor):
         self._memories[peer] = MappedMemory(tuple(regions), copies, tuple(mapped))
         self._logger.info("mapped the memory of %s (%s)", worker.label, self._mapper.kind)
 
-    def _through_nixl(self, peer: Any, error: KVPlanError) -> None:
+    def _through_nixl(self, peer: Any, reason: KVPlanError | str) -> None:
         self._logger.warning(
             "%s is read through NIXL, since its memory cannot be mapped: %s",
             peer.worker.label,
-            error,
+            reason,
         )
 
     def _region_here(self, worker: Worker, region: Region, mapped: Mapped) -> Region:

@@ -46,6 +46,13 @@ class MemfdMapper:
         self.memory[address] = (descriptor, shared)
         return address
 
+    def free(self) -> None:
+        """Unmap all memory that was made here."""
+        while self.memory:
+            _, (descriptor, shared) = self.memory.popitem()
+            os.close(descriptor)
+            shared.close()
+
     def _start(self, region: Region) -> int | None:
         """Where the memory begins that a region is in."""
         for start, (_, shared) in self.memory.items():
@@ -186,6 +193,7 @@ def serve(channel: Connection, worker: Worker, environment: dict[str, str]) -> N
         "connect": lambda envelope: executor.connect(envelope) and None,
         "fill": lambda seed: filled(here, seed),
         "close": executor.close,
+        "free": mapper.free,
     }
     while True:
         command, *arguments = channel.recv()

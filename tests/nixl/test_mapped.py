@@ -24,6 +24,7 @@ from kvplan.describe.blocks import Request
 from kvplan.plan import ReadSpec
 from kvplan.testing.executors import ExecutorContract
 from kvplan_nixl import Envelope, NixlExecutor, mapped, settle
+from kvplan_nixl.cma import Process
 from kvplan_nixl.kernel import Copies, KernelCopies, has_triton
 from kvplan_nixl.mapped import MappedExecutor, UnlistedSpec, copies_between, make_executor
 from tests.nixl import test_reads
@@ -141,12 +142,16 @@ def closed(source: Source) -> None:
     source.ask("close")
 
 
+def freed(source: Source) -> None:
+    source.ask("free")
+
+
 def suspended(source: Source) -> None:
     assert source.process.pid is not None
     os.kill(source.process.pid, signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("end", [killed, closed, suspended])
+@pytest.mark.parametrize("end", [killed, closed, freed, suspended])
 def test_a_source_ends_under_a_copy(reader: Reader, end: Callable[[Source], None]) -> None:
     """The copy ends, with the bytes that were there; nothing is mapped afterwards, and no byte comes late."""
     transfer = reader.begin()
@@ -284,6 +289,36 @@ def test_handles_that_cannot_be_mapped(bad: str, caplog: pytest.LogCaptureFixtur
         transfer = executor.start(spec, "request")
         assert settle(executor, [transfer], 10)
         assert transfer.status is Status.DONE
+
+
+def test_a_peer_without_handles_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A reader that would map says so: its operator may look at this engine's log alone."""
+    mapper = MemfdMapper()
+    here = in_shared_memory(engine("decode")[0], mapper)
+    with (
+        NixlExecutor(in_shared_memory(engine("prefill")[0], MemfdMapper()), key=KEY) as source,
+        MappedExecutor(here, mapper=mapper, key=KEY) as executor,
+        caplog.at_level(logging.INFO),
+    ):
+        assert not executor.maps(executor.connect(source.envelope()))
+        assert ["no handles" in record.message for record in caplog.records] == [True]
+        assert caplog.records[0].levelname == "WARNING"
+
+
+def test_a_peer_of_another_host_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is no fault, so it is no warning."""
+    mappers = MemfdMapper(), MemfdMapper()
+    there, here = (in_shared_memory(engine(n)[0], m) for n, m in zip(("prefill", "decode"), mappers, strict=True))
+    monkeypatch.setattr(Process, "is_beside", lambda own, other: False)
+    with (
+        MappedExecutor(there, mapper=mappers[0], key=KEY) as source,
+        MappedExecutor(here, mapper=mappers[1], key=KEY) as executor,
+        caplog.at_level(logging.INFO),
+    ):
+        assert not executor.maps(executor.connect(source.envelope()))
+        assert mappers[1].num_open == 0
+        assert ["on another host" in record.message for record in caplog.records] == [True]
+        assert caplog.records[0].levelname == "INFO"
 
 
 def test_memory_that_is_too_small() -> None:
