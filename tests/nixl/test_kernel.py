@@ -11,10 +11,11 @@ import inspect
 import random
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import attrs
@@ -23,6 +24,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
 import triton
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -35,7 +37,7 @@ from kvplan.staging.copy_plan import BoundCopy, CopyPlan, Field, Launch, SideFie
 from kvplan.testing.strategies import NUM_CHOICES, Case, case_of, cases
 from kvplan.verification import FakeMemory
 from kvplan_nixl import kernel
-from kvplan_nixl.kernel import KernelCopier, TorchCopies
+from kvplan_nixl.kernel import KernelCopier, KernelCopies, TorchCopies
 from property_tests import fewer
 from tests.nixl.interpreted import (
     CheckedCopies,
@@ -369,6 +371,117 @@ def test_faults_of_boxes_are_seen(tmp_path: Path, fault: str, monkeypatch: pytes
         return False
 
     assert is_wrong()
+
+
+class Cuda:
+    """A stand-in for streams of CUDA: it notes what they are told, and on which one the kernel is launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.noted: list[str] = []
+        self.grids: list[int] = []
+        self.is_capturing = False
+        self.error: Exception | None = None
+        self.present = CudaStream("the engine's", self)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: CudaStream("its own", self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.present)
+        monkeypatch.setattr(torch.cuda, "stream", self.entered)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
+        properties = SimpleNamespace(multi_processor_count=7)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(KernelCopies, "_on_device", lambda copies, array: torch.tensor(array))
+
+    @contextmanager
+    def entered(self, stream: CudaStream) -> Iterator[None]:
+        self.present, before = stream, self.present
+        try:
+            yield
+        finally:
+            self.present = before
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return partial(self.launched, grid[0])
+
+    def launched(self, grid: int, *arguments: Any, **constants: Any) -> None:
+        self.grids.append(grid)
+        self.noted.append(f"launched on {self.present.name}")
+        if self.error is not None:
+            raise self.error
+
+
+class CudaStream:
+    """A stream of :class:`Cuda`, and an event of it."""
+
+    def __init__(self, name: str, cuda: Cuda) -> None:
+        self.name, self.cuda, self.is_over = name, cuda, False
+
+    def wait_stream(self, other: CudaStream) -> None:
+        self.cuda.noted.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self) -> None:
+        self.cuda.noted.append(f"{self.name} is waited for")
+
+    def record_event(self) -> CudaStream:
+        self.cuda.noted.append(f"an event of {self.name}")
+        return self
+
+    def query(self) -> bool:
+        if self.cuda.error is not None:
+            raise self.cuda.error
+        return self.is_over
+
+
+def small_copy() -> BoundCopy:
+    """A request of several launches: latents and index keys have words of other widths."""
+    (decode,), (prefill,) = (Model.shipped("deepseek-v3.2").engine(name, num_blocks=99) for name in ("d", "p"))
+    blocks = {group.name: Blocks(range(9)) for group in decode.groups}
+    (bound,) = CopyPlan(plan_reads(decode, [prefill])).bind(local=blocks, remote=blocks).values()
+    assert len(bound.launches) > 1
+    return bound
+
+
+def test_copies_run_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits once for what the engine has queued, and the engine's stream waits for nothing."""
+    cuda, bound = Cuda(monkeypatch), small_copy()
+    copies = KernelCopies("cuda:0", kernel=cuda)
+    copies.prepare(bound.pair)
+    cuda.noted.clear()
+    ticket = copies.begin(bound)
+    launched = ["launched on its own"] * len(bound.launches)
+    assert cuda.noted == ["its own waits for the engine's", *launched, "an event of its own"]
+    assert cuda.present.name == "the engine's"
+    cuda.noted.clear()
+    assert not copies.done(ticket)
+    ticket.is_over = cuda.is_capturing = True
+    assert not copies.done(ticket)  # CUDA allows no query of an event while a graph is captured
+    cuda.is_capturing = False
+    assert copies.done(ticket)
+    assert cuda.noted == []
+    copies.wait()
+    assert cuda.noted == ["its own is waited for"]
+
+
+@pytest.mark.parametrize(("programs", "most"), [(None, 7 * kernel.PROGRAMS_PER_MULTIPROCESSOR), (3, 3)])
+def test_copies_take_no_more_programs_than_they_may(
+    programs: int | None, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So running requests keep the rest of the GPU."""
+    cuda, bound = Cuda(monkeypatch), small_copy()
+    KernelCopies("cuda:0", programs=programs, tile_bytes=128, kernel=cuda).begin(bound)
+    assert max(cuda.grids) == most
+
+
+def test_a_launch_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is being copied when the error comes; a copy that fails later is told of when it is asked for."""
+    cuda, bound = Cuda(monkeypatch), small_copy()
+    copies = KernelCopies("cuda:0", kernel=cuda)
+    ticket = copies.begin(bound)
+    cuda.noted.clear()
+    cuda.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(KVPlanError, match="illegal memory access"):
+        copies.begin(bound)
+    assert cuda.noted[-1] == "its own is waited for"
+    with pytest.raises(KVPlanError, match="illegal memory access"):
+        copies.done(ticket)
 
 
 def test_missing_blocks_are_refused_before_a_byte_moves() -> None:
