@@ -15,10 +15,10 @@ PAGE: Final = ROOT / "docs" / "second-opinion.md"
 
 TOP: Final = """# A second opinion
 
-See here where kvplan's plans differ from those of released vLLM and SGLang, and which of them are right. The peers' own
-functions run as released, on arrays at the addresses that kvplan's Workers describe, and the test records their copies.
-It expands both plans to the addresses of every byte that they read and write, and compares them. Where they differ, a
-referee that knows only the meaning of each byte decides which one is right.
+Where kvplan's plans differ from those of released vLLM and SGLang, and which of them are right. The peers' own
+functions run as released, on arrays at the addresses that kvplan's Workers describe. The test expands both plans to the
+addresses of every byte that they read and write. Where they differ, a referee that knows only the meaning of each byte
+decides.
 
 {versions}
 
@@ -33,20 +33,18 @@ The default test run does not include this, and the repository contains no code 
 """
 
 NOTES: Final = """
-{compared} pairs were compared. *Same copies* read and write the same addresses. In *another replica*, several source
-workers hold the same bytes and the two plans read different ones; every byte is right in both. kvplan planned {ours}
-pairs, including those that peers refuse; {wrong} of them had a byte wrong, missing, written twice or written outside
-the request.
-
-*Descriptors* counts what each planner posts for the pairs that both plan right. The requests have scattered blocks.
-vLLM's offloading connector copies twice, into a page and out of it. Its NIXL connector posts a descriptor per block and
-layer, and NIXL merges neighbours. If block sizes differ and heads are outside slots, it posts fewer descriptors than
-kvplan, because it first copies slots to wrong places and a kernel rearranges them afterwards.
+- {compared} pairs were compared. kvplan planned {ours}, including those that peers refuse; {wrong} of them had a byte
+  wrong, missing, written twice or written outside the request.
+- *Same copies* read and write the same addresses. In *another replica*, several source workers hold the same bytes and
+  the plans read different ones; both are right.
+- *Descriptors* are those of the pairs that both plan right, with scattered blocks. vLLM's offloading connector copies
+  twice, into a page and out of it. Its NIXL connector posts fewer than kvplan where block sizes differ and heads are
+  outside slots: it copies slots to wrong places first, and a kernel rearranges them.
 """
 
 DIFFERS: Final = """## What differs
 
-Each quotation is the first line that `kvplan.verify` reports for the example when it checks the peer's copies."""
+Each quotation is the first line that `kvplan.verify` reports of the peer's copies in the example."""
 
 REMARKS: Final = {
     "_init_hetero_tp_prep_handle": "this also happens if one TP size divides the other, when the source has more "
@@ -65,7 +63,8 @@ def text(tallies: Iterable[Tally]) -> str:
     parts = [TOP.format(versions=_versions()) + "".join(_row(tally) for tally in tallies)]
     compared = sum(tally.compared for tally in tallies)
     parts.append(NOTES.format(compared=f"{compared:,}", ours=f"{planned:,}", wrong=f"{wrong:,}" if wrong else "none"))
-    parts += [DIFFERS, *(line for tally in tallies for line in _differences(tally))]
+    told: set[str] = set()
+    parts += [DIFFERS, *(line for tally in tallies for line in _differences(tally, told))]
     parts += [
         "",
         "## What peers refuse",
@@ -97,12 +96,17 @@ def _total(rows: Iterable[Row]) -> int:
     return sum(row.count for row in rows)
 
 
-def _differences(tally: Tally) -> list[str]:
+def _differences(tally: Tally, told: set[str]) -> list[str]:
+    """One item for each explanation, which is not told again of another peer."""
     lines = []
     for explanation, row in tally.differ.items():
         whose, why = (explanation.whose, explanation.text) if explanation else ("NOT EXPLAINED", "")
-        lines += [f"- **{tally.peer.name}, {row.count:,} pairs: {whose}.** {why} Such as `{row.example}`"]
-        lines += [f"  > {row.first}"]
+        head = f"- **{tally.peer.name}, {row.count:,} pairs: {whose}.**"
+        if why in told:
+            lines += [f"{head} As above."]
+            continue
+        told.update([why] if why else [])
+        lines += [f"{head} {why} Such as `{row.example}`", f"  > {row.first}"]
     for code, row in tally.refused_by_us.items():
         lines += [f"- **{tally.peer.name}, {row.count:,} pairs: kvplan refuses, {code}.** Such as `{row.example}`"]
     return ["", *lines] if lines else []
@@ -110,11 +114,12 @@ def _differences(tally: Tally) -> list[str]:
 
 def _refusals(tally: Tally) -> list[str]:
     rows = sorted(tally.refused.items(), key=lambda item: -item[1].count)
-    lines = [f"- {row.count:,}: {_remarked(reason)}" for reason, row in rows]
+    lines = [f"- {row.count:,}: {remarked(reason)}" for reason, row in rows]
     return ["", f"{tally.peer.name}:", "", *lines] if rows else []
 
 
-def _remarked(reason: str) -> str:
+def remarked(reason: str) -> str:
+    """A peer's message, with what it leaves out."""
     return "; ".join([reason, *(remark for start, remark in REMARKS.items() if reason.startswith(start))])
 
 
@@ -137,15 +142,13 @@ the worker's construction |
 the worker's construction |
 | Megatron-LM | `plan_kv_reshard` | addresses, which are no part of its plans: those of both arrays |
 
-- If block sizes differ, vLLM rearranges blocks after a transfer: `get_transfer_results` does so here too, on addresses
-  instead of values.
-- SGLang runs without its staging buffers. SGLang's MoRI manager does not run, because its descriptors are objects of
-  the `mori` package.
-- The last three run on the cases of [the table of verdicts](verdicts.md) alone.
-- Modules that the planners import but never call are empty stand-ins; calling one is an error.
-- Requests are whole blocks, since most of these paths count in blocks. kvplan is exact to the position.
+- If block sizes differ, vLLM rearranges blocks after a transfer; `get_transfer_results` does so here on addresses.
+- SGLang runs without its staging buffers.
+- The last three run on the cases of [the table of verdicts](verdicts.md) only.
+- Modules that the planners import and do not call are empty stand-ins; calling one is an error.
+- Requests are whole blocks, since most of these paths count in blocks.
 
-The examples name an engine by the order of its cache, from the slowest dimension to the fastest (L layer, B block, K
-before V, H head, N slot, D dim; LBND for latents), and by all sizes other than 1: heads of the model, TP, tokens per
-block, the ranks that share positions (DCP, PCP), and the interleave.
+The examples name an engine by the order of its cache, slowest dimension first (L layer, B block, K before V, H head, N
+slot, D dim; LBND for latents), and by all sizes other than 1: heads, TP, tokens per block, the ranks that share
+positions (DCP, PCP), and the interleave.
 """

@@ -17,6 +17,7 @@ import attrs
 from benchmarks.peers import environment
 from benchmarks.peers.environment import ROOT, VERSIONS
 from kvplan.testing.conformance import ConnectorContract, EngineMemory, PairCase, Rows, Verdict
+from tests.second_opinion.page import remarked
 from tests.second_opinion.peers import KVPLAN, NotRunError, Peer
 
 PAGE: Final = ROOT / "docs" / "verdicts.md"
@@ -27,17 +28,20 @@ TOP: Final = """# Which planner is right
 
 Each planner ran on the cases of the [conformance kit](how-to/debugging.md#test-a-whole-connector), with its own
 functions as released ([how](second-opinion.md#how-it-is-run)), and [`verify`][kvplan.verify] checked every byte that it
-copies. *Repeated*: all bytes are right, and some are written more than once. *Refused*: the planner raises an error
-before it copies. *Not run*: the case has something that is no part of this planner. No planner's code is in this
-repository.
+copies.
+
+- *repeated*: all bytes are right, and some are written more than once
+- *refused*: the planner raises an error before it copies
+- *not run*: the planner does not plan for what the case has
 
 """
 
+REFUSED: Final = "The messages, with `#` for numbers; `--peer` and `--case`, as above, print that of one cell."
+
 NOT_RUN: Final = """
-Not run here: LMCache's prefill-decode mode (rank n sends to rank n, and the receiver allocates the chunks: there is no
-plan to run without its transport); Mooncake's reshard planner for KV caches (no release has it: 0.3.13.post1 plans
-weights alone); ModelExpress (moves weights); SGLang's MoRI manager (descriptors are objects of the `mori` package);
-TensorRT-LLM and Dynamo (planned in C++, CUDA and Rust).
+Planners that were not run: LMCache's prefill-decode mode (the receiver allocates chunks, so there is no plan without
+its transport); Mooncake's reshard planner for KV caches (not released: 0.3.13.post1 plans weights only); SGLang's MoRI
+manager (needs the `mori` package); TensorRT-LLM and Dynamo (planned in C++, CUDA and Rust).
 """
 
 
@@ -81,13 +85,11 @@ def page(peers: Iterable[Peer]) -> str:
             if verdict.word in WRONG:
                 lines.append(f"- **{peer.name}, {case}**: `{verdict.why}`")
                 lines.append(f"    - `python -m tests.second_opinion.verdicts --peer '{peer.name}' --case '{case}'`")
-    lines += ["", "## What is refused", ""]
+    lines += ["", "## What is refused", "", REFUSED, ""]
     for peer, found in verdicts.items():
-        reasons: dict[str, list[str]] = {}
-        for case, verdict in found.items():
-            if verdict.word == "refused":
-                reasons.setdefault(verdict.why, []).append(case)
-        lines += [f"- {peer.name}, {'; '.join(names)}: {why}" for why, names in reasons.items()]
+        reasons = {re.sub(r"-?\d+", "#", each.why): None for each in found.values() if each.word == "refused"}
+        if reasons:
+            lines += [f"- {peer.name}:", *(f"    - {remarked(why)}" for why in reasons)]
     return TOP + "\n".join([*rows, *lines]) + "\n" + NOT_RUN
 
 
