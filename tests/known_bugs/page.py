@@ -10,13 +10,11 @@ from typing import Final
 
 import attrs
 
-from kvplan.errors import CODES
-from kvplan.verification import PROMISES
 from tests.known_bugs.known_bug import KnownBug
 
 HERE: Final = Path(__file__).parent
 PAGE: Final = HERE.parent.parent / "docs" / "known-bugs.md"
-THREAD: Final = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
+THREAD: Final = re.compile(r"([\w.-]+)/([\w.-]+)#(\d+)")
 
 
 @attrs.frozen
@@ -48,19 +46,18 @@ FAMILIES: Final = {
 
 TOP: Final = """# Known bugs
 
-This page lists how KV cache transfers have failed, in public threads or released code, and what catches each fault.
-Each row is a test in `tests/known_bugs`: it reproduces the fault, asserts what catches it, and verifies the plan that
-kvplan makes instead. The last column says what catches it:
+Bugs of KV cache transfers, from public threads and released code. Each row is a test in `tests/known_bugs`: it
+reproduces the bug, asserts what catches it, and verifies the plan that kvplan makes instead. The last column says what
+catches it:
 """
 
 WAYS: Final = {
-    "verify": "`verify` executes the wrong plan in fake memory and reports that it breaks these promises",
-    "refused": "kvplan, or its fake memory, raises a KVPlanError with this code instead of moving wrong bytes",
+    "verify": "[`verify`](how-to/debugging.md), which executes the wrong plan in fake memory, reports these checks",
+    "refused": "kvplan, or its fake memory, raises a KVPlanError with this [code](reference/errors.md)",
     "completions": "the workers that plans have rows for differ from those that the faulty code notifies",
-    "tails": "`kvplan.tails` lists bytes of the request's blocks that the faulty code left without zeroing them",
-    "cost": "the plan's cost shows that the right bytes need fewer descriptors, in the same layout or in a better one",
-    "accepted": "there are no wrong bytes to catch: a valid pair or request was refused or failed; kvplan plans and "
-    "verifies it",
+    "tails": "`kvplan.tails` lists bytes of the request's blocks that the faulty code did not zero",
+    "cost": "the plan's cost shows that fewer descriptors move the right bytes, in the same layout or in a better one",
+    "accepted": "no bytes were wrong: a valid pair or request was refused or failed; kvplan plans and verifies it",
 }
 """The words of the last column."""
 
@@ -84,28 +81,19 @@ def page() -> str:
         rows = [one for one in shown if one.number[0] == letter]
         if rows:
             parts += ["", f"## {title}", "", *_table("caught by", ((one, f"`{one.caught_by}`") for one in rows))]
-    parts += ["", "## Outside", "", "No plan can prevent these faults. The last column says who must.", ""]
+    parts += ["", "## Outside", "", "No plan can prevent these bugs.", ""]
     parts += _table("who must prevent it", ((one, one.keeper) for one in sorted(OUTSIDE, key=_place)))
     return "\n".join(parts) + "\n"
 
 
 def _legend(shown: Iterable[KnownBug]) -> list[str]:
-    """The ways in which bugs are caught, each with the codes that occur in it."""
-    found: dict[str, set[str]] = {}
-    for one in shown:
-        way, _, codes = one.caught_by.partition(": ")
-        found.setdefault(way, set()).update(filter(None, codes.split(", ")))
-    meanings = {"verify": PROMISES, "refused": CODES}
-    lines = []
-    for way, text in WAYS.items():
-        if way in found:
-            lines.append(f"- `{way}`: {text}" + ("." if way not in meanings else ":"))
-            lines += [f"    - `{code}`: {text}" for code, text in meanings.get(way, {}).items() if code in found[way]]
-    return lines
+    """The ways in which bugs are caught."""
+    found = {one.caught_by.partition(": ")[0] for one in shown}
+    return [f"- `{way}`: {text}" for way, text in WAYS.items() if way in found]
 
 
 def _table(last: str, rows: Iterable[tuple[KnownBug | Outside, str]]) -> list[str]:
-    lines = [f"| | fault | known from | {last} |", "|---|---|---|---|"]
+    lines = [f"| | bug | known from | {last} |", "|---|---|---|---|"]
     return lines + [f"| {one.number} | {one.bug} | {links(one.reference)} | {text} |" for one, text in rows]
 
 
@@ -113,9 +101,9 @@ def links(reference: str) -> str:
     """Turn the GitHub threads in a reference into links.
 
     >>> links("ai-dynamo/nixl#252, released")
-    '[ai-dynamo/nixl#252](https://github.com/ai-dynamo/nixl/issues/252), released'
+    '[nixl#252](https://github.com/ai-dynamo/nixl/issues/252), released'
     """
-    return THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", reference)
+    return THREAD.sub(r"[\2#\3](https://github.com/\1/\2/issues/\3)", reference)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ def expanded(ids: Iterable[int], step: int, count: int) -> list[int]:
 
 @known_bug("C1", "vllm-project/vllm#28661, vllm-project/vllm#28677", "verify: COVER, OWN")
 def test_ids_of_blocks_for_kernel_blocks() -> tuple[Outcome, Outcome]:
-    """Ids that count blocks of 128 tokens were used in a cache of kernel blocks of 64, and led to other blocks."""
+    """Ids of blocks of 128 tokens were used as ids of kernel blocks of 64."""
     return _ids_of_blocks_for_kernel_blocks(128, 64)
 
 
 @known_bug("C3", "vllm-project/vllm#46334", "verify: COVER, OWN")
 def test_ids_of_blocks_for_tokens() -> tuple[Outcome, Outcome]:
-    """Ids of blocks of 16 tokens counted single tokens of the registered tensors, and led into block 0, nobody's."""
+    """Ids of blocks of 16 tokens indexed tensors that were registered per token, and read the null block 0."""
     return _ids_of_blocks_for_kernel_blocks(16, 1)
 
 
@@ -51,7 +51,7 @@ def _ids_of_blocks_for_kernel_blocks(block: int, kernel: int) -> tuple[Outcome, 
 
 @known_bug("C12", "vLLM 0.33.0, mooncake_connector.py", "verify: VALUE, COVER")
 def test_unequal_blocks_of_a_replicated_cache() -> tuple[Outcome, Outcome]:
-    """Lengths of blocks were not compared where ranks hold whole latents, so unequal blocks paired from the tail."""
+    """Block lengths were not compared where ranks hold whole latents, so unequal blocks were paired from the tail."""
     (prefill,), (decode,) = (
         engine(name, heads=1, tokens=tokens, order="NH", layers=1, blocks=20)
         for name, tokens in (("prefill", 2), ("decode", 4))
@@ -68,7 +68,7 @@ def test_unequal_blocks_of_a_replicated_cache() -> tuple[Outcome, Outcome]:
 
 @accepted("C2", "vllm-project/vllm#28925, vllm-project/vllm#28890")
 def test_blocks_that_both_kernels_split() -> Outcome:
-    """Blocks of 128 tokens, 2 kernel blocks on both sides, were taken for unequal, and the handshake failed."""
+    """Blocks of 128 tokens with 2 kernel blocks on both sides were taken for unequal, and the handshake failed."""
     keys = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
     sources, destinations = (
         Model.from_config(keys).engine(name, tp=2, tokens_per_block=128, kernel_tokens=64, num_blocks=10)
@@ -80,7 +80,7 @@ def test_blocks_that_both_kernels_split() -> Outcome:
 
 @known_bug("C4", "vllm-project/vllm#42097", "verify: VALUE")
 def test_blocks_of_the_other_side() -> tuple[Outcome, Outcome]:
-    """A source's blocks of 2 kernel blocks were taken to have 3, as the destination's have."""
+    """A source's blocks were taken to have 3 kernel blocks, as the destination's do, instead of 2."""
     ours, theirs = [8, 1], [3, 7, 4]
     plan = plan_reads(paged("decode", 12, 10), [paged("prefill", 8, 10)])
     as_kernels = plan_reads(paged("decode", 4, 30), [paged("prefill", 4, 20)])
@@ -93,7 +93,7 @@ def test_blocks_of_the_other_side() -> tuple[Outcome, Outcome]:
 
 @known_bug("C5", "tests of vLLM 0.33.0, test_nixl_desc_geometry.py", "verify: COVER, OWN")
 def test_blocks_of_another_request() -> tuple[Outcome, Outcome]:
-    """A destination's blocks of 2 kernel blocks were placed as if they had 3, the source's, in those of a neighbour."""
+    """A destination's blocks of 2 kernel blocks were addressed as if they had the source's 3, in neighbours."""
     ours, theirs = [4, 7, 2], [3, 9]
     plan = plan_reads(paged("decode", 8, 30), [paged("prefill", 12, 10)])
     as_kernels = plan_reads(paged("decode", 4, 60), [paged("prefill", 4, 30)])
@@ -105,7 +105,7 @@ def test_blocks_of_another_request() -> tuple[Outcome, Outcome]:
 
 @known_bug("C6", "tests of vLLM 0.33.0, test_nixl_desc_geometry.py", "tails")
 def test_what_an_earlier_request_left() -> tuple[Outcome, Outcome]:
-    """The unfilled end of a block still held an earlier request's bytes, and answers became garbage."""
+    """The unfilled end of a block kept an earlier request's bytes, and answers became garbage."""
     (source,), (destination,) = engine("prefill", tokens=4), engine("decode", tokens=8)
     plan = plan_reads(destination, [source])
     request = asking({"attn": Blocks([8, 1])}, {"attn": Blocks([3, 9, 4])}, (0, 9))
@@ -131,7 +131,7 @@ def test_what_an_earlier_request_left() -> tuple[Outcome, Outcome]:
 
 @accepted("C7", "vllm-project/vllm#50714, vllm-project/vllm#50717")
 def test_blocks_of_4_and_of_256_tokens() -> Outcome:
-    """The smallest of all groups' block sizes, 4, was used for a group of 256 tokens, and no kernel had such blocks."""
+    """The smallest block size of all groups, 4, was used for a group of 256, and no kernel supports it."""
     source, destination = (grouped(name, compressor=4, attn=256) for name in ("prefill", "decode"))
     request = asking(
         local={"compressor": Blocks([8, 1], first=73), "attn": Blocks([5, 2])},
@@ -143,7 +143,7 @@ def test_blocks_of_4_and_of_256_tokens() -> Outcome:
 
 @accepted("C8", "vllm-project/vllm#53721")
 def test_pages_of_16_and_of_32_tokens() -> Outcome:
-    """A Gemma 4, whose layers have 16 or 32 tokens in a block, was refused by a connector with one size for all."""
+    """Gemma 4, with blocks of 16 and of 32 tokens, was refused by a connector with one block size for all layers."""
     model = Model.shipped("gemma-4-31b")
     two_layers = attrs.evolve(model, layers=model.layers[4:6])
     assert two_layers.blocks() == {"swa": 16, "attn": 32}
@@ -154,7 +154,7 @@ def test_pages_of_16_and_of_32_tokens() -> Outcome:
 
 @accepted("C9", "vllm-project/vllm#42945")
 def test_a_window_that_begins_inside_a_stored_block() -> Outcome:
-    """Stored blocks were 16 of the GPU's; those that a window had left were counted but not listed: a check failed."""
+    """Blocks of a store were 16 GPU blocks; those that had left a window were counted but not listed."""
     gpu, cpu = grouped("gpu", window=4), grouped("cpu", window=64)
     plan = plan_writes(gpu, [cpu])
 
@@ -167,7 +167,7 @@ def test_a_window_that_begins_inside_a_stored_block() -> Outcome:
 
 @accepted("C10", "vllm-project/vllm#19338, vllm-project/vllm#19341, vllm-project/vllm#19532")
 def test_a_rank_with_more_blocks() -> Outcome:
-    """Rank 0 of 8 had 111680 blocks and the others 111488, and a handshake that asserts one number for all failed."""
+    """Rank 0 of 8 had 111680 blocks, the others 111488, and the handshake asserts one number."""
 
     def ranks(blocks: int) -> tuple[Worker, ...]:
         return engine("prefill", 8, heads=8, layers=1, blocks=blocks)
@@ -179,7 +179,7 @@ def test_a_rank_with_more_blocks() -> Outcome:
 
 @accepted("C11", "ovg-project/kvcached#311, ovg-project/kvcached#312")
 def test_room_for_more_blocks() -> Outcome:
-    """A tensor that has room to grow, for 185344 blocks, failed an assertion that it has just the number planned."""
+    """A tensor with room to grow failed an assertion that it has exactly the planned number of blocks."""
     caches = [np.zeros((blocks, 4, 2, 8), np.float16) for blocks in (185344, 1000)]
     regions = [Region(f"{i}", cache.__array_interface__["data"][0], cache.nbytes) for i, cache in enumerate(caches)]
     axes: dict[str, Any] = {"pattern": "block token head dim", "group": "attn"}

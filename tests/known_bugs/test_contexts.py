@@ -31,7 +31,7 @@ def test_every_second_block() -> tuple[Outcome, Outcome]:
 
 @known_bug("G2", "vllm-project/vllm#52779", "completions")
 def test_replicas_that_nobody_reads() -> tuple[Outcome, Outcome]:
-    """All ranks of a source waited for a notice of a request's end, also replicas that nobody reads."""
+    """All source ranks waited for a notice of the request's end, also replicas that no rank reads."""
     shards = engine("prefill", 2)
     replicas = [attrs.evolve(worker, rank=worker.rank + 2) for worker in shards]
     mesh = plan_mesh(engine("decode", 2), [*shards, *replicas])
@@ -41,7 +41,7 @@ def test_replicas_that_nobody_reads() -> tuple[Outcome, Outcome]:
 
 @accepted("G3", "vllm-project/vllm#50611, vllm-project/vllm#54803")
 def test_some_of_the_ranks() -> Outcome:
-    """A cache spread over some of the ranks was refused: it had to be on one rank, or over all, block by block."""
+    """A cache spread over some ranks was refused: one rank was allowed, or all."""
     request = asking({"attn": Blocks([8, 1, 5, 2])}, {"attn": Blocks([3, 9, 4])}, (0, 30))
 
     def four_to_two(theirs: int, ours: int) -> Report:
@@ -59,7 +59,7 @@ def test_some_of_the_ranks() -> Outcome:
 
 @accepted("G4", "vllm-project/vllm-ascend#13934, vllm-project/vllm-ascend#16492")
 def test_room_for_drafts_on_8_ranks() -> Outcome:
-    """Ranks of a decode context of 8, with room for 5 draft tokens, read beyond a list or from the wrong ranks."""
+    """Ranks of DCP 8, with room for 5 draft tokens, read beyond a list or from wrong ranks."""
 
     def moved(theirs: int, ours: int) -> Report:
         sources, destinations = (
@@ -82,7 +82,7 @@ def latents(name: str, rank: int, context: Context) -> Worker:
 
 @known_bug("G5", "sgl-project/sglang#35186, sgl-project/sglang#35762", "cost")
 def test_tokens_one_by_one() -> tuple[Outcome, Outcome]:
-    """Ranks with every eighth token received their 7000 of a prompt of 56000 in 168000 pieces of 576 bytes."""
+    """Ranks with every eighth token received 7000 tokens of 56000 in 168000 ranges of 576 bytes."""
     source, destination = latents("prefill", 0, Context()), latents("decode", 3, Context(3, 8))
     packed = latents("prefill", 1, destination.groups[0].context)  # memory at the source, for what the rank takes
     direct, packing, sending = (

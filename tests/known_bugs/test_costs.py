@@ -64,7 +64,7 @@ def compared(
 
 @known_bug("J1", "vllm-project/vllm#48209, vllm-project/vllm#55157, ai-dynamo/nixl#1978", "cost")
 def test_a_tuple_for_each_block_of_the_pool() -> tuple[Outcome, Outcome]:
-    """When engines met, a tuple was made for each block of each tensor: 6.5 million for a 32B model, in seconds."""
+    """The handshake made a tuple for each block of each tensor: 6.5 million for a 32B model, in seconds."""
     blocks = 50_782
     (source,), (destination,) = (Model.shipped("qwen3-32b").engine(n, kv="split", num_blocks=blocks) for n in "pd")
     plan = plan_reads(destination, [source])
@@ -80,7 +80,7 @@ def test_a_tuple_for_each_block_of_the_pool() -> tuple[Outcome, Outcome]:
 
 @known_bug("J2", "ai-dynamo/nixl#135, ai-dynamo/nixl#156, ai-dynamo/nixl#176", "cost")
 def test_a_descriptor_for_each_token() -> tuple[Outcome, Outcome]:
-    """A request of pages of one token was 15,000 descriptors, and 20 MB as a message, though neighbours can be one."""
+    """A request in pages of one token was 15,000 descriptors and a message of 20 MB, with neighbours not joined."""
     (source,), (destination,) = (engine(name, tokens=1, layers=60, blocks=300) for name in ("prefill", "decode"))
     plan = plan_reads(destination, [source])
     request = asking({"attn": Blocks(range(20, 270))}, {"attn": Blocks(range(250))})
@@ -91,7 +91,7 @@ def test_a_descriptor_for_each_token() -> tuple[Outcome, Outcome]:
 
 @known_bug("J3", "vllm-project/vllm#53237, vllm-project/vllm#53825, vllm-project/vllm#57952", "cost")
 def test_a_descriptor_for_each_layer_of_a_page() -> tuple[Outcome, Outcome]:
-    """The 43 layers of a block were contiguous in memory, and each had its own descriptor: 9 GB/s of 50."""
+    """43 layers of a block, contiguous in memory, had a descriptor each: 9 GB/s of 50."""
     model = layers_of("deepseek-v3", 0, 43)
     (source,), (destination,) = (model.engine(n, layout="BLHNC", tokens_per_block=4, num_blocks=24) for n in "pd")
     plan, request = plan_reads(destination, [source]), apart(8, 24)
@@ -102,7 +102,7 @@ def test_a_descriptor_for_each_layer_of_a_page() -> tuple[Outcome, Outcome]:
 
 @known_bug("J4", "vllm-project/vllm#55434, vllm-project/vllm#55431", "cost")
 def test_tensors_of_uneven_width() -> tuple[Outcome, Outcome]:
-    """Latents and index keys, 576 and 128 wide, could not be packed by block: 112,000 descriptors for a request."""
+    """Latents and index keys, 576 and 128 wide, could not be packed by block: 112,000 descriptors a request."""
     model = layers_of("deepseek-v3.2", 0).with_dtypes("bfloat16")
     (both,) = model.layers
     model = attrs.evolve(model, layers=(both,) * 23 + (both[:1],) * 55)  # 101 tensors
@@ -111,7 +111,7 @@ def test_tensors_of_uneven_width() -> tuple[Outcome, Outcome]:
 
 @known_bug("J5", "sgl-project/sglang#15674, sgl-project/sglang#19890, sgl-project/sglang#22536", "cost")
 def test_tokens_outside_heads_gathered() -> tuple[Outcome, Outcome]:
-    """Heads inside tokens went to fewer ranks as a slice for each token, 30,000 for a request, and ranks failed."""
+    """NHD slices of heads for fewer ranks were a descriptor per token, 30,000 a request, and ranks failed."""
     model, heads_inside, heads_outside = layers_of("qwen3-32b", 0, 8), {"layout": "LBNHC"}, {"layout": "LBHNC"}
     of_layers = 2 * 8 * 2  # K and V of 8 layers, from each of 2 ranks
     numbers = {"too_many": 2 * 16 * of_layers, "enough": 2 * of_layers}
@@ -120,7 +120,7 @@ def test_tokens_outside_heads_gathered() -> tuple[Outcome, Outcome]:
 
 @known_bug("J6", "ai-dynamo/dynamo#12750", "cost")
 def test_layers_apart_on_one_side() -> tuple[Outcome, Outcome]:
-    """Blocks that are contiguous on disk were read in 96 pieces of 16 KB, because K and V of each layer were apart."""
+    """Blocks contiguous on disk were read in 96 ranges of 16 KB, because K and V of layers were apart."""
     model = layers_of("qwen3-235b-a22b", 0, 48)  # 4 heads of 128
     one_piece = {"layout": "BLHNC", "kv": "axis"}
     disk, gpu = {**one_piece, "memory": "FILE"}, {"memory": "VRAM"}
@@ -129,7 +129,7 @@ def test_layers_apart_on_one_side() -> tuple[Outcome, Outcome]:
 
 @known_bug("J7", "vllm-project/vllm#50913, vllm-project/vllm#51919", "cost")
 def test_blocks_of_few_tokens() -> tuple[Outcome, Outcome]:
-    """A prompt of 5000 tokens in blocks of 16 was tens of thousands of descriptors, four times as many as with 64."""
+    """5000 tokens in blocks of 16 were tens of thousands of descriptors, four times as many as in blocks of 64."""
 
     def read(tokens: int) -> Outcome:
         blocks = -(-5000 // tokens)
@@ -142,13 +142,13 @@ def test_blocks_of_few_tokens() -> tuple[Outcome, Outcome]:
 
 @known_bug("J8", "vllm-project/vllm#30207, vllm-project/vllm#33339", "cost")
 def test_layers_apart() -> tuple[Outcome, Outcome]:
-    """Each block of a model of 28 layers was 56 descriptors, K and V of each layer, in place of one."""
+    """Each block of a model with 28 layers was 56 descriptors instead of one."""
     separate, together = {"layout": "LBHNC", "kv": "split"}, {"layout": "BLHNC"}
     return compared(Model.shipped("qwen3-0.6b"), 1, separate, together, too_many=56, enough=1)
 
 
 @known_bug("J9", "vllm-project/vllm#18833", "cost")
 def test_tokens_outside_heads() -> tuple[Outcome, Outcome]:
-    """With tokens outside heads, a rank's heads were one descriptor for each token of a block, in place of one."""
+    """With NHD, a rank's heads were a descriptor per token of a block instead of one per block."""
     model, heads_inside, heads_outside = layers_of("llama-3.1-8b", 0), {"layout": "LBNHC"}, {"layout": "LBHNC"}
     return compared(model, 1, heads_inside, heads_outside, dst={"tp": 2}, too_many=16 * 2, enough=2)

@@ -35,7 +35,7 @@ def keys(worker: Worker) -> Worker:
 
 @known_bug("A1", "sgl-project/sglang#19086", "verify: VALUE")
 def test_heads_counted_by_ranks() -> tuple[Outcome, Outcome]:
-    """A source of 4 ranks with 1 head each was taken to have 4 heads, not 2 held twice, so it wrote halves of heads."""
+    """4 ranks with 1 head each were taken for 4 heads, not 2 heads held twice, so halves of heads were sent."""
     sources, destinations = ([keys(w) for w in engine(name, tp, 2, order="NH")] for name, tp in (("p", 4), ("d", 1)))
     halves = [with_axis(worker, "dim", stop=DIM, size=DIM) for worker in (*sources, *destinations)]
     of_four = [holding(worker, worker.rank, 4) for worker in halves[:4]]
@@ -45,7 +45,7 @@ def test_heads_counted_by_ranks() -> tuple[Outcome, Outcome]:
 
 @known_bug("A2", "sgl-project/sglang#23746, sgl-project/sglang#23744, sgl-project/sglang#30997", "verify: VALUE")
 def test_replicas_in_turn() -> tuple[Outcome, Outcome]:
-    """Ranks 0 to 3 of a destination with 2 heads received heads 0, 1, 0, 1 instead of 0, 0, 1, 1."""
+    """4 destination ranks with 2 heads received heads 0, 1, 0, 1 instead of 0, 0, 1, 1."""
     sources, destinations = engine("prefill", heads=2), engine("decode", 4, heads=2)
     return outcomes(destinations, sources, [holding(worker, worker.rank % 2, 2) for worker in destinations], sources)
 
@@ -54,7 +54,7 @@ def test_replicas_in_turn() -> tuple[Outcome, Outcome]:
     "A3", "sgl-project/sglang#31295, sgl-project/sglang#31968, sgl-project/sglang#32247", "verify: COVER, BOUNDS"
 )
 def test_a_slice_for_each_rank() -> tuple[Outcome, Outcome]:
-    """A source of 2 heads was cut into 4 slices, one for each rank, of which half lay beyond its memory."""
+    """A source with 2 heads was cut into 4 slices, one per rank, half of them beyond its memory."""
     sources, destinations = (engine(name, tp, 2, order="NH") for name, tp in (("prefill", 1), ("decode", 4)))
     (four_heads,) = engine("prefill", heads=4, order="NH")
     of_four = [holding(worker, worker.rank, 4) for worker in destinations]
@@ -65,7 +65,7 @@ def test_a_slice_for_each_rank() -> tuple[Outcome, Outcome]:
 
 @known_bug("A4", "sgl-project/sglang#39660", "verify: VALUE")
 def test_one_of_four_copies() -> tuple[Outcome, Outcome]:
-    """The rule for replicated heads was in four places; three were fixed, and the fourth still sent wrong heads."""
+    """The rule for replicated heads was in four places; the fix missed one, which still sent wrong heads."""
     sources, destinations = engine("prefill", 2), engine("decode", 8)
     as_ever = [holding(worker, worker.rank // 4 * 2 + worker.rank % 2, 4) for worker in destinations]
     return outcomes(destinations, sources, as_ever, sources)
@@ -73,7 +73,7 @@ def test_one_of_four_copies() -> tuple[Outcome, Outcome]:
 
 @known_bug("A5", "vllm-project/vllm#52516", "verify: COVER")
 def test_a_replica_is_no_full_copy() -> tuple[Outcome, Outcome]:
-    """One of 8 ranks that hold 4 heads twice was read as if it had all: 196,608 of 262,144 bytes were never written."""
+    """One of 8 ranks that hold 4 heads twice was read as if it had all heads: 3 in 4 bytes were never written."""
     sources = engine("prefill", 8, tokens=4096, layers=1, blocks=2)
     plan = plan_reads(engine("decode", 1, tokens=4096, layers=1, blocks=2)[0], sources)
     request = asking({"attn": Blocks([1])}, {"attn": Blocks([0])})
@@ -90,7 +90,7 @@ def test_a_replica_is_no_full_copy() -> tuple[Outcome, Outcome]:
 
 @accepted("A6", "vllm-project/vllm#45330")
 def test_pages_that_stop_shrinking() -> Outcome:
-    """Pages were expected to be half as large on 16 ranks as on 8, but 8 heads leave one to each rank of both."""
+    """A check expected half the page size on 16 ranks of 8, but with 8 heads both have one head per rank."""
     sources, destinations = engine("prefill", 8, heads=8), engine("decode", 16, heads=8)
     mesh = plan_mesh(destinations, sources)
     for plan in mesh.plans:
@@ -102,7 +102,7 @@ def test_pages_that_stop_shrinking() -> Outcome:
 
 @accepted("A7", "vllm-project/vllm#19691")
 def test_more_ranks_than_heads() -> Outcome:
-    """Models of fewer heads than ranks were refused, as each rank was expected to have a head of its own."""
+    """Models with fewer heads than ranks were refused."""
     meshes = [
         plan_mesh(engine("decode", ours, heads), engine("prefill", theirs, heads))
         for heads in (1, 2)
@@ -114,7 +114,7 @@ def test_more_ranks_than_heads() -> Outcome:
 
 @known_bug("A8", "vllm-project/vllm-ascend#11885, vllm-project/vllm-ascend#11886", "verify: COVER")
 def test_heads_of_a_rank_for_those_of_the_model() -> tuple[Outcome, Outcome]:
-    """How many ranks to read from was computed from one rank's heads, not the model's, so 2 of 4 were never read."""
+    """The number of ranks to read came from one rank's heads, not the model's: 2 of 4 ranks were never read."""
     sources, destinations = engine("prefill", 8, heads=8), engine("decode", 2, heads=8)
     right = plan_mesh(destinations, sources)
     local_heads = 8 // 2
@@ -132,7 +132,7 @@ def test_heads_of_a_rank_for_those_of_the_model() -> tuple[Outcome, Outcome]:
 
 @known_bug("A9", "tests of vLLM 0.33.0, test_tp_mapping.py", "verify: VALUE")
 def test_a_draft_beside_latents() -> tuple[Outcome, Outcome]:
-    """With one mapping of ranks for latents and a draft's heads, each rank would read the first head of its source."""
+    """One rank mapping for MLA latents and a draft's heads makes each rank read the first head of its source."""
     latents, drafts = layers_of("deepseek-v3", 0), layers_of("qwen3-0.6b", 0)
     model = latents.with_draft(drafts)
     pairs = [_draft(model, *case) for case in ((3, 8, 1, 3), (5, 8, 2, 1), (5, 16, 2, 2))]
@@ -160,7 +160,7 @@ def _heads(worker: Worker) -> Axis:
 
 @known_bug("A10", "sgl-project/sglang#9960", "verify: VALUE")
 def test_heads_counted_from_the_first_of_the_model() -> tuple[Outcome, Outcome]:
-    """Offsets of heads counted from the model's first, not the rank's, and led into the next token's heads."""
+    """Head offsets counted from the model's first head, not the rank's, and pointed into the next token."""
     sources, destinations = (engine(name, tp, order="NH") for name, tp in (("prefill", 2), ("decode", 4)))
     right = plan_mesh(destinations, sources)
     wrong = plan_mesh(destinations, [_counting_from_the_first(worker) for worker in sources])

@@ -26,7 +26,7 @@ def placed(worker: Worker, address: int) -> Worker:
 
 @known_bug("I1", "sgl-project/sglang#24188, sgl-project/sglang#24648, sgl-project/sglang#27415", "verify: VALUE")
 def test_addresses_of_64_bits() -> tuple[Outcome, Outcome]:
-    """Addresses above 2**63 plus signed offsets became floating-point numbers, which have no room for the last bits."""
+    """Addresses above 2**63 plus signed offsets became floats, which lose the last bits."""
     (source,) = engine("prefill", layers=1)
     source = placed(source, HIGH)
     plan = plan_reads(engine("decode", 2, layers=1)[1], [source])
@@ -41,7 +41,7 @@ def test_addresses_of_64_bits() -> tuple[Outcome, Outcome]:
 
 @known_bug("I2", "ai-dynamo/nixl#2142", "verify: COVER, BOUNDS")
 def test_the_end_of_the_address_space() -> tuple[Outcome, Outcome]:
-    """A range so long that its end wrapped around was taken to lie in a region, and one that ends at 2**64 was not."""
+    """A range whose end wraps around was accepted as inside a region, and one that ends at 2**64 was not."""
     (source,), (destination,) = engine("prefill", layers=1), engine("decode", layers=1)
     source = placed(source, (1 << 64) - source.regions[0].size_bytes)
     plan = plan_reads(destination, [source])
@@ -55,7 +55,7 @@ def test_the_end_of_the_address_space() -> tuple[Outcome, Outcome]:
 
 @known_bug("I3", "ai-dynamo/nixl#1048", "refused: MESSAGE")
 def test_messages_cut_short() -> tuple[Outcome, Outcome]:
-    """A message shorter than its own header had a size below 0, which was taken for a huge one."""
+    """A message shorter than its header had a negative size, which was read as a huge one."""
     (source,), (destination,) = engine("prefill"), engine("decode")
     message = encode(source)
 
@@ -72,7 +72,7 @@ def _read(message: bytes) -> str:
 
 @known_bug("I4", "vllm-project/vllm#51952 and vLLM 0.33.0, base_worker.py", "verify: COVER, IDS")
 def test_ids_of_31_bits() -> tuple[Outcome, Outcome]:
-    """Ids were computed in 32 bits, and those of 128 tensors of 20 million blocks would have wrapped to below 0."""
+    """Ids were computed in 32 bits, too few for 128 tensors of 20 million blocks."""
     layers, blocks = 128, 20_000_000
     source, destination = (_states(name, layers, blocks) for name in ("prefill", "decode"))
     request = asking({"state": Blocks([blocks - 1])}, {"state": Blocks([blocks - 2])})

@@ -66,13 +66,13 @@ def _keys_then_values(stages: Sequence[int], drafts: int) -> tuple[Outcome, Outc
 
 @known_bug("F1", "sgl-project/sglang#27740, sgl-project/sglang#28229", "verify: VALUE, COVER, DISJOINT")
 def test_a_draft_that_is_none() -> tuple[Outcome, Outcome]:
-    """Stages of 7 and 8 layers took the remainder of 15 for a draft, and put V behind 14 and 8 layers of K, not 15."""
+    """Stages of 7 and 8 layers derived a draft layer from the remainder of 15, and placed V wrongly."""
     return _keys_then_values([7, 8], drafts=0)
 
 
 @known_bug("F2", "sgl-project/sglang#33497, sgl-project/sglang#28229", "verify: VALUE, COVER, OWN")
 def test_behind_the_draft() -> tuple[Outcome, Outcome]:
-    """Half of all tensors, a draft's among them, was taken for where V begins, and V went to the layers behind."""
+    """V was taken to begin at half of all tensors, a draft's included, and was written to other layers."""
     return _keys_then_values([3, 4, 4, 4], drafts=1)
 
 
@@ -88,7 +88,7 @@ def pooled(name: str, rank: int, *slots: Slot) -> Worker:
 
 @known_bug("F3", "vllm-project/vllm-ascend#15900", "verify: VALUE, COVER, OWN")
 def test_slots_in_order() -> tuple[Outcome, Outcome]:
-    """Slots of a pool were paired in the order of stages, but with one stage other layers share them."""
+    """Pool slots were paired by the order of stages, but with one stage other layers share them."""
     first: list[Slot] = [("layers.0", "layers.1"), ("layers.2", None)]
     second: list[Slot] = [("layers.3", "layers.4"), ("layers.5", "layers.6")]
     whole: list[Slot] = [("layers.0", "layers.1"), ("layers.2", "layers.4"), ("layers.3", "layers.6")]
@@ -110,7 +110,7 @@ def test_slots_in_order() -> tuple[Outcome, Outcome]:
 
 @known_bug("F4", "vllm-project/vllm-ascend#10202", "refused: NAME")
 def test_a_draft_behind_its_stage() -> tuple[Outcome, Outcome]:
-    """The number of a draft layer after 48 was counted from the 24 of a stage, which had a layer 24 already."""
+    """A draft layer after 48 layers was numbered from its stage's 24, which already had a layer 24."""
     first, last = of_layers(range(24)), of_layers(range(24, 48))
     destination, source = storing("decode", 0, of_layers(range(49))), storing("prefill", 0, first)
 
@@ -123,7 +123,7 @@ def test_a_draft_behind_its_stage() -> tuple[Outcome, Outcome]:
 
 @known_bug("F5", "vllm-project/vllm-ascend#15507", "verify: VALUE, COVER, DISJOINT")
 def test_keys_that_begin_at_0_in_each_stage() -> tuple[Outcome, Outcome]:
-    """Stages of 21 and 23 layers both stored theirs under keys from 0 on, and one overwrote the other."""
+    """Stages of 21 and 23 layers both stored keys from layer 0 on, and overwrote each other."""
     sources = [storing("prefill", rank, of_layers(part)) for rank, part in enumerate((range(21), range(21, 44)))]
     mesh = plan_mesh([storing("store", 0, of_layers(range(44)))], sources, "WRITE")
     wrong = misplaced(mesh, of_layers(range(21)), of_layers(range(23)))
@@ -136,7 +136,7 @@ def test_keys_that_begin_at_0_in_each_stage() -> tuple[Outcome, Outcome]:
     "refused: TENSOR",
 )
 def test_a_draft_on_one_side() -> tuple[Outcome, Outcome]:
-    """A destination with a draft had 79 regions and its source 78, which showed as a crash, if at all."""
+    """A destination with a draft had 79 regions, its source 78, which at best crashed."""
     source = storing("prefill", 0, of_layers(range(78)))
     destination = storing("decode", 0, [*of_layers(range(78)), "draft.0.attn"])
     return (
@@ -147,7 +147,7 @@ def test_a_draft_on_one_side() -> tuple[Outcome, Outcome]:
 
 @known_bug("F7", "ROCm/ATOM#690", "verify: COVER")
 def test_as_far_as_the_shorter_list() -> tuple[Outcome, Outcome]:
-    """Lists of blocks of unequal length were noted in the log, and paired as far as the shorter one went."""
+    """Block lists of unequal length were logged, and paired up to the shorter one."""
     (source,), (destination,) = engine("prefill"), engine("decode")
     plan = plan_writes(source, [destination])
     ours, theirs = [3, 9], [8, 1, 5]
@@ -159,7 +159,7 @@ def test_as_far_as_the_shorter_list() -> tuple[Outcome, Outcome]:
 
 @known_bug("F8", "ROCm/ATOM#2354", "verify: COVER")
 def test_the_keys_of_an_indexer() -> tuple[Outcome, Outcome]:
-    """A backend moved the latents of a sparse model but not its indexer's keys, by which long prompts are read."""
+    """A backend moved a sparse model's latents, but not its index keys."""
     model = layers_of("deepseek-v3.2", 0, 2)
     destinations, sources = (model.engine(name, tp=4, num_blocks=10) for name in ("decode", "prefill"))
     unread = [name for name in destinations[0].tensors if ".index" in name]

@@ -43,7 +43,7 @@ def zeros(*shape: int) -> npt.NDArray[np.float16]:
 
 @known_bug("B1", "NVIDIA/TensorRT-LLM#6507, NVIDIA/TensorRT-LLM#6917", "verify: VALUE")
 def test_kernels_of_another_order() -> tuple[Outcome, Outcome]:
-    """Kernels that expect heads outside tokens cut caches for other ranks that have tokens outside heads."""
+    """Kernels for HND caches split NHD caches for another TP size."""
     model = layers_of("qwen3-235b-a22b", 0)  # 4 heads of 128
 
     def mesh(layout: str) -> MeshPlan:
@@ -59,7 +59,7 @@ def test_kernels_of_another_order() -> tuple[Outcome, Outcome]:
 
 @known_bug("B2", "vllm-project/vllm#35444, vllm-project/vllm#37703, vllm-project/vllm#37940", "verify: VALUE")
 def test_an_order_that_was_asked_for() -> tuple[Outcome, Outcome]:
-    """A connector requested heads outside tokens, a backend had them inside, and slices of heads were a few tokens."""
+    """A connector requested HND, the backend allocated NHD, and slices of heads were slices of tokens."""
     memory = zeros(10, 4, 2, 2 * DIM)
     given: Named = memory.transpose(0, 2, 1, 3), "block head token dim"
     asked: Named = memory.reshape(10, 2, 4, 2 * DIM), "block head token dim"
@@ -71,7 +71,7 @@ def test_an_order_that_was_asked_for() -> tuple[Outcome, Outcome]:
 
 @known_bug("B3", "vllm-project/vllm#46204", "verify: VALUE")
 def test_an_order_that_was_imposed() -> tuple[Outcome, Outcome]:
-    """A connector declared heads outside tokens for a kernel that writes them inside, and 8 ranks read mixed heads."""
+    """A connector declared HND for a kernel that writes NHD, and 8 ranks read mixed heads."""
     sources, destinations = engine("prefill", tokens=128, order="NH"), engine("decode", 8, tokens=128)
     right = plan_mesh(destinations, sources)
     wrong = plan_mesh(destinations, engine("prefill", tokens=128))
@@ -81,7 +81,7 @@ def test_an_order_that_was_imposed() -> tuple[Outcome, Outcome]:
 
 @known_bug("B4", "vllm-project/vllm#32204", "verify: VALUE")
 def test_a_group_that_was_not_converted() -> tuple[Outcome, Outcome]:
-    """Pages were reordered for the destination after the transfer, but only those of the first group."""
+    """Pages were permuted after the transfer, but only those of the first group."""
     (source, received), groups = (grouped(name, full=4, window=4) for name in ("prefill", "decode")), ("full", "window")
     plan, first_only = (plan_reads(_tokens_outside(received, *kept), [source]) for kept in (groups, groups[:1]))
     local, remote = ({"full": Blocks(ids[:1]), "window": Blocks(ids[1:])} for ids in ([8, 1], [3, 5]))
@@ -98,7 +98,7 @@ def _tokens_outside(worker: Worker, *groups: str) -> Worker:
 
 @known_bug("B5", "vllm-project/vllm#30448", "verify: VALUE")
 def test_converted_in_a_copy() -> tuple[Outcome, Outcome]:
-    """Blocks of 64 tokens, cut for blocks of 16, were reordered in a copy, and the cache stayed as received."""
+    """Blocks of 64, received in blocks of 16, were permuted in a copy, and the cache stayed as received."""
     (source,), (destination,) = engine("prefill", tokens=64), engine("decode", tokens=16, order="NH", blocks=20)
     plan = plan_reads(destination, [source])
     request = asking({"attn": Blocks([12, 7, 3, 15])}, {"attn": Blocks([5])}, (0, 64))
@@ -115,7 +115,7 @@ def test_converted_in_a_copy() -> tuple[Outcome, Outcome]:
 
 @known_bug("B6", "LMCache/LMCache#4463, LMCache/LMCache#4467, ai-dynamo/dynamo#14416", "verify: VALUE")
 def test_an_order_guessed_from_a_shape() -> tuple[Outcome, Outcome]:
-    """Where a model has 2 heads, a cache of heads with K and V side by side was taken for one of K and one of V."""
+    """With 2 heads, a cache with K and V side by side per head was taken for one with K first, then V."""
     cache = zeros(10, 16, 2, 256).transpose(0, 2, 1, 3)
     assert cache.shape == (10, 2, 16, 256)
     split = cache.reshape(10, 2, 16, 2, 128)
@@ -130,7 +130,7 @@ def test_an_order_guessed_from_a_shape() -> tuple[Outcome, Outcome]:
 
 @known_bug("B9", "vLLM 0.33.0, base_worker.py", "verify: VALUE")
 def test_scales_behind_all_heads() -> tuple[Outcome, Outcome]:
-    """NVFP4 pages keep scales behind all heads' values, so one slice of a page is no head, and pairs were refused."""
+    """NVFP4 pages keep scales behind the values of all heads, so a slice of a page is no head: pairs were refused."""
     model = layers_of("qwen2.5-1.5b", 0).quantized(4, "float8_e4m3fn", 16)
     (source,), destinations = (
         model.engine(name, tp, num_blocks=10, scales="page") for name, tp in (("p", 1), ("d", 2))
@@ -150,7 +150,7 @@ def test_scales_behind_all_heads() -> tuple[Outcome, Outcome]:
     "B10", "vllm-project/vllm#45885, vllm-project/vllm#46039, vllm-project/vllm#46290", "verify: VALUE, COVER, OWN"
 )
 def test_one_layer_for_all() -> tuple[Outcome, Outcome]:
-    """Offsets were computed for one layer and used for all, of which some keep K and V in turn, and some K alone."""
+    """One layer's offsets were used for all, although some layers keep K and V and some K only."""
     source, destination = (
         arrays(
             name,
@@ -183,7 +183,7 @@ def _as_the_first(worker: Worker) -> Worker:
 
 @known_bug("B14", "vllm-project/vllm#38935, vllm-project/vllm#47871", "verify: VALUE")
 def test_an_order_that_had_changed() -> tuple[Outcome, Outcome]:
-    """The packed order of a CPU's cache had changed, and pages were still converted to the one before."""
+    """The packed layout of a CPU cache changed, and pages were still converted to the old one."""
     (source,), (destination,) = engine("prefill", tokens=8), engine("decode", tokens=8)
     plain = {"kv": 8 * 2 * DIM, "head": 16 * 2 * DIM, "token": 2 * DIM, "dim": 2}
     plan, before = (
@@ -206,7 +206,7 @@ def test_an_order_that_had_changed() -> tuple[Outcome, Outcome]:
 
 @known_bug("B16", "ai-dynamo/dynamo#2989", "refused: BOUNDS")
 def test_sizes_of_another_layout() -> tuple[Outcome, Outcome]:
-    """The sizes of blocks were kept once for a process, and a second layout was copied with those of the first."""
+    """Block sizes were cached once per process, and a second layout was copied with the sizes of the first."""
     target, drafts = ([engine(name, heads=heads)[0] for name in ("prefill", "decode")] for heads in (4, 2))
 
     def as_kept() -> str:

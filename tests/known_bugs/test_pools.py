@@ -30,7 +30,7 @@ def rows(name: str, stride: int, **tensors: tuple[int, int]) -> Worker:
 
 @known_bug("B7", "LMCache/LMCache#4247, LMCache/LMCache#4253", "verify: COVER")
 def test_the_first_of_25_pages() -> tuple[Outcome, Outcome]:
-    """Blocks of 25 kernel blocks, in a layout that no rule knew, were stored and restored with the first one alone."""
+    """Of blocks with 25 kernel blocks, in an unknown layout, only the first was stored and restored."""
     model = layers_of("qwen3-next-80b", 3)
     (gpu,), (store,) = (
         model.engine(name, tokens_per_block=tokens, kernel_tokens=kernel, num_blocks=10)
@@ -44,7 +44,7 @@ def test_the_first_of_25_pages() -> tuple[Outcome, Outcome]:
 
 @known_bug("B8", "vllm-project/vllm#48412, vllm-project/vllm#49226", "refused: OVERLAP")
 def test_scales_of_all_layers_in_one_place() -> tuple[Outcome, Outcome]:
-    """Scales were placed as if each layer had memory of its own, but all share one, and overwrote each other."""
+    """Scales were placed as if each layer had its own memory; layers share it, and overwrote each other."""
     model = layers_of("qwen2.5-1.5b", 0, 2).quantized(8)
     (source,), (destination,) = (model.engine(name, layout="BLHNC", num_blocks=10) for name in ("gpu", "cpu"))
     first, *_ = (view for view in destination.views if view.name.endswith("scale"))
@@ -65,7 +65,7 @@ def test_scales_of_all_layers_in_one_place() -> tuple[Outcome, Outcome]:
 
 @known_bug("B11", "vllm-project/vllm#50208", "verify: DISJOINT, OWN")
 def test_one_number_for_length_and_stride() -> tuple[Outcome, Outcome]:
-    """The block stride was used as a length, and offsets were lost, so each tensor moved whole blocks."""
+    """The block stride was used as the length, so each tensor moved whole blocks."""
     source, destination = (rows(name, 128, a=(0, 12), b=(48, 12)) for name in ("gpu", "store"))
     plan = plan_reads(destination, [source])
     (spec,) = plan.bind(**REQUEST)
@@ -80,7 +80,7 @@ def test_one_number_for_length_and_stride() -> tuple[Outcome, Outcome]:
 
 @known_bug("B12", "vllm-project/vllm#50276, 1CatAI/1Cat-vLLM#280", "refused: BOUNDS")
 def test_zeros_by_the_stride() -> tuple[Outcome, Outcome]:
-    """New blocks were zeroed for the length of their stride from each layer on, into neighbours and past the end."""
+    """New blocks were zeroed for a whole stride from each layer's start, into neighbours and past the end."""
     page, step, stride = 37_376, 37_440, 149_760
     worker = rows("decode", stride, **{f"layers.{i}": (i * step, page // 4) for i in range(4)})
     (region,) = worker.regions
@@ -103,7 +103,7 @@ def test_zeros_by_the_stride() -> tuple[Outcome, Outcome]:
 
 @known_bug("B13", "vllm-project/vllm#57661, vllm-project/vllm#57662", "verify: COVER, OWN")
 def test_tensors_of_one_address() -> tuple[Outcome, Outcome]:
-    """Two tensors at one address were taken for one of the first's size: 13,760 bytes of each block were lost."""
+    """Two tensors at one address were registered with the size of the first: 13,760 bytes of each block were lost."""
     window, state = 19_008, 32_768
 
     def shared(name: str, state: int) -> Worker:
@@ -123,7 +123,7 @@ def test_tensors_of_one_address() -> tuple[Outcome, Outcome]:
 
 @known_bug("B15", "vllm-project/vllm#40826", "verify: COVER")
 def test_lengths_of_other_regions() -> tuple[Outcome, Outcome]:
-    """One side had two regions for each layer, and the length of V was read by layer from a list by region."""
+    """One side had two regions per layer, and the length of V was looked up by layer in a list of regions."""
     kinds = {"layers.0": 8, "layers.1": 16}  # bytes of K for each token, and as many of V
 
     def view(name: str, region: str, part: tuple[int, int], offset: int = 0, block: int = 1) -> View:
@@ -148,7 +148,7 @@ def test_lengths_of_other_regions() -> tuple[Outcome, Outcome]:
 
 @known_bug("B17", "sgl-project/sglang#35718", "verify: COVER")
 def test_geometry_by_the_length_of_a_list() -> tuple[Outcome, Outcome]:
-    """V was found at half of a list of buffers, so scales appended to the list moved it, and V was lost."""
+    """V was taken to begin at half of the list of buffers; appended scales moved that, and V was lost."""
     sizes = {"k.0": 24, "k.1": 24, "v.0": 24, "v.1": 24, "scales.0": 4, "scales.1": 4}  # bytes for each token
     slots = {key: (i * 96, size) for i, (key, size) in enumerate(sizes.items())}
     source, destination = (rows(name, 6 * 96, **slots) for name in ("prefill", "decode"))
@@ -161,7 +161,7 @@ def test_geometry_by_the_length_of_a_list() -> tuple[Outcome, Outcome]:
 
 @accepted("B18", "NVIDIA/TensorRT-LLM#16505, NVIDIA/TensorRT-LLM#16812")
 def test_attention_and_states_of_two_types() -> Outcome:
-    """A cache of FP8 attention and half-precision states was sent in the type of its first pool, and never arrived."""
+    """An FP8 attention cache with half-precision states was sent in the dtype of its first pool, and never arrived."""
     model = layers_of("qwen3-next-80b", 2, 2).with_dtypes("float8_e4m3fn", "float16")
     sources, destinations = (model.engine(name, tp, num_blocks=10) for name, tp in (("ctx", 2), ("gen", 4)))
     assert {view.dtype for view in destinations[0].views} == {"float8_e4m3fn", "bfloat16", "float16"}
@@ -172,7 +172,7 @@ def test_attention_and_states_of_two_types() -> Outcome:
 
 @known_bug("B19", "NVIDIA/TensorRT-LLM#16237", "verify: VALUE")
 def test_pools_by_the_size_of_buffers() -> tuple[Outcome, Outcome]:
-    """Buffers of equal size share a pool, on one side with index keys, and pool slots were paired by number."""
+    """Pools of equal buffers were paired by slot number, although one side also had index keys in them."""
     apart = ["k.0", "v.0", "k.1", "v.1", "index.0", "index.1"]
     among = ["k.0", "v.0", "index.0", "k.1", "v.1", "index.1"]
 

@@ -14,7 +14,7 @@ from tests.small import engine
 
 @known_bug("D1", "vllm-project/vllm#48633, vllm-project/vllm#48758", "verify: VALUE")
 def test_pushed_from_the_head() -> tuple[Outcome, Outcome]:
-    """A source that pushes to a destination with a cached prefix sent its first blocks in place of its last."""
+    """To a destination with a cached prefix, the source sent its first blocks instead of its last."""
     (source,), (destination,) = engine("prefill"), engine("decode")
     plan = plan_writes(source, [destination])
     request = asking({"attn": Blocks([3, 9, 4, 7])}, {"attn": Blocks([8, 1], first=2)}, (8, 16))
@@ -24,7 +24,7 @@ def test_pushed_from_the_head() -> tuple[Outcome, Outcome]:
 
 @known_bug("D2", "vllm-project/vllm#50558 and vLLM 0.33.0, base_worker.py", "verify: VALUE, OWN")
 def test_paired_from_the_tail() -> tuple[Outcome, Outcome]:
-    """A prompt of 2048 that had become 2049 on the destination shifted all blocks by one: they pair from the tail."""
+    """A prompt of 2048 tokens became 2049 on the destination, which shifted all blocks paired from the tail."""
     (source,), (destination,) = (engine(name, 1, heads=1, tokens=64, layers=1, blocks=40) for name in "pd")
     plan = plan_reads(destination, [source])
     ids = np.arange(32)
@@ -36,7 +36,7 @@ def test_paired_from_the_tail() -> tuple[Outcome, Outcome]:
 
 @accepted("D13", "vLLM 0.33.0, base_worker.py")
 def test_nothing_of_one_group() -> Outcome:
-    """A group that is wholly cached, so wants its last 0 blocks, got all: a slice from -0 is the whole list."""
+    """A fully cached group got all blocks in place of its last 0, because a slice from -0 is the whole list."""
     source, destination = (grouped(name, full=4, window=4) for name in ("prefill", "decode"))
     plan = plan_reads(destination, [source])
     request = asking(
@@ -49,7 +49,7 @@ def test_nothing_of_one_group() -> Outcome:
 
 @accepted("D3", "vllm-project/vllm#41693, vllm-project/vllm#42554")
 def test_placeholders_of_states() -> Outcome:
-    """A placeholder before the last state made a list longer than the destination's, and an assertion failed."""
+    """A placeholder before the last state made one list longer than the other, and an assertion failed."""
     source, destination = (grouped(name, state=None, attn=4) for name in ("prefill", "decode"))
     plan = plan_reads(destination, [source])
     request = asking(
@@ -62,7 +62,7 @@ def test_placeholders_of_states() -> Outcome:
 
 @known_bug("D4", "xLLM-AI/xllm#2040", "refused: BLOCKS")
 def test_lists_of_different_origin() -> tuple[Outcome, Outcome]:
-    """A destination with a cached prefix sent only the ids of new blocks, to a source that counts from the first."""
+    """A destination with a cached prefix sent only ids of new blocks, to a source that counts from the first."""
     (source,), (destination,) = engine("prefill"), engine("decode")
     plan = plan_writes(source, [destination])
     own = {"attn": Blocks([3, 9, 4, 7, 1, 5])}
@@ -73,7 +73,7 @@ def test_lists_of_different_origin() -> tuple[Outcome, Outcome]:
 
 @known_bug("D5", "vllm-project/vllm-ascend#8908", "verify: VALUE")
 def test_a_block_more_for_a_draft() -> tuple[Outcome, Outcome]:
-    """A prompt that fills its blocks got one more for draft tokens on the source, and pairing from the tail slipped."""
+    """A full last block got one more for draft tokens on the source, which shifted blocks paired from the tail."""
     (source,), (destination,) = engine("prefill"), engine("decode")
     plan = plan_reads(destination, [source])
     theirs, ours = [3, 9, 4, 7], [8, 1, 5, 2]
@@ -91,7 +91,7 @@ def test_a_block_more_for_a_draft() -> tuple[Outcome, Outcome]:
 
 @known_bug("D6", "NVIDIA/TensorRT-LLM#17619, NVIDIA/TensorRT-LLM#18657", "verify: VALUE")
 def test_a_window_anchored_by_its_length() -> tuple[Outcome, Outcome]:
-    """A list of a sliding window's blocks was anchored at the prompt's end, but ended with one for draft tokens."""
+    """A window's block list was anchored at the prompt's end, but ended with a block for draft tokens."""
     source, destination = (grouped(name, window=4) for name in ("prefill", "decode"))
     plan = plan_reads(destination, [source])
     request = asking(
@@ -105,7 +105,7 @@ def test_a_window_anchored_by_its_length() -> tuple[Outcome, Outcome]:
 
 @known_bug("D7", "vllm-project/vllm#42761, vllm-project/vllm#42959", "verify: OWN")
 def test_a_block_that_the_window_has_left() -> tuple[Outcome, Outcome]:
-    """An id from an earlier step, whose block a sliding window had given back to others, was offloaded once more."""
+    """A block id of an earlier step, freed since by a sliding window, was offloaded again."""
     gpu, cpu = (grouped(name, window=4) for name in ("gpu", "cpu"))
     plan = plan_writes(gpu, [cpu])
     stored = {"window": Blocks([4, 7, 9])}
@@ -116,7 +116,7 @@ def test_a_block_that_the_window_has_left() -> tuple[Outcome, Outcome]:
 
 @known_bug("D8", "tests of vLLM 0.33.0, test_mooncake_store_coordinator.py", "verify: COVER")
 def test_pruned_twice() -> tuple[Outcome, Outcome]:
-    """A hit was cut by a block for a draft model, and once more when it was loaded: its last block stayed empty."""
+    """A prefix hit was shortened by a draft model's block twice, so its last block stayed empty."""
     (source,), (destination,) = (engine(name, tokens=16) for name in ("store", "decode"))
     plan = plan_reads(destination, [source])
     request = asking({"attn": Blocks([8, 1, 5, 2])}, {"attn": Blocks([3, 9, 4, 7])}, (0, 48))
@@ -126,13 +126,13 @@ def test_pruned_twice() -> tuple[Outcome, Outcome]:
 
 @known_bug("D9", "vllm-project/vllm#53951", "refused: BLOCKS")
 def test_a_reader_of_one_block_more() -> tuple[Outcome, Outcome]:
-    """A store kept the last blocks of a window, and a reader with a draft model always needed one before them."""
+    """A store kept a window's last blocks, and a reader with a draft model needed one more before them."""
     return _kept_and_needed(kept=2, start=4)
 
 
 @known_bug("D12", "vllm-project/vllm#56701", "refused: BLOCKS")
 def test_a_hit_of_more_than_is_kept() -> tuple[Outcome, Outcome]:
-    """A hit was reported for a window and the draft tokens before it, whose blocks had been given back."""
+    """A hit was reported for a window and draft tokens whose blocks had been freed."""
     return _kept_and_needed(kept=2, start=6)
 
 
@@ -151,7 +151,7 @@ def _kept_and_needed(kept: int, start: int) -> tuple[Outcome, Outcome]:
 
 @known_bug("D10", "vllm-project/vllm#51362", "verify: OWN")
 def test_no_block_is_not_block_0() -> tuple[Outcome, Outcome]:
-    """A table with 0 where there is no state was stored whole: block 0, nobody's, went out as states of the request."""
+    """A state table with 0 for no state was stored whole, so the null block 0 was stored as states."""
     source, store = (grouped(name, state=None) for name in ("prefill", "store"))
     plan = plan_writes(source, [store])
     theirs, ids = {"state": Blocks([4, 6, 5])}, [0, 0, 7]

@@ -77,19 +77,19 @@ def _in_one_piece(config: Mapping[str, Any], *sizes: tuple[int, int]) -> tuple[O
 
 @known_bug("E1", "sgl-project/sglang#23746, sgl-project/sglang#22060, sgl-project/sglang#30997", "verify: VALUE")
 def test_queries_keys_and_values_in_one_piece() -> tuple[Outcome, Outcome]:
-    """A convolution over queries, keys and values was cut as one piece for other ranks, each of which has all three."""
+    """A convolution over q, k and v was split across ranks as one tensor, but each rank has a share of all three."""
     return _in_one_piece(GDN, (1, 4), (8, 1))
 
 
 @known_bug("E2", "vllm-project/vllm#37638, vllm-project/vllm#37635", "verify: VALUE")
 def test_x_b_and_c_in_one_piece() -> tuple[Outcome, Outcome]:
-    """A Mamba-2 convolution was halved for 2 ranks, each of which needs half of x, half of B and half of C."""
+    """A Mamba-2 convolution was halved for 2 ranks, each of which needs half of x, of B and of C."""
     return _in_one_piece(MAMBA2, (1, 2))
 
 
 @known_bug("E3", "vllm-project/vllm#55208, vllm-project/vllm#55306", "verify: VALUE")
 def test_b_and_c_that_are_not_divided() -> tuple[Outcome, Outcome]:
-    """B and C of a single group, whole on each rank, were read as if divided like x: C for B, and the SSM for C."""
+    """B and C of a single group, which each rank holds whole, were read as if divided like x."""
     destinations, sources = (recurrent({**MAMBA2, "n_groups": 1}, tp, name) for tp, name in ((2, "d"), (1, "p")))
     tables = [{**STATE[side], "ssm": Blocks([0])} for side in ("local", "remote")]
     sides = [_divided(*each) for each in zip((destinations, sources), tables, strict=True)]
@@ -127,7 +127,7 @@ def _divided(workers: Sequence[Worker], table: Mapping[str, Blocks]) -> list[Wor
 
 @known_bug("E4", "vllm-project/vllm#48263, vllm-project/vllm#46407", "verify: COVER")
 def test_layers_at_one_address() -> tuple[Outcome, Outcome]:
-    """Of the layers of 5 groups that share a tensor, only the first was known, and 3 in 4 states were not moved."""
+    """Of 5 groups that share a tensor, only the first was known, and 3 in 4 states did not move."""
     config = {**MAMBA2, "hybrid_override_pattern": "MMMM*" * 2, "num_hidden_layers": 10}
     model = Model.from_config(config).grouped()
     sources, (destination,) = (
@@ -149,7 +149,7 @@ def _layer(view: View) -> str:
 
 @known_bug("E5", "sgl-project/sglang#18939", "refused: TENSOR")
 def test_a_kind_of_state_that_one_side_does_not_know() -> tuple[Outcome, Outcome]:
-    """A backend moved the state of Mamba layers and no other, so decode waited for an indexer's until a timeout."""
+    """A backend moved Mamba states only, so decode waited for an indexer's states until a timeout."""
     (source,), (destination,) = (sparse(name) for name in ("prefill", "decode"))
     known = attrs.evolve(source, views=[view for view in source.views if ".index" not in view.name])
     return (
@@ -160,7 +160,7 @@ def test_a_kind_of_state_that_one_side_does_not_know() -> tuple[Outcome, Outcome
 
 @known_bug("E6", "sgl-project/sglang#23539", "verify: COVER")
 def test_the_state_of_a_draft() -> tuple[Outcome, Outcome]:
-    """The indexer's keys of the target's layers were registered and those of the draft layer forgotten."""
+    """Index keys of the target's layers were registered, those of the draft layer were not."""
     (source,), (destination,) = (sparse(name) for name in ("prefill", "decode"))
     forgotten = ["draft.0.index", "draft.0.index.scale"]
     plan = plan_reads(destination, [source])

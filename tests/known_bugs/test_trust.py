@@ -19,7 +19,7 @@ REQUEST = asking({"attn": Blocks([8, 1])}, {"attn": Blocks([3, 9])}, (0, 8))
 
 @accepted("K1", "vllm-project/vllm#29503, ai-dynamo/dynamo#10027, ai-dynamo/dynamo#12821")
 def test_a_hash_that_differs() -> Outcome:
-    """Engines compared one hash of all settings, refused harmless differences and did not say which they were."""
+    """Engines compared one hash of all settings, refused harmless differences, and did not name them."""
     model = Model.shipped("qwen2.5-1.5b")
     (source,), (destination,) = (
         model.engine(name, layout=layout, num_blocks=10) for name, layout in (("prefill", "LBHNC"), ("decode", "BLHNC"))
@@ -44,7 +44,7 @@ class Exit:
     "refused: MESSAGE",
 )
 def test_messages_that_run() -> tuple[Outcome, Outcome]:
-    """Descriptions of caches went between engines as pickles, and whoever could reach a port could run code there."""
+    """Cache descriptions were pickles, so anyone who could reach the port could run code."""
     (source,), (destination,) = engine("prefill"), engine("decode")
     plan = plan_reads(decode(encode(destination)), [decode(encode(source))])
     return lambda: str(decode(pickle.dumps(Exit()))), lambda: verify(plan, **REQUEST)
@@ -52,7 +52,7 @@ def test_messages_that_run() -> tuple[Outcome, Outcome]:
 
 @accepted("K3", "vllm-project/vllm#50765")
 def test_other_sizes_on_both_sides() -> Outcome:
-    """A Gemma 4 on 2 workers and on 4 failed in the transfer library, with an error that named no reason."""
+    """Gemma 4 on 2 and on 4 workers failed in the transfer library, with an error that named no reason."""
     model = Model.shipped("gemma-4-31b")
     sources, destinations = model.engine("prefill", tp=2, num_blocks=12), model.engine("decode", tp=4, num_blocks=10)
     local, remote = ({group.name: Blocks([block]) for group in sources[0].groups} for block in (8, 11))
@@ -61,7 +61,7 @@ def test_other_sizes_on_both_sides() -> Outcome:
 
 @known_bug("K4", "vllm-project/vllm#21789", "verify: VALUE")
 def test_a_layout_that_was_not_passed_on() -> tuple[Outcome, Outcome]:
-    """A connector inside another one did not receive the layout, and took heads inside tokens for heads outside."""
+    """A connector inside another one did not receive the layout, and took NHD for HND."""
     (source,), (destination,) = engine("prefill", order="NH"), engine("decode")
     taken_for: Worker = attrs.evolve(source, views=engine("prefill")[0].views)
     plan = plan_reads(destination, [source])
