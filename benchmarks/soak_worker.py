@@ -217,7 +217,7 @@ class Rank:
         """Report what this process holds."""
         gc.collect()
         executor = self.executor
-        peers = [*executor._peers.values(), *executor._left]
+        peers = [*executor._peers.values(), *executor._disconnected]
         self.say(
             "measured",
             {
@@ -226,7 +226,7 @@ class Rank:
                 "threads": len(os.listdir("/proc/self/task")),
                 "handles": len(executor._agent._handles),
                 "transfers": sum(len(peer.held) for peer in peers),
-                "removed peers": len(executor._left),
+                "removed peers": len(executor._disconnected),
                 "pending": len(self.moving),
                 "connections": self.connections,
             },

@@ -1,7 +1,6 @@
 """kvplan_nixl: moves the bytes of kvplan's plans in real memory, through NIXL.
 
-Its names load when they are first asked for, so that ``python -m kvplan_nixl`` can say which
-package is missing.
+Its names load on first use, so that ``python -m kvplan_nixl`` can say which package is missing.
 """
 
 import importlib

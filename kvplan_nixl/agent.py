@@ -9,7 +9,7 @@ own exceptions. The wrapper raises one of three codes instead:
 
 An agent and its handles are alive as long as anything refers to them, and NIXL's threads write
 memory meanwhile. An exception of NIXL refers to them too, through the frames of its traceback. So
-the errors that are raised in its place do not refer to it, and all handles are in a
+the errors that are raised instead do not refer to it, and all handles are in a
 :class:`Handle`, which :meth:`Agent.close` empties.
 """
 
@@ -174,7 +174,7 @@ class Agent:
                 "BACKEND", "make a NIXL agent", expected="no error", got=f"NIXL: {text}"
             )
         self._handles: WeakSet[Handle] = WeakSet()
-        # each range that NIXL has, and the number of callers that registered it or a part of it
+        # each range that NIXL has, and the number of callers that registered it or a range in it
         self._registered: Counter[MemoryRange] = Counter()
         self._loaded: set[str] = set()
         self._memory_kinds: dict[str, frozenset[str]] = {}
@@ -211,7 +211,7 @@ class Agent:
     ) -> Result:
         """Return the result of ``call`` for NIXL's agent.
 
-        Raises an error that does not refer to NIXL in place of what the call raises.
+        Raises an error that does not refer to NIXL instead of what the call raises.
         """
         agent = self._agent
         try:
@@ -297,7 +297,7 @@ class Agent:
         for registered in self._registered:
             if registered.overlaps(wanted):
                 if wanted.start < registered.start or registered.stop < wanted.stop:
-                    raise _partly_registered(wanted, registered)
+                    raise _overlaps_registered(wanted, registered)
                 self._registered[registered] += 1
                 return registered
         self._do(
@@ -349,13 +349,13 @@ class Agent:
             raise KVPlanError("PEER", action, expected="that agent's", got=got, agent=name)
 
     def unload(self, name: str) -> None:
-        """Forget a remote agent, if NIXL still knows it."""
+        """Unload a remote agent, if NIXL still knows it."""
         self._loaded.discard(name)
         with suppress(KVPlanError):  # NIXL has already forgotten an agent that disconnected
             self._do(
                 lambda agent: agent.remove_remote_agent(name),
                 "PEER",
-                "forget a NIXL agent",
+                "unload a NIXL agent",
                 "one that is loaded",
             )
 
@@ -445,7 +445,8 @@ class Agent:
     def discard_messages(self) -> None:
         """Discard the messages that other agents have sent, which NIXL keeps until it is asked.
 
-        No engine with kvplan sends any. Whoever reaches the agent may: its memory would fill.
+        Engines with kvplan send none. Any process that reaches the agent can, until its memory is
+        full.
         """
         self._do(
             lambda agent: agent.get_new_notifs(),
@@ -455,7 +456,7 @@ class Agent:
         )
 
     def fence(self) -> None:
-        """Send this agent a message. UCX takes it only when copies that began before are over."""
+        """Send this agent a message. UCX delivers it only after all copies that began before."""
         self._do(
             lambda agent: agent.send_notif(self.name, b""),
             "PEER",
@@ -464,7 +465,7 @@ class Agent:
         )
 
 
-def _partly_registered(wanted: MemoryRange, registered: MemoryRange) -> KVPlanError:
+def _overlaps_registered(wanted: MemoryRange, registered: MemoryRange) -> KVPlanError:
     return KVPlanError(
         "BACKEND",
         f"register {wanted.memory} memory",

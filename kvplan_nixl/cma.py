@@ -51,7 +51,7 @@ def is_enabled(options: Mapping[str, str], environment: Mapping[str, str]) -> bo
 class Process:
     """A process, as others on its host know it.
 
-    ``start_ticks`` tells it from others that have had its number ``pid``. Processes of another
+    ``start_ticks`` tells it from earlier processes with its number ``pid``. Processes of another
     ``pid_namespace`` or another ``boot``, as on another host, do not see it.
     """
 
@@ -88,7 +88,7 @@ class Process:
     def __str__(self) -> str:
         return f"{self.pid}-{self.start_ticks}-{self.pid_namespace}-{self.boot}"
 
-    def is_beside(self, process: Process) -> bool:
+    def shares_host(self, process: Process) -> bool:
         """Return whether both processes are on one host and in one PID namespace.
 
         UCX uses CMA between no others.
@@ -119,7 +119,7 @@ class Process:
 
 def may_copy(ours: Process | None, theirs: Process | None) -> bool:
     """Return whether UCX may use CMA between two processes. It may if one of them is unknown."""
-    return ours is None or theirs is None or ours.is_beside(theirs)
+    return ours is None or theirs is None or ours.shares_host(theirs)
 
 
 def _start_ticks(pid: int) -> int:

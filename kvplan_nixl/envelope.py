@@ -5,8 +5,8 @@ NIXL agent: the line ``kvplan_nixl 3``, an HMAC-SHA256 of all that follows (32 b
 (big endian, 4 bytes each), then the agent's name, its metadata, the handles by which processes of
 its host map its memory, and the offer as :func:`kvplan.encode` makes it.
 
-An envelope is untrusted data, and a bad one raises :class:`kvplan.PeerError`. But NIXL parses the
-metadata, and some bytes end its process. So the HMAC, with the key that the engines share, is
+An envelope is untrusted, and a bad one raises :class:`kvplan.PeerError`. But NIXL parses the
+metadata, and some bytes crash its process. So the HMAC, with the key that the engines share, is
 checked before anything else.
 """
 
@@ -25,7 +25,7 @@ from kvplan_nixl.serving.host_key import AnyKey, key_of
 MAGIC: Final = b"kvplan_nixl 3\n"
 PURPOSE: Final = "envelope"
 HMAC_BYTES: Final = 32
-PART_LENGTHS: Final = struct.Struct(">IIII")
+LENGTHS: Final = struct.Struct(">IIII")
 """The lengths of the agent's name, its metadata, the handles of its memory, and the offer."""
 
 MAX_NAME_BYTES: Final = 1 << 10
@@ -78,8 +78,8 @@ class Envelope:
         Envelope(worker=<Worker prefill/0: 0 views of 0 tensors in 1 region, 0 groups>,
                  agent='prefill.0.a1')
         """
-        parts = (self.agent.encode(), self.metadata, self.handles, encode(self.worker))
-        content = b"".join((PART_LENGTHS.pack(*map(len, parts)), *parts))
+        fields = (self.agent.encode(), self.metadata, self.handles, encode(self.worker))
+        content = b"".join((LENGTHS.pack(*map(len, fields)), *fields))
         signature = key_of(key).sign(PURPOSE, content)
         return MAGIC + bytes.fromhex(signature) + content
 
@@ -90,22 +90,23 @@ class Envelope:
         Raises a PeerError: ``MESSAGE``, or the code of :func:`kvplan.decode` for its offer.
         """
         instance(bytes, data, "an envelope")
-        # magic, digest, lengths of four parts, the parts
-        digest_start = len(MAGIC)
-        content_start = digest_start + HMAC_BYTES
-        agent_start = content_start + PART_LENGTHS.size
+        # magic, signature, the lengths of four fields, the fields
+        signature_start = len(MAGIC)
+        content_start = signature_start + HMAC_BYTES
+        agent_start = content_start + LENGTHS.size
         if not data.startswith(MAGIC) or len(data) < agent_start:
             raise _unusable(
-                f"a message that starts with {MAGIC.decode().strip()!r}", f"{data[:digest_start]!r}"
+                f"a message that starts with {MAGIC.decode().strip()!r}",
+                f"{data[:signature_start]!r}",
             )
-        # nothing but the digest is trusted before it has been compared
-        signature = data[digest_start:content_start].hex()
+        # nothing is parsed before the signature has been checked
+        signature = data[signature_start:content_start].hex()
         if not key_of(key).has_signed(signature, PURPOSE, data[content_start:]):
             raise _unusable(
-                "one that was made with the key of this engine, and not changed since",
-                "another one",
+                "a signature by this engine's key",
+                "a bad signature: the keys differ, or the envelope was modified",
             )
-        lengths = PART_LENGTHS.unpack_from(data, content_start)
+        lengths = LENGTHS.unpack_from(data, content_start)
         agent_bytes, metadata_bytes, handles_bytes, offer_bytes = lengths
         limits = (MAX_NAME_BYTES, MAX_METADATA_BYTES, MAX_HANDLES_BYTES)
         if any(length > limit for length, limit in zip(lengths, limits, strict=False)):

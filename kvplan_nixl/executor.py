@@ -82,7 +82,7 @@ class _Peer:
 
 
 class NixlExecutor:
-    """The :class:`~kvplan.Executor` of one worker, with a NIXL agent of its own.
+    """The :class:`~kvplan.Executor` of one worker, with its own NIXL agent.
 
     ``backends`` are NIXL's backends by name, in order of preference, each with its options: ``UCX``
     for DRAM and VRAM, followed by ``POSIX`` for files. The worker's regions stay registered until
@@ -142,7 +142,7 @@ class NixlExecutor:
             raise
         self._peers: dict[Key, _Peer] = {}
         # peers that were disconnected, as long as they have transfers
-        self._left: set[_Peer] = set()
+        self._disconnected: set[_Peer] = set()
         self._local: WeakValueDictionary[tuple[str, str, bytes], Handle] = WeakValueDictionary()
 
     def __enter__(self) -> Self:
@@ -184,7 +184,7 @@ class NixlExecutor:
         peer = self._peers.get(opened.worker.key)
         if peer is not None and peer.is_connected_by(opened):
             return peer.worker
-        self._make_room(opened.worker)
+        self._make_way(opened.worker)
         self._agent.load(opened.agent, opened.metadata)
         peer = _Peer(opened.worker, opened.agent)
         self._open_memory(peer, opened.handles)
@@ -196,12 +196,12 @@ class NixlExecutor:
 
     def attach(self, worker: Worker) -> None:
         """Connect to a worker of this process, such as that of a file."""
-        self._make_room(instance(Worker, worker, "worker"))
+        self._make_way(instance(Worker, worker, "worker"))
         check_memory(worker.regions, f"register the memory of {worker.label}")
         self._add(_Peer(worker, self._agent.name, attached=self._agent.register(worker.regions)))
 
     def disconnect(self, worker: Worker, *, force: bool = False) -> None:
-        """Forget a remote worker, so that another process can connect under its name.
+        """Disconnect a remote worker, so that another process can connect under its name.
 
         With ``force`` its running transfers are cancelled. They stay RUNNING, and their blocks must
         not be used, until NIXL reports their end, rule nixl.N2. Otherwise raises ``TRANSFER`` while
@@ -211,7 +211,7 @@ class NixlExecutor:
         instance(bool, force, "force")
         if peer is None:
             raise not_connected(worker.key)
-        # a transfer that still runs keeps its peer in NIXL until it ends, rule nixl.N2
+        # a transfer that still runs keeps its peer loaded in NIXL, rule nixl.N2
         for transfer in tuple(peer.held):
             if self.poll(transfer).is_settled:
                 self.release(transfer)
@@ -220,8 +220,8 @@ class NixlExecutor:
             else:
                 raise still_running(transfer.request, f"disconnect {worker.label}")
         del self._peers[worker.key]
-        self._left.add(peer)
-        self._forget_left()
+        self._disconnected.add(peer)
+        self._drop_disconnected()
         self._report(Peer(peer.worker, is_connected=False))
 
     def prepare(self, plan: TransferPlan) -> None:
@@ -418,7 +418,7 @@ class NixlExecutor:
             try:
                 self._agent.free(handle)
             finally:
-                self._forget_left()
+                self._drop_disconnected()
 
     def discard_messages(self) -> None:
         """Discard the messages that other agents have sent. Call this in each step of an engine."""
@@ -431,9 +431,9 @@ class NixlExecutor:
         Running transfers become CANCELLED and touch no more bytes.
         """
         # peers are freed with the agent, after all transfers: none is left for a transfer to free
-        peers = {*self._peers.values(), *self._left}
+        peers = {*self._peers.values(), *self._disconnected}
         self._peers = {}
-        self._left.clear()
+        self._disconnected.clear()
         for peer in peers:
             for transfer in tuple(peer.held):
                 with suppress(
@@ -450,12 +450,12 @@ class NixlExecutor:
         self._peers[peer.worker.key] = peer
         self._report(Peer(peer.worker, is_connected=True))
 
-    def _forget_left(self) -> None:
+    def _drop_disconnected(self) -> None:
         """Free the peers that were disconnected and have no transfer any more."""
-        for peer in tuple(self._left):
+        for peer in tuple(self._disconnected):
             if peer.held:
                 continue
-            self._left.remove(peer)
+            self._disconnected.remove(peer)
             # prepared rows are freed before the remote agent or its memory, rule nixl.N3
             peer.rows.clear()
             if peer.attached is None:
@@ -463,8 +463,8 @@ class NixlExecutor:
             else:
                 self._agent.deregister(peer.attached)
 
-    def _make_room(self, worker: Worker) -> None:
-        """Refuse a worker that is connected, and forget one whose connection was lost."""
+    def _make_way(self, worker: Worker) -> None:
+        """Refuse a worker that is connected, and disconnect one whose connection was lost."""
         peer = self._peers.get(worker.key)
         if peer is not None and peer.lost is not None:
             self.disconnect(peer.worker, force=True)
@@ -476,7 +476,7 @@ class NixlExecutor:
             raise _is_connected(worker, "this worker")
 
     def __repr__(self) -> str:
-        transfers = sum(len(peer.held) for peer in (*self._peers.values(), *self._left))
+        transfers = sum(len(peer.held) for peer in (*self._peers.values(), *self._disconnected))
         return (
             f"<NixlExecutor {self.worker.label}: {len(self._peers)} peers, {transfers} transfers>"
         )

@@ -1,7 +1,7 @@
 """Identity: the facts that decide what is in a cache, as an engine runs its model.
 
-Two engines may share a cache if every number in it comes out the same on both. Part of what decides
-it comes with each request: tokens, a LoRA adapter, images. The rest is decided when the engine
+Two engines may share a cache if every number in it comes out the same on both. Some of it comes
+with each request: tokens, a LoRA adapter, images. The rest is decided when the engine
 starts, and later by updates of its weights. The identity is a mapping of these facts, names to JSON
 values:
 
@@ -19,7 +19,7 @@ The configuration is read as *the file states it*. What a library makes of the f
 renamed, numbers padded) depends on its version, and engines of two versions run the same model. An
 override counts as if it were in the file: an engine with ``rope_theta`` in its ``config.json`` and
 one that was started with the same value as an override are the same model. Engines read overrides
-in their own ways, so a bridge compares two configurations: the file read with the overrides beside
+in their own ways, so a bridge compares two configurations: the file read with the overrides next to
 it, and a file that has them in it. Where they differ, the effect of the override is a fact.
 
 What may differ harmlessly has no fact: parallel sizes, blocks, memory, scheduling, kernels, limits
@@ -54,10 +54,10 @@ Facts = dict[str, Any]
 DIGEST_BYTES: Final = 16
 
 MAX_VALUE: Final = 200
-"""Characters of a value in a fact. The digest of a longer one takes its place."""
+"""Characters of a value in a fact. A longer one is replaced by its digest."""
 
 MAX_KEYS: Final = 64
-"""Keys of a nested mapping that are facts of their own. More of them are one fact."""
+"""Keys of a nested mapping that are separate facts. More of them are one fact."""
 
 HF_CONFIG: Final = "config.json"
 MISTRAL_CONFIG: Final = "params.json"
@@ -432,7 +432,7 @@ def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _has_paths(value: Any) -> bool:
-    """Return whether each value of a mapping is a fact of its own."""
+    """Return whether each value of a mapping is a separate fact."""
     if not isinstance(value, Mapping) or not 0 < len(value) <= MAX_KEYS:
         return False
     # a key with a dot could be mistaken for a path

@@ -169,7 +169,7 @@ class MappedExecutor(NixlExecutor):
     def _open_memory(self, peer: Any, handles: bytes) -> None:
         worker = peer.worker
         process = Process.of_agent(peer.agent)
-        if process is None or self._process is None or not self._process.is_beside(process):
+        if process is None or self._process is None or not self._process.shares_host(process):
             self._logger.info("%s is read through NIXL: %s", worker.label, ELSEWHERE)
             return
         if not handles:
@@ -285,12 +285,12 @@ class MappedExecutor(NixlExecutor):
         super()._drop(transfer)
         if self._tickets.pop(transfer, None) is not None and peer is not None:
             peer.held.discard(transfer)
-            self._forget_left()
+            self._drop_disconnected()
 
-    def _forget_left(self) -> None:
-        leaving = set(self._left)
-        super()._forget_left()
-        for peer in leaving - self._left:
+    def _drop_disconnected(self) -> None:
+        leaving = set(self._disconnected)
+        super()._drop_disconnected()
+        for peer in leaving - self._disconnected:
             memory = self._memories.pop(peer, None)
             if memory is not None:
                 memory.close()

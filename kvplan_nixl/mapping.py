@@ -1,4 +1,4 @@
-"""Memory of one process mapped into another one: what a peer on the same host may be read from.
+"""Memory of one process mapped into another one, so that a peer on the same host can read it.
 
 A :class:`Mapper` makes a handle of a region, which travels in the worker's envelope, and opens the
 handles of others. :class:`CudaMapper` is that of NVIDIA's GPUs (CUDA IPC). It calls the driver by
@@ -65,9 +65,9 @@ def unmapped_note(worker: Worker, mapper: Mapper) -> str:
             reasons.setdefault(reason, []).append(region.name)
     if not reasons:
         return ""
-    parts = [f"{few(names, ', ')}: {reason}" for reason, names in reasons.items()]
+    texts = [f"{few(names, ', ')}: {reason}" for reason, names in reasons.items()]
     return (
-        f"memory of {worker.label} that peers on this host cannot map ({'; '.join(parts)}); they "
+        f"memory of {worker.label} that peers on this host cannot map ({'; '.join(texts)}); they "
         "read through a staging buffer or by UCX, which is far slower"
     )
 

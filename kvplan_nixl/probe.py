@@ -1,4 +1,4 @@
-"""Probes: what the doctor tries in processes of its own, since NIXL may crash or hang there.
+"""Probes: what the doctor tries in separate processes, since NIXL may crash or hang there.
 
 Each writes JSON to stdout, one document a line, as it goes. ``python -m kvplan_nixl.probe`` runs
 one, whose name and texts are its arguments.
@@ -29,7 +29,7 @@ from kvplan_nixl.backends import UCX
 from kvplan_nixl.executor import NixlExecutor, settle
 from kvplan_nixl.mapping import CudaMapper
 from kvplan_nixl.serving import Driver
-from kvplan_nixl.settings import Settings, secrets_beside
+from kvplan_nixl.settings import Settings, secrets_of_environment
 
 MEMORY_BYTES: Final = 16 << 20
 BLOCK_BYTES: Final = 64 << 10
@@ -40,7 +40,7 @@ PROBE_TIMEOUT_S: Final = 30.0
 
 
 def tell(**fields: Any) -> None:
-    """Write a document, on a line of its own: libraries write to stdout too."""
+    """Write a document on a separate line: libraries write to stdout too."""
     print(f"\n{json.dumps(fields)}", flush=True)
 
 
@@ -65,7 +65,7 @@ def start_backends(*backends: str) -> None:
 
 def listen(host: str, port: str) -> None:
     """Listen as a prefill engine would, and fetch its offers as a decode engine would."""
-    texts = secrets_beside((), os.environ)
+    texts = secrets_of_environment((), os.environ)
     try:
         system = Driver(Settings.read_texts(texts, "the environment").access())
         listener = Listener(
@@ -81,7 +81,7 @@ def listen(host: str, port: str) -> None:
     tell(error="", hint="", has_key=bool(texts))
 
 
-def placed(memory: npt.NDArray[np.uint8], device: str) -> Any:
+def on_device(memory: npt.NDArray[np.uint8], device: str) -> Any:
     """Return bytes in memory of a device, as torch names it: the array itself is on ``cpu``."""
     if device == "cpu":
         return memory
@@ -108,7 +108,7 @@ def source_memory() -> npt.NDArray[np.uint8]:
 def serve(channel: Connection, device: str) -> None:
     """Register the source's memory until the other process ends. Another process runs this."""
     logging.disable(logging.WARNING)
-    memory = placed(source_memory(), device)  # it has to outlive the executor
+    memory = on_device(source_memory(), device)  # it has to outlive the executor
     with NixlExecutor(worker_of("source", memory)) as executor:
         channel.send_bytes(executor.envelope())
         channel.poll(PROBE_TIMEOUT_S)
@@ -125,7 +125,7 @@ def move(device: str = "cpu") -> None:
     process = context.Process(target=serve, args=(source_channel, device), daemon=True)
     process.start()
     source_channel.close()
-    memory = placed(np.zeros(MEMORY_BYTES, np.uint8), device)
+    memory = on_device(np.zeros(MEMORY_BYTES, np.uint8), device)
     tables = {"bytes": Blocks(np.arange(MEMORY_BYTES // BLOCK_BYTES))}
     num_bytes = 0
     try:
@@ -154,7 +154,7 @@ def move(device: str = "cpu") -> None:
 def map_memory(device: str = "cuda:0") -> None:
     """Ask CUDA whether memory that torch allocates can be mapped by other processes."""
     try:
-        memory = placed(np.zeros(MEMORY_BYTES, np.uint8), device)
+        memory = on_device(np.zeros(MEMORY_BYTES, np.uint8), device)
         reason = CudaMapper().why_not(region_of(memory))
     except (OSError, RuntimeError, ImportError) as error:
         tell(error=" ".join(str(error).split()))

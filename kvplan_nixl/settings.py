@@ -39,12 +39,14 @@ SECRETS: Final = MappingProxyType({"key": "KVPLAN_KEY", "key_file": "KVPLAN_KEY_
 """Settings that may be variables of the environment too, which no list of processes shows."""
 
 
-def secrets_beside(settings: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the key, or its file, in an environment, unless the ``settings`` name one of them.
+def secrets_of_environment(
+    settings: Iterable[str], environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the key or its file as an environment has it, unless ``settings`` names one of them.
 
-    >>> secrets_beside(["port"], {"KVPLAN_KEY": "a secret of all engines"})
+    >>> secrets_of_environment(["port"], {"KVPLAN_KEY": "a secret of all engines"})
     {'key': 'a secret of all engines'}
-    >>> secrets_beside(["key_file"], {"KVPLAN_KEY": "a secret of all engines"})
+    >>> secrets_of_environment(["key_file"], {"KVPLAN_KEY": "a secret of all engines"})
     {}
     """
     if not SECRETS.keys().isdisjoint(settings):
@@ -128,8 +130,8 @@ class NamedSettings:
     """Settings that operators give by name: fields made by :func:`setting`."""
 
     @classmethod
-    def read(cls, values: Mapping[str, Any], place: str) -> Self:
-        """Return the settings in ``values``, which were given at a ``place``.
+    def read(cls, values: Mapping[str, Any], where: str) -> Self:
+        """Return the settings in ``values``, which were given at ``where``, as messages call it.
 
         Raises ``SETTING`` for a name that is unknown, ``TYPE`` and ``RANGE`` for wrong values.
 
@@ -147,13 +149,13 @@ class NamedSettings:
                 hint = meant(f"{label}", fields) or f"they are {', '.join(fields)}"
                 expected = "known names"
                 raise KVPlanError(
-                    "SETTING", f"read {place}", expected=expected, got=shown(label), hint=hint
+                    "SETTING", f"read {where}", expected=expected, got=shown(label), hint=hint
                 )
-            checked[label] = fields[label].metadata["check"](value, f"{label} in {place}")
+            checked[label] = fields[label].metadata["check"](value, f"{label} in {where}")
         return cls(**checked)
 
     @classmethod
-    def read_texts(cls, texts: Mapping[str, str], place: str) -> Self:
+    def read_texts(cls, texts: Mapping[str, str], where: str) -> Self:
         """Return the settings in ``texts``, as :meth:`read` does; numbers and lists are JSON.
 
         >>> settings = Settings.read_texts({"key": "7", "lease_s": "7"}, "settings")
@@ -169,7 +171,7 @@ class NamedSettings:
                 except (ValueError, RecursionError):
                     # the check says what was expected
                     continue
-        return cls.read(values, place)
+        return cls.read(values, where)
 
 
 class ModelNames(Protocol):
@@ -220,9 +222,9 @@ class StoreSettings(NamedSettings):
     kv_heads: int = setting(integer, 0)
 
     @classmethod
-    def read(cls, values: Mapping[str, Any], place: str) -> Self:
+    def read(cls, values: Mapping[str, Any], where: str) -> Self:
         """Return the settings in ``values``, which have a folder. Raises as others do."""
-        settings = super().read(values, place)
+        settings = super().read(values, where)
         if not settings.folder:
             raise store_refusal("folder", "the folder of a store", "none")
         return settings
@@ -239,7 +241,7 @@ class StoreSettings(NamedSettings):
 
 
 def store_refusal(label: str, expected: str, got: str) -> KVPlanError:
-    """Return the error for a setting with which nothing is stored rightly."""
+    """Return the error for a wrong setting of a store."""
     return KVPlanError("SETTING", f"set {label} of a store", expected=expected, got=got)
 
 
@@ -248,15 +250,15 @@ class Settings(NamedSettings):
     """The settings that connectors have in common, with their defaults.
 
     An engine announces ``host`` and listens on ``bind``, or on ``host`` if that is empty, at
-    ``port``, or at a free one if that is 0. ``model`` and ``weights`` take the place of the
-    engine's name for its model, and of a fingerprint of its weights, unless they are empty;
-    ``kv_heads`` that of the KV heads of a layer, unless it is 0. ``ignored_facts`` are those of the
+    ``port``, or at a free one if that is 0. ``model`` and ``weights``, unless empty,
+    replace the engine's name for its model and the fingerprint of its weights; ``kv_heads``, unless
+    0, the number of KV heads of a layer. ``ignored_facts`` are those of the
     engine's identity (:mod:`kvplan_nixl.identity`) that the operator knows to be harmless. Prefill
-    publishes a request in part when ``early_tokens`` more positions are computed. With
+    publishes a request early, each time that ``early_tokens`` more positions are computed. With
     ``map_memory`` GPUs of one host are read out of their mapped memory. ``rates`` names the file of
     a calibration, by which decode chooses what it stages. ``bootstrap_servers`` are those that
-    requests may name beside this machine's and ``host``: SGLang's, or listeners. The other settings
-    of the network are those of :meth:`access`.
+    requests may name besides this machine's and ``host``: SGLang's, or listeners. The other
+    settings of the network are those of :meth:`access`.
     """
 
     host: str = setting(name, "")

@@ -31,7 +31,7 @@ from yarl import URL
 from kvplan import KVPlanError
 from kvplan.protocol.room_contents import ask_again, is_part
 from kvplan_nixl.serving import Driver
-from kvplan_nixl.settings import Settings, secrets_beside
+from kvplan_nixl.settings import Settings, secrets_of_environment
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, publish, withdraw
 from kvplan_nixl.vllm import proxy
 from kvplan_nixl.vllm.proxy import TRANSFER, Answering, Body, Engines, Proxy
@@ -204,7 +204,7 @@ def main(
     logging.basicConfig(format="%(levelname)s %(message)s")
     between = "SGLang prefill and vLLM decode" if bootstrap else "vLLM prefill and SGLang decode"
     try:
-        secrets = secrets_beside((), os.environ)
+        secrets = secrets_of_environment((), os.environ)
         system = Driver(Settings.read_texts(secrets, "the environment").access())
         ways: Proxy
         if bootstrap:

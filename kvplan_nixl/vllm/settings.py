@@ -19,7 +19,7 @@ from vllm.config import VllmConfig
 
 from kvplan import KVPlanError
 from kvplan.support import integer, name, seconds, shown
-from kvplan_nixl.settings import ModelNames, Settings, secrets_beside, setting, switch
+from kvplan_nixl.settings import ModelNames, Settings, secrets_of_environment, setting, switch
 
 PLACE: Final = "kv_connector_extra_config"
 
@@ -109,7 +109,7 @@ def settings_of(config: VllmConfig) -> ConnectorSettings:
     has_host_cache = uses_host_cache(transfer)
     check_transfer(transfer, HONOURED | {"kv_buffer_device"} if has_host_cache else HONOURED)
     values = {
-        **secrets_beside(transfer.kv_connector_extra_config, os.environ),
+        **secrets_of_environment(transfer.kv_connector_extra_config, os.environ),
         "host": envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
         "port": envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
         **_renamed(transfer.kv_connector_extra_config),

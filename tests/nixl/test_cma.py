@@ -172,9 +172,9 @@ def test_a_process_has_ended() -> None:
     here = Process.current()
     assert here is not None
     assert not here.has_ended()
-    assert here.is_beside(here)
-    assert not here.is_beside(attrs.evolve(here, boot="0" * 32))
-    assert not here.is_beside(attrs.evolve(here, pid_namespace=1))
+    assert here.shares_host(here)
+    assert not here.shares_host(attrs.evolve(here, boot="0" * 32))
+    assert not here.shares_host(attrs.evolve(here, pid_namespace=1))
     # a later process with its number
     assert attrs.evolve(here, start_ticks=here.start_ticks - 1).has_ended()
     program = "import sys; from kvplan_nixl.cma import Process; print(Process.current(), flush=True); sys.stdin.read()"
@@ -182,7 +182,7 @@ def test_a_process_has_ended() -> None:
     assert child.stdout is not None
     process = Process.of_agent(f"prefill.0.{child.stdout.readline().strip()}.a1")
     assert process is not None
-    assert (process.pid, process.is_beside(here), process.has_ended()) == (child.pid, True, False)
+    assert (process.pid, process.shares_host(here), process.has_ended()) == (child.pid, True, False)
     child.kill()
     # its parent has not asked for it, so its number is taken
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)

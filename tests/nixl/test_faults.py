@@ -237,7 +237,7 @@ def test_a_peer_that_hangs_is_removed_by_force(reader: Reader, peer: PeerProcess
         assert settle(reader.executor, [old], TIMEOUT_S)
         assert (old.status, old.error) == (Status.CANCELLED, None)
         reader.executor.release(old)
-        assert not reader.executor._left
+        assert not reader.executor._disconnected
         assert reader.is_left_alone()
         transfer = reader.start(new)
         assert settle(reader.executor, [transfer], TIMEOUT_S)
