@@ -309,7 +309,7 @@ def test_a_peer_of_another_host_is_named(caplog: pytest.LogCaptureFixture, monke
     """That is no fault, so it is no warning."""
     mappers = MemfdMapper(), MemfdMapper()
     there, here = (in_shared_memory(engine(n)[0], m) for n, m in zip(("prefill", "decode"), mappers, strict=True))
-    monkeypatch.setattr(Process, "is_beside", lambda own, other: False)
+    monkeypatch.setattr(Process, "shares_host", lambda own, other: False)
     with (
         MappedExecutor(there, mapper=mappers[0], key=KEY) as source,
         MappedExecutor(here, mapper=mappers[1], key=KEY) as executor,
