@@ -14,6 +14,9 @@ from typing import Any, Final
 
 OUTCOMES: Final = Path(__file__).with_name("outcomes.json")
 PAGE: Final = Path(__file__).parents[2] / "docs" / "engines.md"
+VERSIONS: Final = ("vLLM 0.32.0, nixl 1.5.1, torch 2.13.0", "SGLang 0.5.23, vLLM 0.32.0, nixl 1.5.1, torch 2.13.0")
+"""What the page says once of all tables, with and without SGLang."""
+
 NOT_RUN: Final = "\N{EN DASH}"
 COMMIT: Final = re.compile(r"^[0-9a-f]{7} ")
 MARKED: Final = re.compile(r"(?<=<!-- outcomes: )(.*?)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -34,14 +37,24 @@ def written() -> str:
 def _text(table: dict[str, Any]) -> str:
     rows = table["rows"]
     columns = [column for column in rows[0] if column not in ("row", "runs", "before", "nothing")]
-    cells = [[row["row"], *(row[column] for column in columns)] for row in rows]
     dates = sorted(row["runs"][-1].split()[-1] for row in rows)
     run = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     others = {name: COMMIT.sub("", when) for name, when in table.get("other columns", {}).items() if name != "before"}
     runs = "; ".join(f"{column} {when}" for column, when in {"kvplan": run, **others}.items())
-    heads = [table["first column"], *columns]
-    lines = [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *cells)]
-    return "\n".join(["", *lines, "", f"{_control(rows)}Runs: {runs}. Versions: {table['versions']}.", "", ""])
+    lines = _lines(table["first column"], columns, rows)
+    versions = "" if table["versions"] in VERSIONS else f" Versions: {table['versions']}."
+    return "\n".join(["", *lines, "", f"{_control(rows)}Runs: {runs}.{versions}", "", ""])
+
+
+def _lines(first: str, columns: list[str], rows: list[dict[str, Any]]) -> list[str]:
+    """A table, or a list of the rows where kvplan's outcome is all that they say, and always the same."""
+    outcomes = {row["kvplan"] for row in rows} if columns == ["kvplan"] else set()
+    if len(outcomes) == 1:
+        names = ", ".join(f"`{row['row']}`" for row in rows)
+        return [f"kvplan: *{outcomes.pop()}* in each of {len(rows)} rows: {names}."]
+    cells = [[first, *columns], ["---"] * (len(columns) + 1)]
+    cells += [[row["row"], *(row[column] for column in columns)] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in cells]
 
 
 def _control(rows: list[dict[str, Any]]) -> str:
