@@ -89,8 +89,10 @@ def test_a_table_is_what_the_matrix_prints(cli: Cli, model: str, printed: str) -
 
 
 def test_tables_of_real_engines_are_those_of_the_file() -> None:
-    """``python -m tests.engines.outcomes`` has written them."""
-    assert outcomes.PAGE.read_text() == outcomes.written()
+    """``python -m tests.engines.outcomes`` has written them, each once."""
+    page = outcomes.PAGE.read_text()
+    assert page == outcomes.written()
+    assert sorted(marker for marker, _ in outcomes.MARKED.findall(page)) == sorted(outcomes.tables())
 
 
 def test_there_are_tables_of_both_kinds() -> None:
