@@ -211,7 +211,7 @@ def calls() -> Calls:
     yield "verification.FakeMemory.region", memory().region, {"worker": OURS, "view": OURS.views[0]}
     yield "verification.FakeMemory.array", memory().array, {"worker": OURS, "view": OURS.views[0]}
     yield "verification.FakeMemory.writes", memory().writes, {"worker": OURS}
-    yield "verification.FakeMemory.execute", memory().execute, {"spec": SPEC, "by_ids": False}
+    yield "verification.FakeMemory.execute", memory().execute, {"spec": SPEC}
     writes, copied = SPEC.descriptors()
     ends = {"source": THEIRS, "destination": OURS.key}
     yield "verification.FakeMemory.move", memory().move, {**ends, "reads": copied, "writes": writes}
@@ -237,7 +237,6 @@ def calls() -> Calls:
     yield "Model.tokens", MODEL.tokens, {"start": 0, "stop": 9, "worker": MODEL.engine("d", num_blocks=9)[0]}
     sizes = {"tp": 1, "tokens_per_block": 16}
     yield "Model.tensor_bytes", MODEL.tensor_bytes, {**sizes, "rank": 0}
-    yield "Model.block_bytes", MODEL.block_bytes, {**sizes, "rank": 0}
     yield "Model.blocks", MODEL.blocks, sizes
     yield "Model.kernel_blocks", MODEL.kernel_blocks, {"tp": 1, "kernel_tokens": 16, "kv": "content"}
     parameters = inspect.signature(MODEL.engine).parameters.values()

@@ -321,18 +321,6 @@ expected a value for key 'hidden_size', got no such key
         part = RankPart(rank, tp, self.blocks(tp, tokens_per_block), self.dtype)
         return tuple(map(part.tensor_bytes, self.layers))
 
-    def block_bytes(
-        self, tp: int = 1, tokens_per_block: BlockTokens = 16, *, rank: int = 0
-    ) -> tuple[int, ...]:
-        """Return the bytes of one block in each layer, all its tensors together, on rank ``rank``.
-
-        >>> layers = Model.shipped("qwen3-8b").block_bytes()
-        >>> layers[0], sum(layers)
-        (65536, 2359296)
-        """
-        layers = self.tensor_bytes(tp, tokens_per_block, rank=rank)
-        return tuple(sum(layer.values()) for layer in layers)
-
     def blocks(self, tp: int = 1, tokens_per_block: BlockTokens = 16) -> dict[str, int]:
         """Return the tokens in a block of each token group: with smaller pages, blocks are longer.
 

@@ -222,22 +222,17 @@ class FakeMemory:
             tuple(stride * self.dtype.itemsize for stride in strides),
         )
 
-    def execute(self, spec: ReadSpec, *, by_ids: bool = False) -> None:
+    def execute(self, spec: ReadSpec) -> None:
         """Move the bytes of ``spec``, from remote to local for a READ, the other way for a WRITE.
 
-        Uses its coalesced descriptors or, with ``by_ids``, the range of each id. Raises ``NAME``
-        for another operation, ``BOUNDS`` for a range outside the regions and ``SIZE`` for two
-        ranges of different lengths, before anything moves.
+        Raises ``NAME`` for another operation, ``BOUNDS`` for a range outside the regions and
+        ``SIZE`` for two ranges of different lengths, before anything moves.
         """
         having("descriptors", spec, "spec", "a ReadSpec")
         if not is_one_of(spec.operation, ("READ", "WRITE")):
             expected = "operation READ or WRITE"
             raise KVPlanError("NAME", "execute", expected=expected, got=shown(spec.operation))
-        if instance(bool, by_ids, "by_ids"):
-            local = expand(spec.local_table.rows, spec.local_ids)
-            remote = expand(spec.remote_table.rows, spec.remote_ids)
-        else:
-            local, remote = spec.descriptors()
+        local, remote = spec.descriptors()
         if spec.operation == "WRITE":
             self.move(spec.local, spec.remote, local, remote)
         else:

@@ -16,6 +16,11 @@ KIB, MIB = 1 << 10, 1 << 20
 GQA = Model("gqa", (attention(2, 8),) * 3)
 
 
+def layer_bytes(model: Model, tp: int = 1, tokens_per_block: int = 16, *, rank: int = 0) -> tuple[int, ...]:
+    """The bytes of one block in each layer, all its tensors together."""
+    return tuple(sum(layer.values()) for layer in model.tensor_bytes(tp, tokens_per_block, rank=rank))
+
+
 def layers_of(worker: Worker) -> list[int]:
     """The layer of each view."""
     return [int(view.name.split(".")[1]) for view in worker.views]
@@ -45,14 +50,14 @@ def test_bytes_of_a_block(model: str, tp: int, tokens_per_block: int, part_bytes
 
     Its row for Qwen3-8B (28 KB, 1.97 MB) fits no model of 36 layers with 8 heads of 128; here it is Qwen3-4B's.
     """
-    layers = Model.shipped(model).block_bytes(tp, tokens_per_block)
+    layers = layer_bytes(Model.shipped(model), tp, tokens_per_block)
     assert set(layers) == {2 * part_bytes}
     assert sum(layers) == block_bytes
 
 
 def test_bytes_of_a_latent_block() -> None:
     """DeepSeek-V2-Lite has 72 KB a layer at block 64 and 1.9 MB in all, as published with that request."""
-    layers = Model.shipped("deepseek-v2-lite").block_bytes(tokens_per_block=64)
+    layers = layer_bytes(Model.shipped("deepseek-v2-lite"), tokens_per_block=64)
     assert set(layers) == {72 * KIB}
     assert round(sum(layers) / MIB, 1) == 1.9
 
@@ -71,7 +76,7 @@ def test_bytes_of_a_latent_block() -> None:
 def test_page_bytes_by_tensor_parallel_size(model: str, pages: dict[int, int]) -> None:
     """A page, one layer's block of 16 tokens, shrinks with tp until each rank holds one head, or is a latent."""
     shipped = Model.shipped(model)
-    assert {tp: set(shipped.block_bytes(tp)) for tp in pages} == {tp: {page} for tp, page in pages.items()}
+    assert {tp: set(layer_bytes(shipped, tp)) for tp in pages} == {tp: {page} for tp, page in pages.items()}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +124,7 @@ def test_pages_of_gemma_4_31b_are_made_equal(tp: int, full: int) -> None:
     """50 layers of 16 heads of 256 and 10 of 4 heads of 512 have equal pages when full blocks are longer."""
     model = Model.shipped("gemma-4-31b")
     assert model.blocks(tp) == {"swa": 16, "attn": full}
-    assert len(set(model.block_bytes(tp))) == 1
+    assert len(set(layer_bytes(model, tp))) == 1
     assert [tensor.group for (tensor,) in model.layers].count("swa") == 50
     (worker, *_) = model.engine("e", tp=tp, num_blocks=2)
     assert {group.name: group.tokens_per_block for group in worker.groups} == {"swa": 16, "attn": full}
@@ -283,7 +288,7 @@ def test_the_cache_may_have_a_dtype_of_its_own() -> None:
     (large,), (small,) = (model.engine("e", num_blocks=2) for model in (whole, half))
     assert [2 * r.size_bytes for r in small.regions] == [r.size_bytes for r in large.regions]
     assert {view.dtype for view in small.views} == {"float8_e4m3fn"}
-    assert [2 * layer for layer in half.block_bytes()] == list(whole.block_bytes())
+    assert [2 * layer for layer in layer_bytes(half)] == list(layer_bytes(whole))
 
 
 def test_states_may_have_a_dtype_of_their_own() -> None:
@@ -315,7 +320,7 @@ def test_block_bytes_are_those_of_the_views() -> None:
         held = [0] * len(model.layers)
         for layer, view in zip(layers_of(worker), worker.views, strict=True):
             held[layer] += view.block_bytes
-        assert tuple(held) == model.block_bytes(8, 32, rank=worker.rank)
+        assert tuple(held) == layer_bytes(model, 8, 32, rank=worker.rank)
 
 
 def test_options_reach_the_layout() -> None:

@@ -235,9 +235,8 @@ def test_expand_refuses_ids_of_no_row(wrong: int) -> None:
         expand([(100, 8, 1, 16, 2), (900, 4, 3, 100, 3)], [0, wrong])
 
 
-@pytest.mark.parametrize("by_ids", [False, True])
 @pytest.mark.parametrize("operation", ["READ", "WRITE"])
-def test_a_plan_carried_out_moves_the_cache(operation: str, by_ids: bool) -> None:
+def test_a_plan_carried_out_moves_the_cache(operation: str) -> None:
     """Real bytes of a source of two heads arrive, head by head, in the other axis order and other blocks."""
     (source,), (destination, _) = (
         engine("prefill", heads=2, layers=1),
@@ -251,7 +250,7 @@ def test_a_plan_carried_out_moves_the_cache(operation: str, by_ids: bool) -> Non
     with FakeMemory([source, destination]) as fake:
         held = fake.array(source, source.views[0])
         held[...] = np.random.default_rng(0).integers(1, 256, held.shape)
-        fake.execute(spec, by_ids=by_ids)
+        fake.execute(spec)
         got = fake.array(destination, destination.views[0])
         for position in range(8):
             block, slot = divmod(position, 4)
