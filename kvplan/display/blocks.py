@@ -128,7 +128,7 @@ class BlockCells:
 
     @property
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Return the contiguous bytes."""
+        """The contiguous bytes."""
         heads = np.flatnonzero(np.append(True, self.start[1:] != self.stop[:-1]))
         lasts = np.append(heads[1:], self.start.size) - 1
         return zip(self.start[heads].tolist(), self.stop[lasts].tolist(), strict=True)

@@ -12,12 +12,12 @@ ids left open. Nothing here knows how tables are made.
 - verify.K2: The ids of all blocks of the pool stay in their row, and advance from block to
   block by the stride of the blocks. The pool is the smallest one of the views that bytes move
   between, so that bind refuses no block that all of them have. All ids fit 31 bits.
-- verify.K3: A descriptor is split at the pieces of both sides
-  (:mod:`kvplan.verification.labels`). Every part lies in one piece on each side, of the same
+- verify.K3: A descriptor is split at the segments of both sides
+  (:mod:`kvplan.verification.labels`). Every part lies in one segment on each side, of the same
   tensor, position and number.
 - verify.K4: A run stays inside one span, and a token is one position. What runs move, the
-  tokens at the ends of a range move in their place.
-- verify.K5: A period fills every piece of the destination once, in each of its blocks.
+  tokens at the ends of a range move instead.
+- verify.K5: A period fills every segment of the destination once, in each of its blocks.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from kvplan.errors import KVPlanError
 from kvplan.verification.labels import (
     Weights,
     local_slots,
-    num_pieces_of_slot,
+    num_segments_of_slot,
     numbering,
-    pieces_of_slot,
     positions_of,
+    segments_of_slot,
     slots_of,
     slots_of_block,
 )
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from kvplan.plan.transfer import TransferPlan
 
 MAX_FOLLOWED: Final = 1 << 22
-"""The most descriptors and pieces of a period that are followed, for each plan: 1.25 GB."""
+"""The most descriptors and segments of a period that are followed, for each plan: 1.25 GB."""
 
 SIDES: Final = (0, 1)
 """The destination and the source: indices into all that has one value for each side."""
@@ -113,7 +113,7 @@ def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certifica
     proofs = {key: _Proof(workers[key], names, complete) for key, names in skipped.items()}
     num_followed = sum(proof.num_followed(pairs.get(key, ())) for key, proof in proofs.items())
     limit = MAX_FOLLOWED * max(len(plans), 1)
-    at_most(limit, num_followed, "descriptors and pieces of a period", "certify a plan")
+    at_most(limit, num_followed, "descriptors and segments of a period", "certify a plan")
     num_bytes = 0
     num_parts = 0
     for key, proof in proofs.items():
@@ -161,17 +161,17 @@ def _have_all_writers(plans: Iterable[TransferPlan]) -> bool:
 
 
 class PartRanges(NamedTuple):
-    """The parts of ranges that are split at pieces: indices of range and piece, start, length."""
+    """Ranges that are split at segments: the indices of range and segment, start and length."""
 
     range: Ints
-    piece: Ints
+    segment: Ints
     start: Ints
     length: Ints
 
 
 @attrs.frozen(eq=False)
-class Pieces:
-    """The pieces that a worker has of some tensors in one group, in block 0, by ascending start.
+class Segments:
+    """The segments that a worker has of some tensors in one group, in block 0, by ascending start.
 
     All are arrays of one length.
 
@@ -188,11 +188,11 @@ class Pieces:
     num_blocks: Ints
 
     def cut(self, start: Ints, length: Ints) -> PartRanges | None:
-        """Split ranges at the pieces. Return ``None`` if some byte of a range is in no piece.
+        """Split ranges at the segments. Return ``None`` if some byte of a range is in no segment.
 
         Raises ``RANGE`` for too many parts.
         """
-        # Range i overlaps the pieces [low[i], high[i]); they follow each other in the arrays.
+        # Range i overlaps the segments [low[i], high[i]); they follow each other in the arrays.
         low = np.searchsorted(self.start, start, "right") - 1
         high = np.searchsorted(self.start, start + length, "left")
         if (low < 0).any():
@@ -201,17 +201,17 @@ class Pieces:
         action = "certify a plan"  # a wrong one may have the same bytes in many descriptors
         at_most(MAX_FOLLOWED, int(num_parts.sum()), "parts of descriptors", action)
 
-        # A part is what a range and a piece have in common.
+        # A part is what a range and a segment have in common.
         range_of_part = np.repeat(np.arange(start.size), num_parts)
         first_part = np.cumsum(num_parts) - num_parts
-        piece = low[range_of_part] + np.arange(range_of_part.size) - first_part[range_of_part]
-        part_start = np.maximum(start[range_of_part], self.start[piece])
+        segment = low[range_of_part] + np.arange(range_of_part.size) - first_part[range_of_part]
+        part_start = np.maximum(start[range_of_part], self.start[segment])
         range_stop = (start + length)[range_of_part]
-        piece_stop = (self.start + self.length)[piece]
-        part_length = np.minimum(range_stop, piece_stop) - part_start
+        segment_stop = (self.start + self.length)[segment]
+        part_length = np.minimum(range_stop, segment_stop) - part_start
         if (part_length <= 0).any() or part_length.sum() != length.sum():
             return None
-        return PartRanges(range_of_part, piece, part_start, part_length)
+        return PartRanges(range_of_part, segment, part_start, part_length)
 
 
 @attrs.frozen
@@ -232,7 +232,7 @@ def _elements(view: View | Geometry) -> tuple[object, ...]:
 def _views_alike(
     worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]
 ) -> dict[tuple[int, Weights], list[int]]:
-    """Return views with the same pieces at different offsets: of one geometry and one numbering."""
+    """Return views of one geometry and one numbering: they have the same segments elsewhere."""
     alike: dict[tuple[int, Weights], list[int]] = {}
     for view_index, geometry_index in enumerate(worker.geometry_of):
         tensor = tensors.get(worker.views[view_index].name)
@@ -241,27 +241,25 @@ def _views_alike(
     return alike
 
 
-def _num_pieces(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) -> int:
-    """Return the number of pieces that a worker has of ``tensors`` in a block of a group."""
+def _num_segments(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) -> int:
     number = 0
     for (geometry_index, weights), views in _views_alike(worker, group, tensors).items():
         _check_elements(worker, worker.geometries[geometry_index], views, tensors)
-        number += len(views) * num_pieces_of_slot(worker.geometries[geometry_index], weights)
+        number += len(views) * num_segments_of_slot(worker.geometries[geometry_index], weights)
     return number * slots_of(group)
 
 
-def _pieces(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) -> Pieces:
-    """Return the pieces that a worker has of ``tensors``, by name, in a group."""
+def _segments(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) -> Segments:
     starts = region_starts(worker)
     columns = [np.empty((7, 0), np.int64)]
     for (geometry_index, weights), view_indices in _views_alike(worker, group, tensors).items():
         geometry = worker.geometries[geometry_index]
-        offset, number, length = pieces_of_slot(geometry, weights)
+        offset, number, length = segments_of_slot(geometry, weights)
         slot_offset = slots_of_block(geometry)
         region, view_offset = worker.region_offsets[view_indices].T
         view_start = starts[region] + view_offset
         tensor_index = np.array([tensors[worker.views[i].name].index for i in view_indices])
-        # Each field of Pieces by view, slot and piece.
+        # Each field of Segments by view, slot and segment.
         fields = (
             view_start[:, None, None] + slot_offset[:, None] + offset,
             length,
@@ -272,8 +270,8 @@ def _pieces(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) ->
             geometry.num_blocks,
         )
         columns.append(np.stack(np.broadcast_arrays(*fields)).reshape(7, -1))
-    pieces = np.concatenate(columns, axis=1)
-    return Pieces(*pieces[:, np.argsort(pieces[0])])
+    segments = np.concatenate(columns, axis=1)
+    return Segments(*segments[:, np.argsort(segments[0])])
 
 
 def _check_elements(
@@ -291,14 +289,14 @@ def _check_elements(
 
 @attrs.frozen(eq=False)
 class GroupTables:
-    """One group of the destination and one of a source: ids, tables, and pieces of both sides.
+    """One group of the destination and one of a source: ids, tables, and segments of both sides.
 
     ``period`` is that of the proof: a multiple of the period of the ids.
     """
 
     pair: PairTables
     ids: GroupPair
-    pieces: tuple[Pieces, Pieces]
+    segments: tuple[Segments, Segments]
     period: int
 
 
@@ -318,27 +316,27 @@ class BlockRanges:
 
 
 @attrs.frozen(eq=False)
-class DescriptorPieces:
-    """The parts of descriptors that are split at the pieces of both sides, arrays of one length.
+class DescriptorSegments:
+    """The parts of descriptors that are split at the segments of both sides, arrays of one length.
 
-    ``descriptor`` is the index of the descriptor; ``piece`` and ``start`` have one array for each
+    ``descriptor`` is the index of the descriptor; ``segment`` and ``start`` have one array for each
     side.
     """
 
     descriptor: Ints
-    piece: tuple[Ints, Ints]
+    segment: tuple[Ints, Ints]
     start: tuple[Ints, Ints]
     length: Ints
 
 
 @attrs.frozen(eq=False)
 class PlacedRanges:
-    """Bytes that are moved into pieces of the destination, arrays of one length.
+    """Bytes that are moved into segments of the destination, arrays of one length.
 
-    ``ordinal`` is that of the block; ``start`` counts from the first byte of the piece.
+    ``ordinal`` is that of the block; ``start`` counts from the first byte of the segment.
     """
 
-    piece: Ints
+    segment: Ints
     ordinal: Ints
     start: Ints
     length: Ints
@@ -351,7 +349,7 @@ class PlacedRanges:
 
     def columns(self) -> Ints:
         """Return one column for each range, (4, ranges)."""
-        return np.stack([self.piece, self.ordinal, self.start, self.length])
+        return np.stack([self.segment, self.ordinal, self.start, self.length])
 
 
 class PlacedTokenRanges(NamedTuple):
@@ -374,15 +372,15 @@ class _Proof:
             self.tensors[view.name] = ProofTensor(index, view, numbering(view))
 
     def num_followed(self, pairs: Sequence[PairTables]) -> int:
-        """Return how many descriptors and pieces of a period are followed, before any is listed."""
+        """Return the number of descriptors and segments of a period, before any is listed."""
         number = 0
         for group in self.worker.groups:
             ids_by_pair = list(_ids_of_group(pairs, group))
             period = math.lcm(period_of(group), *(ids.period for _, ids in ids_by_pair))
             num_blocks = period // (group.context.size * slots_of(group))
-            number += num_blocks * _num_pieces(self.worker, group, self.tensors)
+            number += num_blocks * _num_segments(self.worker, group, self.tensors)
             for pair, ids in ids_by_pair:
-                number += _num_pieces(pair.sides[1].worker, ids.groups[1], self.tensors)
+                number += _num_segments(pair.sides[1].worker, ids.groups[1], self.tensors)
                 for series in (*ids.runs, *ids.tokens):
                     num_starts = period // series.period * series.starts.size
                     number += num_starts * series.base.shape[1]
@@ -391,17 +389,17 @@ class _Proof:
     def moved_by_group(self, pairs: Sequence[PairTables]) -> Iterator[PlacedRanges]:
         """Yield what all pairs move into each group in a period, when it is proved."""
         for group in self.worker.groups:
-            pieces = _pieces(self.worker, group, self.tensors)
+            segments = _segments(self.worker, group, self.tensors)
             ids_by_pair = list(_ids_of_group(pairs, group))
             period = math.lcm(period_of(group), *(ids.period for _, ids in ids_by_pair))
             moved = []
             for pair, ids in ids_by_pair:
-                source_pieces = _pieces(pair.sides[1].worker, ids.groups[1], self.tensors)
-                moved += self.follow(GroupTables(pair, ids, (pieces, source_pieces), period))
+                source_segments = _segments(pair.sides[1].worker, ids.groups[1], self.tensors)
+                moved += self.follow(GroupTables(pair, ids, (segments, source_segments), period))
             together = PlacedRanges.of(moved)
-            filled = self.filled(group, pieces, together)
+            filled = self.filled(group, segments, together)
             num_blocks = period // (group.context.size * slots_of(group))
-            self.check_whole(group, pieces, filled, num_blocks)
+            self.check_whole(group, segments, filled, num_blocks)
             yield together
 
     def follow(self, tables: GroupTables) -> list[PlacedRanges]:
@@ -421,9 +419,9 @@ class _Proof:
             if tokens.only_at_cuts:
                 in_place_of_runs.append(moved)
         group = tables.ids.groups[0]
-        pieces = tables.pieces[0]
-        expected = self.filled(group, pieces, PlacedRanges.of(by_runs))
-        filled = self.filled(group, pieces, PlacedRanges.of(in_place_of_runs))
+        segments = tables.segments[0]
+        expected = self.filled(group, segments, PlacedRanges.of(by_runs))
+        filled = self.filled(group, segments, PlacedRanges.of(in_place_of_runs))
         if not np.array_equal(expected.columns(), filled.columns()):
             rule = "tokens that move what runs move, at the ends of a range"
             raise refusal(tables.pair, rule, "other bytes")
@@ -458,8 +456,8 @@ class _Proof:
         byte_positions = self.check_bytes(tables, sides[0], sides[1], parts)
         if (positions[parts.descriptor % positions.size] != byte_positions).any():
             raise refusal(tables.pair, "a token to be one position", "several")
-        pools = zip(tables.pieces, parts.piece, strict=True)
-        num_blocks = np.array([pieces.num_blocks[piece].min() for pieces, piece in pools])
+        pools = zip(tables.segments, parts.segment, strict=True)
+        num_blocks = np.array([segments.num_blocks[segment].min() for segments, segment in pools])
         return PlacedTokenRanges(_placed(tables, sides[0], parts), num_blocks)
 
     def positions(self, tables: GroupTables, ids: RunSeries | TokenSeries, starts: Ints) -> Ints:
@@ -472,24 +470,24 @@ class _Proof:
         tables: GroupTables,
         destination: BlockRanges,
         source: BlockRanges,
-    ) -> DescriptorPieces:
-        """Split descriptors at the pieces of both sides (verify.K3).
+    ) -> DescriptorSegments:
+        """Split descriptors at the segments of both sides (verify.K3).
 
-        Raises ``PROOF`` for bytes that no piece has.
+        Raises ``PROOF`` for bytes that no segment has.
         """
         unequal = np.flatnonzero(destination.length != source.length)
         if unequal.size:
             first = unequal[0]
-            details = _places(tables.pair, destination.row[first], source.row[first])
+            details = _row_details(tables.pair, destination.row[first], source.row[first])
             expected = f"descriptors of equal lengths, {destination.length[first]} bytes"
             got = f"{source.length[first]} at the source"
             raise refusal(tables.pair, expected, got, **details)
-        # First split at the pieces of the destination, then the same bytes at those of the source.
-        coarse = tables.pieces[0].cut(destination.start, destination.length)
+        # Split at the segments of the destination, then the same bytes at those of the source.
+        coarse = tables.segments[0].cut(destination.start, destination.length)
         fine = None
         if coarse is not None:
             moved_by = source.start[coarse.range] - destination.start[coarse.range]
-            fine = tables.pieces[1].cut(coarse.start + moved_by, coarse.length)
+            fine = tables.segments[1].cut(coarse.start + moved_by, coarse.length)
         if coarse is None or fine is None:
             where = "destination" if coarse is None else "source"
             expected = "descriptors of bytes that views hold"
@@ -497,15 +495,17 @@ class _Proof:
         # `fine.range` is the coarse part that each fine part belongs to.
         descriptor = coarse.range[fine.range]
         start = fine.start - source.start[descriptor] + destination.start[descriptor]
-        piece = coarse.piece[fine.range]
-        return DescriptorPieces(descriptor, (piece, fine.piece), (start, fine.start), fine.length)
+        segment = coarse.segment[fine.range]
+        return DescriptorSegments(
+            descriptor, (segment, fine.segment), (start, fine.start), fine.length
+        )
 
     def check_bytes(
         self,
         tables: GroupTables,
         destination: BlockRanges,
         source: BlockRanges,
-        parts: DescriptorPieces,
+        parts: DescriptorSegments,
     ) -> Ints:
         """Return the position of each part.
 
@@ -522,69 +522,71 @@ class _Proof:
                 values: list[Any] = [int(expected[field][part]), int(held[field][part])]
                 if field == "tensor":
                     values = [self.names[index] for index in values]
-                details = _places(tables.pair, destination.row[descriptor], source.row[descriptor])
+                details = _row_details(
+                    tables.pair, destination.row[descriptor], source.row[descriptor]
+                )
                 details |= {"tensor": name, field: tuple(values)}
                 expected_byte = f"{field} {values[0]} of {name}"
                 raise refusal(tables.pair, expected_byte, f"{values[1]}", **details)
         return expected["position"]
 
-    def filled(self, group: Group, pieces: Pieces, moved: PlacedRanges) -> PlacedRanges:
+    def filled(self, group: Group, segments: Segments, moved: PlacedRanges) -> PlacedRanges:
         """Return the ranges in order, joined where they continue each other.
 
         Raises ``PROOF`` if two overlap (verify.K5).
         """
-        if not moved.piece.size:
+        if not moved.segment.size:
             return moved
-        # By piece, block ordinal and first byte: ranges that overlap are neighbours.
-        order = np.lexsort((moved.start, moved.ordinal, moved.piece))
-        piece = moved.piece[order]
+        # By segment, block ordinal and first byte: ranges that overlap are neighbours.
+        order = np.lexsort((moved.start, moved.ordinal, moved.segment))
+        segment = moved.segment[order]
         ordinal = moved.ordinal[order]
         start = moved.start[order]
         length = moved.length[order]
         stop = start + length
-        same_piece = (piece[1:] == piece[:-1]) & (ordinal[1:] == ordinal[:-1])
-        overlapping = np.flatnonzero(same_piece & (start[1:] < stop[:-1]))
+        same_segment = (segment[1:] == segment[:-1]) & (ordinal[1:] == ordinal[:-1])
+        overlapping = np.flatnonzero(same_segment & (start[1:] < stop[:-1]))
         if overlapping.size:
             later = overlapping[0] + 1
             got = "bytes moved twice"
-            raise self.wrong(group, pieces, int(piece[later]), int(ordinal[later]), got)
-        goes_on = same_piece & (start[1:] == stop[:-1])
+            raise self.wrong(group, segments, int(segment[later]), int(ordinal[later]), got)
+        goes_on = same_segment & (start[1:] == stop[:-1])
         first = np.flatnonzero(np.append(True, ~goes_on))
         joined_length = np.add.reduceat(length, first)
-        return PlacedRanges(piece[first], ordinal[first], start[first], joined_length)
+        return PlacedRanges(segment[first], ordinal[first], start[first], joined_length)
 
     def check_whole(
         self,
         group: Group,
-        pieces: Pieces,
+        segments: Segments,
         filled: PlacedRanges,
         num_blocks: int,
     ) -> None:
-        """Raise ``PROOF`` unless every piece of a period's blocks is filled (verify.K5).
+        """Raise ``PROOF`` unless every segment of a period's blocks is filled (verify.K5).
 
         Without the plans of all writers, bytes may be missing.
         """
-        is_whole = filled.length == pieces.length[filled.piece]
-        # Pieces of all blocks, numbered by piece and block ordinal.
-        whole = (filled.piece * num_blocks + filled.ordinal)[is_whole]
-        if self.complete and whole.size < pieces.start.size * num_blocks:
-            # Whole pieces ascend: the first missing one is where they are no longer 0, 1, 2, ...
+        is_whole = filled.length == segments.length[filled.segment]
+        # Segments of all blocks, numbered by segment and block ordinal.
+        whole = (filled.segment * num_blocks + filled.ordinal)[is_whole]
+        if self.complete and whole.size < segments.start.size * num_blocks:
+            # Whole segments ascend: the first missing one is where they are no longer 0, 1, 2, ...
             missing = int(np.append(whole != np.arange(whole.size), True).argmax())
-            raise self.wrong(group, pieces, *divmod(missing, num_blocks), "bytes not moved")
+            raise self.wrong(group, segments, *divmod(missing, num_blocks), "bytes not moved")
 
     def wrong(
         self,
         group: Group,
-        pieces: Pieces,
-        piece: int,
+        segments: Segments,
+        segment: int,
         ordinal: int,
         got: str,
     ) -> KVPlanError:
-        """Return the error for a piece of a block that is not filled once."""
-        name = self.names[pieces.tensor[piece]]
-        position = int(_positions(group, np.array(ordinal), pieces.slot[piece]))
+        """Return the error for a segment of a block that is not filled once."""
+        name = self.names[segments.tensor[segment]]
+        position = int(_positions(group, np.array(ordinal), segments.slot[segment]))
         starts = region_starts(self.worker)
-        region_index = np.searchsorted(starts, pieces.start[piece], "right") - 1
+        region_index = np.searchsorted(starts, segments.start[segment], "right") - 1
         details: dict[str, Any] = {
             "tensor": name,
             "position": position,
@@ -606,7 +608,6 @@ def _ids_of_group(
 
 
 def _positions(group: Group, ordinal: Ints, slot: Ints) -> Ints:
-    """Return the position in each slot of blocks."""
     return positions_of(group, ordinal * slots_of(group) + slot)
 
 
@@ -674,38 +675,37 @@ def _held(
     tables: GroupTables,
     side: int,
     ranges: BlockRanges,
-    parts: DescriptorPieces,
+    parts: DescriptorSegments,
 ) -> dict[str, Ints]:
     """Return the tensor, the position and the first byte's number of one side of each part.
 
     Raises ``PROOF`` for ids that do not follow the blocks of a view (verify.K2).
     """
-    pieces = tables.pieces[side]
-    piece = parts.piece[side]
+    segments = tables.segments[side]
+    segment = parts.segment[side]
     # Only block 0 has these ids if the pool has one block.
     num_blocks = tables.ids.num_blocks[side]
-    behind = (pieces.block_stride[piece] != ranges.step[parts.descriptor]) & (num_blocks > 1)
-    if behind.any() or num_blocks > pieces.num_blocks[piece].min():
+    behind = (segments.block_stride[segment] != ranges.step[parts.descriptor]) & (num_blocks > 1)
+    if behind.any() or num_blocks > segments.num_blocks[segment].min():
         raise refusal(tables.pair, "ids that follow the blocks of every view", "other ids")
     ordinal = _ordinals(ranges, parts)
     return {
-        "tensor": pieces.tensor[piece],
-        "position": _positions(tables.ids.groups[side], ordinal, pieces.slot[piece]),
-        "byte": pieces.number[piece] + parts.start[side] - pieces.start[piece],
+        "tensor": segments.tensor[segment],
+        "position": _positions(tables.ids.groups[side], ordinal, segments.slot[segment]),
+        "byte": segments.number[segment] + parts.start[side] - segments.start[segment],
     }
 
 
-def _ordinals(ranges: BlockRanges, parts: DescriptorPieces) -> Ints:
-    """Return the block ordinal of each part."""
+def _ordinals(ranges: BlockRanges, parts: DescriptorSegments) -> Ints:
     # Descriptors are listed by run and position: positions repeat with every run.
     return ranges.ordinal[parts.descriptor % ranges.ordinal.size]
 
 
-def _placed(tables: GroupTables, ranges: BlockRanges, parts: DescriptorPieces) -> PlacedRanges:
+def _placed(tables: GroupTables, ranges: BlockRanges, parts: DescriptorSegments) -> PlacedRanges:
     """Return where parts arrive, by the ``ranges`` of the destination."""
-    piece = parts.piece[0]
-    start = parts.start[0] - tables.pieces[0].start[piece]
-    return PlacedRanges(piece, _ordinals(ranges, parts), start, parts.length)
+    segment = parts.segment[0]
+    start = parts.start[0] - tables.segments[0].start[segment]
+    return PlacedRanges(segment, _ordinals(ranges, parts), start, parts.length)
 
 
 def _check_in_spans(tables: GroupTables, start: Ints, position: Ints) -> None:
@@ -726,7 +726,7 @@ def _check_in_spans(tables: GroupTables, start: Ints, position: Ints) -> None:
         raise refusal(tables.pair, "every run to stay inside a span", "a run that does not")
 
 
-def _places(pair: PairTables, *rows: int) -> dict[str, Any]:
+def _row_details(pair: PairTables, *rows: int) -> dict[str, Any]:
     """Return details of an error: the row of a descriptor on both sides, and its region."""
     regions = []
     for table, row in zip(pair.sides, rows, strict=True):

@@ -1,8 +1,8 @@
-"""Labels: a different number for every byte that a destination worker needs, and its place.
+"""Labels: a different number for every byte that a destination worker needs, and its address.
 
 The bytes of a tensor at one position are *numbered* in the order in which the destination stores
 them; both sides of a transfer use the same numbers. So a byte arrives where it belongs if tensor,
-position and number are equal. A *piece* is a run of bytes in one slot of a block that are
+position and number are equal. A *segment* is a run of bytes in one slot of a block that are
 contiguous in memory and in number.
 
 Everything here follows from the address formula of a view and from two rules, so that plans can be
@@ -65,46 +65,45 @@ def numbering(view: View | Geometry) -> Weights:
     return tuple(weights)
 
 
-def pieces_of_slot(
+def segments_of_slot(
     view: View | Geometry,
     weights: Weights,
-    parts: Mapping[str, Range] | None = None,
+    slices: Mapping[str, Range] | None = None,
 ) -> tuple[Ints, Ints, int]:
-    """Return the pieces of one slot: their offsets, the numbers of their first bytes, one length.
+    """Return the segments of one slot: their offsets, the numbers of their first bytes, one length.
 
-    With ``parts``, only coordinates inside these intervals, perhaps none; an axis of several digits
+    With ``slices``, only coordinates inside these ranges, perhaps none; an axis of several digits
     is not narrowed.
 
     >>> axes = (Axis("head", 0, 2, 8, 16), Axis("dim", 0, 4, 4, 1))
     >>> view = View("a", "g", "r", "uint8", axes, 1, 0)
-    >>> pieces_of_slot(view, numbering(view))
+    >>> segments_of_slot(view, numbering(view))
     (array([ 0, 16]), array([0, 4]), 4)
     """
-    # At first one element; then its pieces along every axis, from the finest to the coarsest.
+    # At first one element; then its segments along every axis, from the finest to the coarsest.
     offset = np.zeros(1, np.int64)
     number = np.zeros(1, np.int64)
     length = view.itemsize
     for axis, weight in sorted(_weighted(view.axes, dict(weights)), key=_stride_of_weighted):
         low, high = axis.start, axis.stop
-        if parts and axis.name in parts and axis.size == view.sizes[axis.name]:
-            part_start, part_stop = parts[axis.name]
-            low = max(low, part_start)
-            high = min(high, part_stop)
+        if slices and axis.name in slices and axis.size == view.sizes[axis.name]:
+            start, stop = slices[axis.name]
+            low, high = max(low, start), min(high, stop)
         extent = max(high - low, 0)
         offset = offset + (low - axis.start) * axis.stride_bytes
         number = number + low * weight
         if extent and offset.size == 1 and axis.stride_bytes == weight == length:
             length *= extent
         elif extent != 1:
-            # Every piece so far, once for each coordinate of this axis.
+            # Every segment so far, once for each coordinate of this axis.
             steps = np.arange(extent, dtype=np.int64)
             offset = np.add.outer(steps * axis.stride_bytes, offset).reshape(-1)
             number = np.add.outer(steps * weight, number).reshape(-1)
     return offset, number, length
 
 
-def num_pieces_of_slot(view: View | Geometry, weights: Weights) -> int:
-    """Return the number of the pieces of one slot that :func:`pieces_of_slot` lists."""
+def num_segments_of_slot(view: View | Geometry, weights: Weights) -> int:
+    """Return the number of the segments of one slot that :func:`segments_of_slot` lists."""
     number = 1
     length = view.itemsize
     for axis, weight in sorted(_weighted(view.axes, dict(weights)), key=_stride_of_weighted):
@@ -146,8 +145,8 @@ def _stride_of_weighted(weighted: tuple[Axis, int]) -> int:
 
 
 @attrs.frozen
-class Place:
-    """An address of a worker, in words, and the view that has it, if one does."""
+class Location:
+    """An address of a worker in words, and the view that has it, if one does."""
 
     worker: Worker
     address: int
@@ -159,8 +158,8 @@ class Place:
         return f"{self.words}, address {self.address:#x} of {self.worker.label}"
 
 
-def locate(worker: Worker, address: int, device_id: int) -> Place:
-    """Return the place of an address: the address formula of the worker's views, inverted.
+def locate(worker: Worker, address: int, device_id: int) -> Location:
+    """Return the location of an address: the address formula of the worker's views, inverted.
 
     The first view that has the address counts.
 
@@ -173,18 +172,18 @@ def locate(worker: Worker, address: int, device_id: int) -> Place:
     >>> print(locate(worker, 4096 + 7, 0))
     padding of region kv, address 0x1007 of decode/0
     """
-    place = Place(worker, address)
+    location = Location(worker, address)
     for region in worker.regions:
         offset = address - region.address
         if region.device_id == device_id and 0 <= offset < region.size_bytes:
-            place = Place(worker, address, f"padding of region {region.name}", region)
+            location = Location(worker, address, f"padding of region {region.name}", region)
             for view in worker.views:
                 if view.region != region.name:
                     continue
                 words = _element_at(view, offset - view.offset_bytes)
                 if words:
-                    return Place(worker, address, words, region, view)
-    return place
+                    return Location(worker, address, words, region, view)
+    return location
 
 
 def _element_at(view: View, offset: int) -> str:
@@ -288,7 +287,7 @@ class Labels:
     """The labels of one tensor.
 
     A label is ``base``, plus the bytes of all positions since the first, plus the byte's number.
-    ``parts`` are the coordinates along each axis that are labelled in the sources.
+    ``slices`` are the coordinates along each axis that are labelled in the sources.
     """
 
     name: str
@@ -297,16 +296,16 @@ class Labels:
     weights: Weights
     sizes: Mapping[str, int]
     itemsize: int
-    parts: Mapping[str, Range]
+    slices: Mapping[str, Range]
 
     @property
     def bytes_per_position(self) -> int:
-        """Return the distance between the labels of neighbouring positions."""
+        """The distance between the labels of neighbouring positions."""
         return self.itemsize * math.prod(self.sizes[name] for name, _ in self.weights)
 
     @property
     def end(self) -> int:
-        """Return the label after the last one."""
+        """The label after the last one."""
         if not self.positions.size:
             return self.base
         num_positions = int(self.positions[-1] - self.positions[0]) + 1
@@ -342,10 +341,10 @@ def label_tensors(
     >>> labels.base, labels.end, labels.describe(7)
     (1, 17, 'layers.0 dim 1 byte 0 of position 101')
     """
-    # Several views may hold parts of one tensor: they share the numbering of the first.
+    # Several views may hold slices of one tensor: they share the numbering of the first.
     first_view: dict[str, View] = {}
     positions: dict[str, Ints] = {}
-    parts: dict[str, dict[str, Range]] = {}
+    slices: dict[str, dict[str, Range]] = {}
     for view, needed_positions in positions_by_view:
         first_view.setdefault(view.name, view)
         before = positions.get(view.name, needed_positions)
@@ -353,9 +352,9 @@ def label_tensors(
         if source_positions is not None:
             at_sources = source_positions[view.name]
             positions[view.name] = np.union1d(positions[view.name], at_sources)
-            parts[view.name] = {name: (0, size) for name, size in view.sizes.items()}
+            slices[view.name] = {name: (0, size) for name, size in view.sizes.items()}
         else:
-            _extend_parts(parts.setdefault(view.name, {}), view)
+            _extend_slices(slices.setdefault(view.name, {}), view)
     labels: dict[str, Labels] = {}
     base = 1
     for name, view in first_view.items():
@@ -367,29 +366,29 @@ def label_tensors(
             weights,
             view.sizes,
             view.itemsize,
-            parts[name],
+            slices[name],
         )
         base = labels[name].end
     return labels
 
 
-def _extend_parts(parts: dict[str, Range], view: View) -> None:
-    """Extend the part of each axis by that of a view."""
+def _extend_slices(slices: dict[str, Range], view: View) -> None:
+    """Extend the slice of each axis by that of a view."""
     for axis in view.axes:
         size = view.sizes[axis.name]
-        # The part of an axis in several digits is no interval: take all of it.
+        # What a view holds of an axis in several digits is no range: take all of it.
         low, high = (axis.start, axis.stop) if axis.size == size else (0, size)
-        part_start, part_stop = parts.get(axis.name, (low, high))
-        parts[axis.name] = min(low, part_start), max(high, part_stop)
+        start, stop = slices.get(axis.name, (low, high))
+        slices[axis.name] = min(low, start), max(high, stop)
 
 
 @attrs.frozen(eq=False)
 class Window:
     """A view's bytes for some positions.
 
-    Piece ``j`` of ``positions[i]`` is ``cells[start[i] + offset[j]]``.
-    ``cells`` are all runs of cells in the view's region that are as long as a piece; ``number`` has
-    the number of each piece's first byte.
+    Segment ``j`` of ``positions[i]`` is ``cells[start[i] + offset[j]]``. ``cells`` are all runs of
+    cells in the view's region that are as long as a segment; ``number`` has the number of each
+    segment's first byte.
     """
 
     labels: Labels
@@ -402,12 +401,12 @@ class Window:
     def chunks(self) -> Iterator[tuple[Ints, Cells]]:
         """Yield indices into ``cells`` and the labels that belong there, chunk by chunk.
 
-        Indices are (positions, pieces), labels (positions, pieces, bytes).
+        Indices are (positions, segments), labels (positions, segments, bytes).
         """
-        piece_length = self.cells.shape[1]
-        positions_per_chunk = max(1, CHUNK_CELLS // max(self.offset.size * piece_length, 1))
-        # The number of every byte of a position, (pieces, bytes).
-        number = np.add.outer(self.number, np.arange(piece_length)).astype(self.cells.dtype)
+        segment_bytes = self.cells.shape[1]
+        positions_per_chunk = max(1, CHUNK_CELLS // max(self.offset.size * segment_bytes, 1))
+        # The number of every byte of a position, (segments, bytes).
+        number = np.add.outer(self.number, np.arange(segment_bytes)).astype(self.cells.dtype)
         for low in range(0, self.positions.size, positions_per_chunk):
             chunk = slice(low, low + positions_per_chunk)
             first = self.labels.first(self.positions[chunk]).astype(self.cells.dtype)
@@ -436,10 +435,9 @@ def window(
     ordinal, slot = np.divmod(local_slots(group, positions), slots_of(group))
     start = view.offset_bytes + slots_of_block(view)[slot]
     if blocks is not None:
-        # Ordinals ascend, and each position's is among them: so this is the place of its block in
-        # the table.
+        # Ordinals ascend, and each position's is among them: so this is the index of its block.
         block = blocks.ids[np.searchsorted(blocks.ordinals, ordinal)]
         start += block.astype(np.int64) * view.block_stride_bytes
-    offset, number, length = pieces_of_slot(view, labels.weights, labels.parts)
+    offset, number, length = segments_of_slot(view, labels.weights, labels.slices)
     cells = runs_of(memory.region(worker, view), length)
     return Window(labels, cells, positions, start, offset, number)

@@ -264,8 +264,8 @@ class FakeMemory:
                 reads=len(read),
                 writes=len(written),
             )
-        first_read = self._cells[read_key].place(read)
-        first_written = self._cells[write_key].place(written)
+        first_read = self._cells[read_key].first_cells(read)
+        first_written = self._cells[write_key].first_cells(written)
         # Copies of one length at a time: sorted by length, they are neighbours in their order.
         order = np.argsort(read[:, 1], kind="stable")
         lengths = read[order, 1]
@@ -339,7 +339,7 @@ class FakeMemory:
             devices = {region.device_id for region in holding}
             device_id = devices.pop() if len(devices) == 1 else 0
         device_id = integer(device_id, "device_id")
-        first = int(cells.place(np.array([(address, length, device_id)], np.uint64))[0])
+        first = int(cells.first_cells(np.array([(address, length, device_id)], np.uint64))[0])
         return cells.cells[first : first + length]
 
 
@@ -389,7 +389,7 @@ class _WorkerCells:
         self._cells = None
         self._closed = True
 
-    def place(self, ranges: ByteRanges) -> Ints:
+    def first_cells(self, ranges: ByteRanges) -> Ints:
         """Return the first cell of each range, (n,).
 
         Raises ``BOUNDS`` for the first range that breaks rule verify.X2.
@@ -424,7 +424,7 @@ class _WorkerCells:
 
     @property
     def cells(self) -> Cells:
-        """Return all cells, 0 at first.
+        """All cells, 0 at first.
 
         Raises ``MEMORY`` if they are closed, or more than the system can map.
         """

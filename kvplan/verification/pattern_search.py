@@ -20,16 +20,16 @@ from kvplan.verification.patterns import (
     OUTSIDE,
     POSITION,
     Pattern,
-    PatternPart,
+    PatternAxis,
     joined_patterns,
 )
 from kvplan.verification.product import (
     MAX_PRODUCTS,
+    AxisRange,
+    AxisRanges,
     Product,
-    Stretch,
-    Stretches,
     joined_products,
-    stretches_of,
+    ranges_of,
     unshifted,
 )
 
@@ -71,7 +71,7 @@ class PatternSearch:
     def add(self, labels: Labels, expected: Cells, cells: Cells) -> None:
         """Add cells of a tensor, of which some are wrong, with the labels that belong there.
 
-        Both are (positions, pieces, bytes), as those of a :class:`Window`.
+        Both are (positions, segments, bytes), as those of a :class:`Window`.
         """
         positions_per_chunk = max(1, CHUNK_CELLS // max(cells[:1].size, 1))
         for low in range(0, len(cells), positions_per_chunk):
@@ -109,9 +109,9 @@ class PatternSearch:
             classes = [[row] for row in itertools.chain.from_iterable(classes)]
             runs = self._runs(labels, number, first_label, shift, classes)
             assert runs is not None
-        stretches = [stretches_of(position[rows]) for rows in classes]
+        ranges = [ranges_of(position[rows]) for rows in classes]
         return joined_products(
-            self._product(labels, number_of_first, length, label, stretches[number_of_class])
+            self._product(labels, number_of_first, length, label, ranges[number_of_class])
             for number_of_class, number_of_first, length, label in runs[:MAX_RUNS].tolist()
         )
 
@@ -176,7 +176,7 @@ class PatternSearch:
         number: int,
         length: int,
         label: int,
-        positions: Stretches,
+        positions: AxisRanges,
     ) -> Product:
         """Return a run of bytes, the first of which holds a label, at some positions."""
         fault = {_MISSING_SHIFT: MISSING, _OUTSIDE_SHIFT: OUTSIDE}.get(label, "")
@@ -191,15 +191,15 @@ class PatternSearch:
         if not fault:
             ordinal, held_number = divmod(label - held.base, held.bytes_per_position)
             shift = ordinal + int(held.positions[0]) - positions[0].start
-            positions = tuple(stretch._replace(shift=shift) for stretch in positions)
+            positions = tuple(axis_range._replace(shift=shift) for axis_range in positions)
         first_byte = number % row_bytes(labels)
         shift = held_number % row_bytes(labels) - first_byte
-        axes: list[Stretches] = [(Stretch(first_byte, first_byte + length, shift),)]
+        axes: list[AxisRanges] = [(AxisRange(first_byte, first_byte + length, shift),)]
         for name, weight in labels.weights[1:]:
             coordinate = number // weight % labels.sizes[name]
             held_coordinate = held_number // weight % labels.sizes[name]
             shift = held_coordinate - coordinate
-            axes.append((Stretch(coordinate, coordinate + 1, shift),))
+            axes.append((AxisRange(coordinate, coordinate + 1, shift),))
         return Product(fault, held.name, (*axes, positions))
 
     def patterns(self, windows: Iterable[Window]) -> list[Pattern]:
@@ -211,8 +211,8 @@ class PatternSearch:
         positions: dict[str, Ints] = {}
         for held in windows:
             if held.positions.size and held.number.size:
-                piece = np.arange(held.cells.shape[1])
-                number = np.add.outer(held.number, piece).reshape(-1)
+                segment = np.arange(held.cells.shape[1])
+                number = np.add.outer(held.number, segment).reshape(-1)
                 numbers.setdefault(held.labels.name, []).append(number)
                 before = positions.get(held.labels.name, held.positions)
                 positions[held.labels.name] = np.union1d(before, held.positions)
@@ -225,9 +225,9 @@ class PatternSearch:
             axes = _needed_axes(labels, needed[name], positions[name])
             for product in products:
                 parts = {}
-                for (axis, whole), stretches in zip(axes.items(), product.axes, strict=True):
-                    is_whole = unshifted(stretches) == whole.stretches
-                    parts[axis] = attrs.evolve(whole, stretches=stretches, whole=is_whole)
+                for (axis, whole), ranges in zip(axes.items(), product.axes, strict=True):
+                    is_whole = unshifted(ranges) == whole.ranges
+                    parts[axis] = attrs.evolve(whole, ranges=ranges, whole=is_whole)
                 tensors = {name: product.held}
                 pattern = Pattern(
                     product.fault,
@@ -259,13 +259,13 @@ def have_equal_axes(tensor: Labels, candidate: Labels) -> bool:
     )
 
 
-def _needed_axes(labels: Labels, number: Ints, positions: Ints) -> dict[str, PatternPart]:
+def _needed_axes(labels: Labels, number: Ints, positions: Ints) -> dict[str, PatternAxis]:
     """Return the coordinates along each axis of bytes by number, with the positions."""
     finest = labels.weights[0][0] if labels.weights else "byte"
-    bytes_here = stretches_of(number % row_bytes(labels))
-    axes = {finest: PatternPart(bytes_here, True, row_bytes(labels), labels.itemsize)}
+    bytes_here = ranges_of(number % row_bytes(labels))
+    axes = {finest: PatternAxis(bytes_here, True, row_bytes(labels), labels.itemsize)}
     for name, weight in labels.weights[1:]:
         size = labels.sizes[name]
-        axes[name] = PatternPart(stretches_of(number // weight % size), True, size)
-    axes[POSITION] = PatternPart(stretches_of(positions), True)
+        axes[name] = PatternAxis(ranges_of(number // weight % size), True, size)
+    axes[POSITION] = PatternAxis(ranges_of(positions), True)
     return axes

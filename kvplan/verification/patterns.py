@@ -19,9 +19,9 @@ from kvplan._text import count, few, fold, intervals, split
 from kvplan.describe.worker import Key
 from kvplan.verification.product import (
     MAX_PRODUCTS,
-    Stretch,
-    Stretches,
-    joined_stretches,
+    AxisRange,
+    AxisRanges,
+    joined_ranges,
     num_coordinates,
     unshifted,
 )
@@ -39,62 +39,62 @@ MAX_PATTERNS: Final = 6
 FEWEST_OF: Final = 64
 """A pattern of fewer than one in so many of the wrong bytes is not listed."""
 
-MAX_STRETCHES: Final = 4
-"""Stretches of an axis that are written out."""
+MAX_RANGES: Final = 4
+"""Ranges of an axis that are written out."""
 
 MAX_LISTED: Final = 1 << 20
 """Coordinates that are compared one by one with a relation."""
 
 
 @attrs.frozen
-class PatternPart:
+class PatternAxis:
     """The coordinates of a pattern along one axis; ``whole`` if the worker needs no others.
 
     ``size`` is that of the axis, 0 if it has none. Coordinates count ``unit`` to an element: along
     the finest axis of a tensor they are bytes.
     """
 
-    stretches: Stretches
+    ranges: AxisRanges
     whole: bool
     size: int = 0
     unit: int = 1
 
     @property
     def moved(self) -> bool:
-        """Return whether a coordinate holds another one."""
-        return any(stretch.shift != 0 for stretch in self.stretches)
+        """Whether a coordinate holds another one."""
+        return any(axis_range.shift != 0 for axis_range in self.ranges)
 
     @property
-    def in_elements(self) -> PatternPart:
-        """Return this part with coordinates in elements, or in bytes where one is cut."""
-        if any(number % self.unit for number in itertools.chain.from_iterable(self.stretches)):
+    def in_elements(self) -> PatternAxis:
+        """This part with coordinates in elements, or in bytes where one is cut."""
+        if any(number % self.unit for number in itertools.chain.from_iterable(self.ranges)):
             return self
-        stretches = [
-            Stretch(start // self.unit, stop // self.unit, shift // self.unit)
-            for start, stop, shift in self.stretches
+        ranges = [
+            AxisRange(start // self.unit, stop // self.unit, shift // self.unit)
+            for start, stop, shift in self.ranges
         ]
-        return PatternPart(tuple(stretches), self.whole, self.size // self.unit)
+        return PatternAxis(tuple(ranges), self.whole, self.size // self.unit)
 
     def relation(self, variable: str) -> str:
         """Return what coordinate ``variable`` holds, as a formula; empty if none is known.
 
-        >>> swapped = tuple(Stretch(head, head + 1, 1 - 2 * (head % 2)) for head in range(4))
-        >>> PatternPart(swapped, True, 4).relation("h")
+        >>> swapped = tuple(AxisRange(head, head + 1, 1 - 2 * (head % 2)) for head in range(4))
+        >>> PatternAxis(swapped, True, 4).relation("h")
         'h^1'
-        >>> PatternPart((Stretch(0, 3, 1), Stretch(3, 4, -3)), True, 4).relation("h")
+        >>> PatternAxis((AxisRange(0, 3, 1), AxisRange(3, 4, -3)), True, 4).relation("h")
         '(h+1)%4'
-        >>> PatternPart((Stretch(7, 9, -2),), True).relation("p")
+        >>> PatternAxis((AxisRange(7, 9, -2),), True).relation("p")
         'p-2'
         """
-        shifts = {stretch.shift for stretch in self.stretches}
+        shifts = {axis_range.shift for axis_range in self.ranges}
         if len(shifts) == 1:
             return f"{variable}{shifts.pop():+d}"
-        if num_coordinates(self.stretches) > MAX_LISTED:
+        if num_coordinates(self.ranges) > MAX_LISTED:
             return ""
-        ranges = [np.arange(stretch.start, stretch.stop) for stretch in self.stretches]
+        ranges = [np.arange(axis_range.start, axis_range.stop) for axis_range in self.ranges]
         lengths = [numbers.size for numbers in ranges]
         here = np.concatenate(ranges)
-        held = here + np.repeat([stretch.shift for stretch in self.stretches], lengths)
+        held = here + np.repeat([axis_range.shift for axis_range in self.ranges], lengths)
         flipped = here ^ held
         if (held == held[0]).all():
             return str(held[0])
@@ -119,19 +119,19 @@ class Pattern:
     workers: tuple[Key, ...]
     tensors: Mapping[str, str]
     all_tensors: bool
-    parts: Mapping[str, PatternPart]
+    axes: Mapping[str, PatternAxis]
 
     def likeness(self) -> Hashable:
         """Return what patterns have in common that may join: where they are, and what moves."""
         parts = {
             (
                 name,
-                None if part.whole else unshifted(part.stretches),
+                None if part.whole else unshifted(part.ranges),
                 part.moved,
                 part.size,
                 part.unit,
             )
-            for name, part in self.parts.items()
+            for name, part in self.axes.items()
             if part.moved or not part.whole
         }
         moved = any(name != held for name, held in self.tensors.items())
@@ -141,20 +141,20 @@ class Pattern:
         """Return the pattern of the bytes of both; ``None`` if a coordinate would hold two."""
         if any(other.tensors.get(name, held) != held for name, held in self.tensors.items()):
             return None
-        parts = dict(self.parts)
-        for name, part in other.parts.items():
-            before = parts.get(name, part)
-            stretches = joined_stretches([*before.stretches, *part.stretches])
-            if stretches is None:
+        axes = dict(self.axes)
+        for name, part in other.axes.items():
+            before = axes.get(name, part)
+            ranges = joined_ranges([*before.ranges, *part.ranges])
+            if ranges is None:
                 return None
-            parts[name] = attrs.evolve(part, stretches=stretches)
+            axes[name] = attrs.evolve(part, ranges=ranges)
         return Pattern(
             self.fault,
             self.num_bytes + other.num_bytes,
             tuple(dict.fromkeys([*self.workers, *other.workers])),
             {**self.tensors, **other.tensors},
             self.all_tensors and other.all_tensors,
-            parts,
+            axes,
         )
 
     def text(self, workers: Collection[Key]) -> str:
@@ -173,13 +173,13 @@ class Pattern:
         held += moves
         if not self.all_tensors and (len(self.tensors) > 1 or not moves):
             where.append(fold(self.tensors))
-        for name in sorted(self.parts, key=_position_first):
-            part = self.parts[name].in_elements
+        for name in sorted(self.axes, key=_position_first):
+            part = self.axes[name].in_elements
             axis = name if part.unit == 1 else f"byte of {name}"
             move = _move(axis, part)
             # The move of a single coordinate says where it is.
-            if not part.whole and not (move and num_coordinates(part.stretches) == 1):
-                where.append(_coordinates(axis, part.size, unshifted(part.stretches)))
+            if not part.whole and not (move and num_coordinates(part.ranges) == 1):
+                where.append(_coordinates(axis, part.size, unshifted(part.ranges)))
             held += [move] if move else []
         place = ", ".join(where) or "everywhere"
         return ": ".join([place, *filter(None, [", ".join(held)])])
@@ -201,48 +201,48 @@ def names_of(workers: Iterable[Key]) -> str:
     return ", ".join(f"{engine}/{intervals(ranks)}" for engine, ranks in ranks_of.items())
 
 
-def _coordinates(axis: str, size: int, stretches: Stretches) -> str:
+def _coordinates(axis: str, size: int, ranges: AxisRanges) -> str:
     """Return coordinates with the name of their axis.
 
-    >>> _coordinates("head", 8, (Stretch(0, 4, 0), Stretch(6, 7, 0)))
+    >>> _coordinates("head", 8, (AxisRange(0, 4, 0), AxisRange(6, 7, 0)))
     'heads 0-3,6'
-    >>> _coordinates("kv", 2, (Stretch(1, 2, 0),))
+    >>> _coordinates("kv", 2, (AxisRange(1, 2, 0),))
     'V'
     """
     if axis == "kv" and size == 2:
-        return " and ".join("KV"[stretch.start : stretch.stop] for stretch in stretches)
-    spans = [str(low) if high == low + 1 else f"{low}-{high - 1}" for low, high, _ in stretches]
+        return " and ".join("KV"[axis_range.start : axis_range.stop] for axis_range in ranges)
+    spans = [str(low) if high == low + 1 else f"{low}-{high - 1}" for low, high, _ in ranges]
     text = few(spans, ",")
     noun, of, finest = axis.partition(" of ")
-    plural = "" if num_coordinates(stretches) == 1 else "s"
+    plural = "" if num_coordinates(ranges) == 1 else "s"
     return f"{noun}{plural} {text}{of}{finest}"
 
 
-def _move(axis: str, part: PatternPart) -> str:
+def _move(axis: str, part: PatternAxis) -> str:
     """Return what the coordinates of a part hold in words; empty if it is themselves.
 
-    >>> _move("head", PatternPart((Stretch(4, 6, -4),), False, 8))
+    >>> _move("head", PatternAxis((AxisRange(4, 6, -4),), False, 8))
     'head h holds head h-4'
-    >>> _move("kv", PatternPart((Stretch(0, 1, 1),), False, 2))
+    >>> _move("kv", PatternAxis((AxisRange(0, 1, 1),), False, 2))
     'K holds V'
     """
-    moving = [stretch for stretch in part.stretches if stretch.shift]
+    moving = [axis_range for axis_range in part.ranges if axis_range.shift]
     if not moving:
         return ""
     relation = part.relation(axis[0])
-    single = num_coordinates(part.stretches) == 1
+    single = num_coordinates(part.ranges) == 1
     if relation and not single and not (axis == "kv" and part.size == 2):
         noun, of, finest = axis.partition(" of ")
         subject = f"every {noun}" if relation.isdigit() else f"{noun} {axis[0]}{of}{finest}"
         return f"{subject} holds {noun} {relation}"
     texts = []
-    for stretch in part.stretches:
-        start, stop, shift = stretch
-        held = Stretch(start + shift, stop + shift, 0)
+    for axis_range in part.ranges:
+        start, stop, shift = axis_range
+        held = AxisRange(start + shift, stop + shift, 0)
         verb = "holds" if stop == start + 1 else "hold"
-        pair = [_coordinates(axis, part.size, (side,)) for side in (stretch, held)]
+        pair = [_coordinates(axis, part.size, (side,)) for side in (axis_range, held)]
         texts.append(f" {verb} ".join(pair))
-    return few(texts, ", ", MAX_STRETCHES)
+    return few(texts, ", ", MAX_RANGES)
 
 
 def _moves_of_tensors(tensors: Mapping[str, str]) -> list[str]:
@@ -278,7 +278,7 @@ def _moves_of_tensors(tensors: Mapping[str, str]) -> list[str]:
         for relation, pairs_alike in by_relation.items():
             n, held_n = pairs_alike[0] if len(pairs_alike) == 1 else ("n", relation)
             texts.append(f"{before}{n}{after} holds {held_before}{held_n}{held_after}")
-    return [few(texts, ", ", MAX_STRETCHES)] if texts else []
+    return [few(texts, ", ", MAX_RANGES)] if texts else []
 
 
 def joined_patterns(patterns: Iterable[Pattern], *, by_worker: bool) -> list[Pattern]:

@@ -24,7 +24,7 @@ MAX_PRODUCTS: Final = 32
 """Products of one tensor that are kept, the largest ones."""
 
 
-class Stretch(NamedTuple):
+class AxisRange(NamedTuple):
     """Coordinates ``[start, stop)`` along an axis, which hold those ``shift`` further on."""
 
     start: int
@@ -32,51 +32,51 @@ class Stretch(NamedTuple):
     shift: int
 
 
-Stretches = tuple[Stretch, ...]
+AxisRanges = tuple[AxisRange, ...]
 
 
-def joined_stretches(stretches: Iterable[Stretch]) -> Stretches | None:
-    """Return stretches in order, neighbours as one; ``None`` if a coordinate would hold two.
+def joined_ranges(ranges: Iterable[AxisRange]) -> AxisRanges | None:
+    """Return ranges in order, neighbours as one; ``None`` if a coordinate would hold two.
 
-    >>> joined_stretches([Stretch(2, 4, 1), Stretch(0, 2, 1), Stretch(6, 7, 0)])
-    (Stretch(start=0, stop=4, shift=1), Stretch(start=6, stop=7, shift=0))
-    >>> joined_stretches([Stretch(0, 4, 1), Stretch(2, 6, 0)]) is None
+    >>> joined_ranges([AxisRange(2, 4, 1), AxisRange(0, 2, 1), AxisRange(6, 7, 0)])
+    (AxisRange(start=0, stop=4, shift=1), AxisRange(start=6, stop=7, shift=0))
+    >>> joined_ranges([AxisRange(0, 4, 1), AxisRange(2, 6, 0)]) is None
     True
     """
-    ascending: list[Stretch] = []
-    for stretch in sorted(stretches, key=_bounds):
+    ascending: list[AxisRange] = []
+    for axis_range in sorted(ranges, key=_bounds):
         last = ascending[-1] if ascending else None
-        if last is None or stretch.start > last.stop:
-            ascending.append(stretch)
-        elif stretch.shift == last.shift:
-            ascending[-1] = last._replace(stop=max(last.stop, stretch.stop))
-        elif stretch.start == last.stop:
-            ascending.append(stretch)
+        if last is None or axis_range.start > last.stop:
+            ascending.append(axis_range)
+        elif axis_range.shift == last.shift:
+            ascending[-1] = last._replace(stop=max(last.stop, axis_range.stop))
+        elif axis_range.start == last.stop:
+            ascending.append(axis_range)
         else:
             return None
     return tuple(ascending)
 
 
-def _bounds(stretch: Stretch) -> tuple[int, int]:
-    return stretch.start, stretch.stop
+def _bounds(axis_range: AxisRange) -> tuple[int, int]:
+    return axis_range.start, axis_range.stop
 
 
-def num_coordinates(stretches: Stretches) -> int:
-    """Return the number of coordinates of all stretches."""
-    return sum(stretch.stop - stretch.start for stretch in stretches)
+def num_coordinates(ranges: AxisRanges) -> int:
+    """Return the number of coordinates of all ranges."""
+    return sum(axis_range.stop - axis_range.start for axis_range in ranges)
 
 
-def unshifted(stretches: Stretches) -> Stretches:
-    """Return the coordinates alone, as stretches whose bytes are at their own place."""
-    return joined_stretches([stretch._replace(shift=0) for stretch in stretches]) or ()
+def unshifted(ranges: AxisRanges) -> AxisRanges:
+    """Return the coordinates as ranges that hold themselves."""
+    return joined_ranges([axis_range._replace(shift=0) for axis_range in ranges]) or ()
 
 
-def stretches_of(coordinates: Ints) -> Stretches:
-    """Return coordinates as stretches whose bytes are at their own place."""
+def ranges_of(coordinates: Ints) -> AxisRanges:
+    """Return ascending ranges of coordinates that hold themselves."""
     ascending = np.unique(coordinates)
     gaps = np.flatnonzero(np.diff(ascending) > 1) + 1
-    parts = [part for part in np.split(ascending, gaps) if part.size]
-    return tuple(Stretch(int(part[0]), int(part[-1]) + 1, 0) for part in parts)
+    found = [held for held in np.split(ascending, gaps) if held.size]
+    return tuple(AxisRange(int(held[0]), int(held[-1]) + 1, 0) for held in found)
 
 
 class Product(NamedTuple):
@@ -89,40 +89,40 @@ class Product(NamedTuple):
 
     fault: str
     held: str
-    axes: tuple[Stretches, ...]
+    axes: tuple[AxisRanges, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes."""
+        """The number of bytes."""
         return math.prod(map(num_coordinates, self.axes))
 
-    def along(self, axis: int, stretches: Stretches) -> Product:
+    def along(self, axis: int, ranges: AxisRanges) -> Product:
         """Return the product with other coordinates along one axis."""
-        axes = (*self.axes[:axis], stretches, *self.axes[axis + 1 :])
+        axes = (*self.axes[:axis], ranges, *self.axes[axis + 1 :])
         return Product(self.fault, self.held, axes)
 
 
 def joined_products(products: Iterable[Product]) -> list[Product]:
     """Return products of one tensor, joined along each axis where they are equal along all others.
 
-    >>> head_0 = Product("", "attn", ((Stretch(0, 1, 0),), (Stretch(5, 6, 1),)))
-    >>> head_1 = head_0.along(0, (Stretch(1, 2, 0),))
+    >>> head_0 = Product("", "attn", ((AxisRange(0, 1, 0),), (AxisRange(5, 6, 1),)))
+    >>> head_1 = head_0.along(0, (AxisRange(1, 2, 0),))
     >>> [product.axes[0] for product in joined_products([head_0, head_1])]
-    [(Stretch(start=0, stop=2, shift=0),)]
+    [(AxisRange(start=0, stop=2, shift=0),)]
     """
     merged = list(products)
     num_axes = len(merged[0].axes) if merged else 0
     for axis in range(num_axes):
-        # The stretches along this axis of the products that are equal without it.
-        by_rest: dict[Product, list[Stretch]] = {}
+        # The ranges along this axis of the products that are equal without it.
+        by_rest: dict[Product, list[AxisRange]] = {}
         for product in merged:
             by_rest.setdefault(product.along(axis, ()), []).extend(product.axes[axis])
         merged = []
-        for rest, stretches in by_rest.items():
-            along_axis = joined_stretches(stretches)
+        for rest, ranges in by_rest.items():
+            along_axis = joined_ranges(ranges)
             if along_axis is not None:
                 merged.append(rest.along(axis, along_axis))
             else:
                 # A coordinate that two views have holds two: its tensor has no pattern.
-                merged += [rest.along(axis, (stretch,)) for stretch in stretches]
+                merged += [rest.along(axis, (axis_range,)) for axis_range in ranges]
     return merged

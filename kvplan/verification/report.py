@@ -137,18 +137,18 @@ COVER, DISJOINT, BOUNDS, OWN, IDS not checked
 
     @property
     def ok(self) -> bool:
-        """Return whether nothing failed."""
+        """Whether nothing failed."""
         return not self.failures
 
     @property
     def promises(self) -> dict[str, bool]:
-        """Return each promise that was checked, and whether it holds."""
+        """Each promise that was checked, and whether it holds."""
         broken = {code for code, _ in self.failures}
         return {code: code not in broken for code in self.checked}
 
     @property
     def num_tail_slots(self) -> int:
-        """Return the number of unused slots in the destinations' blocks, over all workers."""
+        """The number of unused slots in the destinations' blocks, over all workers."""
         return sum(tail.stop - tail.start for tail in self.tails)
 
     def __bool__(self) -> bool:

@@ -148,7 +148,7 @@ class Job:
 
     @property
     def complete(self) -> bool:
-        """Return whether the plans of all workers that may write here are verified."""
+        """Whether the plans of all workers that may write here are verified."""
         return self.writers <= self.planned_writers
 
     def table(self, group: str) -> Blocks | None:
@@ -263,7 +263,6 @@ def _add_part(
 
 
 def _worker_pairs(plans: Iterable[TransferPlan]) -> list[KeyPair]:
-    """Return the keys of all pairs of a local and a remote worker."""
     pairs = []
     for plan in plans:
         pairs += [(plan.local.key, worker.key) for worker in plan.remotes]
@@ -302,7 +301,6 @@ def _bound(
 
 
 def _groups(workers: Iterable[Worker]) -> set[str]:
-    """Return the names of the groups of some workers."""
     names = set[str]()
     for worker in workers:
         names.update(group.name for group in worker.groups)

@@ -223,7 +223,6 @@ def _is_count(value: object, low: int, end: int = BYTES_END) -> bool:
 
 
 def _are_counts(values: tuple[object, ...], low: int, end: int = BYTES_END) -> bool:
-    """Return whether there are two counts."""
     return len(values) == 2 and all(_is_count(value, low, end) for value in values)
 
 

@@ -26,7 +26,7 @@ from kvplan.describe.views import View
 from kvplan.describe.worker import Key
 from kvplan.errors import KVPlanError
 from kvplan.verification.labels import (
-    Place,
+    Location,
     Window,
     label_tensors,
     listed_slots,
@@ -245,13 +245,12 @@ class _Check:
     def holder_of(self, address: int = -1, device: int = 0, **_: Any) -> str:
         """Return in words which worker has an address that was not found, if one does."""
         for worker in self.workers.values():
-            place = locate(worker, address, device)
-            if place.region:
-                return f", which is {place}"
+            location = locate(worker, address, device)
+            if location.region:
+                return f", which is {location}"
         return ""
 
     def needs(self) -> Iterable[tuple[View, Ints]]:
-        """Return the views of the destination with the positions that the request needs."""
         return zip(self.views, self.positions, strict=True)
 
     def held(self, view: View, positions: Ints) -> Window:
@@ -263,7 +262,7 @@ class _Check:
         """Compare the cells of a view with the labels that belong there."""
         held = self.held(view, positions)
         for index, labels in held.chunks():
-            # (positions, pieces, bytes), as the labels are.
+            # (positions, segments, bytes), as the labels are.
             cells = held.cells[index]
             self.num_needed += cells.size
             if np.array_equal(cells, labels):
@@ -274,19 +273,18 @@ class _Check:
             for code, mask in (("COVER", missing), ("VALUE", wrong)):
                 self.num_wrong[code] += int(mask.sum())
                 if code not in self.first_wrong and mask.any():
-                    # By position, piece and byte of the piece.
-                    row, piece, byte = np.unravel_index(int(np.argmax(mask)), mask.shape)
-                    place = self.place(view, int(index[row, piece] + byte))
-                    label = held.labels.describe(int(labels[row, piece, byte]))
-                    fault = self.explain(place, int(cells[row, piece, byte]))
-                    self.first_wrong[code] = f"{label} ({place}) {fault}"
+                    # By position, segment and byte of the segment.
+                    row, segment, byte = np.unravel_index(int(np.argmax(mask)), mask.shape)
+                    location = self.location(view, int(index[row, segment] + byte))
+                    label = held.labels.describe(int(labels[row, segment, byte]))
+                    fault = self.explain(location, int(cells[row, segment, byte]))
+                    self.first_wrong[code] = f"{label} ({location}) {fault}"
 
-    def place(self, view: View, offset: int) -> Place:
-        """Return the place of a byte in a view's region."""
+    def location(self, view: View, offset: int) -> Location:
         region = next(region for region in self.worker.regions if region.name == view.region)
         return locate(self.worker, region.address + offset, region.device_id)
 
-    def explain(self, place: Place, cell: int) -> str:
+    def explain(self, location: Location, cell: int) -> str:
         """Return what is in a byte's cell instead of its label, and where it was copied from."""
         if not cell:
             return "was never written"
@@ -294,18 +292,18 @@ class _Check:
         for labels in self.labels.values():
             if labels.base <= cell < labels.end:
                 content = labels.describe(cell)
-        return f"holds {content}, copied from {self.source_of(place)}"
+        return f"holds {content}, copied from {self.source_of(location)}"
 
-    def source_of(self, place: Place) -> Place:
-        """Return where the byte at a place was last copied from."""
-        assert place.region
-        device = place.region.device_id
+    def source_of(self, location: Location) -> Location:
+        """Return where the byte at a location was last copied from."""
+        assert location.region
+        device = location.region.device_id
         last_first = reversed(self.carried_out)
-        move = next(m for m in last_first if _holding(m.writes, place.address, device).size)
+        move = next(m for m in last_first if _holding(m.writes, location.address, device).size)
         # Of several copies to the byte, the last one left its value there.
-        copy = _holding(move.writes, place.address, device)[-1]
+        copy = _holding(move.writes, location.address, device)[-1]
         first_read, _, source_device = move.reads[copy].tolist()
-        address = first_read + place.address - int(move.writes[copy, 0])
+        address = first_read + location.address - int(move.writes[copy, 0])
         return locate(move.source, address, source_device)
 
     def settle_bytes(self) -> None:
@@ -329,8 +327,8 @@ class _Check:
         num_repeated = _repeated_bytes(writes)
         if num_repeated.any():
             address, _, device = writes[np.flatnonzero(num_repeated)[0]].tolist()
-            place = locate(self.worker, address, device)
-            self.fail("DISJOINT", "written again", int(num_repeated.sum()), str(place))
+            location = locate(self.worker, address, device)
+            self.fail("DISJOINT", "written again", int(num_repeated.sum()), str(location))
         # Each written byte once, less the needed bytes that were written: by rule verify.O1,
         # foreign ones.
         num_distinct = int(writes[:, 1].sum()) - int(num_repeated.sum())
@@ -342,17 +340,17 @@ class _Check:
             first = self.first_foreign(writes)
             self.fail("OWN", "written outside the request", num_foreign, str(first))
 
-    def first_foreign(self, writes: ByteRanges) -> Place:
+    def first_foreign(self, writes: ByteRanges) -> Location:
         """Return the first byte written that the destination does not need."""
         # Erase what is needed: only foreign bytes are left.
         for view, positions in self.needs():
             held = self.held(view, positions)
             for index, _ in held.chunks():
                 held.cells[index] = 0
-        places = (self.first_written(*byte_range) for byte_range in writes.tolist())
-        return next(place for place in places if place is not None)
+        locations = (self.first_written(*byte_range) for byte_range in writes.tolist())
+        return next(location for location in locations if location is not None)
 
-    def first_written(self, address: int, length: int, device: int) -> Place | None:
+    def first_written(self, address: int, length: int, device: int) -> Location | None:
         """Return the first byte of a range that is not 0, if there is one."""
         offsets = np.flatnonzero(self.memory.read(self.worker, address, length, device))
         return locate(self.worker, address + int(offsets[0]), device) if offsets.size else None

@@ -29,7 +29,7 @@ from kvplan import (
 )
 from kvplan._arrays import heads, integers_in
 from kvplan.verification import Certificate, certificate
-from kvplan.verification.certificate import Pieces
+from kvplan.verification.certificate import Segments
 from tests.small import engine
 
 ONE_BLOCK = {"attn": Blocks([1])}
@@ -514,32 +514,32 @@ Range = tuple[int, int]
 """First byte and length."""
 
 
-def made(ranges: list[Range]) -> Pieces:
-    """Pieces with these starts and lengths."""
+def made(ranges: list[Range]) -> Segments:
+    """Segments with these starts and lengths."""
     start, length = np.array(ranges, np.int64).T
-    return Pieces(start, length, *[np.zeros_like(start)] * 5)
+    return Segments(start, length, *[np.zeros_like(start)] * 5)
 
 
 def test_parts_are_counted_before_they_are_listed(monkeypatch):
-    """A range over two pieces is two parts."""
-    pieces, start, length = made([(0, 4), (4, 4)]), np.array([0]), np.array([8])
+    """A range over two segments is two parts."""
+    segments, start, length = made([(0, 4), (4, 4)]), np.array([0]), np.array([8])
     monkeypatch.setattr(certificate, "MAX_FOLLOWED", 2)
-    assert pieces.cut(start, length)
+    assert segments.cut(start, length)
     monkeypatch.setattr(certificate, "MAX_FOLLOWED", 1)
     with pytest.raises(KVPlanError, match=r"RANGE: cannot certify a plan: expected at most 1 parts .*, got 2$"):
-        pieces.cut(start, length)
+        segments.cut(start, length)
 
 
-def walked(pieces: list[Range], ranges: list[Range]) -> list[tuple[int, int, int]] | None:
+def walked(segments: list[Range], ranges: list[Range]) -> list[tuple[int, int, int]] | None:
     """The range, the piece and the address of every byte; ``None`` if one is in no piece."""
-    holder = {start + i: piece for piece, (start, length) in enumerate(pieces) for i in range(length)}
+    holder = {start + i: segment for segment, (start, length) in enumerate(segments) for i in range(length)}
     every = [(i, start + at) for i, (start, length) in enumerate(ranges) for at in range(length)]
     return [(i, holder[at], at) for i, at in every] if all(at in holder for _, at in every) else None
 
 
 @st.composite
-def pieces_of_a_block(draw: st.DrawFn) -> list[Range]:
-    """A few ascending pieces, some with gaps before them."""
+def segments_of_a_block(draw: st.DrawFn) -> list[Range]:
+    """A few ascending segments, some with gaps before them."""
     start, found = 0, []
     for gap, length in draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), min_size=1, max_size=5)):
         found.append((start + gap, length))
@@ -547,16 +547,16 @@ def pieces_of_a_block(draw: st.DrawFn) -> list[Range]:
     return found
 
 
-@given(pieces_of_a_block(), st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), min_size=1, max_size=4))
+@given(segments_of_a_block(), st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), min_size=1, max_size=4))
 @example([(2, 2), (4, 2)], [(0, 6)])  # as many bytes before the pieces as the last one has
 @example([(2, 2), (4, 2)], [(0, 6), (2, 2)])
 @example([(2, 2)], [(0, 1)])
 @example([(0, 2)], [(1, 2)])
-def test_ranges_are_cut_where_a_walk_changes_pieces(pieces: list[Range], ranges: list[Range]) -> None:
+def test_ranges_are_cut_where_a_walk_changes_segments(segments: list[Range], ranges: list[Range]) -> None:
     """The parts have every byte once, with its range and its piece; there are no parts if a byte has no piece."""
     start, length = np.array(ranges, np.int64).T
-    cut = made(pieces).cut(start, length)
-    expected = walked(pieces, ranges)
+    cut = made(segments).cut(start, length)
+    expected = walked(segments, ranges)
     if expected is None:
         assert cut is None
     else:
@@ -640,7 +640,7 @@ def test_a_period_of_many_positions_is_refused_before_it_is_listed():
         for name, each in zip("dp", axes, strict=True)
     )
     with pytest.raises(
-        KVPlanError, match=r"RANGE: cannot certify a plan: expected at most 4194304 descriptors and pieces"
+        KVPlanError, match=r"RANGE: cannot certify a plan: expected at most 4194304 descriptors and segments"
     ):
         certify(plan_reads(mine, [other]))
 

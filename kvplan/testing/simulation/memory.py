@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvplan._arrays import Ints
 from kvplan.describe import View, Worker
 from kvplan.testing.simulation.catalog import GroupShape
-from kvplan.verification.labels import Weights, numbering, pieces_of_slot, slots_of_block
+from kvplan.verification.labels import Weights, numbering, segments_of_slot, slots_of_block
 from kvplan.verification.memory import ByteRanges
 
 CellLabels = npt.NDArray[np.uint64]
@@ -115,7 +115,7 @@ class LabelledMemory:
                 if view.group != group.name:
                     continue
                 # each byte of a slot: where it is, and its number
-                offset, number, length = pieces_of_slot(view, numbers.weights[view.name])
+                offset, number, length = segments_of_slot(view, numbers.weights[view.name])
                 steps = np.arange(length)
                 offsets = np.add.outer(offset, steps).reshape(-1) + view.offset_bytes
                 offsets = offsets + first_of[view.region]
