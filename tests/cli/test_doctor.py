@@ -265,7 +265,7 @@ def test_the_judged_versions_are_those_of_the_guides() -> None:
     vllm, sglang = doctor.ENGINES
     assert VLLM.split()[1] in vllm.versions
     assert sglang.versions == (SGLANG.split()[1],)
-    guide = (ROOT / "docs/how-to/vllm.md").read_text()
+    guide = " ".join((ROOT / "docs/how-to/vllm.md").read_text().split())
     assert "[real engines](../engines.md) of vLLM 0.32" in guide
     assert "It is written for 0.33 too" in guide
     assert vllm.versions == ("0.32", "0.33")
