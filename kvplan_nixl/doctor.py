@@ -334,7 +334,7 @@ def address_findings(host: str, port: int) -> Iterator[Finding]:
     """Yield the lines of the address that peers reach, and of ports."""
     trial = probe("listen", host, f"{port}")
     told = trial.told
-    where = f"{host}:{port}"
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if told["error"]:
         advice = told.get("hint") or "try another --host or --port, unless an engine listens there"
         yield Finding("address", State.WRONG, told["error"], advice)
@@ -412,6 +412,7 @@ def layout_finding(environment: Mapping[str, str]) -> Finding:
 def main(host: str, port: int, as_json: bool) -> int:
     """Print all lines as they come, or one JSON document. Exit status 1: something is wrong."""
     lines = []
+    host = host.removeprefix("[").removesuffix("]")
     for finding in findings(host, port):
         lines.append(finding)
         if not as_json:

@@ -79,6 +79,11 @@ def texts(value: Any, subject: str) -> tuple[str, ...]:
     return members(str, value, subject)
 
 
+def host_name(value: Any, subject: str) -> str:
+    """Return ``value``, which must be a name or an address; IPv6 may have the brackets of a URL."""
+    return name(value, subject).removeprefix("[").removesuffix("]")
+
+
 def _port(value: Any, subject: str) -> int:
     return integer(value, subject, high=PORT_END)
 
@@ -121,7 +126,7 @@ def read_rates(path: str) -> Rates:
     return Rates(**rates)
 
 
-TEXTS: Final = (name, _secret)
+TEXTS: Final = (name, host_name, _secret)
 """The checks of settings that are text. Others are JSON where they are given as text."""
 
 
@@ -261,8 +266,8 @@ class Settings(NamedSettings):
     settings of the network are those of :meth:`access`.
     """
 
-    host: str = setting(name, "")
-    bind: str = setting(name, "")
+    host: str = setting(host_name, "")
+    bind: str = setting(host_name, "")
     port: int = setting(_port, 0)
     lease_s: float = setting(seconds, Leases.DEFAULT_S)
     max_lease_s: float = setting(seconds, Leases.MAX_S)

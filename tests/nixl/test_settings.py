@@ -81,6 +81,13 @@ def test_without_settings_the_listener_is_where_nixl_connector_would_be(vllm: An
     assert settings == vllm.ConnectorSettings(host="localhost", port=5603)
 
 
+def test_an_ipv6_address_may_have_brackets(vllm: Any) -> None:
+    """As in a URL, in each engine's settings."""
+    settings = read(vllm, {"host": "[fd00::7]", "bind": "[::]"})
+    assert (settings.host, settings.bind) == ("fd00::7", "::")
+    assert plugin_settings({"KVPLAN_HOST": "[fd00::7]"}).host == "fd00::7"
+
+
 def test_settings_come_before_the_environment(vllm: Any) -> None:
     """A port counts from the rank of data parallelism, and 0 is any free one."""
     extra = {"host": "10.0.0.7", "bind": "0.0.0.0", "port": 9000}
