@@ -21,8 +21,9 @@ therefore reads long runs into a staging buffer, and then copies the bytes into 
   blocks are cut. If no such window fits, ``W`` is a multiple of the longest period of a single
   group that fits, then of what divides all periods, then any number.
 - staging.S7: every staging buffer has room for two whole chunks, so that one is filled while the
-  other is emptied: for each group twice the most blocks that a window touches, and twice one state.
-  Smaller chunks take fewer of these blocks, so that more of them fit.
+  other is emptied: for each group twice the most blocks that a window touches. Smaller chunks take
+  fewer of these blocks, so that more of them fit. Each has a state of its own, so there are twice
+  as many states as a window has requests of :data:`STATE_POSITIONS`, two at least.
 - staging.S8: ``W`` is the greatest that fits.
 
 >>> attention, state = fit([(Group("attn", 16), 4096), (Group("state"), 1000)], 1 << 20).places
@@ -79,6 +80,9 @@ Spans = dict[str, tuple[int, int]]
 
 ALIGNMENT: Final = 64
 """Pools begin at multiples of this many bytes, so that copies can use wide words."""
+
+STATE_POSITIONS: Final = 1024
+"""The positions of a usual request, which has one state."""
 
 MAX_WINDOW: Final = 1 << 30
 """The most positions of a chunk, so that block ids fit."""
@@ -285,7 +289,9 @@ def fit(demands: Sequence[Demand], size_bytes: int) -> Fit:
         num_fitting = bisect_right(windows, size_bytes, key=partial(_end_bytes, demands, grain))
         if num_fitting:
             longest = windows[num_fitting - 1]
-            return Fit(longest, _laid_out(demands, grain, longest).places)
+            places = _laid_out(demands, grain, longest).places
+            # states alone are not divided among windows
+            return Fit(longest if token_groups else MAX_WINDOW, places)
     needed_bytes = _end_bytes(demands, 1, 1)
     raise KVPlanError(
         "MEMORY",
@@ -306,9 +312,11 @@ def blocks_touched(group: Group, window: int, grain: int) -> int:
     [4, 5, 5]
     >>> blocks_touched(Group("attn", 16), 8, 8)
     1
+    >>> blocks_touched(Group("state"), 4096, 16)
+    4
     """
     if group.tokens_per_block is None:
-        return 1
+        return max(1, window // STATE_POSITIONS)
     num_slots = group.num_slots
     interleave = group.interleave_slots
     num_turns, rest = divmod(window, cycle(group))

@@ -76,6 +76,14 @@ def test_the_window_is_the_longest_that_fits() -> None:
     assert fit([(ATTN, 64)], 2 * 64 * 9 - 1).num_positions == 128
 
 
+def test_there_is_room_for_the_states_of_usual_requests() -> None:
+    """staging.S7: as many as there is room for requests of 1,024 positions, and all that fits of states alone."""
+    fitted = fit([(ATTN, 1000), (STATE, 1000)], 1 << 20)
+    assert fitted.num_positions // 1024 == 8
+    assert fitted.places[1].num_blocks == 2 * 8
+    assert fit([(STATE, 50)], 10 * 50 + 49).places[0].num_blocks == 10
+
+
 def test_states_alone_have_one_window() -> None:
     """staging.S8: where nothing but states moves, or nothing at all, no range is cut."""
     assert fit([(STATE, 50)], 128).num_positions == fit([], 1).num_positions == 1 << 30

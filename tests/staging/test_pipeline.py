@@ -30,6 +30,7 @@ from tests.staged import (
     rig_plans,
     rig_request,
 )
+from tests.staging.test_plan import states
 
 
 @pytest.fixture
@@ -146,6 +147,22 @@ def test_as_many_requests_are_under_way_as_fit() -> None:
         assert rig.under_way == (32, 0)
         assert {*rig.finish()} == {*requests} - {requests[31]}
         assert not rig.wrong(dict.fromkeys(range(33), (0, 8)))
+
+
+def test_short_requests_have_their_states_at_once() -> None:
+    """staging.S7: each takes one, and there are more than the two that a long request needs."""
+    (plan,) = plans_of([states("prefill", (0, 4), 60)], [states("decode", (1, 3), 60)], 1 << 19)
+    network = network_of(plan)
+    with network.memory as memory:
+        local = plan.direct.local
+        pipeline = Pipeline(network.executor(local), NAME, FakeCopier(memory, local.key))
+        pipeline.prepare(plan)
+        for number in range(6):
+            blocks = {"attn": Blocks([2 * number, 2 * number + 1]), "state": Blocks([number], ordinals=[5])}
+            pipeline.submit(
+                plan, f"request {number}", local=blocks, remote=blocks, tokens={"attn": (0, 4), "state": (5, 6)}
+            )
+        assert pipeline.num_chunks == 6
 
 
 def test_a_long_request_is_not_overtaken() -> None:
