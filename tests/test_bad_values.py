@@ -28,7 +28,7 @@ GENERATED = (
     *CHECKS,
     *("bridges.sglang_model", "bridges.vllm_model", "describe.model", "describe.tensors"),
     *("protocol.digest_requests", "protocol.exporter", "protocol.groups", "protocol.importer"),
-    *("protocol.keys", "protocol.page", "protocol.read_parts", "protocol.retention", "protocol.rooms"),
+    *("protocol.keys", "protocol.page", "protocol.retention", "protocol.rooms"),
     *("protocol.system", "testing.memory"),
 )
 """What :mod:`tests.test_public_values` calls by its signatures, without a list."""

@@ -8,7 +8,7 @@ request waits, says what to read, and ends the claim when it is read:
 
     prefill                                    decode
     Exporter: request 1 is pinned              Importer: request 1 is claimed, and read
-    Listener: offers of all workers  <-- GET   ReadParts, in each worker: a handshake, transfers
+    Listener: offers of all workers  <-- GET   Reads, in each worker: a handshake, transfers
     Leases: request 1 is kept        <-- POST  Claims: I claim it, is its lease valid, I am done
 
 These names are for authors of connectors, and provisional: they may change in any release. Modules
@@ -30,7 +30,6 @@ from kvplan.protocol.listener import Listener
 from kvplan.protocol.peer_engines import Connections, HandshakeResult, Handshakes
 from kvplan.protocol.prompt import prompt_digest
 from kvplan.protocol.read import Read, ReadResult
-from kvplan.protocol.read_parts import ReadParts
 from kvplan.protocol.reads import Reads
 from kvplan.protocol.retention import keeping
 from kvplan.protocol.rooms import Rooms
@@ -52,7 +51,6 @@ __all__ = [
     "Listener",
     "PartialRead",
     "Read",
-    "ReadParts",
     "ReadResult",
     "Reads",
     "Rooms",

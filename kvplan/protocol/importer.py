@@ -18,7 +18,7 @@ all the same, as engines that have promised its tokens do; then workers are told
 
 The importer has no thread and no socket. It gives claims to ``claims`` and questions to ``rooms``,
 which keep them up; a connector tells it what the engine does and hands the parts that
-:meth:`Importer.step` returns to a :class:`~kvplan.protocol.read_parts.ReadParts` of each worker.
+:meth:`Importer.step` returns to a :class:`~kvplan.protocol.Reads` of each worker.
 What rooms have is taken on the thread that has asked, since an engine that is paused polls nothing
 while leases end. All other calls come from the engine's thread.
 """

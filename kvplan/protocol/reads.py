@@ -5,7 +5,8 @@
   caller's thread only.
 - read.R2: A request is reported once, when none of its bytes can move any more, with an error or
   without. Until then its blocks must stay, also where :meth:`Reads.late` says before that it has
-  failed.
+  failed. One that comes in parts, while prefill computes the rest, is read part by part and
+  reported after the last: until that is named, others may come.
 - read.R3: What fails is one request, or those that wait for one engine. Another request to that
   engine tries again. A request that came :data:`~kvplan.protocol.system.RETRY_S` after a handshake
   began does not fail with it, since the network may have healed meanwhile: it shakes hands again.
@@ -32,24 +33,19 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
-
-import attrs
+from typing import TYPE_CHECKING, Final
 
 from kvplan._checks import having, instance, integer, name
-from kvplan.describe.blocks import Request
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Status, Transfer
-from kvplan.plan import ReadSpec, TransferPlan
 from kvplan.protocol.background import Background
 from kvplan.protocol.claims import Claims
 from kvplan.protocol.digest import mismatch
 from kvplan.protocol.digest_requests import DigestRequest, fetch_digests
 from kvplan.protocol.handoff import Source
+from kvplan.protocol.importer import PartialRead
 from kvplan.protocol.lease_check import SILENCE_S, LeaseCheck
 from kvplan.protocol.peer_engines import (
     Connections,
@@ -66,7 +62,8 @@ from kvplan.protocol.read import (
     error_of,
     request_of,
 )
-from kvplan.protocol.system import RETRY_S, Pending, System
+from kvplan.protocol.read_jobs import Digest, DigestCheck, Job, PendingRead, RequestParts
+from kvplan.protocol.system import RETRY_S, System
 from kvplan.staging import Pipeline, StagedTransfer
 
 if TYPE_CHECKING:
@@ -80,80 +77,6 @@ STALL_S: Final = 2.0
 
 POST_S: Final = 0.02
 """Seconds of an engine's step in which transfers are handed over."""
-
-Digest = Callable[[Request], Mapping[str, Any]]
-"""Computes the digests of a request's local blocks, for the comparison of rule read.R6."""
-
-
-@attrs.frozen(eq=False)
-class _PendingRead:
-    """A read that came at a time, and waits for a handshake."""
-
-    read: Read
-    came_at: float
-
-
-@attrs.frozen(eq=False)
-class _DigestCheck:
-    """The comparison of rule read.R6: ``expected`` are digests of the source's workers."""
-
-    digest: Digest
-    request: Request
-    expected: Pending[list[Mapping[str, Any]]]
-
-
-@attrs.define(eq=False)
-class _Job:
-    """A read under way, and its transfers.
-
-    ``unposted`` are transfers to be handed over, none of a read that has failed. ``num_changes``
-    counts what was seen to happen to the others. ``error`` is the first reason to fail. Once
-    ``is_settled``, no byte can move any more. If its engine ``was_connected`` when it began, the
-    connection may have been lost since; it ``is_lost`` once that has shown.
-    """
-
-    read: Read
-    plan: TransferPlan
-    lease_check: LeaseCheck
-    began_at: float
-    was_connected: bool
-    is_lost: bool = False
-    digest_check: _DigestCheck | None = None
-    transfers: list[Transfer | StagedTransfer] = attrs.field(factory=list)
-    unposted: deque[ReadSpec] = attrs.field(factory=deque)
-    num_changes: int = -1
-    error: KVPlanError | None = None
-    is_settled: bool = False
-    is_reported_late: bool = False
-    post_seconds: float = 0.0
-    transfer_seconds: float = 0.0
-
-    @property
-    def held_error(self) -> KVPlanError | None:
-        """The error of a transfer that has failed although its bytes may still move, if any."""
-        for transfer in self.transfers:
-            if transfer.error is not None and not transfer.status.is_settled:
-                return transfer.error
-        return None
-
-    @property
-    def may_repeat(self) -> bool:
-        """Whether an old connection was lost, the lease was not, and no failure was reported."""
-        is_lent = self.lease_check.error is None
-        return self.was_connected and self.is_lost and is_lent and not self.is_reported_late
-
-    def result(self, now: float) -> ReadResult:
-        """Return the result of a read that has ended at ``now``."""
-        return ReadResult(
-            request=self.read.request,
-            error=self.error and error_of(self.read, self.error),
-            num_bytes=sum(transfer.num_bytes for transfer in self.transfers),
-            seconds=now - self.began_at,
-            post_seconds=self.post_seconds,
-            transfer_seconds=self.transfer_seconds,
-            num_descriptors=sum(transfer.num_descriptors for transfer in self.transfers),
-            is_staged=any(isinstance(transfer, StagedTransfer) for transfer in self.transfers),
-        )
 
 
 class Reads:
@@ -196,32 +119,85 @@ class Reads:
         self._num_chunks = 0
         self._last_chunk_at = 0.0
         self._posted_s = 0.0  # in this step, which begins with poll
-        self._waiting: dict[Source, list[_PendingRead]] = {}
+        self._requests: dict[str, RequestParts] = {}
+        self._waiting: dict[Source, list[PendingRead]] = {}
         # all reads under way, and those to which something has happened since ``late`` looked
-        self._jobs: dict[_Job, None] = {}
-        self._changed: dict[_Job, None] = {}
+        self._jobs: dict[Job, None] = {}
+        self._changed: dict[Job, None] = {}
         self._results: list[ReadResult] = []
 
-    def begin(self, read: Read) -> None:
-        """Begin to read a request, which :meth:`poll` reports when it has ended."""
-        self._begin(instance(Read, read, "read"))
+    def take(self, part: PartialRead) -> None:
+        """Do what an importer says of a request."""
+        if part.read is not None:
+            self.begin(part.read, is_last=part.is_last)
+        elif part.error is not None:
+            self.fail(part.request, part.error, is_last=part.is_last)
+
+    def begin(self, read: Read, *, is_last: bool = True) -> None:
+        """Read a part of a request, by default all of it, when the parts before it are read.
+
+        :meth:`poll` reports the request when it has ended.
+        """
+        instance(Read, read, "read")
+        parts = self._requests.setdefault(read.request, RequestParts())
+        parts.has_last = instance(bool, is_last, "is_last")
+        parts.waiting.append(read)
+        self._begin_next(parts)
+
+    def fail(self, request: str, error: KVPlanError, *, is_last: bool = True) -> None:
+        """Report a request that cannot be read, when what is under way has ended.
+
+        If that is not said of its last part, others may still come, of which none is read.
+        """
+        parts = self._requests.setdefault(name(request, "name of a request"), RequestParts())
+        instance(KVPlanError, error, "error of a read")
+        parts.has_last = instance(bool, is_last, "is_last")
+        parts.waiting.clear()
+        if parts.is_under_way:
+            parts.error = parts.error or error
+        elif parts.error is None:
+            # nothing is read, but this logs and reports the reason
+            parts.is_under_way = True
+            self._report(ReadResult(request, error.with_details(request=request)))
+
+    def is_moving(self, request: str) -> bool:
+        """Return whether bytes of a request may move now, also if it has failed."""
+        return request in self._requests and self._requests[request].is_moving
+
+    def _begin_next(self, parts: RequestParts) -> None:
+        """Begin the next part, if none is under way and none has failed."""
+        if parts.error is not None:
+            parts.waiting.clear()
+        elif parts.waiting and not parts.is_under_way:
+            parts.is_under_way = parts.is_moving = True
+            self._begin(parts.waiting.popleft())
 
     def _begin(self, read: Read) -> None:
         peer = self._peers.use(read.source)
         if peer.plan is None:
-            pending_read = _PendingRead(read, self._system.monotonic())
+            pending_read = PendingRead(read, self._system.monotonic())
             self._waiting.setdefault(peer.source, []).append(pending_read)
         else:
             self._start(read, peer.plan, was_connected=True)
 
-    def fail(self, request: str, error: KVPlanError) -> None:
-        """Report a request that cannot be read."""
-        request_name = name(request, "name of a request")
-        instance(KVPlanError, error, "error of a read")
-        self._report(ReadResult(request_name, error.with_details(request=request_name)))
-
     def poll(self) -> list[ReadResult]:
         """Continue without waiting, and return the requests that have ended since the last call."""
+        for result in self._advance():
+            parts = self._requests[result.request]
+            parts.results.append(result)
+            parts.is_under_way = parts.is_moving = False
+            parts.error = parts.error or result.error
+            self._begin_next(parts)
+        # only now, since a part may have failed before it began
+        ended = []
+        for request, parts in [*self._requests.items()]:
+            if parts.has_last and not parts.is_under_way:
+                del self._requests[request]
+                ended.append(parts.result(request))
+        return ended
+
+    def _advance(self) -> list[ReadResult]:
+        """Continue all reads, and return the results of parts that have ended."""
         self._posted_s = 0.0
         # handshakes first, since a request that waited begins to move in this step
         for peer in self._peers.poll():
@@ -244,9 +220,21 @@ class Reads:
     def late(self) -> dict[str, KVPlanError]:
         """Return the requests that have failed while bytes may still move, with errors.
 
-        They have lost their lease, or their connection. Each is returned once. Its blocks must stay
-        until :meth:`poll` reports it: when its source answers or dies.
+        They have lost their lease, or their connection, or other parts may come. Each is returned
+        once. Its blocks must stay until :meth:`poll` reports it: when its source answers or dies.
         """
+        late = self._late_jobs()
+        # the part that is late ends with an error too, which is not news then
+        for request in late:
+            self._requests[request].is_reported_late = True
+        for request, parts in self._requests.items():
+            if parts.error is not None and not parts.is_reported_late:
+                parts.is_reported_late = True
+                late[request] = parts.error
+        return late
+
+    def _late_jobs(self) -> dict[str, KVPlanError]:
+        """Return the parts that have failed while bytes may still move, each once."""
         late = dict[str, KVPlanError]()
         for job in self._changed:
             error = job.held_error or job.lease_check.error
@@ -264,7 +252,7 @@ class Reads:
         """The number of failed requests whose blocks stay until their source answers or dies."""
         return sum(job.is_reported_late for job in self._jobs)
 
-    def _take_peer(self, pending: _PendingRead, peer: PeerEngine) -> None:
+    def _take_peer(self, pending: PendingRead, peer: PeerEngine) -> None:
         """Start a read whose engine is ready; end or repeat the wait for one that has failed."""
         read = pending.read
         if peer.plan is not None:
@@ -281,13 +269,13 @@ class Reads:
         lease_check = LeaseCheck(
             read, self._claims, self._logger, self._system, asked_at=now, confirmed_at=now
         )
-        job = _Job(read, plan.direct, lease_check, began_at=now, was_connected=was_connected)
+        job = Job(read, plan.direct, lease_check, began_at=now, was_connected=was_connected)
         self._jobs[job] = None
         try:
             # The source computes its digests while the bytes move.
             if self._digest is not None:
                 digest_request = DigestRequest.of(read.lease, read.tokens)
-                job.digest_check = _DigestCheck(
+                job.digest_check = DigestCheck(
                     self._digest,
                     request_of(read, plan.direct, to_block_end=False),
                     self._fetches.begin(
@@ -309,7 +297,7 @@ class Reads:
         except KVPlanError as error:
             self._fail(job, error)
 
-    def _start_directly(self, job: _Job) -> None:
+    def _start_directly(self, job: Job) -> None:
         """Start transfers with each worker that has some of the bytes."""
         request = request_of(job.read, job.plan, to_block_end=job.read.to_block_end)
         # an executor that needs no ids binds by itself
@@ -319,7 +307,7 @@ class Reads:
             job.unposted.extend(cut(spec, self._max_transfer_ids))
         self._post(job)
 
-    def _post(self, job: _Job) -> None:
+    def _post(self, job: Job) -> None:
         """Hand over transfers of a read while this step has time for it, rule read.R7."""
         # one by one: those that have started are the job's, also if the next one fails
         while job.unposted and self._posted_s < POST_S:
@@ -330,7 +318,7 @@ class Reads:
             self._posted_s += posted_at - began_at
             job.post_seconds = posted_at - job.began_at
 
-    def _fail(self, job: _Job, error: KVPlanError) -> None:
+    def _fail(self, job: Job, error: KVPlanError) -> None:
         """Note the first reason for which a read fails."""
         job.error = error
         self._discard_lost(job, error)
@@ -356,7 +344,7 @@ class Reads:
                     job.num_changes = -1
                     self._read_directly(job)
 
-    def _read_directly(self, job: _Job) -> None:
+    def _read_directly(self, job: Job) -> None:
         """Read by the direct plan what was to be staged, unless the read has failed meanwhile."""
         if job.error is not None:
             return
@@ -366,7 +354,7 @@ class Reads:
         except KVPlanError as error:
             self._fail(job, error)
 
-    def _has_changed(self, job: _Job) -> bool:
+    def _has_changed(self, job: Job) -> bool:
         """Look at the transfers of a read, and return whether there is something to do for it.
 
         Most reads of a step are those of which nothing has happened, so this does little else.
@@ -386,7 +374,7 @@ class Reads:
         job.num_changes = num_changes
         return True
 
-    def _poll_job(self, job: _Job) -> None:
+    def _poll_job(self, job: Job) -> None:
         """Continue a read; report it when no byte of it can move, and it is right or has failed."""
         if not job.is_settled:
             if job.error is None and (held_error := job.held_error) is not None:
@@ -414,7 +402,7 @@ class Reads:
             else:
                 self._report(job.result(self._system.monotonic()))
 
-    def _post_more(self, job: _Job) -> None:
+    def _post_more(self, job: Job) -> None:
         """Hand over more of a read, unless it has failed."""
         settled = [transfer for transfer in job.transfers if transfer.status.is_settled]
         if job.error is not None or any(transfer.status is not Status.DONE for transfer in settled):
@@ -425,7 +413,7 @@ class Reads:
         except KVPlanError as error:
             self._fail(job, error)
 
-    def _mismatch(self, job: _Job, check: _DigestCheck) -> KVPlanError | None:
+    def _mismatch(self, job: Job, check: DigestCheck) -> KVPlanError | None:
         """Return the difference between what has arrived and what the source has, if any.
 
         Digests that cannot be computed or fetched count as different.
@@ -441,7 +429,7 @@ class Reads:
             return None
         return error
 
-    def _settle_transfers(self, job: _Job) -> None:
+    def _settle_transfers(self, job: Job) -> None:
         """Take the errors of transfers that have all ended, and release them."""
         job.is_settled = True
         job.transfer_seconds = self._system.monotonic() - job.began_at
@@ -459,7 +447,7 @@ class Reads:
             if isinstance(transfer, Transfer):
                 self._executor.release(transfer)
 
-    def _discard_lost(self, job: _Job, error: KVPlanError) -> None:
+    def _discard_lost(self, job: Job, error: KVPlanError) -> None:
         """Forget an engine that is gone, or whose plan is not prepared any more.
 
         The next request to it shakes hands again.

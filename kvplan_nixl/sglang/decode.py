@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.base import BaseKVReceiver, KVPoll
 from sglang.srt.disaggregation.base.conn import KVTransferDestination
 
 from kvplan import KVPlanError
-from kvplan.protocol import Claims, Importer, ImportState, ReadParts, Rooms, System
+from kvplan.protocol import Claims, Importer, ImportState, Rooms, System
 from kvplan.protocol.system import TOKEN_BYTES
 from kvplan.staging import Copier
 from kvplan.support import integer, members
@@ -65,16 +65,14 @@ class DecodeRank(Rank):
             ),
             weights=lambda: WEIGHTS.version,
         )
-        self.reads = ReadParts(
-            make_reads(
-                memory.executor,
-                self.claims,
-                logger,
-                key=memory.key,
-                system=system,
-                pipeline=pipeline_of(memory.executor, copier, settings.measured_rates()),
-                handshakes=settings.handshakes(),
-            )
+        self.reads = make_reads(
+            memory.executor,
+            self.claims,
+            logger,
+            key=memory.key,
+            system=system,
+            pipeline=pipeline_of(memory.executor, copier, settings.measured_rates()),
+            handshakes=settings.handshakes(),
         )
         self._open_rooms: set[int] = set()
         # the rooms of requests that workers read, by name

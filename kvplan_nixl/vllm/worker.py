@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import Blocks, KVPlanError, tails
 from kvplan import Request as Binding
-from kvplan.protocol import Claims, DigestRequest, Read, ReadParts, System
+from kvplan.protocol import Claims, DigestRequest, Read, System
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.digest import WorkerDigests
 from kvplan_nixl.kernel import with_staging
@@ -82,17 +82,15 @@ class Worker:
             logger=logger,
             key=self._key,
         )
-        self._reads = ReadParts(
-            make_reads(
-                self._executor,
-                self._claims,
-                logger,
-                key=self._key,
-                system=self._system,
-                pipeline=pipeline_of(self._executor, copier, settings.measured_rates()),
-                digest=self._digest_read if settings.verify else None,
-                handshakes=settings.handshakes(self.stats.record_handshake),
-            )
+        self._reads = make_reads(
+            self._executor,
+            self._claims,
+            logger,
+            key=self._key,
+            system=self._system,
+            pipeline=pipeline_of(self._executor, copier, settings.measured_rates()),
+            digest=self._digest_read if settings.verify else None,
+            handshakes=settings.handshakes(self.stats.record_handshake),
         )
         self._digester = WorkerDigests(self._reads.worker, self._memories)
         logger.info("%s", worker)

@@ -28,7 +28,6 @@ from kvplan.protocol import (
     Importer,
     Leases,
     Listener,
-    ReadParts,
     ReadResult,
     prompt_digest,
 )
@@ -93,7 +92,7 @@ class Engine:
         self.exporter = Exporter(self.listener.source, leases, groups)
         self.claims = Claims(LOGGER, driver)
         self._importer = Importer(groups, self.claims, name, self.key)
-        self._reads = ReadParts(make_reads(self.executor, self.claims, LOGGER, key=self.key, system=driver))
+        self._reads = make_reads(self.executor, self.claims, LOGGER, key=self.key, system=driver)
 
     def _blocks_of(self, kind: str) -> torch.Tensor:
         """The cache as blocks of a kind: each has a page for each layer of the kind, and a page K and then V."""

@@ -26,7 +26,6 @@ from kvplan.protocol import (
     leases,
     listener,
     peer_engines,
-    read_parts,
     reads,
     room_contents,
     rooms,
@@ -167,8 +166,8 @@ VLLM_ROOM_FAULTS = [
     Fault("an entry outlives its lease", Listener, "withdraw", "self.rooms.withdraw(room)", "pass", seed=0, rule="GROW"),
     Fault("blocks are lent before they are computed", Scheduler, "_publish_part", "num_tokens = request.num_computed_tokens - request.num_in_flight_tokens", "num_tokens = min(request.num_computed_tokens + 8, request.num_prompt_tokens - 1)", seed=4, rule="OWN"),
     Fault("the whole has a lease of its own", Exporter, "finish", "if not export.lease:", "if True:", seed=0, rule="CLAIM"),
-    Fault("a request is reported while a part is read", read_parts.ReadParts, "poll", "parted.has_last and not parted.is_under_way", "parted.has_last", seed=0, rule="OWN"),
-    Fault("the error of a part is forgotten", read_parts.ReadParts, "poll", "parted.error = parted.error or result.error", "parted.error = result.error"),
+    Fault("a request is reported while a part is read", reads.Reads, "poll", "parts.has_last and not parts.is_under_way", "parts.has_last", seed=0, rule="OWN"),
+    Fault("the error of a part is forgotten", reads.Reads, "poll", "parts.error = parts.error or result.error", "parts.error = result.error"),
     Fault("what is lost is finished", Exporter, "finish", "export.state is LOST or is_over", "is_over", seed=0, rule="CRASH"),
 ]  # fmt: skip
 
@@ -231,7 +230,7 @@ SGLANG_FAULTS = [
     # chunks
     Fault("a page that is computed in part is read", Importer, "_read_part", "handoff.num_tokens // size * size", "-(-handoff.num_tokens // size) * size", seed=5, rule="RIGHT"),
     Fault("a chunk counts as the whole prompt", Importer, "_next", "if found.is_whole:", "if True:", seed=1, rule="RIGHT"),
-    Fault("a chunk is read while another one is", read_parts.ReadParts, "_begin_next", "elif parted.waiting and not parted.is_under_way:", "elif parted.waiting:", seed=5, rule="OWN"),
+    Fault("a chunk is read while another one is", reads.Reads, "_begin_next", "elif parts.waiting and not parts.is_under_way:", "elif parts.waiting:", seed=5, rule="OWN"),
     Fault("a request that is given up keeps its lease", Exporter, "abort", "self.leases.revoke(export.lease)", "pass", seed=38, rule="GROW"),
     Fault("a lease that begins early never ends", Leases, "begin_first", "now = self._system.monotonic()", "now = math.inf", seed=0, rule="END"),
     # pages
@@ -256,7 +255,7 @@ SENT_AGAIN_FAULTS = [
 ]  # fmt: skip
 SENT_AGAIN_ROOM_FAULTS = [
     Fault("parts of another attempt count", room_contents.Published, "of_entry", "earlier.leases != leases", "False", seed=7, rule="GROW"),
-    Fault("a request that failed is reported while parts come", read_parts.ReadParts, "poll", "parted.has_last and not", "(parted.has_last or parted.error) and not", seed=5, rule="REPORT"),
+    Fault("a request that failed is reported while parts come", reads.Reads, "poll", "parts.has_last and not", "(parts.has_last or parts.error) and not", seed=5, rule="REPORT"),
 ]  # fmt: skip
 SENT_AGAIN_SGLANG_FAULTS = [
     Fault("chunks of another attempt count", room_contents.Published, "of_entry", "earlier.leases != leases", "False", seed=38, rule="GROW"),
@@ -278,14 +277,14 @@ BURSTS, PREEMPTION, ASYNC_STEPS = Feature.BURSTS, Feature.PREEMPTION, Feature.AS
 FEATURE_FAULTS = [
     Fault("a digest is of the first token alone", engine, "prompt_digest", "ids.astype", "ids[:1].astype", seed=2, rule="OWN", features=Feature.NEAR_PROMPTS),
     Fault("a digest leaves out the first token", engine, "prompt_digest", "ids.astype", "ids[1:].astype", seed=1, rule="OWN", features=Feature.NEAR_PROMPTS),
-    Fault("a request waits though its transfer has failed", reads.Reads, "late", "job.held_error or job.lease_check.error", "job.lease_check.error", seed=0, rule="END", features=Feature.HELD_TRANSFERS),
+    Fault("a request waits though its transfer has failed", reads.Reads, "_late_jobs", "job.held_error or job.lease_check.error", "job.lease_check.error", seed=0, rule="END", features=Feature.HELD_TRANSFERS),
     Fault("a digest leaves out the facts", engine, "prompt_digest", 'members(str, facts, "facts of a prompt")', "()", seed=1, rule="OWN", features=Feature.FACTS),
     Fault("the last slice is lost", reads.Reads, "_start_directly", "job.unposted.extend(cut(spec, self._max_transfer_ids))", "slices = [*cut(spec, self._max_transfer_ids)]\n        job.unposted.extend(slices[:-1] if len(slices) > 1 else slices)", seed=0, rule="OWN", features=Feature.SLICES),
     Fault("a slice that cannot be posted is not seen", reads.Reads, "_post_more", "self._fail(job, error)", "pass", seed=1, rule="OWN", features=Feature.SLICES),
     Fault("a first slice that cannot be posted is not seen", reads.Reads, "_start", "self._fail(job, error)", "pass", seed=18, rule="OWN", features=Feature.SLICES),
     Fault("a lost lease is not seen while bytes move", LeaseCheck, "poll", "if self.answer is None and not is_over", "if self.has_last_byte and self.answer is None and not is_over", seed=20, rule="END", features=Feature.LOST_ENGINES),
     Fault("a claim that is renewed keeps its place before later ones", leases._Lease, "claim", "claims.pop(reader, None)", "pass", seed=6, rule="CLAIM", features=Feature.LOST_ENGINES),
-    Fault("a request waits though its lease has ended", reads.Reads, "late", "job.held_error or job.lease_check.error", "job.held_error", seed=20, rule="END", features=Feature.LOST_ENGINES),
+    Fault("a request waits though its lease has ended", reads.Reads, "_late_jobs", "job.held_error or job.lease_check.error", "job.held_error", seed=20, rule="END", features=Feature.LOST_ENGINES),
     Fault("a silent source never counts as gone", LeaseCheck, "_take", "> SILENCE_S", "> 1e9", seed=0, rule="FREE", features=Feature.LOST_ENGINES),
     Fault("a read ends when its first slices have", reads.Reads, "_poll_job", "is_posted = not job.unposted", "is_posted = True", seed=0, rule="OWN", features=Feature.SLICES),
     Fault("malformed answers end the coroutine of claims", claims.Claims, "_run", "except KVPlanError as error:", "except KVPlanError as error:\n            if error.code == 'MESSAGE':\n                raise", seed=5, rule="CRASH", features=Feature.GARBLED_MESSAGES),

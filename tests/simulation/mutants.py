@@ -65,7 +65,7 @@ TESTS = {
             "rooms",
         )
     },
-    **{f"kvplan.protocol.{name}": PROTOCOL_TESTS for name in ("exporter", "groups", "importer", "read_parts")},
+    **{f"kvplan.protocol.{name}": PROTOCOL_TESTS for name in ("exporter", "groups", "importer", "read_jobs")},
     **{f"kvplan_nixl.vllm.{name}": VLLM_TESTS for name in ("scheduler", "tables")},
     **{f"kvplan_nixl.sglang.{name}": SGLANG_TESTS for name in ("bootstrap", "decode", "prefill", "rank")},
 }

@@ -25,7 +25,7 @@ class StagedConnector(LeaseConnector):
         super().__init__(site, is_staged=True)
         for reads in self._reads:
             # choose the staged plan
-            setattr(reads._reads._peers, "_fastest_plan", partial(self._plan, reads.worker))  # noqa: B010
+            setattr(reads._peers, "_fastest_plan", partial(self._plan, reads.worker))  # noqa: B010
 
     def _plan(self, local: Worker, remotes: Sequence[Worker], budget: Budget) -> StagedPlan:
         return staged_plan(local, tuple(remotes))

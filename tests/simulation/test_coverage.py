@@ -16,7 +16,6 @@ from kvplan.protocol.exporter import Exporter
 from kvplan.protocol.importer import Importer
 from kvplan.protocol.lease_check import LeaseCheck
 from kvplan.protocol.peer_engines import PeerEngines
-from kvplan.protocol.read_parts import ReadParts
 from kvplan.protocol.rooms import Rooms
 from kvplan.testing.simulation import Feature, LeaseConnector, Scenario, Simulation
 from tests.simulation.faults import RESEND_S
@@ -58,7 +57,7 @@ UNCALLED = {call: why for why, calls in WHY_UNCALLED.items() for call in calls}
 """Public methods that no fleet calls, and why."""
 
 CLASSES = (
-    *(Exporter, Importer, Leases, Claims, SourceClaims, Reads, ReadParts, LeaseCheck, Rooms, PeerEngines),
+    *(Exporter, Importer, Leases, Claims, SourceClaims, Reads, LeaseCheck, Rooms, PeerEngines),
     *(SCHEDULER.Scheduler, WORKER.Worker, PREFILL.Sender, PREFILL.PrefillRank, DECODE.Receiver, DECODE.DecodeRank),
 )
 

@@ -20,7 +20,6 @@ from kvplan.errors import KVPlanError
 from kvplan.protocol import Read, ReadResult, Reads
 from kvplan.protocol.exporter import ExportState
 from kvplan.protocol.keys import SharedKey
-from kvplan.protocol.read_parts import ReadParts
 from kvplan.protocol.rooms import Rooms
 from kvplan.testing.simulation import EngineRequest, Promises, Simulation, Site, StepReport
 from kvplan.testing.simulation.catalog import NULL_BLOCK
@@ -132,7 +131,7 @@ def config_of(engine_id: str, *, is_producer: bool = True, caches_prefixes: bool
     )
 
 
-class NamedReads(ReadParts):
+class NamedReads(Reads):
     """Reads of workers whose groups have the names of a model's, which keep the errors of requests."""
 
     errors: dict[str, KVPlanError]
@@ -255,7 +254,7 @@ class VllmConnector:
         self._scheduler.serve_offers(site.offers)
         self._workers = [WORKER.Worker(config, cache, settings, host) for _ in site.workers]
         for worker, described, executor in zip(self._workers, site.workers, site.executors, strict=True):
-            reads = Reads(
+            worker._reads = NamedReads(
                 described,
                 executor,
                 LOGGER,
@@ -264,7 +263,6 @@ class VllmConnector:
                 system=host,
                 max_transfer_ids=site.max_transfer_ids,
             )
-            worker._reads = NamedReads(reads)
         self._promises = Promises(host)
         self._num_reports: dict[str, int] = {}
         self._requests: dict[str, EngineRequest] = {}

@@ -17,7 +17,6 @@ from kvplan.protocol.groups import CacheGroup
 from kvplan.protocol.importer import Importer
 from kvplan.protocol.keys import SharedKey
 from kvplan.protocol.leases import LEASE_S
-from kvplan.protocol.read_parts import ReadParts
 from kvplan.staging import Pipeline
 from kvplan.testing.simulation.catalog import NULL_BLOCK, STAGING
 from kvplan.testing.simulation.engine import EngineRequest, Site, StepReport
@@ -104,18 +103,16 @@ class LeaseConnector:
         self._tokens_per_block = site.groups[0].tokens_per_block
         self._requests: dict[str, EngineRequest] = {}
         self._reads = [
-            ReadParts(
-                Reads(
-                    worker,
-                    executor,
-                    logger,
-                    connections=site.connections(executor),
-                    claims=Claims(logger, host),
-                    pipeline=Pipeline(executor, STAGING, copier) if is_staged else None,
-                    digest=None if digest is None else partial(digest, executor),
-                    system=host,
-                    max_transfer_ids=site.max_transfer_ids,
-                )
+            Reads(
+                worker,
+                executor,
+                logger,
+                connections=site.connections(executor),
+                claims=Claims(logger, host),
+                pipeline=Pipeline(executor, STAGING, copier) if is_staged else None,
+                digest=None if digest is None else partial(digest, executor),
+                system=host,
+                max_transfer_ids=site.max_transfer_ids,
             )
             for worker, executor, copier in zip(
                 site.workers, site.executors, site.copiers, strict=True
