@@ -175,7 +175,7 @@ class SglangConnector:
             gather = partial(self._gather, gathered)
             manager.rank = PREFILL.PrefillRank(memory, gather, self._settings, site.host)
             return manager
-        queue = SimpleNamespace(metadata_buffers=None, transfer_queue=SimpleNamespace())
+        queue = SimpleNamespace(metadata_buffers=None, scheduler=None, transfer_queue=SimpleNamespace())
         names = DECODE.DecodeRank.__init__.__globals__
         names["Rooms"] = partial(Rooms, ask_s=ASK_S)
         names["make_reads"] = partial(self._make_reads, site, rank)
