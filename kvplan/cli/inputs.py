@@ -78,7 +78,7 @@ class EngineInput:
 
     keys: str
     engine: str | None = None
-    connector: str = CONNECTOR
+    connector: str | None = None
     model: str | None = None
     tokens: int | None = None
     weights: str | None = None
@@ -112,7 +112,7 @@ class EngineInput:
             keys = f"{keys},dtype={self.weights}"
         if self.engine is None:
             return EngineOptions.parse(keys, "a side")
-        keys = with_defaults(model, self.engine, keys, self.connector)
+        keys = with_defaults(model, self.engine, keys, self.connector or CONNECTOR)
         options = EngineOptions.parse(keys, self.engine)
         if self.tokens and options.blocks is None and options.block and model.groups == ("attn",):
             options = attrs.evolve(options, blocks=max(self.tokens // options.block, 1))
@@ -121,7 +121,8 @@ class EngineInput:
     def line(self, engine_id: str) -> str:
         """Return what was taken from an input that is no list of keys."""
         taken = [f"{self.engine}", self.keys.replace(",", ", ")]
-        taken += [f"connector {self.connector}"] if self.engine == VLLM else []
+        connector = f"connector {self.connector or f'{CONNECTOR} (assumed)'}"
+        taken += [connector] if self.engine == VLLM else []
         taken += [f"weights in {self.weights}"] if self.weights else []
         taken += [f"a pool of {self.tokens:,} tokens"] if self.tokens else []
         unread = f"; not read: {', '.join(self.unread)}" if self.unread else ""
@@ -177,7 +178,7 @@ def _read(text: str, subject: str, source: str) -> EngineInput:
     return EngineInput(
         ",".join(f"{key}={value}" for key, value in keys.items()),
         SGLANG if is_sglang else VLLM,
-        CONNECTOR if transfer is None else _connector(f"{transfer}", subject),
+        None if transfer is None else _connector(f"{transfer}", subject),
         None if model is None else str(model),
         int(pool[1].replace(",", "")) if pool else None,
         None if weights == "auto" else weights,

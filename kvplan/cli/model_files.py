@@ -124,6 +124,8 @@ def _cannot_load(model: str, error: Exception) -> KVPlanError:
     """Return the error for a model that could not be read, perhaps a mistyped name."""
     missing = isinstance(error, FileNotFoundError)
     reason = "no such file" if missing else getattr(error, "strerror", None) or str(error)
+    if isinstance(error, json.JSONDecodeError):
+        reason = f"not JSON at line {error.lineno}"
     got = f"{model!r}: {reason}"
     hint = ""
     # a text that is no path of a file is probably a mistyped name
