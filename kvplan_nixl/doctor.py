@@ -384,7 +384,7 @@ def mapping_finding(environment: Mapping[str, str], trial: Trial) -> Finding:
     if told["reason"]:
         notes.insert(0, f"engines of this host cannot map it: {told['reason']}")
     if notes:
-        advice = "unset what is named here, and leave sleep mode off, or engines stage their reads"
+        advice = "unset what is named here, and leave sleep mode off, or reads are far slower"
         return Finding(subject, State.NOTE, "; ".join(notes), advice)
     by = "by one kernel" if told["has_triton"] else "by torch's operations, as Triton is missing"
     return Finding(subject, State.RIGHT, f"engines of this host map and copy it, {by}")

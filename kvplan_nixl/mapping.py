@@ -68,7 +68,7 @@ def unmapped_note(worker: Worker, mapper: Mapper) -> str:
     texts = [f"{few(names, ', ')}: {reason}" for reason, names in reasons.items()]
     return (
         f"memory of {worker.label} that peers on this host cannot map ({'; '.join(texts)}); they "
-        "read through a staging buffer or by UCX, which is far slower"
+        "read it by UCX, which is far slower"
     )
 
 
