@@ -170,7 +170,6 @@ class Watch(Unwatched):
             call_listener(self._listener, event)
 
     def _event(self, transfer: Transfer) -> TransferEvent:
-        """Return the event of a transfer that has settled."""
         spec = transfer.spec
         stages_us = [(stop - start) / 1000 for start, stop in pairwise(self._marks)]
         # a transfer that has failed, or moved no byte, may have reached one stage only

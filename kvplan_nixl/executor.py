@@ -245,7 +245,6 @@ class NixlExecutor:
                 peer.rows[pair.remote_table] = self._prepared(plan, pair, peer)
 
     def _prepared(self, plan: TransferPlan, pair: Pair, peer: _Peer) -> PreparedRows:
-        """Return the prepared rows of a pair."""
         local_kind = memory_kind_of(pair.local_table)
         remote_kind = memory_kind_of(pair.remote_table)
         # NIXL needs the rows of both sides with the backend that moves bytes between them
@@ -358,7 +357,6 @@ class NixlExecutor:
             self._report(Peer(peer.worker, is_connected=False, error=peer.lost))
 
     def _report(self, peer: Peer) -> None:
-        """Call the listener for a change of a peer, if there is one."""
         if self._on_peer is not None:
             call_listener(self._on_peer, peer)
 

@@ -358,7 +358,6 @@ class Worker:
 
 
 def _device(region: Region) -> tuple[str, int]:
-    """Return the memory kind and the device of a region."""
     return region.memory, region.device_id
 
 

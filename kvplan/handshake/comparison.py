@@ -156,7 +156,6 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
 
 
 def _worker_differences(local: Worker, remote: Worker) -> Iterator[Difference]:
-    """Yield the differences of whole workers."""
     if local.model != remote.model and local.model and remote.model:
         yield from _model_differences(local.model, remote.model)
     local_regions = _regions(local)

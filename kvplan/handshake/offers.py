@@ -437,7 +437,6 @@ class _PeerOffer:
         self.findings.add(f"memories[{last.memory}].size_bytes", error)
 
     def _name(self, stem_index: Any, number: Any, path: str) -> Any:
-        """Return the name of a stem and a number."""
         stem = self._entry(self.fields["stems"], stem_index, path)
         if stem is BAD or number is BAD or BAD in stem.values():
             return BAD

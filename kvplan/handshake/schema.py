@@ -177,7 +177,6 @@ def _text(value: Any, subject: str, node: Text) -> str:
 
 
 def _items(node: ListOf, value: Any, path: str, findings: Findings) -> Any:
-    """Return the items of a list."""
     subject = _last_key(path)
     if not isinstance(value, list):
         findings.add(path, wrong_type(subject, "a list", value))
@@ -229,7 +228,6 @@ def _record(node: Record, value: Any, path: str, findings: Findings) -> Any:
 
 
 def _rows(node: Columns, value: Any, path: str, findings: Findings) -> Any:
-    """Return the rows of a mapping of columns."""
     # each key has a list; the n-th items of all lists are the n-th row
     lists = {key: ListOf(item, node.max_length) for key, item in node.fields.items()}
     columns = _record(Record(lists), value, path, findings)

@@ -1,5 +1,12 @@
 """Bind (B): turns the block tables of a request into descriptor ids.
 
+Every request pays for binding, so binding knows no geometry any more: it slices a block table,
+multiplies it by a step, and adds what each run has in block 0. Two runs in the blocks 7 and 3::
+
+    base     step * block ids       ids
+    [[0],  +  1 * [[7, 3]]     =   [[ 7,  3],
+     [9]]                           [16, 12]]
+
 - plan.B1: Blocks pair by position. The ordinal of a block in the request determines its positions,
   not its index in a list.
 - plan.B2: Exactly the positions of the range move. Runs inside the range move whole; what the range

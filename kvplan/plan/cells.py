@@ -1,5 +1,17 @@
 """Cells (C): divides what a destination needs into boxes, and chooses one source for each.
 
+Here the destination holds 6 of 12 heads (D TP 2), and each source 4 (P TP 3). The destination's
+axis is cut where a source begins or ends:
+
+    head           0    1    2    3    4    5    6    7
+    destination  |           rank 0            |
+    sources      |      rank 0       |      rank 1       |
+    slices       |      [0, 4)       | [4, 6)  |
+
+A product of such slices, one of each axis, is a cell: what one source sends to one destination, for
+all layers of a match. Where ranks replicate heads (more ranks than KV heads, or the latents of
+MLA), a cell has several holders, and one of them is chosen.
+
 - plan.C1: Along each axis, the coordinates that the same source views hold form one *slice*. The
   slices of the token axis are positions in one cycle of the contexts. Block sizes do not matter for
   who holds what.

@@ -166,7 +166,6 @@ def cost(
 
 
 def _pair_cost(direction: Direction, local: Key, pair: Pair, tokens: int) -> PairCost:
-    """Return the cost of one pair."""
     tables = direction.by_role(pair.local_table, pair.remote_table)
     num_ids = 0
     lengths = Counter[int]()
@@ -257,7 +256,6 @@ class BlockDescriptors(NamedTuple):
 def _descriptors(
     tables: tuple[Table, Table], series: Series, occurrences: Occurrences
 ) -> BlockDescriptors:
-    """Return every descriptor of a series."""
     ordinals = []
     regions = []
     offsets = []

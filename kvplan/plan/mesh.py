@@ -1,4 +1,4 @@
-"""Meshes: the plans of all workers of two engines, and who exchanges bytes with whom."""
+"""Meshes: the plans of all workers of two engines, and which workers exchange bytes."""
 
 from __future__ import annotations
 

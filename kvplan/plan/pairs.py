@@ -1,7 +1,9 @@
 """Pairs of workers: the loop of planning, from cells to the tables of each local and remote worker.
 
-Reads, writes, meshes and staged plans all run it. Pairs of equal geometry, such as ranks that hold
-other heads in the same layout, share ids and rows, which are computed once.
+Reads, writes, meshes and staged plans all run it. :func:`assignments` says which source serves
+which cells of each destination. :class:`PairPlanner` makes the tables of such an assignment. Most
+assignments of a mesh have an equal geometry: other heads in the same layout, or the same layers at
+other addresses. Their rows and ids are computed once, and the rows moved to each worker's offsets.
 """
 
 from __future__ import annotations

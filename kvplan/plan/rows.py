@@ -214,7 +214,6 @@ def assign_ids(group_runs: Sequence[GroupRuns]) -> tuple[tuple[GroupPair, ...], 
 def _group_pair(
     groups: GroupRuns, runs: Iterable[RunSeries], tokens: Iterable[TokenSeries]
 ) -> GroupPair:
-    """Return a pair of groups with its series."""
     smallest_pools = [token_runs.runs.num_blocks.min(axis=1) for token_runs in groups.tokens]
     at_destination, at_source = np.min(smallest_pools, axis=0).tolist()
     spans = tuple((start, stop) for start, stop in groups.spans.tolist())

@@ -1,5 +1,25 @@
 """Runs (R): the longest byte ranges of a cell that are contiguous on both sides.
 
+A run becomes one descriptor in each block, so its length decides what a transfer costs. Qwen3-0.6B
+has 8 KV heads, and 512 bytes of K and V for a token of a head. In blocks of 16 tokens:
+
+>>> from kvplan import Model, plan_mesh
+>>> model = Model.shipped("qwen3-0.6b")
+>>> def run_bytes(decode, prefill):
+...     engines = model.engine("decode", **decode), model.engine("prefill", **prefill)
+...     return [*plan_mesh(*engines).cost().lengths]
+>>> hnd, nhd = {"layout": "LBHNC"}, {"layout": "LBNHC"}  # heads outside tokens, or inside
+>>> run_bytes(hnd, hnd)  # equal engines: all of a block
+[65536]
+>>> run_bytes({**hnd, "tokens_per_block": 64}, hnd)  # larger blocks: one head of the smaller block
+[8192]
+>>> run_bytes(hnd, {**hnd, "tp": 2})  # D TP < P TP: all heads of a prefill rank
+[32768]
+>>> run_bytes(nhd, {**nhd, "tp": 2})  # the same with tokens outside heads: in one token
+[2048]
+>>> run_bytes(hnd, nhd)  # other layout: one head of one token
+[512]
+
 - plan.R1: Within one token, an axis whose stride equals the run's length on both sides makes the
   run longer. Every other axis is listed.
 - plan.R2: The runs of one token are sorted and joined wherever one ends and another begins on both

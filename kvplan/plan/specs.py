@@ -1,4 +1,11 @@
-"""Pairs of tables, and read specs: what a request moves between two workers."""
+"""Pairs of tables, and read specs: what a request moves between two workers.
+
+Both workers of a pair register a table of rows once. A spec has two lists of ids, one into each
+table: the n-th ids of both are one copy. A library that takes ids, such as NIXL, needs no more. For
+others :meth:`ReadSpec.descriptors` lists addresses, joined where they continue each other on both
+sides. It does not look up every id: the ids of a series are sums ``first + along``, of run and
+occurrence, and only the row of each ``first`` is looked up.
+"""
 
 from __future__ import annotations
 

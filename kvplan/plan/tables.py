@@ -1,4 +1,9 @@
-"""Tables: the rows that one side registers, and where in its regions the descriptors of ids are."""
+"""Tables: the rows that one side registers, and where in its regions the descriptors of ids are.
+
+A row is a strided range of memory, as NIXL registers it: ``count`` descriptors of ``length`` bytes,
+``stride`` apart. Ids number the descriptors, row after row, so the address of an id is a linear
+function in each row.
+"""
 
 from __future__ import annotations
 

@@ -134,7 +134,6 @@ class Transmission:
         return mesh
 
     def _arguments(self, plan: TransferPlan) -> dict[str, Any]:
-        """Return the arguments of ``plan.bind``."""
         if plan.operation == "READ":
             return {"local": self.local, "remote": self.remote, "tokens": self.tokens}
         return {"local": self.remote, "remote": self.local, "tokens": self.tokens}

@@ -52,7 +52,6 @@ class GroupPool:
 
 
 def _group_pools(workers: Iterable[Worker]) -> dict[str, GroupPool]:
-    """Return the pool of each group, by name."""
     pools = dict[str, GroupPool]()
     for worker in workers:
         groups = {group.name: group for group in worker.groups}
@@ -365,7 +364,6 @@ def case_of(drawn: bytes) -> Case:
 
 
 def _groups_of_tensors(design: EngineDesign, names: set[str]) -> dict[str, Group]:
-    """Return the group of each of the named tensors, by tensor."""
     groups = {stored.tensor.name: stored.group for stored in design.tensors}
     return {name: group for name, group in groups.items() if name in names}
 
@@ -408,7 +406,6 @@ def _spans_of_groups(
 
 
 def _spans_by_group(spans: Mapping[str, Range | None], groups: Groups) -> dict[str, Range]:
-    """Return the spans of tensors, by the name of their group."""
     return {groups[name].name: span for name, span in spans.items() if span is not None}
 
 
