@@ -170,7 +170,7 @@ class PartRanges(NamedTuple):
 
 
 @attrs.frozen(eq=False)
-class Segments:
+class SlotSegments:
     """The segments that a worker has of some tensors in one group, in block 0, by ascending start.
 
     All are arrays of one length.
@@ -249,7 +249,7 @@ def _num_segments(worker: Worker, group: Group, tensors: Mapping[str, ProofTenso
     return number * slots_of(group)
 
 
-def _segments(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) -> Segments:
+def _segments(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) -> SlotSegments:
     starts = region_starts(worker)
     columns = [np.empty((7, 0), np.int64)]
     for (geometry_index, weights), view_indices in _views_alike(worker, group, tensors).items():
@@ -259,7 +259,7 @@ def _segments(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) 
         region, view_offset = worker.region_offsets[view_indices].T
         view_start = starts[region] + view_offset
         tensor_index = np.array([tensors[worker.views[i].name].index for i in view_indices])
-        # Each field of Segments by view, slot and segment.
+        # Each field of SlotSegments by view, slot and segment.
         fields = (
             view_start[:, None, None] + slot_offset[:, None] + offset,
             length,
@@ -271,7 +271,7 @@ def _segments(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) 
         )
         columns.append(np.stack(np.broadcast_arrays(*fields)).reshape(7, -1))
     segments = np.concatenate(columns, axis=1)
-    return Segments(*segments[:, np.argsort(segments[0])])
+    return SlotSegments(*segments[:, np.argsort(segments[0])])
 
 
 def _check_elements(
@@ -296,7 +296,7 @@ class GroupTables:
 
     pair: PairTables
     ids: GroupPair
-    segments: tuple[Segments, Segments]
+    segments: tuple[SlotSegments, SlotSegments]
     period: int
 
 
@@ -530,7 +530,7 @@ class _Proof:
                 raise refusal(tables.pair, expected_byte, f"{values[1]}", **details)
         return expected["position"]
 
-    def filled(self, group: Group, segments: Segments, moved: PlacedRanges) -> PlacedRanges:
+    def filled(self, group: Group, segments: SlotSegments, moved: PlacedRanges) -> PlacedRanges:
         """Return the ranges in order, joined where they continue each other.
 
         Raises ``PROOF`` if two overlap (verify.K5).
@@ -558,7 +558,7 @@ class _Proof:
     def check_whole(
         self,
         group: Group,
-        segments: Segments,
+        segments: SlotSegments,
         filled: PlacedRanges,
         num_blocks: int,
     ) -> None:
@@ -577,7 +577,7 @@ class _Proof:
     def wrong(
         self,
         group: Group,
-        segments: Segments,
+        segments: SlotSegments,
         segment: int,
         ordinal: int,
         got: str,

@@ -131,7 +131,7 @@ def range_of_group(tokens: Tokens, group: Group, name: str) -> Range | None:
 
 
 @attrs.define(eq=False)
-class Job:
+class DestinationJob:
     """All that should reach one destination worker: its needs, by part of the request, and moves.
 
     ``has_ids`` is false if some copies do not come from a plan, and so have no descriptor ids.
@@ -205,12 +205,12 @@ def plans_of(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> tuple[Tr
 
 def jobs(
     parts: Iterable[tuple[TransferPlan | MeshPlan | Iterable[TransferPlan], Mapping[str, Any]]],
-) -> list[Job]:
+) -> list[DestinationJob]:
     """Bind every part of a request, and return jobs by destination.
 
     A part is a plan, or several, and the arguments of ``bind``.
     """
-    by_destination: dict[Key, Job] = {}
+    by_destination: dict[Key, DestinationJob] = {}
     for number, part in enumerate(members(tuple, parts, "parts of a request")):
         if len(part) != 2 or not isinstance(part[1], Mapping):
             raise wrong_type("a part of a request", "(plan, the arguments of bind)", part)
@@ -219,7 +219,7 @@ def jobs(
 
 
 def _add_part(
-    by_destination: dict[Key, Job],
+    by_destination: dict[Key, DestinationJob],
     number: int,
     plans: Sequence[TransferPlan],
     *,
@@ -313,9 +313,9 @@ def _only(entries: Mapping[str, Any], groups: set[str], all_groups: set[str]) ->
     return {name: entry for name, entry in entries.items() if name not in excluded}
 
 
-def _job(by_destination: dict[Key, Job], worker: Worker) -> Job:
+def _job(by_destination: dict[Key, DestinationJob], worker: Worker) -> DestinationJob:
     """Return the job of a worker, a new one for a new worker. Raises ``WORKER``."""
-    job = by_destination.setdefault(worker.key, Job(worker))
+    job = by_destination.setdefault(worker.key, DestinationJob(worker))
     if job.worker is not worker and job.worker != worker:
         expected = "one description of each destination worker"
         got = f"two of {worker.label}"

@@ -39,7 +39,7 @@ from kvplan.verification.memory import ByteRanges, FakeMemory
 from kvplan.verification.pattern_search import PatternSearch
 from kvplan.verification.patterns import MISSING, OUTSIDE, Pattern
 from kvplan.verification.report import PROMISES, Failure, Report, Tail, failures_in_words
-from kvplan.verification.requests import Job, KeyPair, Move, jobs, range_of_group
+from kvplan.verification.requests import DestinationJob, KeyPair, Move, jobs, range_of_group
 
 if TYPE_CHECKING:
     from kvplan._arrays import Ints
@@ -114,7 +114,7 @@ def verify_together(
     return attrs.evolve(Report.of(reports), failures=failures_in_words(failures))
 
 
-def _check_groups(tokens: Tokens, jobs: Iterable[Job]) -> None:
+def _check_groups(tokens: Tokens, jobs: Iterable[DestinationJob]) -> None:
     """Refuse a range of a group that no destination has. Raises ``NAME``."""
     if not isinstance(tokens, Mapping):
         return
@@ -128,7 +128,7 @@ def _check_groups(tokens: Tokens, jobs: Iterable[Job]) -> None:
 class _Check:
     """The check of one destination worker."""
 
-    def __init__(self, job: Job, tokens: Tokens, *, label_all: bool = False) -> None:
+    def __init__(self, job: DestinationJob, tokens: Tokens, *, label_all: bool = False) -> None:
         self.job = job
         self.worker = job.worker
         self.workers = {job.worker.key: job.worker}

@@ -29,7 +29,7 @@ from kvplan import (
 )
 from kvplan._arrays import heads, integers_in
 from kvplan.verification import Certificate, certificate
-from kvplan.verification.certificate import Segments
+from kvplan.verification.certificate import SlotSegments
 from tests.small import engine
 
 ONE_BLOCK = {"attn": Blocks([1])}
@@ -514,10 +514,10 @@ Range = tuple[int, int]
 """First byte and length."""
 
 
-def made(ranges: list[Range]) -> Segments:
+def made(ranges: list[Range]) -> SlotSegments:
     """Segments with these starts and lengths."""
     start, length = np.array(ranges, np.int64).T
-    return Segments(start, length, *[np.zeros_like(start)] * 5)
+    return SlotSegments(start, length, *[np.zeros_like(start)] * 5)
 
 
 def test_parts_are_counted_before_they_are_listed(monkeypatch):
