@@ -13,10 +13,10 @@ ids left open. Nothing here knows how tables are made.
   block by the stride of the blocks. The pool is the smallest one of the views that bytes move
   between, so that bind refuses no block that all of them have. All ids fit 31 bits.
 - verify.K3: A descriptor is split at the segments of both sides
-  (:mod:`kvplan.verification.labels`). Every part lies in one segment on each side, of the same
-  tensor, position and number.
-- verify.K4: A run stays inside one span, and a token is one position. What runs move, the
-  tokens at the ends of a range move instead.
+  (:mod:`kvplan.verification.labels`). Every *fragment* lies in one segment on each side, of the
+  same tensor, position and number.
+- verify.K4: A run stays inside one span, and a token is one position. At the ends of a range,
+  single tokens move exactly the bytes that the runs there would.
 - verify.K5: A period fills every segment of the destination once, in each of its blocks.
 """
 
@@ -70,12 +70,12 @@ SIDES: Final = (0, 1)
 class Certificate:
     """A proof that every byte of a period of positions arrives where it belongs, once.
 
-    The ``num_bytes`` bytes were checked in ``num_parts`` parts. ``complete`` is false if some
-    writers of an engine are not among the plans, so that what they write is missing.
+    The ``num_bytes`` bytes were checked in ``num_fragments`` contiguous ranges. ``complete`` is
+    false if some writers of an engine are not among the plans, so that what they write is missing.
     """
 
     num_bytes: int
-    num_parts: int
+    num_fragments: int
     complete: bool
 
     __repr__ = brief_repr
@@ -91,7 +91,7 @@ def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certifica
     >>> model = Model.shipped("qwen2.5-1.5b")
     >>> decode, prefill = (model.engine(name, tp=2, num_blocks=9) for name in "dp")
     >>> certify(plan_reads(decode[0], prefill))
-    Certificate(num_bytes=229376, num_parts=448, complete=True)
+    Certificate(num_bytes=229376, num_fragments=448, complete=True)
 
     Raises ``PROOF`` if a plan moves wrong bytes or refuses blocks that it should move, ``INT`` if
     its ids do not fit 31 bits for all blocks, and ``RANGE`` if it is too large to follow.
@@ -115,12 +115,12 @@ def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certifica
     limit = MAX_FOLLOWED * max(len(plans), 1)
     at_most(limit, num_followed, "descriptors and segments of a period", "certify a plan")
     num_bytes = 0
-    num_parts = 0
+    num_fragments = 0
     for key, proof in proofs.items():
         for moved in proof.moved_by_group(pairs.get(key, ())):
             num_bytes += int(moved.length.sum())
-            num_parts += moved.length.size
-    return Certificate(num_bytes, num_parts, complete)
+            num_fragments += moved.length.size
+    return Certificate(num_bytes, num_fragments, complete)
 
 
 def _add_workers(workers: dict[Key, Worker], plan: TransferPlan) -> None:
@@ -160,7 +160,7 @@ def _have_all_writers(plans: Iterable[TransferPlan]) -> bool:
     return all(worker.key in writers for plan in writing for worker in plan.siblings)
 
 
-class PartRanges(NamedTuple):
+class Fragments(NamedTuple):
     """Ranges that are split at segments: the indices of range and segment, start and length."""
 
     range: Ints
@@ -187,31 +187,35 @@ class SlotSegments:
     block_stride: Ints
     num_blocks: Ints
 
-    def cut(self, start: Ints, length: Ints) -> PartRanges | None:
+    def cut(self, start: Ints, length: Ints) -> Fragments | None:
         """Split ranges at the segments. Return ``None`` if some byte of a range is in no segment.
 
-        Raises ``RANGE`` for too many parts.
+        Raises ``RANGE`` for too many fragments.
         """
         # Range i overlaps the segments [low[i], high[i]); they follow each other in the arrays.
         low = np.searchsorted(self.start, start, "right") - 1
         high = np.searchsorted(self.start, start + length, "left")
         if (low < 0).any():
             return None
-        num_parts = high - low
+        num_fragments = high - low
         action = "certify a plan"  # a wrong one may have the same bytes in many descriptors
-        at_most(MAX_FOLLOWED, int(num_parts.sum()), "parts of descriptors", action)
+        at_most(MAX_FOLLOWED, int(num_fragments.sum()), "fragments of descriptors", action)
 
-        # A part is what a range and a segment have in common.
-        range_of_part = np.repeat(np.arange(start.size), num_parts)
-        first_part = np.cumsum(num_parts) - num_parts
-        segment = low[range_of_part] + np.arange(range_of_part.size) - first_part[range_of_part]
-        part_start = np.maximum(start[range_of_part], self.start[segment])
-        range_stop = (start + length)[range_of_part]
+        # A fragment is what a range and a segment have in common.
+        range_of_fragment = np.repeat(np.arange(start.size), num_fragments)
+        first_fragment = np.cumsum(num_fragments) - num_fragments
+        segment = (
+            low[range_of_fragment]
+            + np.arange(range_of_fragment.size)
+            - first_fragment[range_of_fragment]
+        )
+        fragment_start = np.maximum(start[range_of_fragment], self.start[segment])
+        range_stop = (start + length)[range_of_fragment]
         segment_stop = (self.start + self.length)[segment]
-        part_length = np.minimum(range_stop, segment_stop) - part_start
-        if (part_length <= 0).any() or part_length.sum() != length.sum():
+        fragment_length = np.minimum(range_stop, segment_stop) - fragment_start
+        if (fragment_length <= 0).any() or fragment_length.sum() != length.sum():
             return None
-        return PartRanges(range_of_part, segment, part_start, part_length)
+        return Fragments(range_of_fragment, segment, fragment_start, fragment_length)
 
 
 @attrs.frozen
@@ -316,8 +320,9 @@ class BlockRanges:
 
 
 @attrs.frozen(eq=False)
-class DescriptorSegments:
-    """The parts of descriptors that are split at the segments of both sides, arrays of one length.
+class DescriptorFragments:
+    """The fragments of descriptors that are split at the segments of both sides, arrays of one
+    length.
 
     ``descriptor`` is the index of the descriptor; ``segment`` and ``start`` have one array for each
     side.
@@ -330,7 +335,7 @@ class DescriptorSegments:
 
 
 @attrs.frozen(eq=False)
-class PlacedRanges:
+class WrittenRanges:
     """Bytes that are moved into segments of the destination, arrays of one length.
 
     ``ordinal`` is that of the block; ``start`` counts from the first byte of the segment.
@@ -342,9 +347,9 @@ class PlacedRanges:
     length: Ints
 
     @classmethod
-    def of(cls, parts: Iterable[PlacedRanges]) -> PlacedRanges:
-        """Return the ranges of all parts in one."""
-        columns = [ranges.columns() for ranges in parts]
+    def of(cls, several: Iterable[WrittenRanges]) -> WrittenRanges:
+        """Return all ranges in one."""
+        columns = [ranges.columns() for ranges in several]
         return cls(*np.concatenate([np.empty((4, 0), np.int64), *columns], axis=1))
 
     def columns(self) -> Ints:
@@ -352,10 +357,10 @@ class PlacedRanges:
         return np.stack([self.segment, self.ordinal, self.start, self.length])
 
 
-class PlacedTokenRanges(NamedTuple):
+class WrittenTokenRanges(NamedTuple):
     """What single tokens move, and the smallest pool that they move between on each side, (2,)."""
 
-    ranges: PlacedRanges
+    ranges: WrittenRanges
     num_blocks: Ints
 
 
@@ -386,7 +391,7 @@ class _Proof:
                     number += num_starts * series.base.shape[1]
         return number
 
-    def moved_by_group(self, pairs: Sequence[PairTables]) -> Iterator[PlacedRanges]:
+    def moved_by_group(self, pairs: Sequence[PairTables]) -> Iterator[WrittenRanges]:
         """Yield what all pairs move into each group in a period, when it is proved."""
         for group in self.worker.groups:
             segments = _segments(self.worker, group, self.tensors)
@@ -396,13 +401,13 @@ class _Proof:
             for pair, ids in ids_by_pair:
                 source_segments = _segments(pair.sides[1].worker, ids.groups[1], self.tensors)
                 moved += self.follow(GroupTables(pair, ids, (segments, source_segments), period))
-            together = PlacedRanges.of(moved)
+            together = WrittenRanges.of(moved)
             filled = self.filled(group, segments, together)
             num_blocks = period // (group.context.size * slots_of(group))
             self.check_whole(group, segments, filled, num_blocks)
             yield together
 
-    def follow(self, tables: GroupTables) -> list[PlacedRanges]:
+    def follow(self, tables: GroupTables) -> list[WrittenRanges]:
         """Return what the tokens of a pair of groups move.
 
         Raises ``PROOF`` if its runs move other bytes (verify.K4).
@@ -414,20 +419,20 @@ class _Proof:
             expected_pools = f"the smallest pools that bytes move between, of {num_blocks} blocks"
             raise refusal(tables.pair, expected_pools, f"{tables.ids.num_blocks}")
         by_tokens = [tokens.ranges for tokens in followed]
-        in_place_of_runs = []
+        instead_of_runs = []
         for tokens, moved in zip(tables.ids.tokens, by_tokens, strict=True):
             if tokens.only_at_cuts:
-                in_place_of_runs.append(moved)
+                instead_of_runs.append(moved)
         group = tables.ids.groups[0]
         segments = tables.segments[0]
-        expected = self.filled(group, segments, PlacedRanges.of(by_runs))
-        filled = self.filled(group, segments, PlacedRanges.of(in_place_of_runs))
+        expected = self.filled(group, segments, WrittenRanges.of(by_runs))
+        filled = self.filled(group, segments, WrittenRanges.of(instead_of_runs))
         if not np.array_equal(expected.columns(), filled.columns()):
             rule = "tokens that move what runs move, at the ends of a range"
             raise refusal(tables.pair, rule, "other bytes")
         return by_tokens
 
-    def follow_runs(self, tables: GroupTables, runs: RunSeries) -> PlacedRanges:
+    def follow_runs(self, tables: GroupTables, runs: RunSeries) -> WrittenRanges:
         """Return what a series of joined runs moves in a period."""
         positions = self.positions(tables, runs, runs.starts)
         sides = []
@@ -436,13 +441,13 @@ class _Proof:
             ordinal = local_slots(group, positions) // slots_of(group)
             terms = _terms_of_blocks(tables, side, runs, ordinal)
             sides.append(_ranges(tables, side, runs, ordinal, terms))
-        parts = self.split(tables, sides[0], sides[1])
-        byte_positions = self.check_bytes(tables, sides[0], sides[1], parts)
-        start = positions[parts.descriptor % positions.size]
+        fragments = self.split(tables, sides[0], sides[1])
+        byte_positions = self.check_bytes(tables, sides[0], sides[1], fragments)
+        start = positions[fragments.descriptor % positions.size]
         _check_in_spans(tables, start, byte_positions)
-        return _placed(tables, sides[0], parts)
+        return _written(tables, sides[0], fragments)
 
-    def follow_tokens(self, tables: GroupTables, tokens: TokenSeries) -> PlacedTokenRanges:
+    def follow_tokens(self, tables: GroupTables, tokens: TokenSeries) -> WrittenTokenRanges:
         """Return what a series of single tokens moves in a period. Each is one position
         (verify.K4).
         """
@@ -452,13 +457,13 @@ class _Proof:
             group = tables.ids.groups[side]
             ordinal, slot = np.divmod(local_slots(group, positions), slots_of(group))
             sides.append(_ranges(tables, side, tokens, ordinal, tokens.slot_terms[side][slot]))
-        parts = self.split(tables, sides[0], sides[1])
-        byte_positions = self.check_bytes(tables, sides[0], sides[1], parts)
-        if (positions[parts.descriptor % positions.size] != byte_positions).any():
+        fragments = self.split(tables, sides[0], sides[1])
+        byte_positions = self.check_bytes(tables, sides[0], sides[1], fragments)
+        if (positions[fragments.descriptor % positions.size] != byte_positions).any():
             raise refusal(tables.pair, "a token to be one position", "several")
-        pools = zip(tables.segments, parts.segment, strict=True)
+        pools = zip(tables.segments, fragments.segment, strict=True)
         num_blocks = np.array([segments.num_blocks[segment].min() for segments, segment in pools])
-        return PlacedTokenRanges(_placed(tables, sides[0], parts), num_blocks)
+        return WrittenTokenRanges(_written(tables, sides[0], fragments), num_blocks)
 
     def positions(self, tables: GroupTables, ids: RunSeries | TokenSeries, starts: Ints) -> Ints:
         """Return where the descriptors of a series begin in a period."""
@@ -470,7 +475,7 @@ class _Proof:
         tables: GroupTables,
         destination: BlockRanges,
         source: BlockRanges,
-    ) -> DescriptorSegments:
+    ) -> DescriptorFragments:
         """Split descriptors at the segments of both sides (verify.K3).
 
         Raises ``PROOF`` for bytes that no segment has.
@@ -492,11 +497,11 @@ class _Proof:
             where = "destination" if coarse is None else "source"
             expected = "descriptors of bytes that views hold"
             raise refusal(tables.pair, expected, f"other bytes at the {where}")
-        # `fine.range` is the coarse part that each fine part belongs to.
+        # `fine.range` is the coarse fragment that each fine one belongs to.
         descriptor = coarse.range[fine.range]
         start = fine.start - source.start[descriptor] + destination.start[descriptor]
         segment = coarse.segment[fine.range]
-        return DescriptorSegments(
+        return DescriptorFragments(
             descriptor, (segment, fine.segment), (start, fine.start), fine.length
         )
 
@@ -505,21 +510,21 @@ class _Proof:
         tables: GroupTables,
         destination: BlockRanges,
         source: BlockRanges,
-        parts: DescriptorSegments,
+        fragments: DescriptorFragments,
     ) -> Ints:
-        """Return the position of each part.
+        """Return the position of each fragment.
 
-        Raises ``PROOF`` if the two sides of a part hold different bytes (verify.K3).
+        Raises ``PROOF`` if the two sides of a fragment hold different bytes (verify.K3).
         """
-        expected = _held(tables, 0, destination, parts)
-        held = _held(tables, 1, source, parts)
+        expected = _held(tables, 0, destination, fragments)
+        held = _held(tables, 1, source, fragments)
         for field in expected:
             wrong = np.flatnonzero(expected[field] != held[field])
             if wrong.size:
-                part = wrong[0]
-                descriptor = parts.descriptor[part]
-                name = self.names[expected["tensor"][part]]
-                values: list[Any] = [int(expected[field][part]), int(held[field][part])]
+                fragment = wrong[0]
+                descriptor = fragments.descriptor[fragment]
+                name = self.names[expected["tensor"][fragment]]
+                values: list[Any] = [int(expected[field][fragment]), int(held[field][fragment])]
                 if field == "tensor":
                     values = [self.names[index] for index in values]
                 details = _row_details(
@@ -530,7 +535,7 @@ class _Proof:
                 raise refusal(tables.pair, expected_byte, f"{values[1]}", **details)
         return expected["position"]
 
-    def filled(self, group: Group, segments: SlotSegments, moved: PlacedRanges) -> PlacedRanges:
+    def filled(self, group: Group, segments: SlotSegments, moved: WrittenRanges) -> WrittenRanges:
         """Return the ranges in order, joined where they continue each other.
 
         Raises ``PROOF`` if two overlap (verify.K5).
@@ -553,13 +558,13 @@ class _Proof:
         goes_on = same_segment & (start[1:] == stop[:-1])
         first = np.flatnonzero(np.append(True, ~goes_on))
         joined_length = np.add.reduceat(length, first)
-        return PlacedRanges(segment[first], ordinal[first], start[first], joined_length)
+        return WrittenRanges(segment[first], ordinal[first], start[first], joined_length)
 
     def check_whole(
         self,
         group: Group,
         segments: SlotSegments,
-        filled: PlacedRanges,
+        filled: WrittenRanges,
         num_blocks: int,
     ) -> None:
         """Raise ``PROOF`` unless every segment of a period's blocks is filled (verify.K5).
@@ -675,44 +680,49 @@ def _held(
     tables: GroupTables,
     side: int,
     ranges: BlockRanges,
-    parts: DescriptorSegments,
+    fragments: DescriptorFragments,
 ) -> dict[str, Ints]:
-    """Return the tensor, the position and the first byte's number of one side of each part.
+    """Return the tensor, the position and the first byte's number of one side of each fragment.
 
     Raises ``PROOF`` for ids that do not follow the blocks of a view (verify.K2).
     """
     segments = tables.segments[side]
-    segment = parts.segment[side]
+    segment = fragments.segment[side]
     # Only block 0 has these ids if the pool has one block.
     num_blocks = tables.ids.num_blocks[side]
-    behind = (segments.block_stride[segment] != ranges.step[parts.descriptor]) & (num_blocks > 1)
+    behind = (segments.block_stride[segment] != ranges.step[fragments.descriptor]) & (
+        num_blocks > 1
+    )
     if behind.any() or num_blocks > segments.num_blocks[segment].min():
         raise refusal(tables.pair, "ids that follow the blocks of every view", "other ids")
-    ordinal = _ordinals(ranges, parts)
+    ordinal = _ordinals(ranges, fragments)
     return {
         "tensor": segments.tensor[segment],
         "position": _positions(tables.ids.groups[side], ordinal, segments.slot[segment]),
-        "byte": segments.number[segment] + parts.start[side] - segments.start[segment],
+        "byte": segments.number[segment] + fragments.start[side] - segments.start[segment],
     }
 
 
-def _ordinals(ranges: BlockRanges, parts: DescriptorSegments) -> Ints:
+def _ordinals(ranges: BlockRanges, fragments: DescriptorFragments) -> Ints:
     # Descriptors are listed by run and position: positions repeat with every run.
-    return ranges.ordinal[parts.descriptor % ranges.ordinal.size]
+    return ranges.ordinal[fragments.descriptor % ranges.ordinal.size]
 
 
-def _placed(tables: GroupTables, ranges: BlockRanges, parts: DescriptorSegments) -> PlacedRanges:
-    """Return where parts arrive, by the ``ranges`` of the destination."""
-    segment = parts.segment[0]
-    start = parts.start[0] - tables.segments[0].start[segment]
-    return PlacedRanges(segment, _ordinals(ranges, parts), start, parts.length)
+def _written(
+    tables: GroupTables, ranges: BlockRanges, fragments: DescriptorFragments
+) -> WrittenRanges:
+    """Return where fragments are written, by the ``ranges`` of the destination."""
+    segment = fragments.segment[0]
+    start = fragments.start[0] - tables.segments[0].start[segment]
+    return WrittenRanges(segment, _ordinals(ranges, fragments), start, fragments.length)
 
 
 def _check_in_spans(tables: GroupTables, start: Ints, position: Ints) -> None:
-    """Raise ``PROOF`` if a part of a run lies outside the span in which the run begins
+    """Raise ``PROOF`` if a fragment of a run lies outside the span in which the run begins
     (verify.K4).
 
-    ``start`` is the position at which the run of each part begins, ``position`` that of the part.
+    ``start`` is the position at which the run of each fragment begins, ``position`` that of the
+    fragment.
     """
     period = tables.ids.period
     low, high = np.array([(-1, -1), *tables.ids.spans], np.int64).T
