@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
@@ -45,8 +44,12 @@ MAX_UNJOINED: Final = 1 << 15
 CHUNK_CELLS: Final = 1 << 19
 """Cells that are searched for runs at a time."""
 
-_MISSING_SHIFT: Final = np.iinfo(np.int64).min
-_OUTSIDE_SHIFT: Final = _MISSING_SHIFT + 1
+_NO_LABEL: Final = -1
+_POISON: Final = -2
+"""In place of a label: in bytes that were never written, or copied from outside the request."""
+
+_FAR: Final = -(1 << 62)
+"""Added to these numbers, so that no label of bytes is as far beyond the one that belongs there."""
 
 
 class PatternSearch:
@@ -93,82 +96,49 @@ class PatternSearch:
         number = expected[0].astype(np.int64) - first_label[0]
         order = np.argsort(number[:, 0])
         number = number[order].reshape(-1)
-        held = cells[:, order].reshape(len(cells), -1)
+        cells = cells[:, order].reshape(len(cells), -1)
+        held = cells.astype(np.int64)
+        held[cells == 0] = _NO_LABEL
+        held[cells == self.poison] = _POISON
+        is_label = held >= 0
         # By how much each label is beyond the one that belongs there: (positions, bytes).
-        shift = held.astype(np.int64) - (first_label[:, np.newaxis] + number)
-        shift[held == 0] = _MISSING_SHIFT
-        shift[held == self.poison] = _OUTSIDE_SHIFT
-        # Positions with equal shifts, as nearly all have, are searched once.
-        rows_by_shifts: dict[bytes, list[int]] = {}
+        shift = np.where(is_label, held - (first_label[:, np.newaxis] + number), held + _FAR)
+        tensor = np.where(is_label, np.searchsorted(self.ends, held, side="right"), 0)
+        # Positions with equal shifts in the same tensors, as nearly all have, are searched once.
+        rows_by_content: dict[bytes, list[int]] = {}
         for row in np.flatnonzero(shift.any(1)).tolist():
-            rows_by_shifts.setdefault(shift[row].tobytes(), []).append(row)
-        classes = list(rows_by_shifts.values())
-        runs = self._runs(labels, number, first_label, shift, classes)
-        if runs is None:
-            # Some positions hold labels behind a tensor's last: each is searched by itself.
-            classes = [[row] for row in itertools.chain.from_iterable(classes)]
-            runs = self._runs(labels, number, first_label, shift, classes)
-            assert runs is not None
+            content = shift[row].tobytes() + tensor[row].tobytes()
+            rows_by_content.setdefault(content, []).append(row)
+        classes = list(rows_by_content.values())
+        first_rows = [rows[0] for rows in classes]
+        runs = self._runs(labels, number, held[first_rows], shift[first_rows], tensor[first_rows])
         ranges = [ranges_of(position[rows]) for rows in classes]
         return joined_products(
             self._product(labels, number_of_first, length, label, ranges[number_of_class])
             for number_of_class, number_of_first, length, label in runs[:MAX_RUNS].tolist()
         )
 
-    def _runs(
-        self,
-        labels: Labels,
-        number: Ints,
-        first_label: Ints,
-        shift: Ints,
-        classes: Sequence[Sequence[int]],
-    ) -> Ints | None:
+    def _runs(self, labels: Labels, number: Ints, held: Ints, shift: Ints, tensor: Ints) -> Ints:
         """Return runs of wrong bytes: class, number and length of each, and what its first holds.
 
         A run ends where the shift changes, or a coordinate along any axis but the finest, here or
-        in what it holds. Returns ``None`` if positions of one class hold different tensors.
+        in what it holds. ``held``, ``shift`` and ``tensor`` are (classes, bytes).
         """
-        rows = [rows[0] for rows in classes]
-        last_rows = [rows[-1] for rows in classes]
-        shifts = shift[rows]
-        begins = np.ones(shifts.shape, bool)
-        begins[:, 1:] = shifts[:, 1:] != shifts[:, :-1]
-        begins[:, 1:] |= np.diff(number) > 1
-        begins[:, 1:] |= np.diff(number // row_bytes(labels)) > 0
+        num_row_bytes = row_bytes(labels)
+        # A tensor with other axes has no rows that could be compared.
+        has_rows = (held >= 0) & self.alike[labels.name][tensor]
+        held_row = np.where(has_rows, (held - self.bases[tensor]) // num_row_bytes, -1)
+        row = np.broadcast_to(number // num_row_bytes, held.shape)
+        begins = np.ones(shift.shape, bool)
+        begins[:, 1:] = np.diff(number) > 1
+        for content in (shift, tensor, row, held_row):
+            begins[:, 1:] |= content[:, 1:] != content[:, :-1]
         of_class, column = np.nonzero(begins)
-        length = np.diff(np.flatnonzero(begins), append=shifts.size)
-        label = shifts[of_class, column]
-        is_label = label > _OUTSIDE_SHIFT
-        label[is_label] += (first_label[rows][of_class] + number[column])[is_label]
-        is_wrong = shifts[of_class, column] != 0
-        runs = np.stack([of_class, number[column], length, label], axis=1)[is_wrong]
-        # Where what is held goes on in another row, or tensor, a run is cut in two.
-        while (is_cut := (left := self._left(labels, runs[:, 3])) < runs[:, 2]).any():
-            rest = runs[is_cut]
-            rest[:, 1] += left[is_cut]
-            rest[:, 2] -= left[is_cut]
-            rest[:, 3] += left[is_cut]
-            runs[is_cut, 2] = left[is_cut]
-            runs = np.concatenate([runs, rest])
-        # The labels that the last position of each class holds.
-        is_label = runs[:, 3] > _OUTSIDE_SHIFT
-        begin = runs[is_label, 3]
-        end = begin + (first_label[last_rows] - first_label[rows])[runs[is_label, 0]]
-        return runs if np.array_equal(self._tensor(begin), self._tensor(end)) else None
-
-    def _tensor(self, label: Ints) -> Ints:
-        return np.searchsorted(self.ends, label, side="right")
-
-    def _left(self, labels: Labels, label: Ints) -> Ints:
-        """Return how many labels go on from each in one row of its tensor, or in its tensor."""
-        left = np.full(label.shape, np.iinfo(np.int64).max)
-        is_label = label > _OUTSIDE_SHIFT
-        tensor = self._tensor(label[is_label])
-        number = label[is_label] - self.bases[tensor]
-        in_row = row_bytes(labels) - number % row_bytes(labels)
-        in_tensor = self.ends[tensor] - label[is_label]
-        left[is_label] = np.where(self.alike[labels.name][tensor], in_row, in_tensor)
-        return left
+        length = np.diff(np.flatnonzero(begins), append=shift.size)
+        runs = np.stack([of_class, number[column], length, held[of_class, column]], axis=1)
+        is_wrong = shift[of_class, column] != 0
+        wrong: Ints = runs[is_wrong]
+        return wrong
 
     def _product(
         self,
@@ -179,7 +149,7 @@ class PatternSearch:
         positions: AxisRanges,
     ) -> Product:
         """Return a run of bytes, the first of which holds a label, at some positions."""
-        fault = {_MISSING_SHIFT: MISSING, _OUTSIDE_SHIFT: OUTSIDE}.get(label, "")
+        fault = {_NO_LABEL: MISSING, _POISON: OUTSIDE}.get(label, "")
         held = labels
         held_number = number
         if not fault:

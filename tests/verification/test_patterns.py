@@ -344,6 +344,16 @@ def report_on(worker: Callable[[str], Worker], tables: dict[str, Blocks]) -> lis
     return lines_of(mesh, copies, **request)
 
 
+def test_bytes_of_no_request_are_named_where_there_is_one_tensor() -> None:
+    """What is copied from a block of another request has no label of any tensor."""
+    mesh = plan_mesh(engine("decode", layers=1), engine("prefill", layers=1))
+    copies = copies_of(mesh)
+    for _, remote in copies.values():
+        remote[0, 0] = engine("prefill", layers=1)[0].regions[0].address
+    (heading,) = lines_of(mesh, copies)
+    assert ": bytes outside the request" in heading
+
+
 def test_a_tensor_with_other_axes_has_no_coordinates_to_compare() -> None:
     """A tensor of 3 heads receives bytes of one of 4."""
     lines = report_on(lambda name: two_tensors(name, ("a", "g", 0, 3), ("b", "g", 0, 4)), {"g": Blocks([5])})
