@@ -27,7 +27,7 @@ from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.models.layouts import STEP, Layout, LocalTensor, Page
 from kvplan.models.model import Model, NamedLayer
-from kvplan.models.parallel import MAX_RANKS, RankPart
+from kvplan.models.parallel import MAX_RANKS, RankShard
 from kvplan.models.pools import place_pool
 
 CONTENT: Final = "content"
@@ -192,7 +192,7 @@ class Assembly:
         prefix, tensors = self._layer(layer, group.tokens_per_block)
         num_slots = group.num_slots // kernel_blocks
         blocks = dict.fromkeys((tensor.group for tensor in tensors), num_slots)
-        part = RankPart(self.info.tp_rank, self.info.tp, blocks, self.model.dtype)
+        part = RankShard(self.info.tp_rank, self.info.tp, blocks, self.model.dtype)
         return {page.name.removeprefix(prefix): page for _, page in part.pages(tensors, prefix)}
 
     def attention(self, layer: Hashable, *allowed_pools: str) -> LocalTensor:

@@ -36,13 +36,13 @@ MAX_EXAMPLE_BLOCKS: Final = 4
 """At most this many local blocks are drawn for a period, after which both sides repeat."""
 
 COPY_BYTES: Final = 20_000
-"""What a copy that is drawn takes of a budget."""
+"""Estimated cost of a copy that is drawn."""
 
 RANGE_BYTES: Final = 200
-"""What the range of a group takes of it, each time that another group is bound."""
+"""Estimated cost of the range of a group, each time that another group is bound."""
 
 PIECE_BYTES: Final = 1000
-"""What contiguous bytes of a request's blocks take of it."""
+"""Estimated cost of contiguous bytes of a request's blocks."""
 
 MAX_POSITIONS: Final = 1024
 

@@ -33,7 +33,7 @@ DETAILS: Final[tuple[Detail, ...]] = ("line", "workers", "rows")
 TABLE_HEADS: Final = ("ids", "address", "length", "device", "stride", "count", "region")
 
 ROW_BYTES: Final = 1500
-"""What the text of a row takes of a budget."""
+"""Estimated cost of the text of a row."""
 
 MAX_IDS_SHOWN: Final = 8
 """Of more block ids than this, a line has the first and the last."""

@@ -285,7 +285,6 @@ def _owners(config: Config, family: Family, kinds: Sequence[str], num_owners: in
 
 
 def _as_full(layer: Layer) -> Layer:
-    """Return the layer with sliding tensors in the group of full attention."""
     return tuple(tensor.in_group(FULL) if tensor.group == SLIDING else tensor for tensor in layer)
 
 

@@ -1,7 +1,7 @@
 """Models: from a Hugging Face config.json to the workers of an engine.
 
 A :class:`Model` is data: the logical tensors that each layer caches, with global sizes and the axis
-that tensor parallelism divides. :meth:`Model.engine` gives each rank its part of them, in a layout.
+that tensor parallelism divides. :meth:`Model.engine` gives each rank its shard, in a layout.
 Addresses are made up but deterministic: two regions of an engine never overlap, and two engines do
 only if their ids hash to the same one of 65535 values.
 
@@ -36,7 +36,7 @@ from kvplan.errors import KVPlanError
 from kvplan.models.config import read_config, shipped_configs
 from kvplan.models.families import REGISTRY
 from kvplan.models.layouts import Layout, Page
-from kvplan.models.parallel import MAX_RANKS, Parallel, RankPart, flag, stages_of
+from kvplan.models.parallel import MAX_RANKS, Parallel, RankShard, flag, stages_of
 from kvplan.models.pools import Addresses, page_stride, place_pools
 from kvplan.models.tensors import Layer, Layers, Tensor, convert, group_evenly, quantize
 
@@ -236,7 +236,7 @@ expected a value for key 'hidden_size', got no such key
         return _widest((tensor.group, tensor.window) for tensor in self.tensors if tensor.paged)
 
     def tokens(self, start: int, stop: int, worker: Worker) -> dict[str, tuple[int, int]]:
-        """Return the part of the positions ``[start, stop)`` that a request moves, by token group.
+        """Return the range of the positions ``[start, stop)`` that a request moves, by token group.
 
         The groups are those of ``worker``, which binds the request. A token at ``p`` attends to
         positions above ``p - w`` in a layer with a sliding window of ``w`` tokens
@@ -318,8 +318,8 @@ expected a value for key 'hidden_size', got no such key
         """
         tp = integer(tp, "tp", low=1, high=MAX_RANKS)
         rank = integer(rank, "rank", high=tp)
-        part = RankPart(rank, tp, self.blocks(tp, tokens_per_block), self.dtype)
-        return tuple(map(part.tensor_bytes, self.layers))
+        shard = RankShard(rank, tp, self.blocks(tp, tokens_per_block), self.dtype)
+        return tuple(map(shard.tensor_bytes, self.layers))
 
     def blocks(self, tp: int = 1, tokens_per_block: BlockTokens = 16) -> dict[str, int]:
         """Return the tokens in a block of each token group: with smaller pages, blocks are longer.
@@ -345,9 +345,9 @@ expected a value for key 'hidden_size', got no such key
         tokens = _tokens(tokens_per_block)
         # The bytes of the largest page of each group, on any rank.
         page_bytes = Counter[str]()
-        for part in self._parts(tp, dict.fromkeys(groups, tokens)):
+        for shard in self._shards(tp, dict.fromkeys(groups, tokens)):
             for layer in dict.fromkeys(self.layers):
-                page_bytes |= part.page_bytes(layer)
+                page_bytes |= shard.page_bytes(layer)
         largest = max(page_bytes.values(), default=0)
         # Pages that divide the largest one are lengthened to its size.
         blocks = dict.fromkeys(groups, tokens)
@@ -373,12 +373,12 @@ expected a value for key 'hidden_size', got no such key
         layout = Layout(kv=kv)
         tokens = _tokens(kernel_tokens)
         num_kernel_blocks = 1
-        for part in self._parts(tp, dict.fromkeys(self.groups, tokens)):
+        for shard in self._shards(tp, dict.fromkeys(self.groups, tokens)):
             # The largest page with tokens and the largest with a state, on one rank.
             token_bytes = 0
             state_bytes = 0
             for layer in dict.fromkeys(self.layers):
-                for _, page in part.pages(layer):
+                for _, page in shard.pages(layer):
                     num_bytes = page_stride(layout, page)
                     if page.has(TOKEN):
                         token_bytes = max(token_bytes, num_bytes)
@@ -388,10 +388,9 @@ expected a value for key 'hidden_size', got no such key
                 num_kernel_blocks = max(num_kernel_blocks, -(-state_bytes // token_bytes))
         return num_kernel_blocks
 
-    def _parts(self, tp: int, blocks: Mapping[str, int]) -> Iterator[RankPart]:
-        """Return the part of each tensor-parallel rank."""
+    def _shards(self, tp: int, blocks: Mapping[str, int]) -> Iterator[RankShard]:
         tp = integer(tp, "tp", low=1, high=MAX_RANKS)
-        return (RankPart(rank, tp, blocks, self.dtype) for rank in range(tp))
+        return (RankShard(rank, tp, blocks, self.dtype) for rank in range(tp))
 
     def engine(
         self,
@@ -454,8 +453,8 @@ expected a value for key 'hidden_size', got no such key
         workers = []
         ranks = product(stages, range(sizes.pcp), range(sizes.tp))
         for rank, (stage, pcp_rank, tp_rank) in enumerate(ranks):
-            part = RankPart(tp_rank, sizes.tp, blocks, self.dtype, scales)
-            pools = self._pools(stage, part)
+            shard = RankShard(tp_rank, sizes.tp, blocks, self.dtype, scales)
+            pools = self._pools(stage, shard)
             views, region_bytes = place_pools(pool_layout, pools, num_blocks, shared=share_memory)
             regions = [addresses.region(key, size, rank) for key, size in region_bytes.items()]
             # Every rank has all groups, also those of which its stage has no layer.
@@ -465,7 +464,7 @@ expected a value for key 'hidden_size', got no such key
             workers.append(Worker(engine_id, rank, regions, groups, views, self.name))
         return tuple(workers)
 
-    def _pools(self, stage: range, part: RankPart) -> dict[str, list[Page]]:
+    def _pools(self, stage: range, shard: RankShard) -> dict[str, list[Page]]:
         """Return the pages of a stage by pool. The last stage has pools of draft layers too."""
         pools: dict[str, list[Page]] = {}
         # Draft layers follow the last layer, so they are on the last stage.
@@ -474,7 +473,7 @@ expected a value for key 'hidden_size', got no such key
         for layer_index in range(stage.start, stop):
             pool_prefix = "draft." if layer_index >= num_layers else ""
             prefix, layer = self._named_layers[layer_index]
-            for pool, page in part.pages(layer, prefix):
+            for pool, page in shard.pages(layer, prefix):
                 pools.setdefault(pool_prefix + pool, []).append(page)
         return pools
 

@@ -138,14 +138,14 @@ def _equal_stages(num_layers: int, pp: int) -> list[int]:
 
 
 @attrs.frozen
-class RankPart:
-    """The part of any layer that tensor-parallel rank ``rank`` of ``ranks`` holds.
+class RankShard:
+    """The shard of any layer that tensor-parallel rank ``rank`` of ``ranks`` holds.
 
     ``blocks`` says how many tokens a block of each token group has. ``dtype`` is that of tensors
     without one.
 
     >>> from kvplan.models.tensors import attention
-    >>> local = RankPart(1, 2, {"attn": 16}).tensor(attention(8, 128)[0])
+    >>> local = RankShard(1, 2, {"attn": 16}).tensor(attention(8, 128)[0])
     >>> print(*local.axes, sep="; ")
     kv [0, 2) of 2 stride 0; head [4, 8) of 8 stride 0; dim [0, 128) of 128 stride 0;
     token [0, 16) of 16 stride 0
@@ -161,7 +161,7 @@ class RankPart:
         check_word(SCALES, self.scales, "scales")
 
     def tensor(self, tensor: Tensor, prefix: str = "") -> LocalTensor:
-        """Return the rank's part of a tensor, named by ``prefix`` and its kind."""
+        """Return the rank's shard of a tensor, named by ``prefix`` and its kind."""
         axes = tensor.local_axes(self.rank, self.ranks)
         if tensor.paged:
             slots = self.blocks[tensor.group]
@@ -169,7 +169,7 @@ class RankPart:
         return LocalTensor(prefix + tensor.kind, tensor.group, tensor.dtype or self.dtype, axes)
 
     def tensor_bytes(self, layer: Layer) -> dict[str, int]:
-        """Return the bytes of one block of the rank's part of each tensor, by kind."""
+        """Return the bytes of one block of the rank's shard of each tensor, by kind."""
         return {tensor.kind: self.tensor(tensor).block_bytes for tensor in layer}
 
     def page_bytes(self, layer: Layer) -> Counter[str]:

@@ -38,7 +38,7 @@ from kvplan.protocol.retention import check_kept
 from kvplan.protocol.system import ANSWER_S, Pending, System, pend
 from kvplan.staging import Pipeline, StagedPlan, StagedTransfer
 from kvplan.staging.choice import STRATEGIES, choice_of
-from kvplan.staging.plan import Shares
+from kvplan.staging.plan import DirectReads
 
 if TYPE_CHECKING:
     from logging import Logger
@@ -316,7 +316,7 @@ class PeerEngines:
         """Return the plan that takes the least time, within a budget."""
         if self._pipeline is None:
             return self._connections.plan(self._worker, workers, budget=budget)
-        shared = Shares.of(self._worker, workers, (), budget)
+        shared = DirectReads.of(self._worker, workers, (), budget)
         staging = self._pipeline.staging
         try:
             choice = choice_of(shared, STRATEGIES, staging, USUAL_TOKENS, self._pipeline.rates)

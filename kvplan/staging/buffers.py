@@ -26,11 +26,11 @@ therefore reads long runs into a staging buffer, and then copies the bytes into 
   as many states as a window has requests of :data:`STATE_POSITIONS`, two at least.
 - staging.S8: ``W`` is the greatest that fits.
 
->>> attention, state = fit([(Group("attn", 16), 4096), (Group("state"), 1000)], 1 << 20).places
+>>> attention, state = fit([(Group("attn", 16), 4096), (Group("state"), 1000)], 1 << 20).extents
 >>> attention
-PoolPlace(offset_bytes=0, num_blocks=254)
+PoolExtent(offset_bytes=0, num_blocks=254)
 >>> state
-PoolPlace(offset_bytes=1040384, num_blocks=2)
+PoolExtent(offset_bytes=1040384, num_blocks=2)
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ view.
 """
 
 VIEW_BYTES: Final = 50_000
-"""What a view that is packed takes of a budget."""
+"""Estimated cost of a view that is packed."""
 
 RUN_BYTES: Final = 100
-"""What a run of a frame takes of a budget."""
+"""Estimated cost of a run of a frame."""
 
 Demand = tuple[Group, int]
 """A group, and the bytes of one block of a pool."""
@@ -89,7 +89,7 @@ MAX_WINDOW: Final = 1 << 30
 
 
 class PeerView(NamedTuple):
-    """A view of a peer, or the buffer's in its place, and its number among the peer's views."""
+    """A view of a peer, or the buffer's copy of it, and its number among the peer's views."""
 
     number: int
     view: View
@@ -139,14 +139,14 @@ class Pool:
 class StagingBuffer:
     """Staging memory for one peer, described as a worker under the peer's key.
 
-    ``groups`` has the buffer's group for each pair of groups. ``places`` has those of each group's
+    ``groups`` has the buffer's group for each pair of groups. ``extents`` has those of each group's
     pools, by its name. ``view_indices`` has the index of a view, by the name of its group and the
     number of the peer's view.
     """
 
     worker: Worker
     groups: Mapping[BothGroups, Group]
-    places: Mapping[str, tuple[PlacedPool, ...]]
+    extents: Mapping[str, tuple[PlacedPool, ...]]
     view_indices: Mapping[tuple[str, int], int]
 
     def transfer_step(self, peer: Worker, budget: Budget) -> list[Cell]:
@@ -162,7 +162,7 @@ class StagingBuffer:
     def local_step(self, cells: Iterable[Cell]) -> list[Cell]:
         """Return the cells between the buffer and its worker, given those of peer and worker.
 
-        The buffer's views take the place of the peer's, one cell for each geometry that they have.
+        The buffer's views replace the peer's, one cell for each geometry that they have.
         Coordinates and positions stay, so that no other byte moves.
         """
         replaced = list[Cell]()
@@ -238,40 +238,40 @@ def _needed_spans(cells: Iterable[Cell]) -> dict[BothGroups, dict[int, Spans]]:
         for number in source_views(cell).tolist():
             spans = spans_by_view.setdefault(number, {})
             for axis, axis_slice in cell.slices.items():
-                # several cells may need parts of one view: the span of all of them
+                # several cells may need slices of one view: the span of all of them
                 start, stop = axis_slice.span
                 low, high = spans.get(axis, axis_slice.span)
                 spans[axis] = min(start, low), max(stop, high)
     return needed
 
 
-class PoolPlace(NamedTuple):
-    """Where a pool is: its offset in the region, and its blocks."""
+class PoolExtent(NamedTuple):
+    """An offset in the staging region, and the number of blocks from there on."""
 
     offset_bytes: int
     num_blocks: int
 
 
 class PlacedPool(NamedTuple):
-    """A pool's place, and what its blocks are like: buffers that are equal in this share blocks."""
+    """A pool's extent and its blocks' sizes: buffers that are equal in these share blocks."""
 
-    place: PoolPlace
+    extent: PoolExtent
     block_bytes: int
     inner_bytes: int
 
 
 @attrs.frozen
 class Fit:
-    """The positions of a window and the place of each pool."""
+    """The positions of a window and the extent of each pool."""
 
     num_positions: int
-    places: tuple[PoolPlace, ...]
+    extents: tuple[PoolExtent, ...]
 
 
 class _Layout(NamedTuple):
-    """The places of pools, and where the last one ends."""
+    """The extents of pools, and where the last one ends."""
 
-    places: tuple[PoolPlace, ...]
+    extents: tuple[PoolExtent, ...]
     end_bytes: int
 
 
@@ -289,9 +289,9 @@ def fit(demands: Sequence[Demand], size_bytes: int) -> Fit:
         num_fitting = bisect_right(windows, size_bytes, key=partial(_end_bytes, demands, grain))
         if num_fitting:
             longest = windows[num_fitting - 1]
-            places = _laid_out(demands, grain, longest).places
+            extents = _laid_out(demands, grain, longest).extents
             # states alone are not divided among windows
-            return Fit(longest if token_groups else MAX_WINDOW, places)
+            return Fit(longest if token_groups else MAX_WINDOW, extents)
     needed_bytes = _end_bytes(demands, 1, 1)
     raise KVPlanError(
         "MEMORY",
@@ -338,17 +338,17 @@ def _end_bytes(demands: Sequence[Demand], grain: int, window: int) -> int:
 
 
 def _laid_out(demands: Sequence[Demand], grain: int, window: int) -> _Layout:
-    """Return the places of pools for windows of some length, one pool after the other."""
+    """Return the extents of pools for windows of some length, one pool after the other."""
     groups = {group for group, _ in demands}
     touched = {group: blocks_touched(group, window, grain) for group in groups}
-    places = []
+    extents = []
     end = 0
     for group, block_bytes in demands:
         offset = -(-end // ALIGNMENT) * ALIGNMENT
         # two whole chunks, rule staging.S7
-        places.append(PoolPlace(offset, 2 * touched[group]))
-        end = offset + places[-1].num_blocks * block_bytes
-    return _Layout(tuple(places), end)
+        extents.append(PoolExtent(offset, 2 * touched[group]))
+        end = offset + extents[-1].num_blocks * block_bytes
+    return _Layout(tuple(extents), end)
 
 
 def staging_buffer(
@@ -356,9 +356,9 @@ def staging_buffer(
     peer: Worker,
     region: str,
     pools_of: Mapping[BothGroups, Sequence[Pool]],
-    places: Iterator[PoolPlace],
+    extents: Iterator[PoolExtent],
 ) -> StagingBuffer:
-    """Return the buffer for a peer in a region of ``local``; ``places`` has each pool's place."""
+    """Return the buffer for a peer in a region of ``local``; ``extents`` has that of each pool."""
     groups: dict[BothGroups, Group] = {}
     placed: dict[str, tuple[PlacedPool, ...]] = {}
     views: list[View] = []
@@ -367,10 +367,10 @@ def staging_buffer(
         group_name = "<-".join(group.name for group in both_groups)
         groups[both_groups] = attrs.evolve(both_groups[SOURCE], name=group_name)
         for pool in group_pools:
-            place = next(places)
-            like = PlacedPool(place, pool.block_bytes, pool.inner_bytes)
+            extent = next(extents)
+            like = PlacedPool(extent, pool.block_bytes, pool.inner_bytes)
             placed[group_name] = (*placed.get(group_name, ()), like)
-            for number, view in pool.placed(group_name, region, *place):
+            for number, view in pool.placed(group_name, region, *extent):
                 view_indices[group_name, number] = len(views)
                 views.append(view)
     worker = Worker(peer.engine_id, peer.rank, local.regions, groups.values(), views)
@@ -389,7 +389,7 @@ def _only(worker: Worker, group: Group) -> Worker:
 
 
 def _trimmed(view: View, spans: Mapping[str, tuple[int, int]]) -> View:
-    """Return the part of a view that is needed, by rule staging.S2."""
+    """Return the slice of a view that is needed, by rule staging.S2."""
     # an axis of several digits stays whole: one interval of it is no interval of each digit
     num_digits = Counter(axis.name for axis in view.axes)
     axes = []
@@ -482,7 +482,7 @@ class _RunMap:
         return packed
 
     def view(self, view: View, run_bytes: int) -> View:
-        """Return a view whose offset and strides lead to the packed places of its first runs."""
+        """Return a view whose offset and strides lead to the packed offsets of its first runs."""
         offset_bytes = int(self.offsets(view.offset_bytes))
         axes = list(view.axes)
         for digit, axis in enumerate(axes):

@@ -31,7 +31,7 @@ from kvplan.plan.cost import Cost
 from kvplan.plan.transfer import TransferPlan
 from kvplan.staging.buffers import checked_staging
 from kvplan.staging.cost import StagedCost, staged_cost
-from kvplan.staging.plan import Shares, StagedPlan
+from kvplan.staging.plan import DirectReads, StagedPlan
 
 AUTO: Final = "auto"
 STRATEGIES: Final = ("direct", "receive-staged", "receive-staged-whole")
@@ -260,12 +260,12 @@ def choose(
     else:
         # without a region nothing can be staged
         candidates = STRATEGIES if staging is not None else ("direct",)
-    shared = Shares.of(local, remotes, not_transferred, budget)
+    shared = DirectReads.of(local, remotes, not_transferred, budget)
     return choice_of(shared, candidates, staging, tokens, rates)
 
 
 def choice_of(
-    shared: Shares,
+    shared: DirectReads,
     candidates: Sequence[str],
     staging: str | None,
     tokens: int,
@@ -293,7 +293,7 @@ def choice_of(
     return Choice(shared.direct.local.label, tokens, rates, tuple(options), refused)
 
 
-def _plan(shared: Shares, strategy: str, staging: str | None) -> TransferPlan | StagedPlan:
+def _plan(shared: DirectReads, strategy: str, staging: str | None) -> TransferPlan | StagedPlan:
     """Return the plan of a strategy.
 
     Raises ``NAME``, ``OVERLAP`` or ``MEMORY`` for a staging region that cannot serve.

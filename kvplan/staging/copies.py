@@ -54,13 +54,13 @@ Boxes = dict[BoxShape, list[tuple[Origin, Origin]]]
 """Boxes by shape: where each begins on both sides, the destination's first."""
 
 BOX_BYTES: Final = 2000
-"""What a box of a tensor that is copied takes of a budget."""
+"""Estimated cost of a box of a tensor that is copied."""
 
 SEGMENT_BYTES: Final = 40
-"""What a segment of an axis takes of a budget, each time that it is looked at."""
+"""Estimated cost of a segment of an axis, each time that it is looked at."""
 
 POSITION_BYTES: Final = 64
-"""What a position of a cycle takes of a budget."""
+"""Estimated cost of a position of a cycle."""
 
 DESTINATION: Final = 0
 SOURCE: Final = 1
@@ -123,8 +123,8 @@ class Copy:
         for extent, stride in zip(self.extents, side.strides_bytes, strict=True):
             run_offsets = np.add.outer(run_offsets, np.arange(extent) * stride).reshape(-1)
         # one row for each origin: its address and its device
-        places = [(region.address + offset, region.device_id) for region, offset in side.origins]
-        origins = np.array(places, np.uint64)
+        addresses = [(region.address + offset, region.device_id) for region, offset in side.origins]
+        origins = np.array(addresses, np.uint64)
         # one row for each origin, one column for each run: address, length, device
         descriptors = np.empty((len(origins), run_offsets.size, 3), np.uint64)
         descriptors[:, :, 0] = np.add.outer(origins[:, 0], run_offsets.astype(np.uint64))
@@ -357,12 +357,10 @@ def _bounds_inside(segments: Segments, low: int, high: int) -> list[int]:
 
 
 def _offset_at(segments: Segments, coordinate: int) -> int:
-    """Return the offset of a coordinate."""
     return int(segments.at(np.array([coordinate]))[0])
 
 
 def _stride_at(segments: Segments, coordinate: int) -> int:
-    """Return the stride of the segment that has a coordinate."""
     segment = np.searchsorted(segments.start, coordinate, "right") - 1
     return int(segments.stride[segment])
 

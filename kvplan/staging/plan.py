@@ -74,7 +74,7 @@ BlockTables = Mapping[str, Blocks]
 
 @attrs.frozen(eq=False, repr=False)
 class Chunk:
-    """A part of a request: ``specs``, one for each of the plan's transfers, and local ``copies``.
+    """What moves together: ``specs``, one for each of the plan's transfers, and local ``copies``.
 
     All specs fill staging blocks; then all copies empty them. ``blocks`` has their ids, for each
     group of each staging buffer. ``tokens`` has the chunk's ranges by local group: a direct plan
@@ -101,8 +101,8 @@ StagingLayout = tuple[tuple[PlacedPool, ...], ...]
 class FreeBlocks:
     """The staging blocks of a layout that no chunk has.
 
-    >>> from kvplan.staging.buffers import PoolPlace
-    >>> pool = PlacedPool(PoolPlace(0, num_blocks=4), block_bytes=64, inner_bytes=64)
+    >>> from kvplan.staging.buffers import PoolExtent
+    >>> pool = PlacedPool(PoolExtent(0, num_blocks=4), block_bytes=64, inner_bytes=64)
     >>> free = FreeBlocks(((pool,),))
     >>> first, second = free.take([3]), free.take([2])
     >>> first, second
@@ -115,7 +115,7 @@ class FreeBlocks:
     def __init__(self, layout: StagingLayout) -> None:
         self.layout = layout
         # all pools of a group have as many blocks
-        self._is_free = [np.ones(pools[0].place.num_blocks, bool) for pools in layout]
+        self._is_free = [np.ones(pools[0].extent.num_blocks, bool) for pools in layout]
 
     def take(self, numbers: Iterable[int]) -> tuple[Ints, ...] | None:
         """Take some blocks of each group, or none where a group has too few."""
@@ -170,7 +170,7 @@ class StagedPlan:
     def layout(self) -> StagingLayout:
         """Where staging blocks are: chunks of plans that are equal in it may share a region."""
         buffers = [peer.buffer for peer in self.peers]
-        return tuple([pools for buffer in buffers for pools in buffer.places.values()])
+        return tuple([pools for buffer in buffers for pools in buffer.extents.values()])
 
     def bind(
         self, *, local: BlockTables, remote: BlockTables, tokens: Tokens = None
@@ -216,7 +216,6 @@ class StagedPlan:
         return ranges
 
     def _in_tokens(self, ranges: GroupRanges) -> GroupRanges:
-        """Return the ranges of tokens of some positions by local group."""
         groups = {group.name: group for group in self.direct.local.groups}
         return {name: in_tokens(groups[name], positions) for name, positions in ranges.items()}
 
@@ -235,22 +234,22 @@ class StagedRequest:
     remote: BlockTables
     wants: Sequence[WantedRanges]
     ranges: deque[GroupRanges]
-    _next: list[_Part] = attrs.field(factory=list, init=False)
+    _next: list[_GroupMoves] = attrs.field(factory=list, init=False)
 
     def next_chunk(self, free: FreeBlocks) -> Chunk | None:
         """Make the next chunk. Return None where too few blocks are free, or nothing is left."""
         while self.ranges:
             tokens = self.ranges[0]
-            parts = self._next or list(self._parts(tokens))
-            if any(part.num_copied for part in parts):
-                blocks = free.take([part.ordinals.size for part in parts])
+            moves = self._next or list(self._moves(tokens))
+            if any(move.num_copied for move in moves):
+                blocks = free.take([move.ordinals.size for move in moves])
                 if blocks is None:
-                    self._next = parts
+                    self._next = moves
                     return None
                 self._next = []
                 self.ranges.popleft()
                 try:
-                    return self._chunk(tokens, parts, blocks)
+                    return self._chunk(tokens, moves, blocks)
                 except KVPlanError:
                     free.give_back(blocks)
                     raise
@@ -270,38 +269,38 @@ class StagedRequest:
             elif self.ranges:
                 free.give_back(held.popleft().blocks)
 
-    def _parts(self, tokens: GroupRanges) -> Iterator[_Part]:
-        """Yield the parts of a chunk, one for each group of each peer's buffer."""
+    def _moves(self, tokens: GroupRanges) -> Iterator[_GroupMoves]:
+        """Yield what a chunk moves, for each group of each peer's buffer."""
         for peer, wants in zip(self.plan.peers, self.wants, strict=True):
             for groups, buffer_group in peer.buffer.groups.items():
                 start, stop = tokens[groups[DESTINATION].name]
                 low, high = wants[groups]
-                # the part of the chunk that this peer serves
+                # what this peer serves of the chunk
                 span = max(low, start), min(high, stop)
                 table = self.local[groups[DESTINATION].name]
                 templates = peer.templates_of(buffer_group)
                 # one array for each template: the positions of the chunk that it copies
                 positions = [template.positions(table, *span) for template in templates]
-                yield _Part(groups, buffer_group, span, templates, positions)
+                yield _GroupMoves(groups, buffer_group, span, templates, positions)
 
     def _chunk(
-        self, tokens: GroupRanges, parts: Iterable[_Part], blocks: tuple[Ints, ...]
+        self, tokens: GroupRanges, moves: Iterable[_GroupMoves], blocks: tuple[Ints, ...]
     ) -> Chunk:
-        """Return the chunk of some parts in staging blocks."""
-        placed = iter(zip(parts, blocks, strict=True))
+        """Return the chunk in staging blocks."""
+        placed = iter(zip(moves, blocks, strict=True))
         specs = list[ReadSpec]()
         copies = list[Copy]()
         for peer in self.plan.peers:
             staged_tables = dict[str, Blocks]()
             staged_ranges = dict[str, Range]()
-            for part, ids in islice(placed, len(peer.buffer.groups)):
-                name = part.buffer_group.name
+            for move, ids in islice(placed, len(peer.buffer.groups)):
+                name = move.buffer_group.name
                 # all blocks of the peer without a position of the chunk are gaps
-                table = Blocks(ids, ordinals=part.ordinals, listed=(0, POSITION_END))
+                table = Blocks(ids, ordinals=move.ordinals, listed=(0, POSITION_END))
                 staged_tables[name] = table
-                positions_moved = part.span if ids.size else (0, 0)
-                staged_ranges[name] = in_tokens(part.buffer_group, positions_moved)
-                copies += part.copies((self.local[part.groups[DESTINATION].name], table))
+                positions_moved = move.span if ids.size else (0, 0)
+                staged_ranges[name] = in_tokens(move.buffer_group, positions_moved)
+                copies += move.copies((self.local[move.groups[DESTINATION].name], table))
             sources = [source.name for _, source in peer.buffer.groups]
             remote = {name: self.remote[name] for name in sources}
             specs += peer.transfer.bind(local=staged_tables, remote=remote, tokens=staged_ranges)
@@ -309,7 +308,7 @@ class StagedRequest:
 
 
 @attrs.frozen(eq=False)
-class _Part:
+class _GroupMoves:
     """What a chunk moves of a pair of groups: ``positions`` of each template, within ``span``."""
 
     groups: BothGroups
@@ -404,7 +403,7 @@ def _windows(group: Group, table: Blocks, low: int, high: int, window: int) -> I
 
 
 @attrs.frozen(eq=False)
-class Shares:
+class DirectReads:
     """The ``direct`` plan of a worker, and the ``cells`` that it reads from each peer.
 
     They are planned once for all strategies, within one ``budget``.
@@ -421,7 +420,7 @@ class Shares:
         remotes: Iterable[Worker],
         not_transferred: Iterable[str],
         budget: Budget | None = None,
-    ) -> Shares:
+    ) -> DirectReads:
         """Return what a worker reads. Raises what :func:`plan_reads` does."""
         peers = checked_workers("remotes", remotes, local)
         skipped = checked_names(not_transferred, local, *peers)
@@ -441,11 +440,11 @@ class Shares:
         pools_of_peers = [pools(peer, cells, self.budget, whole) for peer, cells in self.cells]
         fitted = fit(_demands(pools_of_peers), region.size_bytes)
         # pools lie one after the other in the region, peer by peer
-        places = iter(fitted.places)
+        extents = iter(fitted.extents)
         planner = PairPlanner(READ, self.budget)
         peers = list[StagedPeer]()
         for (peer, cells), pools_of in zip(self.cells, pools_of_peers, strict=True):
-            buffer = staging_buffer(local, peer, region.name, pools_of, places)
+            buffer = staging_buffer(local, peer, region.name, pools_of, extents)
             # the buffer under the key of its worker
             worker = attrs.evolve(buffer.worker, engine_id=local.engine_id, rank=local.rank)
             pair = planner.pair(Assignment(worker, peer, buffer.transfer_step(peer, self.budget)))
@@ -507,4 +506,4 @@ def stage(
     """
     region = checked_staging(local, staging)
     instance(bool, whole, "whole")
-    return Shares.of(local, remotes, not_transferred, budget).staged(region, whole)
+    return DirectReads.of(local, remotes, not_transferred, budget).staged(region, whole)

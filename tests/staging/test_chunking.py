@@ -41,7 +41,7 @@ def test_with_less_room_windows_are_whole_blocks_of_one_group() -> None:
     """staging.S6: multiples of 24 cut the blocks of 16 only."""
     fitted = fit([(ATTN, 100), (WIDE, 100)], 2 * (2 + 1) * 100 + 60)
     assert fitted.num_positions == 24
-    assert [num_blocks for _, num_blocks in fitted.places] == [4, 2]
+    assert [num_blocks for _, num_blocks in fitted.extents] == [4, 2]
 
 
 def test_with_less_room_windows_divide_the_blocks_of_all() -> None:
@@ -56,11 +56,11 @@ def test_with_least_room_windows_are_what_fits() -> None:
 
 
 def test_there_is_room_for_two_windows_and_two_states() -> None:
-    """staging.S7: places do not overlap, and each has twice the blocks of a window."""
+    """staging.S7: extents do not overlap, and each has twice the blocks of a window."""
     demands = [(ATTN, 1000), (STATE, 77), (SPREAD, 10)]
     fitted = fit(demands, 100_000)
     end = 0
-    for (group, size), (offset, num_blocks) in zip(demands, fitted.places, strict=True):
+    for (group, size), (offset, num_blocks) in zip(demands, fitted.extents, strict=True):
         assert offset >= end
         assert offset % ALIGNMENT == 0
         assert num_blocks == 2 * (
@@ -80,8 +80,8 @@ def test_there_is_room_for_the_states_of_usual_requests() -> None:
     """staging.S7: as many as there is room for requests of 1,024 positions, and all that fits of states alone."""
     fitted = fit([(ATTN, 1000), (STATE, 1000)], 1 << 20)
     assert fitted.num_positions // 1024 == 8
-    assert fitted.places[1].num_blocks == 2 * 8
-    assert fit([(STATE, 50)], 10 * 50 + 49).places[0].num_blocks == 10
+    assert fitted.extents[1].num_blocks == 2 * 8
+    assert fit([(STATE, 50)], 10 * 50 + 49).extents[0].num_blocks == 10
 
 
 def test_states_alone_have_one_window() -> None:
