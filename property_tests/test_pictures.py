@@ -41,13 +41,13 @@ def named(layer: DrawnLayer, cell: int) -> list[int]:
 
 @given(cases())
 def test_a_cell_has_the_bytes_that_its_coordinates_name(case: Case) -> None:
-    """All of them and no others; cells have all bytes of all views, and pieces are cells that follow each other."""
+    """All of them and no others; cells have all bytes of all views, and runs are cells that follow each other."""
     for layer in itertools.chain(*map(layers_of, (*case.destinations, *case.sources))):
         cells = layer.cells
         for cell, (start, stop) in enumerate(zip(cells.start.tolist(), cells.stop.tolist(), strict=True)):
             assert named(layer, cell) == [*range(start, stop)]
         num_bytes = sum(view.itemsize * len([*elements(view)]) for view in layer.views)
-        assert int((cells.stop - cells.start).sum()) == num_bytes == sum(stop - start for start, stop in cells.pieces)
+        assert int((cells.stop - cells.start).sum()) == num_bytes == sum(stop - start for start, stop in cells.runs)
 
 
 @given(cases())

@@ -38,7 +38,6 @@ class Cache:
         return f"{self.tensor.kind} [{axes}] {self.dtype}{slides} in {layers}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return {
             "tensor": self.tensor.kind,
             "group": self.tensor.group,

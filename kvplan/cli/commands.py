@@ -159,7 +159,7 @@ def explain_command(
     )
     for role, options, workers in sides:
         title = f"{role}, {options}: {count(len(workers), 'worker')}"
-        # one worker stands for its engine, unless every row is asked for
+        # of an engine the first worker, unless every row is asked for
         explained = workers
         if detail != "rows":
             title += ", the first:"
@@ -366,7 +366,6 @@ class _OfferText:
         return [*description, f"  fingerprint {fingerprint(self.worker)}"]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         worker = self.worker
         if worker is None:
             return {"file": self.name, "ok": False, "problems": self.problems}

@@ -42,7 +42,7 @@ def terminal_width() -> int:
 
 def wrapped(lines: Iterable[str]) -> list[str]:
     """Return lines of which none is wider than the terminal."""
-    return [part for line in lines for part in wrap_line(line, terminal_width())]
+    return [row for line in lines for row in wrap_line(line, terminal_width())]
 
 
 def print_lines(lines: Iterable[str]) -> None:

@@ -2,8 +2,8 @@
 
 An engine is a mapping with a ``command`` or ``args`` that start vLLM or SGLang, as a container of
 Kubernetes or a service of compose has them, or a text with such a command line, as values files and
-scripts in a ConfigMap have. Its name is its own, or the key under which it stands, with those of
-what is around it where two are alike.
+scripts in a ConfigMap have. Its name is its own, or its key, with those of what is around it where
+two are alike.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def engines_of(text: str) -> dict[str, str]:
 
 
 def _parsed(text: str) -> list[Any]:
-    """The documents of a text that are mappings or lists, none of what is no YAML."""
+    """The documents of a text that are mappings or lists, none if it is not YAML."""
     try:
         return [
             document
@@ -65,7 +65,7 @@ def _parsed(text: str) -> list[Any]:
 
 
 def _engines(node: Any, names: tuple[str, ...], key: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the names of each engine of a node, which stands under a key, and its command line."""
+    """Yield the names of each engine of a node, which has a key, and its command line."""
     if isinstance(node, Mapping):
         name = _name_of(node)
         command = " ".join(filter(None, (_words(node.get(each)) for each in ("command", "args"))))

@@ -202,34 +202,34 @@ def _flags(text: str, subject: str) -> dict[str, Any]:
     except ValueError as error:
         action = f"read {subject}"
         raise KVPlanError("NAME", action, expected="closed quotes", got=f"{error}") from None
-    starts = [place for place, word in enumerate(words) if _is_start(words, place, word)]
+    starts = [index for index, word in enumerate(words) if _is_start(words, index, word)]
     if len(starts) > 1:
         got = f"{len(starts)} commands"
         raise KVPlanError("NAME", f"read {subject}", expected="one engine", got=got)
     words = words[starts[0] :] if starts else words
     flags: dict[str, Any] = {}
     # charts have options without a command
-    place = 0 if words and words[0].startswith("-") else 1
+    index = 0 if words and words[0].startswith("-") else 1
     if words[1:2] == ["serve"]:
-        place = 2
+        index = 2
         if words[2:3] and not words[2].startswith("-"):
             flags["model"] = words[2]
-    while place < len(words):
-        word = words[place]
-        place += 1
+    while index < len(words):
+        word = words[index]
+        index += 1
         if not re.match(r"--?[a-z]", word):
             continue
         name, equals, value = word.lstrip("-").partition("=")
-        has_value = place < len(words) and not re.match(r"--?[a-z]", words[place])
+        has_value = index < len(words) and not re.match(r"--?[a-z]", words[index])
         if not equals and has_value:
-            value = words[place]
-            place += 1
+            value = words[index]
+            index += 1
         flags[name.replace("_", "-")] = value or True
     return flags
 
 
-def _is_start(words: list[str], place: int, word: str) -> bool:
-    is_serve = words[place + 1 : place + 2] == ["serve"] and word.endswith(("vllm", "sglang"))
+def _is_start(words: list[str], index: int, word: str) -> bool:
+    is_serve = words[index + 1 : index + 2] == ["serve"] and word.endswith(("vllm", "sglang"))
     return is_serve or word.endswith(("vllm.entrypoints.openai.api_server", "sglang.launch_server"))
 
 

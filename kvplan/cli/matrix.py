@@ -49,12 +49,12 @@ MIN_LAYERS: Final = 4
 """The layers that are left of a longer model, so that three pipeline stages are uneven."""
 
 BLOCK_SIZES: Final = (16, 32, 64, 128)
-"""The block sizes that are tried, beside that of the opposite engine."""
+"""The block sizes that are tried, and that of the opposite engine."""
 
 GROUPS: Final = "groups"
 HYBRID: Final = "hybrid"
 """A mismatch can need an axis (``TOKEN``, ``KV``, ``STEP``) of a model's tensors, several groups,
-or attention beside recurrent states."""
+or attention and recurrent states."""
 
 
 @attrs.frozen
@@ -72,7 +72,6 @@ class Mismatch:
     bits: int | None = None
 
     def to_json(self) -> dict[str, str]:
-        """Return plain data."""
         differs = self.differs if self.bits is None else f"{self.differs}, {self.bits} bits"
         return {"differs": differs, "src": self.src, "dst": self.dst}
 
@@ -145,7 +144,7 @@ class Result:
         # a refusal is a verdict, too
         try:
             src, dst = sides or [EngineOptions.parse(text, key) for key, text in texts.items()]
-            # quantized tensors have scales, whose place the sides differ in
+            # the sides differ in where the scales of quantized tensors are
             if mismatch.bits is not None:
                 model = quantize_model(model, mismatch.bits)
             unsupported = {key: reasons_of(model, text) for key, text in texts.items()}
@@ -301,7 +300,7 @@ def markdown(results: Iterable[Result]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for result in results:
         sides = result.unsupported.values()
-        # the engines that support both sides stand once
+        # engines that support both sides are named once
         supported = " -> ".join(dict.fromkeys(map(supporting, sides)))
         text = str(result).replace("|", "\\|")
         yield f"| {' | '.join(result.mismatch.to_json().values())} | {supported} | {text} |"

@@ -21,7 +21,7 @@ BITS: Final[Mapping[int, tuple[Any, ...]]] = MappingProxyType(
 """Arguments of :meth:`Model.quantized` for each value of ``--bits``: 8 bits, and NVFP4."""
 
 MODEL_FORMS: Final = "a config.json or its directory, or sizes: layers=40,kv_heads=10,head_dim=128"
-"""The forms of MODEL on the command line, beside a shipped name."""
+"""The forms of MODEL on the command line, other than a shipped name."""
 
 SAME_CACHE: Final = r"(-(instruct|it|pt|base|chat|hf|thinking|reasoning|bf16|a\d+b|v\d\.\d|\d{4}))*"
 """What a name on Hugging Face may add to that of a model with the same cache.
@@ -64,10 +64,10 @@ def load(model: str, bits: str | None = None, like: str | None = None) -> Model:
         path = path / "config.json"
     try:
         config = json.loads(path.read_bytes())
-        # ModelOpt states the dtype of the cache in a file beside that of the model
-        beside = path.with_name(path.name.replace("config.json", "hf_quant_config.json"))
-        has_two = beside != path and beside.is_file()
-        quantization = json.loads(beside.read_bytes()) if has_two else None
+        # ModelOpt states the dtype of the cache in another file of the same folder
+        companion = path.with_name(path.name.replace("config.json", "hf_quant_config.json"))
+        has_two = companion != path and companion.is_file()
+        quantization = json.loads(companion.read_bytes()) if has_two else None
         return Model.from_config(config, model, like=like, quantization=quantization)
     except KVPlanError as error:
         raise error.in_file(f"{path}") from None

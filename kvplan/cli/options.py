@@ -79,7 +79,6 @@ class Engines:
         return [side.line(key) for key, side in self.sides.items() if side.source is not None]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         document = {"model": self.name, "src": str(self.src), "dst": str(self.dst)}
         return document if self.like is None else {**document, "assumed_like": self.like}
 

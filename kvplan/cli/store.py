@@ -44,9 +44,8 @@ class PartEntry:
     longest: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         views = self.part.worker.views
-        # axes of which the part has all say nothing
+        # axes that the part has whole are left out
         axes = {axis.name: axis for axis in views[0].axes if axis.extent < axis.size}
         return {
             "part": self.part.name,
@@ -76,7 +75,6 @@ class ModelEntry:
     parts: dict[str, PartEntry] = attrs.field(factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
         return {
             "space": self.name,
             "model": self.model,
@@ -287,7 +285,7 @@ def verify_files_command(location: str, delete: bool, as_json: bool) -> int:
     with progress_bar(as_json) as bar:
         bar.add_task("verify", total=None)
         files = filter(is_part, backend.entries(unlisted))
-        # a piece of each file that is read at once is in memory
+        # a chunk of each file that is being read is in memory
         for entry, check in in_batches(
             lambda entry: (entry, check_of(backend, entry)), files, backend.at_once
         ):

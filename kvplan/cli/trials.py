@@ -202,7 +202,7 @@ def blocks_needed(workers: Sequence[Worker], stop: int) -> dict[str, int]:
     for worker in workers:
         for group in worker.groups:
             num_blocks = 1
-            # a rank of a context-parallel engine holds a part of the positions
+            # a rank of a context-parallel engine holds some of the positions
             if group.tokens_per_block is not None:
                 num_blocks = -(-before(group, stop) // group.tokens_per_block)
             needed[group.name] = max(needed.get(group.name, 0), num_blocks)

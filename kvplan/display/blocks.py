@@ -106,7 +106,7 @@ class BlockCells:
         changes = np.count_nonzero(low[1:] != low[:-1], axis=0)
         is_fast = (high - low).max(axis=0) > 1
         ranks = sorted(range(len(axes)), key=lambda axis: (bool(is_fast[axis]), int(changes[axis])))
-        place = np.append(np.argsort(ranks), -1)
+        rank_of = np.append(np.argsort(ranks), -1)
         return cls(
             axes=tuple(axes[rank] for rank in ranks),
             sizes=tuple([len(names), *sizes.values()][rank] for rank in ranks),
@@ -115,7 +115,7 @@ class BlockCells:
             stop=stop,
             view=view_of,
             itemsize=itemsize,
-            fast=place[fast],
+            fast=rank_of[fast],
             low=low[:, ranks],
             high=high[:, ranks],
         )
@@ -127,8 +127,8 @@ class BlockCells:
         return self.axes, self.sizes, self.names, *(column.tobytes() for column in columns)
 
     @property
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """The contiguous bytes."""
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Start and stop of each contiguous run of bytes."""
         heads = np.flatnonzero(np.append(True, self.start[1:] != self.stop[:-1]))
         lasts = np.append(heads[1:], self.start.size) - 1
         return zip(self.start[heads].tolist(), self.stop[lasts].tolist(), strict=True)

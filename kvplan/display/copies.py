@@ -41,7 +41,7 @@ COPY_BYTES: Final = 20_000
 RANGE_BYTES: Final = 200
 """Estimated cost of the range of a group, each time that another group is bound."""
 
-PIECE_BYTES: Final = 1000
+RUN_BYTES: Final = 1000
 """Estimated cost of contiguous bytes of a request's blocks."""
 
 MAX_POSITIONS: Final = 1024
@@ -205,7 +205,10 @@ def panels(plan: TransferPlan) -> tuple[Panel, ...]:
                     num_layers=panel.num_layers + 1,
                 )
                 continue
-            copied = [_Row(_Place(*row[:4]), _Place(*row[4:8]), *row[8:]) for row in rows.tolist()]
+            copied = [
+                _Row(_LayerOffset(*row[:4]), _LayerOffset(*row[4:8]), *row[8:])
+                for row in rows.tolist()
+            ]
             drawn[kind] = Panel(
                 tensors=tuple(names),
                 num_layers=1,
@@ -261,7 +264,7 @@ def _pool(workers: Sequence[Worker], group: Group) -> int:
     return min(sizes_of, default=1)
 
 
-class _Place(NamedTuple):
+class _LayerOffset(NamedTuple):
     """A layer, by its number, and an offset in what it has in one block."""
 
     layer: int
@@ -273,8 +276,8 @@ class _Place(NamedTuple):
 class _Row(NamedTuple):
     """Bytes of one descriptor that are contiguous in a block on both sides."""
 
-    local: _Place
-    remote: _Place
+    local: _LayerOffset
+    remote: _LayerOffset
     remote_index: int
     length: int
     run_bytes: int
@@ -313,7 +316,7 @@ def _rows_by_layer(
         if layer.group == group:
             number_of_key.setdefault(layer.key, len(number_of_key))
     keys = [number_of_key.get(layer.key, -1) if layer.group == group else -1 for layer in layers]
-    local = _Pieces.of(
+    local = _BlockRuns.of(
         plan.local, layers, [0 if key >= 0 else -1 for key in keys], request["local"], budget
     )
     found = []
@@ -327,7 +330,7 @@ def _rows_by_layer(
                 number_of_key.get(layer.key, -1) if layer.group.name == name else -1
                 for layer in held
             ]
-            remote = _Pieces.of(
+            remote = _BlockRuns.of(
                 plan.remotes[number], held, keys_of_remote, request["remote"], budget
             )
             here, there = spec.descriptors()
@@ -350,7 +353,7 @@ def _rows_by_layer(
 
 
 @attrs.frozen(eq=False)
-class _Pieces:
+class _BlockRuns:
     """The contiguous bytes of a request's blocks on one worker.
 
     ``starts`` has the key, the device and the first address of each, in ascending order.
@@ -358,7 +361,7 @@ class _Pieces:
 
     starts: npt.NDArray[np.uint64]
     lengths: Ints
-    places: Ints
+    offsets: Ints
 
     @classmethod
     def of(
@@ -368,7 +371,7 @@ class _Pieces:
         keys: Sequence[int],
         tables: Mapping[str, Blocks],
         budget: Budget,
-    ) -> _Pieces:
+    ) -> _BlockRuns:
         """Return those of layers with a key; others have a negative one."""
         starts, others = [], []
         for number, (layer, key) in enumerate(zip(layers, keys, strict=True)):
@@ -377,17 +380,17 @@ class _Pieces:
             region = worker.regions[layer.region]
             table = tables.get(layer.group.name, Blocks([]))
             ids, first = np.unique(table.ids, return_index=True)  # a source may have a block twice
-            spans = np.array([*layer.cells.pieces], np.int64)
-            num_pieces = len(spans) * ids.size
-            budget.spend(num_pieces, "pieces of blocks", PIECE_BYTES, f"draw {worker.label}")
+            spans = np.array([*layer.cells.runs], np.int64)
+            num_runs = len(spans) * ids.size
+            budget.spend(num_runs, "runs of blocks", RUN_BYTES, f"draw {worker.label}")
             block = np.repeat(ids.astype(np.int64), len(spans))
             start, stop = np.tile(spans, (ids.size, 1)).T
             offset = layer.offset + block * layer.block_stride_bytes + start
             address = np.uint64(region.address) + offset.astype(np.uint64)
-            device = np.full(num_pieces, region.device_id, np.uint64)
+            device = np.full(num_runs, region.device_id, np.uint64)
             starts.append(np.column_stack([np.full_like(device, key), device, address]))
             ordinal = np.repeat(table.ordinals[first], len(spans))
-            layer_of = np.full(num_pieces, number)
+            layer_of = np.full(num_runs, number)
             others.append(np.column_stack([stop - start, layer_of, ordinal, block, start]))
         joined = np.concatenate(starts)
         order = np.lexsort(joined.T[::-1])
@@ -395,26 +398,27 @@ class _Pieces:
         return cls(joined[order], rest[:, 0], rest[:, 1:])
 
     def cut(self, keys: Ints, ranges: Descriptors) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return the parts of ranges that are in one piece each.
+        """Split ranges at the runs.
 
-        A part has the index of its range, the bytes before it, its length, and its place.
+        Of each run in a range: the range's index, the bytes before the run, its length, and where
+        it is, as a :class:`_LayerOffset`.
         """
         address, length, device = ranges.T
         key = keys.astype(np.uint64)
         first = self._at(np.column_stack([key, device, address]))
         last = self._at(np.column_stack([key, device, address + length - np.uint64(1)]))
-        piece = integers_in(np.column_stack([first, last + 1]))
+        run = integers_in(np.column_stack([first, last + 1]))
         row = np.repeat(np.arange(len(ranges)), last + 1 - first)
-        start = self.starts[piece, 2]
+        start = self.starts[run, 2]
         begin = np.maximum(address[row], start)
         skip = (begin - address[row]).astype(np.int64)
-        place = self.places[piece]
+        place = self.offsets[run]
         place[:, 3] += (into := (begin - start).astype(np.int64))
-        num_bytes = np.minimum(length[row].astype(np.int64) - skip, self.lengths[piece] - into)
+        num_bytes = np.minimum(length[row].astype(np.int64) - skip, self.lengths[run] - into)
         return row, skip, num_bytes, place
 
     def _at(self, bytes_: npt.NDArray[np.uint64]) -> Ints:
-        """Return the piece that has each byte: the last one that begins at it or before."""
+        """Return the run that has each byte: the last one that begins at it or before."""
         joint = np.concatenate([self.starts, bytes_])
         order = np.lexsort(joint.T[::-1])
         number = np.empty(len(joint), np.int64)
@@ -460,7 +464,12 @@ def _copies(
 
 
 def _end(
-    worker: Worker, layer: DrawnLayer, place: _Place, span: Range, found: Sequence[Any], part: slice
+    worker: Worker,
+    layer: DrawnLayer,
+    place: _LayerOffset,
+    span: Range,
+    found: Sequence[Any],
+    part: slice,
 ) -> CopyEnd:
     _, ordinal, block, offset = place
     cell, low, high = (column[part] for column in found)

@@ -46,8 +46,8 @@ def explain(value: object, *, detail: Detail = "workers", width: int = WIDTH) ->
 
     - ``line``: one line of at most ``width`` characters, for a log. What is longer is cut.
     - ``workers``: a few lines of at most ``width`` characters, the first of which is that line.
-      Regions and views of a worker are folded where they differ in name and place only. A plan has
-      a line for each remote worker that moves bytes.
+      Regions and views of a worker are folded where they differ in name and address only. A plan
+      has a line for each remote worker that moves bytes.
     - ``rows``: every region and view of a worker, every row of a plan's tables, every descriptor of
       a spec. Nothing is folded, cut or left out.
 
@@ -172,7 +172,7 @@ def _view(view: View, rows: bool) -> Iterator[str]:
 
 
 def _views(views: Sequence[View], rows: bool) -> Iterator[str]:
-    """Yield in words views that differ in name and place only."""
+    """Yield in words views that differ in name and address only."""
     first = views[0]
     place = f" at byte {first.offset_bytes} of region {first.region}" if rows else ""
     title = f"view{'s' * (len(views) > 1)} {fold(view.name for view in views)}"

@@ -83,8 +83,8 @@ def show(value: object, *, about: str = "", width: int = WIDTH) -> Picture:
     byte: offset in one block
 
     Raises ``TYPE`` for another value, ``NAME`` for an ``about`` of several lines, ``RANGE`` for a
-    ``width`` below 1 and for blocks of too many pieces.
-    """  # noqa: E501  a picture stands in the example as it is printed
+    ``width`` below 1 and for blocks of too many cells.
+    """  # noqa: E501  the example is printed so
     about = "" if isinstance(about, str) and not about else name(about, "about of a picture")
     width = integer(width, "width of a picture", low=1)
     if isinstance(value, Worker):
@@ -104,7 +104,7 @@ def show(value: object, *, about: str = "", width: int = WIDTH) -> Picture:
         reached = {copy.remote_index for panel in drawn for copy in panel.copies}
         workers = [value.remotes[number].label for number in sorted(reached)]
         verb = "reads from" if value.operation == "READ" else "writes to"
-        title = f"{value.local.label} {verb} {fold(workers) or 'nobody'}"
+        title = f"{value.local.label} {verb} {fold(workers) or 'no worker'}"
         return _picture(title, drawings, "not moved", about, width, workers)
     hints = {
         MeshPlan: "a mesh has a plan for each worker: show(mesh.plans[0])",

@@ -34,7 +34,7 @@ BYTE_SIZES: Final = (11, 10, 9)
 """Pixels: sizes of the numbers of bytes, of which the first one counts that lets all fit."""
 
 DIGIT: Final = 0.64
-"""The width of a digit, as a part of its size."""
+"""The width of a digit, relative to its size."""
 
 LEGEND: Final = f"{NOTE}; ⋯ more of the same; widths are not to scale"
 
@@ -136,7 +136,7 @@ def draw_svg(
     y = _draw_legend(root, y + 8, legend)
     for drawing, diagrams in parts:
         y = _draw_lines(root, y + 34, drawing.title, PANEL_LETTER, "panel")
-        # Facts stand beside the last line of the title, or below it.
+        # Facts follow the last line of the title, or are below it.
         last_line = _lines(drawing.title, PANEL_LETTER)[-1]
         width = len(last_line) * PANEL_LETTER + len(drawing.facts) * LETTER
         if width > SVG_WIDTH - 3 * EDGE:
@@ -158,7 +158,7 @@ def _lines(text: str, letter: float) -> list[str]:
 
 
 def _draw_lines(root: Element, y: float, text: str, letter: float, style: str) -> float:
-    """Draw a text, in as many lines as it takes; return where the last one stands."""
+    """Draw a text, in as many lines as it takes; return the offset of the last one."""
     lines = _lines(text, letter)
     for number, line in enumerate(lines):
         _add(root, "text", line, x=EDGE, y=y + number * ROW, class_=style)

@@ -1,7 +1,7 @@
 """Drawings as plain text: a line for each axis, the slowest at the top.
 
 Bytes go from left to right. The order of the lines is the order of the axes in memory. What is too
-wide goes on below, each part with its lines.
+wide goes on below.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def _drawn(drawing: Drawing, width: int) -> str:
         if all(len(_lines(diagram, letters)[0]) <= width for diagram in diagrams):
             break
     top, *bottom = (list(_wrapped(diagram, width, letters)) for diagram in diagrams)
-    parts = [*top, *(lines[::-1] for side in bottom for lines in side)]
-    return "\n\n".join("\n".join(lines) for lines in parts)
+    rows = [*top, *(lines[::-1] for side in bottom for lines in side)]
+    return "\n\n".join("\n".join(lines) for lines in rows)
 
 
 def _wrapped(
     diagram: Diagram, width: int, letters: Mapping[int | None, str]
 ) -> Iterator[list[str]]:
-    """Yield a diagram in parts that fit, of one column at least; the slowest axis goes on there."""
+    """Yield a diagram in rows that fit, of one column at least, cut where slow axes change."""
     columns = diagram.columns
     first = 0
     while first < len(columns):

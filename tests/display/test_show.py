@@ -55,7 +55,10 @@ def test_colours_are_literal() -> None:
 def test_an_empty_picture() -> None:
     """A worker without views and a plan that moves nothing have empty pictures."""
     nothing = Worker("decode", 0, (), (), ())
-    for value, title in ((nothing, "One block of decode/0"), (plan_reads(nothing, engine("p")), "reads from nobody")):
+    for value, title in (
+        (nothing, "One block of decode/0"),
+        (plan_reads(nothing, engine("p")), "reads from no worker"),
+    ):
         picture = show(value)
         assert picture.text == ""
         assert picture.title.endswith(title)
