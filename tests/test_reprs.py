@@ -24,7 +24,7 @@ from tests.small import engine
 from tests.staged import NAME, with_staging
 
 MAX_CHARACTERS = 200
-ROOMS = ("kvplan", *(f"kvplan.{room}" for room in kvplan.ROOMS), "kvplan.testing.strategies", "kvplan_nixl")
+ROOMS = ("kvplan", *(f"kvplan.{room}" for room in kvplan.PACKAGES), "kvplan.testing.strategies", "kvplan_nixl")
 LARGE: dict[str, Any] = {"text": "x" * 10_000, "list": list(range(10_000)), "array": np.arange(10_000)}
 
 
