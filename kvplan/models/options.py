@@ -56,6 +56,9 @@ OTHER_KEYS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Our keys by the names that vLLM, SGLang and :meth:`Model.engine` have for them."""
 
+NO_KEYS: Final = ("ep", "expert_parallel_size", "ep_size", "enable_expert_parallel")
+"""Options of engines that change no cache."""
+
 LAYOUTS: Final = f"{', '.join(ORDERS)}; vLLM's NHD is LBNHC, its HND is LBHNC"
 KV_PLACES: Final = (
     "content (K beside V for each token and head), axis (K, then V, in each block and layer), "
@@ -184,8 +187,10 @@ class EngineOptions:
         for item in filter(str.strip, text.split(",")):
             key, _, value = map(str.strip, item.partition("="))
             if key not in readers:
-                own = OTHER_KEYS.get(key.replace("-", "_"), key)
-                hint = meant(own, readers)
+                plain = key.replace("-", "_")
+                hint = meant(OTHER_KEYS.get(plain, key), readers)
+                if plain in NO_KEYS:
+                    hint = "expert parallelism changes no cache: leave it out"
                 expected = "a key in --help" if hint else f"one of {', '.join(readers)}"
                 raise KVPlanError(
                     "LAYOUT", action, expected=expected, got=repr(key), hint=hint, key=key
