@@ -479,13 +479,13 @@ def test_hybrid_models_are_proved(ours, theirs):
 
 
 def test_a_plan_that_moves_nothing_is_proved():
-    """The certificate has zero bytes in zero parts."""
+    """The certificate has zero bytes in zero fragments."""
     (mine,) = engine("d", layers=1)
     assert certify(plan_reads(mine, [], not_transferred=["layers.0"])) == Certificate(0, 0, True)
 
 
 def test_a_plan_too_large_to_follow_is_refused(monkeypatch):
-    """The limit holds for every direction, before parts are listed."""
+    """The limit holds for every direction, before fragments are listed."""
     monkeypatch.setattr(certificate, "MAX_FOLLOWED", 0)
     destinations, sources = engine("d", tp=2), engine("p")
     plans = (
@@ -520,18 +520,18 @@ def made(ranges: list[Range]) -> SlotSegments:
     return SlotSegments(start, length, *[np.zeros_like(start)] * 5)
 
 
-def test_parts_are_counted_before_they_are_listed(monkeypatch):
-    """A range over two segments is two parts."""
+def test_fragments_are_counted_before_they_are_listed(monkeypatch):
+    """A range over two segments is two fragments."""
     segments, start, length = made([(0, 4), (4, 4)]), np.array([0]), np.array([8])
     monkeypatch.setattr(certificate, "MAX_FOLLOWED", 2)
     assert segments.cut(start, length)
     monkeypatch.setattr(certificate, "MAX_FOLLOWED", 1)
-    with pytest.raises(KVPlanError, match=r"RANGE: cannot certify a plan: expected at most 1 parts .*, got 2$"):
+    with pytest.raises(KVPlanError, match=r"RANGE: cannot certify a plan: expected at most 1 fragments .*, got 2$"):
         segments.cut(start, length)
 
 
 def walked(segments: list[Range], ranges: list[Range]) -> list[tuple[int, int, int]] | None:
-    """The range, the piece and the address of every byte; ``None`` if one is in no piece."""
+    """The range, the segment and the address of every byte; ``None`` if one is in no segment."""
     holder = {start + i: segment for segment, (start, length) in enumerate(segments) for i in range(length)}
     every = [(i, start + at) for i, (start, length) in enumerate(ranges) for at in range(length)]
     return [(i, holder[at], at) for i, at in every] if all(at in holder for _, at in every) else None
@@ -553,7 +553,7 @@ def segments_of_a_block(draw: st.DrawFn) -> list[Range]:
 @example([(2, 2)], [(0, 1)])
 @example([(0, 2)], [(1, 2)])
 def test_ranges_are_cut_where_a_walk_changes_segments(segments: list[Range], ranges: list[Range]) -> None:
-    """The parts have every byte once, with its range and its piece; there are no parts if a byte has no piece."""
+    """The fragments have every byte once, with its range and its segment; there are none if a byte has no segment."""
     start, length = np.array(ranges, np.int64).T
     cut = made(segments).cut(start, length)
     expected = walked(segments, ranges)
@@ -561,8 +561,8 @@ def test_ranges_are_cut_where_a_walk_changes_segments(segments: list[Range], ran
         assert cut is None
     else:
         assert cut is not None
-        parts = zip(*(column.tolist() for column in cut), strict=True)
-        assert [(of, piece, begin + i) for of, piece, begin, size in parts for i in range(size)] == expected
+        fragments = zip(*(column.tolist() for column in cut), strict=True)
+        assert [(of, segment, begin + i) for of, segment, begin, size in fragments for i in range(size)] == expected
 
 
 def test_workers_of_two_descriptions_are_no_proof():
