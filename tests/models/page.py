@@ -31,11 +31,11 @@ reason. [Use a model](../how-to/models.md#other-models) says what to do about a 
 ## Types that are read
 
 Layers cache *K and V* of each head, *latents* for all heads (MLA), the keys of an *indexer*, or recurrent *states*;
-*window* means that some or all layers may slide. The second column is [what vLLM 0.32
+*window* means that some or all layers may slide. The last column is [what vLLM 0.32
 allocates](../how-to/models.md#what-vllm-allocates) for a tiny model of the type at TP 1, 2 and 3: *equal* to what
 kvplan plans, or why there is no comparison.
 
-| layers cache | vLLM | `model_type` |
+| layers cache | `model_type` | vLLM |
 |---|---|---|
 """
 
@@ -72,18 +72,18 @@ def write_verdicts(by_family: Verdicts) -> None:
 def page() -> str:
     """Return the text of the page."""
     judged = verdicts()
-    read = _grouped((f"{_caches(model)} | {_says(judged[model])}", model) for model in judged)
-    outer = _grouped((_code(inner), model_type) for model_type, inner in OUTER.items())
-    refused = _grouped((reason, model_type) for model_type, reason in REFUSED.items())
+    read = _grouped(((_caches(model), _says(judged[model])), model) for model in judged)
+    outer = _grouped(((_code(inner),), model_type) for model_type, inner in OUTER.items())
+    refused = _grouped(((reason,), model_type) for model_type, reason in REFUSED.items())
     return "".join((TOP, *read, OUTSIDE, *outer, NOT_READ, *refused))
 
 
-def _grouped(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Return one row of a table for all models of which it says the same, in order."""
-    models: dict[str, list[str]] = {}
-    for text, model in sorted(rows):
-        models.setdefault(text, []).append(_code(model))
-    return (f"| {text} | {', '.join(listed)} |\n" for text, listed in models.items())
+def _grouped(rows: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[str]:
+    """Return one row of a table for all models of which it says the same, in order; the second cell lists them."""
+    models: dict[tuple[str, ...], list[str]] = {}
+    for texts, model in sorted(rows):
+        models.setdefault(texts, []).append(_code(model))
+    return (f"| {' | '.join((first, ', '.join(listed), *rest))} |\n" for (first, *rest), listed in models.items())
 
 
 def _code(model: str) -> str:

@@ -24,7 +24,11 @@ PAGE: Final = ROOT / "docs" / "verdicts.md"
 
 WRONG: Final = ("wrong", "repeated")
 
-TOP: Final = """# Which planner is right
+TOP: Final = """---
+hide: [toc]
+---
+
+# Which planner is right
 
 Each planner ran on the cases of the [conformance kit](how-to/debugging.md#test-a-whole-connector), with its own
 functions as released ([how](second-opinion.md#how-it-is-run)), and [`verify`][kvplan.verify] checked every byte that it
