@@ -1,10 +1,10 @@
 """The protocol between engines: leases, claims, handoffs, handshakes, reads and digests.
 
-It knows no engine and no NIXL, and does no input or output: what waits is a coroutine that reaches
-the world through a :class:`System`, and the rest are plain objects that an engine calls in each
-step. Prefill's :class:`Exporter` keeps the blocks of a computed request under a lease, and
-describes the request in a :class:`Handoff`. Decode's :class:`Importer` claims the lease while the
-request waits, says what to read, and ends the claim when it is read:
+It knows no engine and no NIXL, and does no input or output: an engine calls plain objects in each
+step, and what has to wait is a coroutine that reaches the network and the clock through a
+:class:`System`. Prefill's :class:`Exporter` keeps the blocks of a computed request under a lease,
+and describes the request in a :class:`Handoff`. Decode's :class:`Importer` claims the lease while
+the request waits, says what to read, and ends the claim when it is read:
 
     prefill                                    decode
     Exporter: request 1 is pinned              Importer: request 1 is claimed, and read

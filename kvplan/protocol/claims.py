@@ -2,10 +2,9 @@
 
 - claim.C1: A reader claims a lease when the request arrives, renews the claim every
   :data:`RENEW_S`, and ends it when no byte of the request can move any more.
-- claim.C2: No answer is no refusal: a claim that could not be sent is sent again. A refused one
-  stays refused.
-- claim.C3: Each engine has a coroutine of its own, so one that hangs delays no other engine's
-  claims.
+- claim.C2: A claim that got no answer is sent again. A claim that was refused stays refused.
+- claim.C3: Claims on each engine are sent by a separate coroutine, so an engine that hangs delays
+  only its own.
 
 :class:`SourceClaims` decides what is sent to one engine and when; :class:`Claims` sends it.
 """
@@ -242,7 +241,7 @@ class SourceClaims:
         message = ClaimMessage(
             self.source.start, claims, _fitting(self._done), _fitting(self._unsent)
         )
-        # An end is sent once: if it is lost, the claim ends for want of renewals.
+        # An end is sent once: if it is lost, the claim expires, since it is not renewed.
         for claim in message.done:
             del self._done[claim]
         for lease in message.asks:

@@ -121,7 +121,9 @@ def answer_digests(requests: DigestRequests, start: str, body: Any) -> dict[str,
     """Answer a reader's request. Raises ``LEASE`` if it is for another start of the engine."""
     fields = instance(Mapping, body, "a request for digests")
     if instance(str, fields.get("start", ""), "start of a request") != start:
-        raise KVPlanError("LEASE", "compute digests", expected=f"start {start}", got="another one")
+        raise KVPlanError(
+            "LEASE", "compute digests", expected=f"start {start}", got="another start"
+        )
     request = DigestRequest.of(fields.get("lease", ""), fields.get("tokens", {}))
     return {"digests": requests.ask(request)}
 

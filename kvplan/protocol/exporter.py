@@ -1,9 +1,9 @@
 """The exporter: which requests an engine pins for readers, and what it publishes of them.
 
-An engine that computes a request for others keeps its blocks until they are read. The request is
-*published* while it is computed, as far as it is, if somebody waits for it; it is *finished* when
-all of it is computed, and its blocks are *pinned* until its lease has ended. :data:`TRANSITIONS` is
-the whole life of an exported request:
+An engine that computes a request for other engines keeps its blocks until they are read. While it
+is computed, the part that is ready may be *published* for a reader that waits. When all of it is
+computed, its blocks are *pinned* until its lease has ended. :data:`TRANSITIONS` is the whole life
+of an exported request:
 
     event        computing    published    lost      pinned
     PUBLISH      published    published    lost
@@ -13,14 +13,15 @@ the whole life of an exported request:
     ABORT        free         free         free      free
     LEASE_ENDED               lost                   free
 
-A request is *lost* when a reader has read a part of it and will read no more of it, since its lease
-was revoked or ended: it is computed to its end, and no engine reads it. REVOKE is of a lease that
-no reader had claimed, so that the request may be published again under another one, and LOSE of one
-that a reader had. ABORT is of a request that will not be computed to its end.
+Other bytes are written into the blocks of a request that is preempted, so its lease is revoked
+first. If no reader has claimed that lease (REVOKE), the request may be published again, under a new
+lease. If a reader has (LOSE), its request fails, and this one is *lost*: it is computed to its end,
+and no engine reads it. So is one whose lease ends while it is computed. ABORT is of a request that
+will not be computed to its end.
 
 The exporter has no thread and no socket. A connector tells it what happens to requests, publishes
 the handoffs that it returns, and frees the blocks of requests that :meth:`Exporter.step` returns.
-Readers' claims reach the :class:`~kvplan.protocol.Leases` beside it. All calls come from the
+Readers' claims reach its :class:`~kvplan.protocol.Leases` directly. All calls come from the
 engine's thread.
 """
 
@@ -330,7 +331,7 @@ class Exporter:
         self.leases.end_all()
 
     def blocks_of(self, lease: str) -> Mapping[str, Blocks] | None:
-        """Return the blocks that readers of a lease read, None if it is over."""
+        """Return the blocks that readers of a lease read, None if it has ended."""
         export = self._requests.get(lease.rpartition(" ")[0])
         return export.blocks if export is not None and export.lease == lease else None
 

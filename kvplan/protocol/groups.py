@@ -34,7 +34,7 @@ class CacheGroup:
 
     @classmethod
     def of_window(cls, tokens_per_block: int, window: int | None) -> CacheGroup:
-        """Return a group whose tokens attend to the last ones of a window, their own among them.
+        """Return a group with a sliding window of so many tokens, the attending token included.
 
         >>> CacheGroup.of_window(16, 40).attended(100)
         61

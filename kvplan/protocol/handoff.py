@@ -148,7 +148,7 @@ class Handoff:
         >>> Handoff.of_params({**params, "remote_host": "10.6.6.6"}, key)
         Traceback (most recent call last):
         kvplan.errors.KVPlanError: MESSAGE: cannot read a handoff:
-        expected the signature of an engine with the same key, got another one, or none
+        expected the signature of an engine with the same key, got a different one, or none
         (the handoff was changed, or keys differ: set one key on all engines: the setting key or
         key_file, or KVPLAN_KEY)
         """
@@ -310,7 +310,7 @@ def _check_signature(params: Mapping[str, Any], key: SharedKey) -> None:
             "MESSAGE",
             "read a handoff",
             expected="the signature of an engine with the same key",
-            got="another one, or none",
+            got="a different one, or none",
             hint=f"the handoff was changed, or keys differ: {HINT}",
         )
 

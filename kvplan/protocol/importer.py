@@ -97,7 +97,7 @@ TRANSITIONS: Final[Mapping[tuple[ImportState, ImportEvent], ImportState]] = Mapp
 
 
 class HoldsClaims(Protocol):
-    """What holds the leases of other engines: :class:`~kvplan.protocol.Claims`."""
+    """Holds the leases of other engines: :class:`~kvplan.protocol.Claims`."""
 
     def begin(self, source: Source, lease: str, reader: str) -> None: ...
     def end(self, source: Source, lease: str, reader: str) -> None: ...
@@ -105,7 +105,7 @@ class HoldsClaims(Protocol):
 
 
 class AsksRooms(Protocol):
-    """What asks other engines for rooms: :class:`~kvplan.protocol.Rooms`."""
+    """Asks other engines for rooms: :class:`~kvplan.protocol.Rooms`."""
 
     def want(self, reader: str, room: str, address: str, take: Callable[[Any], bool]) -> None: ...
     def silence(self, reader: str) -> KVPlanError | None: ...
@@ -496,7 +496,7 @@ class Importer:
         return self._read_part(request, record, found.handoff)
 
     def _last(self, request: str, error: KVPlanError) -> PartialRead:
-        """Return the word to workers that no part of a request follows."""
+        """Return the part that tells workers that a request fails."""
         self._reading.pop(request).move(ImportEvent.REFUSE)
         return PartialRead(request, None, error)
 

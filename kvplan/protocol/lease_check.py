@@ -39,7 +39,7 @@ class LeaseCheck:
     confirmed_at: float
     answer: Pending[None] | None = None
     has_last_byte: bool = False
-    is_confirmed: bool = False  # the lease stood when the last byte had come
+    is_confirmed: bool = False  # the lease was valid when the last byte had come
     error: KVPlanError | None = None
 
     def begin_last(self) -> None:

@@ -46,9 +46,9 @@ LEASE_TOKEN_BYTES: Final = 8
 class _Lease:
     """A request whose blocks stay until the first lease ends, and then until the last claim does.
 
-    It was granted ``since`` a time, and is over at ``stop``. ``claims_end_at`` has the end of each
-    reader's claim. All claims last equally long, so the one renewed last is last and ends last. The
-    lease is looked at when it is ``due``.
+    It was granted at ``since``, and ends at ``stop`` at the latest. ``claims_end_at`` has the end
+    of each reader's claim. All claims last equally long, so the one renewed last is last and ends
+    last. The lease is looked at when it is ``due``.
     """
 
     request: str
@@ -145,7 +145,7 @@ class Leases:
     def _grant(self, request: str, duration_s: float) -> str:
         name(request, "name of a request")
         with self._lock:
-            # a name of its own, also if the request is lent again, by rule lease.L3
+            # a new name, also if the request is pinned again, by rule lease.L3
             lease = f"{request} {self._system.token_hex(LEASE_TOKEN_BYTES)}"
             now = self._system.monotonic()
             stop = now + max(duration_s, self.max_lease_s)
@@ -221,7 +221,7 @@ class Leases:
     def end(self, lease: str, reader: str) -> bool:
         """End the claim of a reader that is done or will not read.
 
-        Returns whether the lease stood till now.
+        Returns whether the lease was valid until now.
         """
         name(reader, "reader")
         with self._lock:

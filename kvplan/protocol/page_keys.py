@@ -8,7 +8,7 @@
 - store.K3: So equal digests mean equal tokens, facts, model, format and page size, from position 0
   on.
 
-A *fact* is what decides a cache beside the tokens: an adapter or a salt from position 0 on, an
+A *fact* is what decides a cache apart from the tokens: an adapter or a salt from position 0 on, an
 image from the position on at which it begins. The model's name has to say which weights it has
 (:func:`kvplan_nixl.serving.fingerprint`).
 """

@@ -27,7 +27,6 @@ import attrs
 from kvplan._checks import check_fields, having, instance, seconds
 from kvplan._text import brief_repr
 from kvplan.budget import MESSAGE_BYTES, Budget
-from kvplan.describe.blocks import Request
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor
@@ -36,7 +35,7 @@ from kvplan.protocol.handoff import Source
 from kvplan.protocol.listener import fetch
 from kvplan.protocol.retention import check_kept
 from kvplan.protocol.system import ANSWER_S, Pending, System, pend
-from kvplan.staging import Pipeline, StagedPlan, StagedTransfer
+from kvplan.staging import Pipeline, StagedPlan
 from kvplan.staging.choice import STRATEGIES, choice_of
 from kvplan.staging.plan import DirectReads
 
@@ -103,22 +102,6 @@ class Connections:
 
 
 @attrs.frozen(eq=False)
-class PipelinePlan:
-    """A staged plan, and the pipeline that carries it out."""
-
-    plan: StagedPlan
-    pipeline: Pipeline
-
-    def prepare(self) -> None:
-        """Prepare the plan's transfers, once."""
-        self.pipeline.prepare(self.plan)
-
-    def submit(self, name: str, request: Request) -> StagedTransfer:
-        """Begin a request of the plan, or queue it. Nobody is notified of it."""
-        return self.pipeline.submit(self.plan, name, **request)
-
-
-@attrs.frozen(eq=False)
 class PeerPlan:
     """The plan by which a worker reads from an engine: directly, or as ``staged`` says.
 
@@ -129,11 +112,11 @@ class PeerPlan:
 
     offers: Mapping[Key, bytes]
     direct: TransferPlan
-    staged: PipelinePlan | None = None
+    staged: StagedPlan | None = None
     seconds: float = 0.0
 
     def __repr__(self) -> str:
-        return repr(self.direct if self.staged is None else self.staged.plan)
+        return repr(self.staged or self.direct)
 
 
 @attrs.define(eq=False)
@@ -234,7 +217,7 @@ class PeerEngines:
             del self._peers[source]
 
     def _begin_handshake(self, peer: PeerEngine) -> None:
-        """Begin a handshake, unless it has to wait for another one, by peer.P2 and peer.P3."""
+        """Begin a handshake, unless it has to wait for a different one, by peer.P2 and peer.P3."""
         self._handshakes = [handshake for handshake in self._handshakes if not handshake.done]
         starts = self._other_starts(peer)
         is_first = all(start.plan is not None or start.handshake is None for start in starts)
@@ -274,13 +257,8 @@ class PeerEngines:
         for start in earlier:
             await self._refuse_beside(source, start)
         plan = await self._system.work(partial(self._fastest_plan, workers, budget))
-        if isinstance(plan, StagedPlan):
-            assert self._pipeline is not None
-            staged = PipelinePlan(plan, self._pipeline)
-            direct = plan.direct
-        else:
-            staged = None
-            direct = plan
+        staged = plan if isinstance(plan, StagedPlan) else None
+        direct = plan.direct if isinstance(plan, StagedPlan) else plan
         check_kept(direct)
         moving = {pair.remote for pair in direct.pairs if pair.group_pairs}
         keys = [worker.key for worker in workers]
@@ -298,7 +276,7 @@ class PeerEngines:
         return workers
 
     async def _refuse_beside(self, source: Source, earlier: Source) -> None:
-        """Refuse an engine whose name another one has that still answers, by rule peer.P2."""
+        """Refuse an engine if an earlier start under its name still answers, by rule peer.P2."""
         try:
             timeout_s = min(ANSWER_S, self._handshake.timeout_s)
             await fetch(earlier, timeout_s, system=self._system)
@@ -386,8 +364,8 @@ class PeerEngines:
             plan = attrs.evolve(plan, staged=None)
         if plan.staged is None:
             self._executor.prepare(plan.direct)
-        else:
-            plan.staged.prepare()
+        elif self._pipeline is not None:
+            self._pipeline.prepare(plan.staged)
         return plan
 
     def _forget_older(self, newest: PeerEngine) -> None:

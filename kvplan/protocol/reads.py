@@ -288,11 +288,11 @@ class Reads:
                         )
                     ),
                 )
-            if plan.staged is None:
+            if plan.staged is None or self._pipeline is None:
                 self._start_directly(job)
             else:
                 request = request_of(read, plan.direct, to_block_end=read.to_block_end)
-                job.transfers.append(plan.staged.submit(read.request, request))
+                job.transfers.append(self._pipeline.submit(plan.staged, read.request, **request))
                 job.post_seconds = self._system.monotonic() - now
         except KVPlanError as error:
             self._fail(job, error)

@@ -1,10 +1,9 @@
 """The contents of rooms: entries of requests that are computed in part or as a whole.
 
 An entry is a JSON object with a ``handoff``, the parameters of a
-:class:`~kvplan.protocol.Handoff`. One of a whole prompt has something else beside it, by
-:data:`WHOLE_KEYS`; an entry without that is of a part, and another one follows. A server keeps
-entries as texts, one for each part of the engine that has block tables of its own, and gives each
-content of a room a new version.
+:class:`~kvplan.protocol.Handoff`. An entry of a whole prompt also has one of the
+:data:`WHOLE_KEYS`; an entry without is of a part of the prompt, and more entries follow. A server
+keeps entries as texts, one for each pipeline stage, and gives each content of a room a new version.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ MAX_WAITING: Final = 1 << 9
 """Questions that a server holds at a time. One more is answered at once."""
 
 ENTRY_BYTES: Final = 500
-"""The memory that a server needs for an entry beside its text, and a little more."""
+"""The memory that a server needs for an entry, its text not counted, and a little more."""
 
 WHOLE_KEYS: Final = ("metadata", "token", "error", "is_whole")
 """Keys of which an entry of a whole prompt has one."""
@@ -128,7 +127,7 @@ class RoomAnswers:
         """What rooms have that the asker has not seen, as much as an answer takes."""
         news = dict[str, tuple[str, Sequence[str]]]()
         num_bytes = 0
-        # in the order of the question, so that what is left out comes with another one
+        # in the order of the question, so that what is left out comes with the next question
         for room, version in [*seen.items()][:MAX_ASKED]:
             content = self._content_of(room)
             if content is None or content.version == version:
@@ -226,7 +225,7 @@ def _merged(room: str, texts: Sequence[str], key: SharedKey) -> Mapping[str, Any
         handoffs = [Handoff.of_params(entry.get("handoff", {}), key) for entry in entries]
     except (ValueError, RecursionError) as error:
         return {"error": f"room {room}: {error}"}
-    # parts have groups of their own
+    # each stage has different groups
     blocks = dict[str, Blocks]()
     kept = dict[str, int]()
     for handoff in handoffs:
@@ -265,7 +264,7 @@ def _checked(entry: Any) -> Mapping[str, Any]:
 class Published:
     """What prefill has published of a request: a part of its prompt, or the whole.
 
-    ``leases`` are those of all parts of the engine that have block tables of their own.
+    ``leases`` are those of all pipeline stages.
     """
 
     handoff: Handoff

@@ -82,7 +82,7 @@ class Rooms:
     def want(self, reader: str, room: str, address: str, take: Callable[[Any], bool]) -> None:
         """Ask for a room until it has a whole entry, or its reader is forgotten.
 
-        ``take`` is called with each new entry, beside the engine's thread, and returns whether it
+        ``take`` is called with each new entry, on the event loop's thread, and returns whether it
         is whole. It must not wait or raise. Raises ``RANGE`` if too many servers are asked, and
         ``NAME`` for one that no operator has allowed, since requests name it.
         """

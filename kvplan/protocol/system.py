@@ -7,7 +7,7 @@ another engine, a time, the end of a long computation. Both reach the world thro
 process on one event loop; :mod:`kvplan.testing.simulation` has virtual ones, whose clocks and
 networks obey a seed.
 
-Engines call from threads of their own while coroutines run, so what both touch is guarded by a
+Engines call from their threads while coroutines run, so what both touch is guarded by a
 :meth:`System.lock`. Nothing waits while it holds one.
 """
 
@@ -158,7 +158,7 @@ class System(ABC):
 
     @abstractmethod
     async def work(self, function: Callable[[], T]) -> T:
-        """Call a function that computes for long, one after another, beside the coroutines."""
+        """Call a function that computes for long on a worker thread, one function at a time."""
 
     @abstractmethod
     async def exchange(

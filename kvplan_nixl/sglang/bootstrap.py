@@ -53,7 +53,7 @@ MAX_ENTRY_BYTES: Final = MAX_ANSWER_BYTES * 3 // 8
 
 ROOM_BYTES: Final = 1000
 ATTEMPT_BYTES: Final = 200
-"""The memory that a room and one of its attempts need beside their entries, and a little more."""
+"""The memory of a room and one of its attempts, entries not counted, and a little more."""
 
 MAX_ATTEMPTS: Final = 4
 """Attempts of one room that a server keeps, the newest ones: a request may be computed again."""

@@ -109,7 +109,7 @@ class Manager(BaseKVManager):
         info = _rank_info(parallel)
         worker = self._describe(queue, info, parallel)
         windows = self._windows(queue, worker)
-        # SGLang keeps the positions to which the next one attends beside itself.
+        # The next token attends to itself and to one position less than its window.
         kept = {group: window - 1 for group, window in windows.items() if window is not None}
         worker = keeping(worker, kept, whole_prompts=True)
         settings = self._settings
@@ -165,7 +165,7 @@ class Manager(BaseKVManager):
         return worker
 
     def _table_kinds(self) -> list[str]:
-        """Return the kinds of states that have a block table of their own."""
+        """Return the kinds of states that have a separate block table."""
         kinds = [kind.value for kind in self.kv_args.state_types]
         return [kind for kind in kinds if kind not in PAGED_WITH_TOKENS]
 

@@ -1,4 +1,4 @@
-"""Prefill: a request's pages are lent when they are computed, until decode has read them.
+"""Prefill: a request's pages are pinned when they are computed, until decode has read them.
 
 A prompt that SGLang computes in chunks is published several times, as far as it is computed: decode
 reads a chunk while the next one is computed. An :class:`~kvplan.protocol.exporter.Exporter` in each
@@ -81,8 +81,8 @@ class PrefillRank(Rank):
     def publisher_of(self, address: str) -> Background:
         """Return what publishes requests in a bootstrap server, one after the other.
 
-        One that does not answer holds up no others: requests say which one is theirs. Raises
-        ``NAME`` for one that no operator has allowed, and ``RANGE`` for too many at a time.
+        Each server has a queue, since requests name their server, and one may not answer. Raises
+        ``NAME`` for a server that no operator has allowed, and ``RANGE`` for too many at a time.
         """
         publisher = self._publishers.get(address)
         if publisher is None:
@@ -223,7 +223,7 @@ class Sender(BaseKVSender):
         async def publish_pages() -> None:
             if wait_event is not None:
                 await self._rank.system.work(wait_event.synchronize)
-            # another one may follow by now, or nothing any more
+            # a later part may be published by now, or the request may have ended
             if self._is_aborted or self._is_sent or self._num_published > num_tokens:
                 return
             await self._publish(entry)

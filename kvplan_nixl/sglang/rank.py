@@ -139,7 +139,7 @@ class Rank(ABC):
     """The requests of a rank, in either role.
 
     ``ended`` has the error of each request that has ended, None if it has none, by the name under
-    which it was read or lent. Each request takes out its own.
+    which it is read or exported. Each request takes out its own.
     """
 
     def __init__(self, memory: RankMemory, system: System) -> None:

@@ -128,7 +128,7 @@ class KvplanStore(HiCacheStorage):
             return StoreClient(backend, worker, tokens_per_page=size, buffer_bytes=buffer_bytes)
 
         self._reader = make_reader()
-        # one serves one thread, and SGLang searches and loads beside saving
+        # one serves one thread, and SGLang searches and loads while it saves
         self._searcher = StallGuard(make_reader, stall_s=settings.search_timeout_s)
         self._loader = StallGuard(make_client, stall_s=settings.stall_s)
         self._saver = StallGuard(make_client, stall_s=settings.stall_s)
@@ -308,7 +308,7 @@ def windows_apart(config: Any, full: Any, sliding: Any) -> SimpleNamespace:
     # by whether they have windows; a layer's index is that in its own pool
     layers = (config.full_attention_layer_ids or (), config.swa_attention_layer_ids or ())
     counts = [len(numbers) for numbers in layers]
-    # layers may share the cache of another one
+    # layers may share the cache of another layer
     require("layers of the host pools", counts, [full.layer_num, sliding.layer_num])
     mapping = {}
     for slides, numbers in enumerate(layers):

@@ -30,8 +30,8 @@ class PromptPages:
 
     SGLang takes it for the hashes of the pages before those of a call, to which it adds more: they
     are of the same prompt. ``table`` has the pages in host memory that a backup may read, and
-    ``window_table`` those of windows that have a pool of their own. ``facts`` are
-    what decides the cache beside the tokens, and ``is_stored`` whether others may have the same.
+    ``window_table`` those of windows that have a separate pool. ``facts`` decide the cache apart
+    from the tokens; ``is_stored`` tells whether others may have the same.
     """
 
     key: RadixKey

@@ -144,7 +144,7 @@ class KvplanConnector(BlockConnector):
         self._worker.set_copies(copy_operation)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        # vLLM tells a connector nothing of those beside it: they are in the one around all of them.
+        # vLLM tells a connector nothing of its siblings: MultiConnector has them.
         group = get_kv_transfer_group()
         connectors = [self] if group is self else group.sub_connectors
         siblings = [type(connector).__name__ for connector in connectors if connector is not self]
@@ -156,7 +156,7 @@ class KvplanConnector(BlockConnector):
         self._worker.begin(step)
 
     def wait_for_save(self) -> None:
-        """Wait until a host cache has what may be lent after this step."""
+        """Wait until a host cache has what readers may read after this step."""
         step = self._get_connector_metadata()
         assert isinstance(step, KvplanMetadata)
         self._worker.save(step)

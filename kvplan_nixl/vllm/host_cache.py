@@ -1,7 +1,7 @@
 """The cache of a device whose memory NIXL does not reach, a second time in main memory.
 
 Bytes between engines move from and to main memory. vLLM's platform copies blocks between it and the
-device: of a request that may be lent, what a step has computed when it ends, and of one that is
+device: of a request that may be exported, what a step has computed when it ends, and of one that is
 read, what has arrived before the engine goes on with it.
 """
 
@@ -70,7 +70,7 @@ class HostCache:
     def begin_read(self, read: Read, groups: Iterable[Group]) -> None:
         """Prepare for a read into the blocks of a worker's groups.
 
-        The device keeps what it has in a block beside the positions that are read, so blocks that
+        The device keeps the positions of a block that are not read, so blocks that
         are read in part are copied from it first.
         """
         filled_ids = dict[str, BlockIds]()
@@ -90,7 +90,7 @@ class HostCache:
             filled_ids[group.name] = blocks.ids[is_filled]
             partial_ids[group.name] = blocks.ids[is_filled & ~is_whole]
         self._copy(partial_ids, "d2h")
-        # beside those of the request's earlier parts
+        # in addition to those of the request's earlier parts
         earlier = self._filled.setdefault(read.request, {})
         for label, ids in filled_ids.items():
             earlier[label] = np.concatenate([earlier.get(label, ids[:0]), ids])

@@ -399,7 +399,7 @@ def _config_facts(model: Any, overrides: Any) -> Facts:
     read = _read(folder, model, overrides)
     plain = _read(folder, model, {})
     if read is not None:
-        # what was given, or what a function has changed, as if it stood in the file
+        # what was given, or what a function has changed, as if the file had it
         texts = [] if callable(overrides) else [overrides]
         texts += [] if plain is None else [changes(read, plain)]
         for text in texts:

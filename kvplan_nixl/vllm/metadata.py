@@ -21,7 +21,7 @@ from kvplan_nixl.vllm.engine_state import AdapterChanges
 class KvplanHandshakeMetadata(KVConnectorHandshakeMetadata):
     """The envelope of one worker, which it sends once.
 
-    ``siblings`` names the connectors that the engine has beside this one, in a MultiConnector.
+    ``siblings`` names the other connectors of the engine, in a MultiConnector.
     ``model`` is the model of its worker, as text.
     """
 

@@ -32,7 +32,7 @@ def params_of(request: Request) -> Mapping[str, Any]:
 
 
 def is_computed(request: Request) -> bool:
-    """Return whether an engine is asked to compute a request for another one."""
+    """Return whether an engine is asked to compute a request for another engine."""
     return bool(params_of(request).get("do_remote_decode"))
 
 

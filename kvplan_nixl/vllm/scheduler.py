@@ -441,9 +441,9 @@ class Scheduler:
     def _give_way(self, exporter: Exporter) -> None:
         """End answers that are kept for next turns, where a request got no blocks in this step.
 
-        vLLM counts their blocks as those of running requests, so requests would wait until nobody
-        has asked for an answer for long enough. Once some give way, no others do until their blocks
-        are free: workers report that some steps later.
+        vLLM counts their blocks as those of running requests, so requests would wait until the
+        leases of answers expire. Once some give way, no others do until their blocks are free:
+        workers report that some steps later.
         """
         waiting, self._waiting = self._waiting, {}
         if not waiting or self._giving_way:

@@ -1,4 +1,4 @@
-"""Searches of a store in threads beside vLLM's scheduler, which never waits for a store."""
+"""Searches of a store in threads, so that vLLM's scheduler does not wait for them."""
 
 from __future__ import annotations
 

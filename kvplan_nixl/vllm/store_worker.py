@@ -1,4 +1,4 @@
-"""The connector to a store in a worker of vLLM: a thread loads and saves beside steps."""
+"""The connector to a store in a worker of vLLM: a thread loads and saves while steps run."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from kvplan_nixl.vllm.description import (
 )
 
 NULL_BLOCK: Final = 0
-"""The block that stands where vLLM has freed one of a request, or never had one."""
+"""The id in a block table where vLLM has freed a block of the request, or never had one."""
 
 
 class BlockTables:

@@ -101,7 +101,7 @@ class Worker:
             self._host_cache.set_copies(copy_blocks)
 
     def save(self, step: KvplanMetadata) -> None:
-        """Copy what may be lent after a step to main memory, where it is read from."""
+        """Copy to main memory what readers may read after a step."""
         if self._host_cache is not None:
             self._host_cache.save(step.saves)
 
@@ -114,7 +114,7 @@ class Worker:
         """Begin the reads and compute the digests of a step."""
         self._released |= step.released
         for request, blocks in step.digests.items():
-            self._digests[request] = [self._digest_lent(request, blocks)]
+            self._digests[request] = [self._digest_pinned(request, blocks)]
         for part in step.parts:
             try:
                 if part.read is not None:
@@ -135,7 +135,9 @@ class Worker:
         """Digest what has arrived of a request."""
         return self._digester.of(binding["local"], binding["tokens"])
 
-    def _digest_lent(self, request: DigestRequest, blocks: Mapping[str, Blocks]) -> dict[str, Any]:
+    def _digest_pinned(
+        self, request: DigestRequest, blocks: Mapping[str, Blocks]
+    ) -> dict[str, Any]:
         """Digest what another engine reads of a request, as far as this worker has it.
 
         The digests are empty if that fails.
