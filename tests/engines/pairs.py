@@ -73,6 +73,11 @@ NEXT_TURN: dict[str, Any] = {
     "kv_connector_extra_config": TO_AND_FRO,
 }
 TURNS: dict[str, Any] = {**NEXT_TURN, "kv_connector_extra_config": {**TO_AND_FRO, "kv_recompute_threshold": 0}}
+CROWDED: dict[str, Any] = {
+    **NEXT_TURN,
+    "num_gpu_blocks_override": 24,
+    "kv_connector_extra_config": {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 3600},
+}  # for the answers of five requests, which nobody asks for
 UNCACHED = {"enable_prefix_caching": False}
 FEW = {"num_gpu_blocks_override": 20}  # for one or two requests
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prefix_caching": True}
@@ -252,6 +257,12 @@ PAIRS = {
         side(**{**TURNS, **UNCACHED}),
         side(tp=2, **{**TURNS, **UNCACHED}),
         "turns",
+    ),
+    "llama, kept answers give way": Pair(
+        "llama",
+        side(**{**NEXT_TURN, "kv_connector_extra_config": {**TO_AND_FRO, "decoder_kv_blocks_ttl": 5}}),
+        side(**CROWDED),
+        "crowded",
     ),
     "granite-hybrid, prefix caches, to and fro": Pair("granite-hybrid", side(**TURNS), side(**TURNS), "turns"),
     "llama 64<->32, answer rewritten": Pair("llama", side(64, **NEXT_TURN), side(32, **NEXT_TURN), "rewritten"),

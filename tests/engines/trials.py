@@ -505,6 +505,21 @@ def turns(start: Start) -> Outcome:
     return [*answers, *ended], separate([*tokens, *following], prefill, decode)
 
 
+def crowded(start: Start) -> Outcome:
+    """Decode keeps answers for an hour until it has no block left: the oldest give way to requests that wait.
+
+    The last ones stay: prefill reads them with the next turns.
+    """
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    said = prompts(67, (100,) * 24)
+    answers: list[Answer] = []
+    for first in range(0, len(said), 3):
+        answers += turn(prefill, decode, said[first : first + 3], [ASK] * 3)
+    following, ended = farewell(prefill, said[-2:], answers[-2:])
+    idle(prefill)
+    return [*answers, *ended], separate([*said, *following], prefill, decode)
+
+
 def rewritten(start: Start) -> Outcome:
     """In place of decode's answer, the next prompt has another text, or nothing: prefill reads what it shares.
 
