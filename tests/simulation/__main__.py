@@ -15,6 +15,7 @@ from tests.simulation.faults import (
     FAULTS,
     FEATURE_FAULTS,
     FEATURE_ROOM_FAULTS,
+    FEATURE_VLLM_FAULTS,
     HYBRID_FAULTS,
     HYBRID_SGLANG_FAULTS,
     HYBRID_VLLM_FAULTS,
@@ -48,6 +49,7 @@ def main(num_seeds: int = 100, part: str = "") -> None:
     planted += [(sglang_fleets(RESEND_S), fault) for fault in SENT_AGAIN_SGLANG_FAULTS]
     planted += [(Simulation(LeaseConnector), fault) for fault in FEATURE_FAULTS]
     planted += [(vllm_room_fleets(), fault) for fault in FEATURE_ROOM_FAULTS]
+    planted += [(Simulation(VllmConnector), fault) for fault in FEATURE_VLLM_FAULTS]
     for simulation, fault in planted:
         if part not in fault.name:
             continue

@@ -94,15 +94,16 @@ FAULTS = [
     Fault("the first lease ends by a clock that began elsewhere", Leases, "_grant", "now + duration_s", "duration_s", seed=0, rule="CLAIM"),
     Fault("done of one reader ends all claims", Leases, "end", "claims_end_at.pop(reader, None)", "claims_end_at.clear()", seed=3, rule="CLAIM"),
     Fault("done is believed twice", Leases, "end", "self._drop(lease)", "pass", seed=0, rule="GROW"),
-    Fault("done does not end the first lease", Leases, "end", "ending.ends_at = now", "pass"),
+    Fault("done does not end the first lease", Leases, "end", "ending.ends_at = now", "pass", seed=0, rule="LINGER"),
+    Fault("a claim ends with a later message", claims.SourceClaims, "next_due", "if self._done or self._unsent:", "if self._unsent:", seed=0, rule="LINGER"),
     Fault("an unclaimed lease never ends", Leases, "take_ended", "ended.append(lease)", "pass", seed=0, rule="END"),
     Fault("a lease is looked at once", Leases, "take_ended", "lease.due = math.inf\n                self._look_later(key)", "pass", seed=14, rule="END"),
     # Claims
     Fault("a claim without an answer is not sent again", claims.SourceClaims, "take_failure", "self._due_at[claim] = now + RETRY_S", "del self._due_at[claim]"),
     Fault("claims are not renewed", claims.SourceClaims, "take_answer", "self._due_at[claim] = now + RENEW_S", "del self._due_at[claim]", seed=0, rule="AGAIN"),
     Fault("a claim is renewed when it has ended", claims.SourceClaims, "take_answer", "now + RENEW_S", "now + 6.5 * RENEW_S", seed=0, rule="AGAIN"),
-    Fault("questions without an answer are forgotten", claims.SourceClaims, "take_failure", "self._resolve(lease, error)", "self._sent.pop(lease)", seed=0, rule="END"),
-    Fault("silence ends the coroutine of an engine", claims.Claims, "_run", "continue", "return", seed=0, rule="END"),
+    Fault("questions without an answer are forgotten", claims.SourceClaims, "take_failure", "self._resolve(lease, error)", "self._sent.pop(lease)", seed=0, rule="LINGER"),
+    Fault("silence ends the coroutine of an engine", claims.Claims, "_run", "continue", "return", seed=0, rule="LINGER"),
     Fault("refused claims are kept for ever", claims.SourceClaims, "end", "self.refusals.pop(claim, None)", "self.refusals.get(claim)", seed=0, rule="GROW"),
     Fault("claims of another start are taken", listener, "answer_claims", "message.start != start", "False"),
     # Reads
@@ -116,7 +117,7 @@ FAULTS = [
     Fault("one of two transfers is awaited", reads.Reads, "_poll_job", "is_posted and all(transfer", "is_posted and any(transfer", seed=1, rule="CRASH"),
     Fault("a request fails with a connection that was lost", reads.Reads, "_poll_job", "if job.may_repeat:", "if False:", seed=2431, rule="AGAIN"),
     # Handshakes
-    Fault("a failed handshake is kept", peer_engines.PeerEngines, "_fail", "del self._peers[peer.source]\n    ", "", seed=12, rule="END"),
+    Fault("a failed handshake is kept", peer_engines.PeerEngines, "_fail", "del self._peers[peer.source]\n    ", "", seed=12, rule="LINGER"),
     Fault("a restarted engine is read by its old connection", peer_engines.PeerEngines, "_connect", "if connected is not None and connected.offer != offer:", "if connected is not None:\n            continue\n        if False:", seed=61, rule="AGAIN"),
     Fault("a request fails with an old handshake", reads.Reads, "_take_peer", "pending.came_at - peer.began_at > RETRY_S", "False", seed=19, rule="AGAIN"),
     Fault("the start of an offer is not compared", peer_engines, "fetch", "(offers.engine_id, offers.start) != (source.engine_id, source.start)", "offers.engine_id != source.engine_id", seed=34, rule="AGAIN"),
@@ -273,7 +274,7 @@ STAGE_FAULTS = [
     Fault("a group of a stage keeps its window from the first page", Handoff, "first_kept", "group in self.blocks", "True", seed=1, rule="AGAIN", model="windows", stages=TWO_STAGES),
 ]  # fmt: skip
 
-BURSTS, PREEMPTION, ASYNC_STEPS = Feature.BURSTS, Feature.PREEMPTION, Feature.ASYNC_STEPS
+BURSTS, PREEMPTION, ASYNC_STEPS, TURNS = Feature.BURSTS, Feature.PREEMPTION, Feature.ASYNC_STEPS, Feature.TURNS
 FEATURE_FAULTS = [
     Fault("a digest is of the first token alone", engine, "prompt_digest", "ids.astype", "ids[:1].astype", seed=2, rule="OWN", features=Feature.NEAR_PROMPTS),
     Fault("a digest leaves out the first token", engine, "prompt_digest", "ids.astype", "ids[1:].astype", seed=1, rule="OWN", features=Feature.NEAR_PROMPTS),
@@ -285,12 +286,29 @@ FEATURE_FAULTS = [
     Fault("a lost lease is not seen while bytes move", LeaseCheck, "poll", "if self.answer is None and not is_over", "if self.has_last_byte and self.answer is None and not is_over", seed=20, rule="END", features=Feature.LOST_ENGINES),
     Fault("a claim that is renewed keeps its place before later ones", leases._Lease, "claim", "claims.pop(reader, None)", "pass", seed=6, rule="CLAIM", features=Feature.LOST_ENGINES),
     Fault("a request waits though its lease has ended", reads.Reads, "_late_jobs", "job.held_error or job.lease_check.error", "job.held_error", seed=20, rule="END", features=Feature.LOST_ENGINES),
-    Fault("a silent source never counts as gone", LeaseCheck, "_take", "> SILENCE_S", "> 1e9", seed=0, rule="FREE", features=Feature.LOST_ENGINES),
+    Fault("a silent source never counts as gone", LeaseCheck, "_take", "> SILENCE_S", "> 1e9", seed=0, rule="LINGER", features=Feature.LOST_ENGINES),
     Fault("a read ends when its first slices have", reads.Reads, "_poll_job", "is_posted = not job.unposted", "is_posted = True", seed=0, rule="OWN", features=Feature.SLICES),
     Fault("malformed answers end the coroutine of claims", claims.Claims, "_run", "except KVPlanError as error:", "except KVPlanError as error:\n            if error.code == 'MESSAGE':\n                raise", seed=5, rule="CRASH", features=Feature.GARBLED_MESSAGES),
     Fault("too few answers are taken", claims.ClaimAnswer, "of_fields", "if numbers != ", "if False and numbers != ", seed=25, rule="CRASH", features=Feature.GARBLED_MESSAGES),
     Fault("an error of a server that parses is raised", claims.ClaimMessage, "of_fields", 'instance(Mapping, fields, "a message of claims")', "fields", seed=0, rule="CRASH", features=Feature.GARBLED_MESSAGES),
     Fault("the signature of a handoff is not checked", Handoff, "of_params", '_check_signature(params, instance(SharedKey, key, "key of a handoff"))', "pass", seed=57, rule="OWN", features=Feature.GARBLED_MESSAGES),
+]  # fmt: skip
+FEATURE_FAULTS += [
+    Fault("kept answers do not give way", Exporter, "give_way", "export.gives_way and self", "False and self", seed=1, rule="END", features=TURNS),
+    Fault("answers are kept as if requests had come for them", Exporter, "finish", "export.gives_way = first_s is not None", "export.gives_way = False", seed=1, rule="END", features=TURNS),
+    Fault("an answer gives way that a reader claims", Leases, "end_unclaimed", "found is None or any(end > now for end in found.claims_end_at.values())", "found is None", seed=13, rule="CLAIM", features=TURNS),
+    Fault("a rewritten answer is read", Handoff, "count_shared", "return num_tokens\n    raise", "return self.num_tokens\n    raise", seed=4, rule="OWN", features=TURNS),
+    Fault("a lease is named as its request", Leases, "_grant", 'f"{request} {self._system.token_hex(LEASE_TOKEN_BYTES)}"', 'f"{request} 7"', seed=34, rule="OWN", features=Feature.REPEATS),
+    Fault("a lease is named by the number of leases", Leases, "_grant", "{self._system.token_hex(LEASE_TOKEN_BYTES)}", "{len(self._leases)}", seed=47, rule="OWN", features=Feature.REPEATS),
+]  # fmt: skip
+FEATURE_VLLM_FAULTS = [
+    Fault("answers are lent as prompts are", Scheduler, "_finish", "first_s=None if is_computed(request) else ttl_s", "first_s=None", seed=0, rule="END", features=TURNS),
+    Fault("no answer gives way", Scheduler, "_give_way", "given = exporter.give_way(num_blocks)", "given = ()", seed=0, rule="END", features=TURNS),
+    Fault("answers give way once", Scheduler, "end_exports", "self._giving_way.difference_update(requests)", "pass", seed=0, rule="END", features=TURNS),
+    Fault("what a step has computed before is not copied", Scheduler, "save", "max(0, num_computed)", "stop", seed=1, rule="OWN", features=Feature.HOST_COPIES),
+    Fault("a block that is not full is not copied", TABLES.BlockTables, "within", "blocks.ordinals * size < stop", "(blocks.ordinals + 1) * size < stop", seed=0, rule="OWN", features=Feature.HOST_COPIES),
+    Fault("the block in which a step begins is not copied", TABLES.BlockTables, "within", "blocks.ordinals >= first // size", "blocks.ordinals > first // size", seed=0, rule="OWN", features=Feature.HOST_COPIES),
+    Fault("workers are not told what to copy", Scheduler, "take_step", "KvplanMetadata(self._importer.step(), self._saves)", "KvplanMetadata(self._importer.step(), {})", seed=0, rule="OWN", features=Feature.HOST_COPIES),
 ]  # fmt: skip
 FEATURE_ROOM_FAULTS = [
     Fault("the lease of a preempted request stays valid", Scheduler, "publish", "self._exporter.revoke(name)", "pass", seed=4, rule="OWN", features=BURSTS | PREEMPTION),

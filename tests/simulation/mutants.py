@@ -1,8 +1,9 @@
 """Changes of the connectors' code that the simulation or a unit test must notice.
 
 ``python -m tests.simulation.mutants --count 200 --seed 1`` draws changes: a comparison, a condition, a sum, a constant,
-a statement that is left out. Each is made in a process of its own, which first runs fleets of a fixed set of seeds and
-then, if all rules hold, the unit tests of the code. It prints what survives, and the score.
+two arguments that change places, a statement that is left out. Each is made in a process of its own, which first runs
+fleets of a fixed set of seeds and then, if all rules hold, the unit tests of the code. It prints what survives, and the
+score. With ``--fleets 60`` there are no unit tests, and each mutant gets 60 seconds of fleets: what only fleets notice.
 
 What only messages and logs say does not change, nor do :data:`EQUIVALENT` statements.
 """
@@ -19,6 +20,7 @@ import importlib.util
 import logging
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -163,6 +165,8 @@ def changes(node: ast.AST) -> Iterator[Callable[[ast.AST], ast.AST]]:
     if isinstance(node, ast.Constant) and isinstance(node.value, bool | int):
         new = not node.value if isinstance(node.value, bool) else node.value + 1
         yield lambda twin: ast.Constant(new)
+    if isinstance(node, ast.Call) and len(node.args) > 1 and ast.dump(node.args[0]) != ast.dump(node.args[1]):
+        yield lambda twin: _with(twin, args=[node.args[1], node.args[0], *node.args[2:]])
     is_local = isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) for target in node.targets)
     is_text = isinstance(node, ast.Expr) and (isinstance(node.value, ast.Constant) or not is_heard(node.value))
     if isinstance(node, STATEMENTS) and not is_local and not is_text:
@@ -220,51 +224,56 @@ class Planter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._mutant.source, f"<{self._mutant}>", "exec"), module.__dict__)
 
 
-def verdict(mutant: Mutant) -> str:
+def verdict(mutant: Mutant, fleets_s: float | None) -> str:
     """What notices a mutant: the rule that a fleet breaks, or the unit tests; nothing if it survives."""
     sys.meta_path.insert(0, Planter(mutant))
     logging.disable(logging.CRITICAL)
     try:
-        from kvplan.testing.simulation import Feature, LeaseConnector, Scenario, Simulation
+        from kvplan.testing.simulation import MODELS, Feature, LeaseConnector, Scenario, Simulation
         from tests.simulation.faults import RESEND_S
         from tests.simulation.sglang_connector import sglang_fleets
         from tests.simulation.staged_connector import StagedConnector
+        from tests.simulation.verified_connector import VerifiedConnector
         from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
     except Exception as error:
         return f"import: {error!r}"
     sglang = sglang_fleets(RESEND_S)
     vllm = [Simulation(VllmConnector), vllm_room_fleets(RESEND_S)]
-    simulations = {
-        "kvplan.": [Simulation(LeaseConnector), *vllm, sglang, Simulation(StagedConnector)],
-        "kvplan_nixl.vllm.": vllm,
-        "kvplan_nixl.sglang.": [sglang],
-    }
-    for prefix, chosen in simulations.items():
-        if mutant.module.startswith(prefix):
-            for seed in range(NUM_SEEDS):
-                for simulation in chosen:
-                    # SGLang's engines preempt no request that they compute for others
-                    features = Feature.of(seed) & (~Feature.PREEMPTION if simulation is sglang else ~Feature(0))
-                    outcome = simulation.run(Scenario.of(seed, features=features))
-                    if outcome.error is not None:
-                        return outcome.rule
+    staged, verified = Simulation(StagedConnector), Simulation(VerifiedConnector)
+    everywhere = [Simulation(LeaseConnector), *vllm, sglang, staged]
+    simulations = {"kvplan.": everywhere, "kvplan_nixl.vllm.": vllm, "kvplan_nixl.sglang.": [sglang]}
+    (chosen,) = (chosen for prefix, chosen in simulations.items() if mutant.module.startswith(prefix))
+    if fleets_s is not None and chosen is everywhere:
+        chosen = [*chosen, verified]
+    for seed in range(NUM_SEEDS if fleets_s is None else 100_000):
+        for simulation in chosen:
+            if fleets_s is not None and time.process_time() > fleets_s:
+                return ""
+            # SGLang's engines preempt no request that they compute for others
+            features = Feature.of(seed) & (~Feature.PREEMPTION if simulation is sglang else ~Feature(0))
+            is_plain = fleets_s is None or simulation in (staged, verified)
+            model = "attention" if is_plain else [*MODELS][seed % len(MODELS)]
+            outcome = simulation.run(Scenario.of(seed, MODELS[model], features=features))
+            if outcome.error is not None:
+                return f"{outcome.rule} {seed}"
     logging.disable(logging.NOTSET)
     return "unit tests" if pytest.main([*OPTIONS, *TESTS[mutant.module]]) != 0 else ""
 
 
-def judge(mutant: Mutant) -> str:
+def judge(mutant: Mutant, fleets_s: float | None = None) -> str:
     """The verdict on a mutant, from a process of its own; one that hangs is noticed."""
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
         os.setsid()
-        signal.alarm(LIMIT_S)
-        resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_S, PROCESSOR_S))
+        limit_s = round(PROCESSOR_S + (fleets_s or 0.0))
+        signal.alarm(LIMIT_S if fleets_s is None else 4 * limit_s)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
         os.close(reading)
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
-        os.write(writing, (verdict(mutant) or "survives").encode())
+        os.write(writing, (verdict(mutant, fleets_s) or "survives").encode())
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as answer:
@@ -278,19 +287,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="mutants to draw")
     parser.add_argument("--seed", type=int, default=1, help="the seed of the sample")
-    parser.add_argument("--part", default="", help="part of the modules' names")
+    parser.add_argument("--part", default="", help="a regular expression for the modules' names")
+    parser.add_argument("--fleets", type=float, help="seconds of fleets for each, and no unit tests")
     options = parser.parse_args()
-    for tests in {tests for module, tests in TESTS.items() if options.part in module}:
+    modules = [module for module in TESTS if re.search(options.part, module)]
+    for tests in {TESTS[module] for module in modules if options.fleets is None}:
         # tests that fail in any case would notice everything
         subprocess.run([sys.executable, "-m", "pytest", *OPTIONS, *tests], check=True)
-    mutants = [mutant for module in TESTS if options.part in module for mutant in mutants_of(module)]
+    mutants = [mutant for module in modules for mutant in mutants_of(module)]
     print(f"{len(mutants)} mutants", flush=True)
     sample = random.Random(options.seed).sample(mutants, min(options.count, len(mutants)))
     verdicts = Counter[str]()
     for number, mutant in enumerate(sample):
         began = time.perf_counter()
-        text = judge(mutant)
-        verdicts[text.partition(":")[0]] += 1
+        text = judge(mutant, options.fleets)
+        verdicts[text.partition(":")[0].partition(" ")[0]] += 1
         print(f"{number} {text}: {mutant} ({time.perf_counter() - began:.0f} s)", flush=True)
     num_noticed = verdicts.total() - verdicts["survives"]
     print(dict(verdicts.most_common()), f"score {num_noticed / verdicts.total():.1%}", flush=True)

@@ -32,6 +32,7 @@ from tests.simulation.faults import (
     FAULTS,
     FEATURE_FAULTS,
     FEATURE_ROOM_FAULTS,
+    FEATURE_VLLM_FAULTS,
     HYBRID_FAULTS,
     HYBRID_SGLANG_FAULTS,
     HYBRID_VLLM_FAULTS,
@@ -296,6 +297,24 @@ def test_a_fault_of_a_feature_is_found_in_vllm_s_rooms(vllm_rooms: Simulation, f
     test_a_fault_of_a_feature_is_found(vllm_rooms, fault)
 
 
+@pytest.mark.parametrize("fault", FEATURE_VLLM_FAULTS, ids=[fault.name for fault in FEATURE_VLLM_FAULTS])
+def test_a_fault_of_a_feature_is_found_in_vllm_s_connector(vllm: Simulation, fault: Fault) -> None:
+    """As one of leases alone."""
+    test_a_fault_of_a_feature_is_found(vllm, fault)
+
+
+def test_a_next_turn_is_read_from_the_answer_of_decode(vllm: Simulation, simulation: Simulation) -> None:
+    """Prefill reads, and an answer gives way or is read; a request comes again under the name of another one."""
+    for fleets in (vllm, simulation):
+        outcomes = [fleets.run(Scenario.of(seed, features=Feature.TURNS)) for seed in range(6)]
+        lines = [line for outcome in outcomes for line in outcome.trace]
+        assert sum(" prefill-" in line and "+ is received" in line for line in lines) > 10
+        assert sum(" decode-" in line and " is released" in line for line in lines) > 10
+    lines = [*simulation.run(Scenario.of(0, features=Feature.REPEATS)).trace]
+    names = Counter(line.split()[2] for line in lines if " prefill-" in line and " is right" in line)
+    assert max(names.values()) == 2
+
+
 @pytest.fixture(scope="module")
 def staged() -> Simulation:
     return Simulation(StagedConnector)
@@ -410,7 +429,7 @@ def test_the_page_has_the_rules_and_seeds_of_faults() -> None:
     """Each row of its table is a fault as it is found here; what is in brackets says in which fleets."""
     leases = [*FAULTS, *HYBRID_FAULTS, *STAGING_FAULTS, *DIGEST_FAULTS]
     engines = [*VLLM_FAULTS, *HYBRID_VLLM_FAULTS, *SGLANG_FAULTS, *HYBRID_SGLANG_FAULTS, *STAGE_FAULTS]
-    features = [*FEATURE_FAULTS, *FEATURE_ROOM_FAULTS]
+    features = [*FEATURE_FAULTS, *FEATURE_ROOM_FAULTS, *FEATURE_VLLM_FAULTS]
     again = [*features, *SENT_AGAIN_FAULTS, *SENT_AGAIN_ROOM_FAULTS, *SENT_AGAIN_SGLANG_FAULTS]
     found = {fault.name: (fault.rule, fault.seed) for fault in (*leases, *engines, *again) if fault.rule}
     page = (ROOT / "docs" / "how-to" / "simulation.md").read_text()

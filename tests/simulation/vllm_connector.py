@@ -20,10 +20,12 @@ from kvplan.errors import KVPlanError
 from kvplan.protocol import Read, ReadResult, Reads
 from kvplan.protocol.exporter import ExportState
 from kvplan.protocol.keys import SharedKey
+from kvplan.protocol.leases import LEASE_S
 from kvplan.protocol.rooms import Rooms
 from kvplan.testing.simulation import EngineRequest, Promises, Simulation, Site, StepReport
 from kvplan.testing.simulation.catalog import NULL_BLOCK
 from kvplan.testing.simulation.engine import Phase
+from kvplan.testing.simulation.scenario import KEPT_S
 from tests.simulation.stand_in import stand_in
 
 LOGGER = logging.getLogger(__name__)
@@ -237,14 +239,22 @@ class VllmConnector:
         cache = cache_of(kinds, self._block_size, window)
         config = config_of(site.workers[0].engine_id)
         settings = SCHEDULER.ConnectorSettings(
-            host=host.name, port=PORT, key=SECRET, bootstrap_servers=("*",), early_tokens=1, prefill_timeout_s=WAITING_S
+            host=host.name,
+            port=PORT,
+            key=SECRET,
+            bootstrap_servers=("*",),
+            early_tokens=1,
+            prefill_timeout_s=WAITING_S,
+            bidirectional_kv_xfer=site.keeps_answers,
+            decoder_kv_blocks_ttl=KEPT_S,
+            kv_recompute_threshold=0,
         )
         self._scheduler = SCHEDULER.Scheduler(config, cache, settings, host)
         # their folders are read when they are loaded, which all engines have done
         for name in ADAPTERS:
             loaded = ENGINE_STATE.LoadedAdapter(crc32(name.encode()), name, f"content of {name}")
             self._scheduler._state.adapter_added(loaded, is_replaced=False)
-        # no answer is kept in these fleets, so that it does not matter how many blocks are free
+        # as if none were free, so that enough answers give way
         pool = SimpleNamespace(get_num_free_blocks=lambda: 0)
         self._managers = [
             SimpleNamespace(block_size=self._block_size, num_cached_block={}, req_to_blocks={}, block_pool=pool)
@@ -263,6 +273,7 @@ class VllmConnector:
                 system=host,
                 max_transfer_ids=site.max_transfer_ids,
             )
+        self._has_copies = site.has_copies
         self._promises = Promises(host)
         self._num_reports: dict[str, int] = {}
         self._requests: dict[str, EngineRequest] = {}
@@ -273,9 +284,9 @@ class VllmConnector:
     def _params(self, request: EngineRequest) -> Mapping[str, Any] | None:
         """What the proxy has given to the engine: for both of them in a room, or in a handoff."""
         role = {"do_remote_decode": True} if request.is_for_another else {"do_remote_prefill": True}
-        if request.params is not None and "transfer_id" in request.params:
-            return {**request.params, **role}
-        return role if request.is_for_another else request.params
+        if request.is_for_another or (request.params is not None and "transfer_id" in request.params):
+            return {**(request.params or {}), **role}
+        return request.params
 
     def _seen(self, request: EngineRequest) -> Any:
         """Return a request as vLLM shows it."""
@@ -309,7 +320,11 @@ class VllmConnector:
         return tuple([*request.blocks.get(group.name, [])] for group in self._groups)
 
     def step(self) -> StepReport:
-        self._publish()
+        scheduled = self._publish()
+        if self._has_copies:
+            self._scheduler.save(scheduled)
+        for manager in self._managers:
+            manager.req_to_blocks.clear()
         metadata = self._scheduler.take_step()
         # blocks that are read in part, which vLLM leaves out when it caches the request's
         for group, manager in zip(self._groups, self._managers, strict=True):
@@ -331,10 +346,12 @@ class VllmConnector:
                     received.append(name)
             worker._reads.errors.clear()
         self._scheduler.end_reads({*received}, {*failed})
-        return StepReport(received, failed, sorted(metadata.released))
+        self._scheduler.end_exports(metadata.released)
+        saves = {self._groups[int(group.removeprefix("group"))].name: ids for group, ids in metadata.saves.items()}
+        return StepReport(received, failed, sorted(metadata.released), saves if self._has_copies else None)
 
-    def _publish(self) -> None:
-        """Say what is computed, as vLLM does before a step."""
+    def _publish(self) -> Any:
+        """Say what is computed, as vLLM does before a step, and return what is scheduled."""
         running = {name for name, request in self._requests.items() if request.phase is Phase.RUNNING}
         new, preempted = running - self._begun, self._begun - running
         for group, manager in zip(self._groups, self._managers, strict=True):
@@ -346,11 +363,12 @@ class VllmConnector:
             scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
             scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
             preempted_req_ids=preempted,
+            num_scheduled_tokens={
+                name: self._requests[name].num_scheduled for name in running if self._requests[name].num_scheduled
+            },
         )
         self._begun = running
         self._scheduler.publish(scheduled)
-        for manager in self._managers:
-            manager.req_to_blocks.clear()
         exports = self._scheduler._exporter._requests
         for name, export in exports.items():
             if export.state is ExportState.PUBLISHED and self._leases.get(name) != export.lease:
@@ -358,6 +376,7 @@ class VllmConnector:
                 self._promises.grant(export.lease, name)
         for name in self._leases.keys() - {name for name, export in exports.items() if export.lease}:
             self._give_up(name)
+        return scheduled
 
     def _give_up(self, name: str) -> None:
         """Promise nothing more of a request that was published in part."""
@@ -372,7 +391,8 @@ class VllmConnector:
             self._give_up(request.name)
             return None
         if self._leases.pop(request.name, None) is None:
-            self._promises.grant(params["remote_lease"], request.name)
+            # an answer may give way
+            self._promises.grant(params["remote_lease"], request.name, LEASE_S if request.is_for_another else 0.0)
         read: Mapping[str, Any] = json.loads(json.dumps(params))
         return read
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -18,7 +18,10 @@ import attrs
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.protocol import Connections, prompt_digest
+from kvplan.protocol.lease_check import ASK_S, SILENCE_S
+from kvplan.protocol.peer_engines import HANDSHAKE_S
 from kvplan.protocol.read import MAX_TRANSFER_IDS
+from kvplan.protocol.system import ANSWER_S
 from kvplan.testing.simulation.catalog import NULL_BLOCK, GroupShape
 from kvplan.testing.simulation.fabric import Fabric, Port, VirtualCopier, VirtualExecutor
 from kvplan.testing.simulation.features import Feature
@@ -31,6 +34,13 @@ TOKENS_PER_STEP: Final = 16
 STEP_S: Final = 0.004
 """Seconds from one step of an engine that computes to the next."""
 
+
+MAX_WAITING_STEPS: Final = 30
+"""Steps in which a request may wait for blocks while an answer is kept that nobody asks for."""
+
+LOST_S: Final = HANDSHAKE_S + SILENCE_S + ASK_S + 2 * ANSWER_S + 5.0
+"""Seconds within which a request ends whose source is gone: it asks in vain, and may shake hands
+again before that."""
 
 SLICE_IDS: Final = 5
 """Descriptor ids of a transfer where reads are cut into slices."""
@@ -69,7 +79,7 @@ class EngineRequest:
     ``num_partial`` counts, some were read in part: nobody finds them in the prefix cache. With
     ``reads_windows`` the request reads all that it needs of windows and states: of the prefix cache
     it gets positions before them. The last ``num_in_flight`` of the ``num_computed`` positions are
-    those that steps under way compute.
+    those that steps under way compute, and the next step computes ``num_scheduled`` more.
     """
 
     name: str
@@ -87,6 +97,7 @@ class EngineRequest:
     num_partial: dict[str, int] = attrs.field(factory=dict)
     num_computed: int = 0
     num_in_flight: int = 0
+    num_scheduled: int = 0
     num_found: int = 0
     was_preempted: bool = False
     is_aborted: bool = False
@@ -152,12 +163,14 @@ class StepReport:
     """What a connector says of a step.
 
     Of ``received`` requests no byte can move any more, ``failed`` have errors, and nobody reads the
-    blocks of those that are ``released``.
+    blocks of those that are ``released``. The blocks in ``saves`` are copied to main memory, by
+    group, when the step has computed; without it others read the blocks themselves.
     """
 
     received: Sequence[str] = ()
     failed: Mapping[str, KVPlanError] = attrs.field(factory=dict)
     released: Sequence[str] = ()
+    saves: Mapping[str, Collection[int]] | None = None
 
 
 class Connector(Protocol):
@@ -188,7 +201,9 @@ class Site:
 
     The ``groups`` are those of the cache, in each worker. The ``copiers`` are for a region of each
     worker, the one that is called ``staging``. Reads are cut into transfers of at most
-    ``max_transfer_ids``.
+    ``max_transfer_ids``. With ``keeps_answers`` the blocks of an answer are handed over too, for
+    the next turn of its conversation. With ``has_copies`` others read copies of blocks, which are
+    those that each :class:`StepReport` says.
     """
 
     host: Host
@@ -199,6 +214,8 @@ class Site:
     offers: Sequence[bytes]
     fabric: Fabric
     max_transfer_ids: int = MAX_TRANSFER_IDS
+    keeps_answers: bool = False
+    has_copies: bool = False
 
     def connections(self, executor: VirtualExecutor) -> Connections:
         """Return how workers of other engines become known to an executor of this one."""
@@ -300,17 +317,22 @@ class Engine:
         self._name_of = name_of
         self._is_async = Feature.ASYNC_STEPS in features
         self._is_preempted = Feature.PREEMPTION in features
-        self._is_ahead = self._is_async or self._is_preempted
+        self._has_copies = Feature.HOST_COPIES in features
+        self._is_ahead = self._is_async or self._is_preempted or self._has_copies
         # what is scheduled, the steps under way, and blocks that are free when one of them ends
         self._chunks: list[_PromptChunk] = []
         self._under_way: deque[list[_PromptChunk]] = deque()
+        self._saves: deque[Mapping[str, Collection[int]] | None] = deque()
         self._deferred: deque[list[Tables]] = deque()
         self._tokens_per_step = tokens_per_step
         self._step_s = step_s
         self.host = host
         self.requests: dict[str, EngineRequest] = {}
         self._trace = trace
-        self._memories = [LabelledMemory(worker, groups, numbers) for worker in workers]
+        self._memories = [
+            LabelledMemory(worker, groups, numbers, has_copies=self._has_copies)
+            for worker in workers
+        ]
         ports = [
             Port(host, worker, memory)
             for worker, memory in zip(workers, self._memories, strict=True)
@@ -322,6 +344,8 @@ class Engine:
             for group in groups
         }
         self._lent: dict[str, Tables] = {}
+        # answers of which no next turn was sent, and the steps in which they kept a request waiting
+        self._kept: dict[str, int] = {}
         # requests that have ended while bytes may still land
         self._landing: dict[str, Tables] = {}
         executors = [VirtualExecutor(fabric, port) for port in ports]
@@ -329,8 +353,20 @@ class Engine:
         offers = [fabric.register(port) for port in ports]
         self._executors = executors
         max_ids = SLICE_IDS if Feature.SLICES in features else MAX_TRANSFER_IDS
+        keeps_answers = Feature.TURNS in features
         self.connector = make_connector(
-            Site(host, workers, groups, executors, copiers, offers, fabric, max_ids)
+            Site(
+                host,
+                workers,
+                groups,
+                executors,
+                copiers,
+                offers,
+                fabric,
+                max_ids,
+                keeps_answers,
+                self._has_copies,
+            )
         )
         self._interval_s = 0.0
         self._is_stepping = False
@@ -341,6 +377,22 @@ class Engine:
     def is_idle(self) -> bool:
         """Return whether the engine has no request, keeps no block, and no step is under way."""
         return not (self.requests or self._lent or self._landing or self._under_way)
+
+    def holds(self, name: str) -> bool:
+        """Return whether a request is in the engine, or blocks of it are."""
+        return name in self.requests or name in self._lent or name in self._landing
+
+    def is_lent(self, name: str) -> bool:
+        """Return whether the blocks of a request are kept for a reader."""
+        return name in self._lent
+
+    def is_landing(self, name: str) -> bool:
+        """Return whether the blocks of a request that has ended are kept for its last bytes."""
+        return name in self._landing
+
+    def note_turn(self, name: str) -> None:
+        """Note that a request for a kept answer was sent."""
+        self._kept.pop(name, None)
 
     def add(self, request: EngineRequest) -> None:
         """Take a request."""
@@ -381,7 +433,7 @@ class Engine:
         report = self.connector.step()
         has_news = self._take(report)
         self._check_held()
-        has_computed = self._begin_chunks() if self._is_ahead else self._compute()
+        has_computed = self._begin_chunks(report.saves) if self._is_ahead else self._compute()
         # an engine that waits looks less and less often
         is_busy = has_admitted or has_news or has_computed
         draw = self.host.random.random()
@@ -412,11 +464,19 @@ class Engine:
                 continue
             # others wait behind it, as in vLLM
             if not self._give_blocks(request, num_cached, cached, num_read):
+                self._check_kept(request)
                 break
             has_admitted = True
             if self._is_ahead and not num_read:
                 self._schedule_one(request)
         return has_admitted
+
+    def _check_kept(self, request: EngineRequest) -> None:
+        """Refuse to let a request wait for blocks of an answer that nobody has asked for."""
+        for name in self._kept:
+            self._kept[name] += 1
+            if self._kept[name] > MAX_WAITING_STEPS:
+                raise BrokenRuleError("END", f"{request.name} waits for the kept answer {name}")
 
     def _cached_prefix(self, request: EngineRequest) -> tuple[int, Tables]:
         """Return the length of the longest prefix that all groups have, and its blocks.
@@ -524,6 +584,7 @@ class Engine:
             if self.connector.is_promised(name):
                 raise BrokenRuleError("CLAIM", f"{name} is released, which a reader claims")
             self._trace(self.host.name, f"{name} is released: blocks {_words(self._lent[name])}")
+            self._kept.pop(name, None)
             self._free(self._lent.pop(name))
         return bool(report.failed or report.received or report.released)
 
@@ -565,16 +626,19 @@ class Engine:
         chunk = self._chunk_of(request)
         if chunk is not None:
             self._chunks.append(chunk)
+            request.num_scheduled = chunk.stop - chunk.start
             # as in vLLM: whoever comes in this step computes after it
             self._register(request, chunk.start, chunk.stop)
 
-    def _begin_chunks(self) -> bool:
+    def _begin_chunks(self, saves: Mapping[str, Collection[int]] | None) -> bool:
         """Begin a step with what was scheduled, and end it unless steps are asynchronous."""
         chunks, self._chunks = self._chunks, []
         for chunk in chunks:
             chunk.request.num_computed = chunk.stop
             chunk.request.num_in_flight += chunk.stop - chunk.start
+            chunk.request.num_scheduled = 0
         self._under_way.append(chunks)
+        self._saves.append(saves)
         self._deferred.append([])
         if not self._is_async:
             self._end_chunks()
@@ -586,6 +650,9 @@ class Engine:
         for chunk in chunks:
             self._write(chunk)
             chunk.request.num_in_flight -= chunk.stop - chunk.start
+        saves = self._saves.popleft()
+        for memory in self._memories:
+            memory.copy(saves)
         for tables in self._deferred.popleft():
             self._free(tables)
         for chunk in chunks:
@@ -693,11 +760,28 @@ class Engine:
         # the connector says when no byte can land any more
         if is_landing:
             self._landing[request.name] = request.blocks
+            self._check_landing(request.name, request.blocks)
         elif params is not None:
             self._lent[request.name] = request.blocks
+            if not request.is_for_another:
+                self._kept[request.name] = 0
         else:
             self._free_computed(request)
         request.tell(params, error)
+
+    def _check_landing(self, name: str, blocks: Tables, since: float | None = None) -> None:
+        """Refuse to keep blocks long after the last byte has landed, ``since`` when none may."""
+        loop = self.host.loop
+        is_over = self._landing.get(name) is not blocks
+        if self.host.is_dead or is_over or self.host.thaws_at > (since or loop.now):
+            return
+        # some of it may come through a staging region
+        is_moving = any(memory.landing.any() for memory in self._memories)
+        if since is not None and not is_moving:
+            raise BrokenRuleError("LINGER", f"{name} keeps its blocks in {self.host.name}")
+        since = None if is_moving else loop.now
+        wait_s = 5.0 if is_moving else LOST_S / self.host.rate
+        loop.at(loop.now + wait_s, partial(self._check_landing, name, blocks, since))
 
     def _check_held(self) -> None:
         """Refuse to wait for a request of which a transfer has failed, though bytes may land."""

@@ -17,8 +17,8 @@ from typing import Final
 class Feature(enum.Flag):
     """What engines, clients and transfers of a fleet do beside the usual.
 
-    >>> Feature.of(4)
-    <Feature.PREEMPTION|ASYNC_STEPS|NEAR_PROMPTS: 14>
+    >>> print(Feature.of(7))
+    Feature.HELD_TRANSFERS|LOST_ENGINES|TURNS
     """
 
     BURSTS = enum.auto()
@@ -57,6 +57,17 @@ class Feature(enum.Flag):
 
     RESTARTS = enum.auto()
     """Engines die while they are used, and start again at once, under their names."""
+
+    TURNS = enum.auto()
+    """Decode keeps its answers, and the next turns of conversations come with their handoffs.
+
+    Prefill reads an answer, and decode reads the next turn. Kept answers give way to requests."""
+
+    REPEATS = enum.auto()
+    """Requests come again, as others under their names, when the blocks of the first are free."""
+
+    HOST_COPIES = enum.auto()
+    """Engines lend copies of their blocks in main memory, made when a step has computed them."""
 
     @classmethod
     def of(cls, seed: int) -> Feature:

@@ -12,6 +12,9 @@ These rules hold in every step, or the simulation ends with an error that names 
 - RIGHT: a request that is read once, soon and to its end does not fail without an excuse: a fault
   that explains its error.
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right.
+- LINGER: a request that was read, and whose readers have all ended, keeps no block for more than
+  :data:`LINGER_S` if nothing goes wrong meanwhile. Nor does one that has failed or was aborted, for
+  more than :data:`LOST_S` after the last byte has landed.
 - FREE: when all requests have ended and all leases are over, all blocks are free.
 - GROW: then no connector remembers a request, and no coroutine runs.
 - REPORT: a connector reports nothing of a request that is neither read nor lent.
@@ -38,12 +41,10 @@ from kvplan._checks import integer
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan
-from kvplan.protocol.lease_check import ASK_S, SILENCE_S
 from kvplan.protocol.leases import LEASE_S
-from kvplan.protocol.peer_engines import HANDSHAKE_S
-from kvplan.protocol.system import ANSWER_S
 from kvplan.testing.simulation.catalog import Catalog
 from kvplan.testing.simulation.engine import (
+    LOST_S,
     STEP_S,
     TOKENS_PER_STEP,
     BlockPool,
@@ -60,6 +61,7 @@ from kvplan.testing.simulation.memory import NUMBER_BITS, Numbers
 from kvplan.testing.simulation.network import MALFORMED, Disturbance, Host, Network
 from kvplan.testing.simulation.scenario import (
     HEALED_S,
+    KEPT_S,
     Arrival,
     Death,
     Freeze,
@@ -74,9 +76,11 @@ from kvplan.testing.simulation.tasks import TaskLoop
 END_S: Final = 150.0
 """Seconds within which a request ends, beside freezes and a lease for each request."""
 
-LOST_S: Final = HANDSHAKE_S + SILENCE_S + ASK_S + 2 * ANSWER_S + 5.0
-"""Seconds within which a request ends whose source is gone: it asks in vain, and may shake hands
-again before that."""
+LINGER_S: Final = 5.0
+"""Seconds of the slowest clock for which blocks stay after the last reader, if nothing is wrong."""
+
+AGAIN_S: Final = 0.5
+"""Seconds after which a request is sent again whose name another one still has."""
 
 SETTLE_S: Final = 5.0
 """Seconds of the slowest clock after the last fault, from which on all requests are right."""
@@ -97,6 +101,17 @@ MakeParams = Callable[[str, random.Random], Mapping[str, Any]]
 
 SOON_S: Final = 10.0
 """Seconds within which prefill computes a request whose failure needs an excuse."""
+
+
+@attrs.define(eq=False)
+class _Readers:
+    """The readers of a request that have not ended, and whether one of them was right."""
+
+    arrival: Arrival
+    prefill: Engine
+    came_at: float
+    num_left: int
+    has_right: bool = False
 
 
 @attrs.frozen
@@ -199,6 +214,9 @@ class Fleet:
         # the requests with an earlier one's parameters, and when prefill has computed each
         self._repeated: set[str] = set()
         self._computed_at: dict[str, float] = {}
+        # next turns of conversations, and how often a request has come under each name
+        self._turns: set[str] = set()
+        self._attempts: dict[str, int] = {}
         incidents = scenario.incidents
         disturbances = tuple(item for item in incidents if isinstance(item, Disturbance))
         troubles = tuple(item for item in incidents if isinstance(item, Trouble))
@@ -235,7 +253,8 @@ class Fleet:
             for name, error in probes.items():
                 if error is not None:
                     raise BrokenRuleError("AGAIN", f"{name} fails after all faults: {error}")
-            self._advance(self.loop.now + QUIET_S)
+            kept_s = KEPT_S / self._slowest if Feature.TURNS in self.scenario.features else 0.0
+            self._advance(self.loop.now + QUIET_S + kept_s)
             self._check_end()
         except BrokenRuleError as error:
             self._trace("", str(error))
@@ -324,7 +343,9 @@ class Fleet:
 
     def _is_excused(self, arrival: Arrival, error: KVPlanError) -> bool:
         """Return whether a request may fail: its parameters are used, or prefill is slow."""
-        is_repeated = arrival.name in self._repeated
+        # an answer is kept for a while only, and gives way
+        is_gone = arrival.name in self._turns and error.code == "LEASE"
+        is_repeated = is_gone or arrival.name in self._repeated
         return is_repeated or self._is_slow(arrival) or self.scenario.may_fail(error.code)
 
     def _is_slow(self, arrival: Arrival) -> bool:
@@ -378,13 +399,35 @@ class Fleet:
         self._trace(freeze.engine, f"freezes until {freeze.ends_at:.4f}")
         self._engines[freeze.engine].host.freeze(freeze.ends_at)
 
-    def _arrive(self, arrival: Arrival, finish: Callable[[KVPlanError | None], None]) -> None:
-        """Let prefill compute a request, and others read it. ``finish`` gets each end."""
+    def _arrive(
+        self,
+        arrival: Arrival,
+        finish: Callable[[KVPlanError | None], None],
+        earlier: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Let prefill compute a request, and others read it. ``finish`` gets each end.
+
+        A next turn comes with the parameters of the ``earlier`` answer.
+        """
         prefill = self._engine_of(arrival.prefill)
+        if arrival.attempt and self._is_busy(arrival.name, prefill):
+            again = partial(self._arrive, arrival, finish, earlier)
+            if self.loop.now + AGAIN_S < HEALED_S:
+                self.loop.at(self.loop.now + AGAIN_S, again)
+            return
+        self._attempts[arrival.name] = arrival.attempt
         params = self._params_of(arrival, prefill)
         if params is not None:
-            self._visit_all(arrival, params, finish)
-        self._compute(arrival, prefill.host.name, params, finish, arrival.patience_s)
+            self._visit_all(arrival, prefill, params, finish)
+        sent = params
+        if earlier is not None:
+            sent = {**self._as_it_comes(arrival, earlier), **(params or {})}
+        name = prefill.host.name
+        self._compute(arrival, name, params, finish, sent, arrival.patience_s)
+
+    def _is_busy(self, name: str, prefill: Engine) -> bool:
+        """Return whether a request of a name has not ended, or the engine has blocks of it."""
+        return name in self._open or prefill.holds(name)
 
     def _compute(
         self,
@@ -392,29 +435,37 @@ class Fleet:
         prefill: str,
         params: Mapping[str, Any] | None,
         finish: Callable[[KVPlanError | None], None],
+        sent: Mapping[str, Any] | None,
         patience_s: float | None = None,
     ) -> None:
-        """Send a request to the host ``prefill``, and again if it is not computed there."""
+        """Send a request to the host ``prefill``, and again if it is not computed there.
+
+        It comes with ``sent``, of which ``params`` are those that decode gets too.
+        """
+        engine = self._engines[prefill]
 
         def computed(answer: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
             if answer is not None:
                 self._computed_at[arrival.name] = self.loop.now
                 # they have come already, if a proxy has made their parameters
                 if params is None:
-                    self._visit_all(arrival, answer, finish)
+                    self._visit_all(arrival, engine, answer, finish)
                 return
             is_lost = error is None or error.code == "PEER"
             again_at = self.loop.now + self._resend_s
             if is_lost and again_at < HEALED_S:
-                again = partial(self._compute, arrival, prefill, params, finish)
                 self.loop.at(again_at, again)
             elif error is not None:
                 finish(error)
 
+        def again() -> None:
+            if not self._is_busy(arrival.name, self._engines[prefill]):
+                self._compute(arrival, prefill, params, finish, sent)
+
         request = self._request(arrival.name, arrival.tokens, 1, computed, arrival.facts)
-        request.params = params
+        request.params = sent
         request.is_for_another = True
-        self._submit(self._engines[prefill], request, patience_s)
+        self._submit(engine, request, patience_s)
 
     def _params_of(self, arrival: Arrival, prefill: Engine) -> Mapping[str, Any] | None:
         """Return the parameters that a proxy makes for both engines, None if prefill makes them."""
@@ -432,31 +483,80 @@ class Fleet:
     def _visit_all(
         self,
         arrival: Arrival,
+        prefill: Engine,
         params: Mapping[str, Any],
         finish: Callable[[KVPlanError | None], None],
     ) -> None:
         """Send a request to the engines that read it, each after a delay."""
+        readers = _Readers(arrival, prefill, self.loop.now, len(arrival.visits))
         for number, visit in enumerate(arrival.visits):
-            name = f"{arrival.name}/{number}"
-            read = partial(self._visit, arrival, visit, name, params, finish)
+            name = f"{arrival.name}/{number}" + "/again" * arrival.attempt
+            read = partial(self._visit, readers, visit, name, params, finish)
             self.loop.at(self.loop.now + visit.delay_s, read)
 
     def _visit(
         self,
-        arrival: Arrival,
+        readers: _Readers,
         visit: Visit,
         name: str,
         params: Mapping[str, Any],
         finish: Callable[[KVPlanError | None], None],
     ) -> None:
-        def ended(_: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
+        arrival = readers.arrival
+        engine = self._engine_of(visit.engine)
+
+        def ended(answer: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
+            readers.num_left -= 1
+            # one that was taken for another request has claimed nothing
+            is_same = visit.tokens is None and visit.facts is None
+            is_read = error is None and request.is_complete
+            readers.has_right |= is_read and is_same and arrival.name not in self._repeated
+            if not readers.num_left and readers.has_right:
+                self.loop.at(self._linger_at, partial(self._check_released, readers))
+            if answer is not None and arrival.turns:
+                self._plan_turn(arrival, engine, request, answer)
             finish(error)
 
         tokens = visit.tokens or arrival.tokens
         facts = arrival.facts if visit.facts is None else visit.facts
         request = self._request(name, tokens, arrival.num_answer, ended, facts)
         request.params = self._as_it_comes(arrival, params)
-        self._submit(self._engine_of(visit.engine), request, visit.patience_s)
+        self._submit(engine, request, visit.patience_s)
+
+    @property
+    def _linger_at(self) -> float:
+        return self.loop.now + LINGER_S / self._slowest
+
+    def _check_released(self, readers: _Readers) -> None:
+        """Refuse to keep the blocks of a request whose readers have all ended."""
+        name, engine = readers.arrival.name, readers.prefill
+        began_at = readers.came_at - SETTLE_S / self._slowest
+        is_other = self._attempts[name] != readers.arrival.attempt
+        if engine.host.is_dead or is_other or not self.scenario.is_quiet(began_at, self.loop.now):
+            return
+        readings = [f"{name}/{number}" for number in range(len(readers.arrival.visits))]
+        readings += [f"{each}/again" for each in readings]
+        if any(other.is_landing(each) for other in self._engines.values() for each in readings):
+            self.loop.at(self._linger_at, partial(self._check_released, readers))
+        elif engine.is_lent(name):
+            message = f"{name} keeps its blocks in {engine.host.name}, and nobody reads it"
+            raise BrokenRuleError("LINGER", message)
+
+    def _plan_turn(
+        self, arrival: Arrival, engine: Engine, request: EngineRequest, answer: Mapping[str, Any]
+    ) -> None:
+        """Send the next turn of a conversation, which has the handoff of the last answer."""
+        number = request.name.rpartition("/")[2]
+        turn = arrival.next_turn(self.loop.now, request.tokens, int(number))
+        if turn.at >= HEALED_S:
+            return
+
+        def arrive() -> None:
+            engine.note_turn(request.name)
+            self._turns.add(turn.name)
+            self._arrive(turn, self._finish_of(turn), answer)
+
+        self.loop.at(turn.at, arrive)
 
     def _as_it_comes(self, arrival: Arrival, params: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the parameters of a request, or forged ones: one is of another request, or bad.

@@ -22,6 +22,7 @@ from kvplan.testing.simulation.catalog import NULL_BLOCK, STAGING
 from kvplan.testing.simulation.engine import EngineRequest, Site, StepReport
 from kvplan.testing.simulation.fabric import VirtualExecutor
 from kvplan.testing.simulation.network import Host
+from kvplan.testing.simulation.scenario import KEPT_S
 
 KEY: Final = SharedKey.of(b"the key of all engines")
 
@@ -44,10 +45,10 @@ class Promises:
         self._lease_of: dict[str, str] = {}
         host.witnesses.append(self._hear)
 
-    def grant(self, lease: str, request: str) -> None:
-        """Promise a first lease, to whoever comes."""
+    def grant(self, lease: str, request: str, first_s: float = LEASE_S) -> None:
+        """Promise a first lease to any reader, or nothing yet where it may give way."""
         self._lease_of[request] = lease
-        self._ends[lease] = {"": self._host.monotonic() + LEASE_S}
+        self._ends[lease] = {"": self._host.monotonic() + first_s}
 
     def take(self, request: str) -> bool:
         """Return whether a promise about a request stands, and forget the request."""
@@ -100,6 +101,11 @@ class LeaseConnector:
         logger = logging.getLogger(__name__)
         claims = Claims(logger, host)
         self._importer = Importer(groups, claims, host.token_hex(8), KEY, to_block_end=True)
+        self._arrived: dict[str, EngineRequest] = {}
+        self._has_copies = site.has_copies
+        self._keeps_answers = site.keeps_answers
+        # the positions of requests that have got no blocks for them in this step
+        self._waiting: dict[str, int] = {}
         self._tokens_per_block = site.groups[0].tokens_per_block
         self._requests: dict[str, EngineRequest] = {}
         self._reads = [
@@ -129,18 +135,26 @@ class LeaseConnector:
 
         Where the last token would pass what decode needs, prefill stops one token short of it.
         """
+        self._arrived[request.name] = request
         is_passing = any(group.window is not None for group in self._groups)
         if request.is_for_another and is_passing:
             request.stop_short()
         if request.params is not None:
-            self._importer.claim(request.name, request.params, request.digest)
+            # the next turn of a conversation can be computed too
+            min_tokens = 0 if request.is_for_another else None
+            prompt = request.digest
+            self._importer.claim(request.name, request.params, prompt, min_tokens=min_tokens)
 
     def count_readable(self, request: EngineRequest, num_cached: int) -> int | None:
         """Return the positions that are computed and not cached, but the last of the prompt."""
-        return self._importer.count(request.name, num_cached, request.num_prompt - 1)
+        number = self._importer.count(request.name, num_cached, request.num_prompt - 1)
+        if number is not None:
+            self._waiting[request.name] = len(request.tokens) - num_cached
+        return number
 
     def begin_read(self, request: EngineRequest, num_tokens: int) -> None:
         """Read positions of a request in all workers, or end its claim if there are none."""
+        self._waiting.pop(request.name, None)
         if num_tokens == 0:
             self._importer.skip(request.name)
             return
@@ -158,6 +172,7 @@ class LeaseConnector:
 
     def step(self) -> StepReport:
         """Poll all workers: a request is received when each of them has reported it."""
+        self._give_way()
         ended = self._exporter.step()
         self._digest_exported()
         self._begin_parts()
@@ -177,7 +192,23 @@ class LeaseConnector:
         for name in received:
             self._requests.pop(name, None)
             self._importer.end(name)
-        return StepReport(received, failed, ended.released)
+        return StepReport(received, failed, ended.released, self._saves())
+
+    def _saves(self) -> dict[str, set[int]] | None:
+        """Return all blocks of all requests: some of them are computed in this step."""
+        if not self._has_copies:
+            return None
+        saves = {group.name: set[int]() for group in self._groups}
+        for request in self._arrived.values():
+            for group, table in request.blocks.items():
+                saves[group].update(table)
+        return saves
+
+    def _give_way(self) -> None:
+        """End kept answers where requests wait for blocks."""
+        num_blocks = sum(-(-number // self._tokens_per_block) for number in self._waiting.values())
+        self._exporter.give_way(num_blocks * len(self._groups))
+        self._waiting.clear()
 
     def _begin_parts(self) -> None:
         """Let all workers read what the importer says."""
@@ -199,17 +230,25 @@ class LeaseConnector:
 
     def finish(self, request: EngineRequest) -> Mapping[str, Any] | None:
         """Export the blocks of a request that was computed for another engine."""
-        self._importer.finish(request.name)
-        if not request.is_for_another or request.is_aborted:
+        self._arrived.pop(request.name, None)
+        read_from = self._importer.finish(request.name)
+        is_answer = not request.is_for_another
+        if request.is_aborted or (is_answer and not self._keeps_answers):
             return None
+        num_prompt = request.num_prompt
+        # the next turn may have another answer
+        has_answer = num_prompt < request.num_computed
         handoff = self._exporter.finish(
             request.name,
             request.num_computed,
             self._tables(request),
             request.digest,
+            first_s=KEPT_S if is_answer else None,
+            read_from=read_from,
+            prefixes={num_prompt: request.digest(num_prompt)} if has_answer else {},
         )
         assert handoff is not None
-        self._promises.grant(handoff.lease, request.name)
+        self._promises.grant(handoff.lease, request.name, 0.0 if is_answer else LEASE_S)
         params: Mapping[str, Any] = json.loads(json.dumps(handoff.params(KEY)))
         return params
 

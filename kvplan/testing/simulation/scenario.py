@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -32,6 +32,12 @@ VOCABULARY: Final = 1000
 
 LATE_S: Final = 90.0
 """Seconds by which bytes are late in fleets that lose engines: longer than a reader waits."""
+
+KEPT_S: Final = 100.0
+"""Seconds for which decode keeps an answer that no request has read."""
+
+MAX_TURN: Final = 4
+"""Tokens of a next turn, and those of its answer."""
 
 BRIEF_S: Final = 4.0
 """Seconds for which the network may be disturbed without the end of a lease that is claimed."""
@@ -67,10 +73,27 @@ class Visit:
 
 
 @attrs.frozen
+class Turn:
+    """The next turn of a conversation, ``delay_s`` after its answer, with ``tokens`` after that.
+
+    With ``is_rewritten`` the client has put another answer in place of the one that decode gave.
+    """
+
+    delay_s: float
+    prefill: str
+    tokens: tuple[int, ...]
+    num_answer: int
+    visit: Visit
+    is_rewritten: bool = False
+
+
+@attrs.frozen
 class Arrival:
     """A request that comes to a prefill engine, and then to those that read it.
 
-    Its client aborts prefill after ``patience_s``.
+    Its client aborts prefill after ``patience_s``. Its ``turns`` follow each answer that is kept.
+    A second ``attempt`` is another request of the same name, which comes when the engine has freed
+    the blocks of the first one.
     """
 
     at: float
@@ -81,11 +104,34 @@ class Arrival:
     visits: tuple[Visit, ...]
     patience_s: float | None = None
     facts: tuple[tuple[int, str], ...] = ()
+    turns: tuple[Turn, ...] = ()
+    attempt: int = 0
 
     @property
     def engines(self) -> tuple[str, ...]:
         """Return the engines that the request comes to."""
-        return (self.prefill, *(visit.engine for visit in self.visits))
+        later = [name for turn in self.turns for name in (turn.prefill, turn.visit.engine)]
+        return (self.prefill, *(visit.engine for visit in self.visits), *later)
+
+    def next_turn(self, now: float, answered: Sequence[int], number: int) -> Arrival:
+        """Return the request of the first of the turns, after the tokens up to an answer."""
+        turn, *turns = self.turns
+        said = [*answered]
+        if turn.is_rewritten:
+            first = len(self.tokens)
+            said[first] = (said[first] + 1) % VOCABULARY
+        return attrs.evolve(
+            self,
+            at=now + turn.delay_s,
+            name=f"{self.name}/{number}+",
+            tokens=(*said, *turn.tokens),
+            num_answer=turn.num_answer,
+            prefill=turn.prefill,
+            visits=(turn.visit,),
+            patience_s=None,
+            turns=tuple(turns),
+            attempt=0,
+        )
 
     @property
     def is_sure(self) -> bool:
@@ -176,6 +222,14 @@ class Scenario:
         longest_s = (RENEW_S + ANSWER_S + RETRY_S) / min(rates) * max(rates)
         return longest_s + BRIEF_S * max(rates) < LEASE_S
 
+    def is_quiet(self, begins_at: float, ends_at: float) -> bool:
+        """Return whether nothing goes wrong between two times, but that transfers are slow."""
+        return not any(
+            start <= ends_at and stop > begins_at
+            for incident in self.incidents
+            for start, stop in _disturbed(incident)
+        )
+
     def mentions(self, engine: str) -> bool:
         """Return whether an incident is of an engine."""
         return any(engine in incident.engines for incident in self.incidents)
@@ -197,6 +251,18 @@ class Scenario:
         lines = [f"seed {self.seed}, {self.features}", *map(str, self.members)]
         lines += map(str, sorted(self.incidents, key=_begin_of))
         return "\n".join(lines)
+
+
+def _disturbed(incident: Incident) -> Iterator[tuple[float, float]]:
+    """Yield the time in which an incident may keep engines from what they do, if it does."""
+    if isinstance(incident, Death):
+        yield incident.at, max(incident.at, incident.restarts_at or 0.0)
+    elif isinstance(incident, Freeze | Rival):
+        yield incident.at, incident.ends_at
+    elif isinstance(incident, Disturbance) or (
+        isinstance(incident, Trouble) and (incident.breaks or incident.refuses)
+    ):
+        yield incident.begins_at, incident.ends_at
 
 
 def _begin_of(incident: Incident) -> float:
@@ -342,6 +408,54 @@ def _with_lost_engines(scenario: Scenario, draw: random.Random) -> Scenario:
     return attrs.evolve(scenario, members=tuple(members), incidents=changed)
 
 
+def _with_turns(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Give most requests a next turn or two, for all of which an engine has room."""
+    names = {
+        role: [member.name for member in scenario.members if member.name.startswith(role)]
+        for role in ("prefill", "decode")
+    }
+
+    def turn() -> Turn:
+        delay_s = draw.choice((0.01, 1.0, 20.0, KEPT_S)) * draw.random()
+        tokens = [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, MAX_TURN))]
+        visit = Visit(draw.choice(names["decode"]))
+        num_answer = draw.randint(1, MAX_TURN)
+        is_rewritten = draw.random() < 0.25
+        prefill = draw.choice(names["prefill"])
+        return Turn(delay_s, prefill, tuple(tokens), num_answer, visit, is_rewritten)
+
+    incidents = list[Incident]()
+    for incident in scenario.incidents:
+        if isinstance(incident, Arrival) and draw.random() < 0.7:
+            num_turns = draw.choice((1, 1, 2))
+            num_tokens = MAX_TOKENS - MAX_ANSWER - 2 * MAX_TURN * num_turns
+            visits = [attrs.evolve(visit, tokens=None) for visit in incident.visits]
+            incident = attrs.evolve(
+                incident,
+                tokens=incident.tokens[:num_tokens],
+                visits=tuple(visits),
+                turns=tuple(turn() for _ in range(num_turns)),
+            )
+        incidents.append(incident)
+    return attrs.evolve(scenario, incidents=tuple(incidents))
+
+
+def _with_repeats(arrivals: list[Arrival], draw: random.Random) -> list[Arrival]:
+    """Let other requests come under the names of some, and let some read late what came first."""
+    repeated = list[Arrival]()
+    for arrival in arrivals:
+        repeated.append(arrival)
+        if arrival.visits and draw.random() < 0.5:
+            # soon after the first lease has ended, while readers of it may come
+            late = attrs.evolve(arrival.visits[0], delay_s=35 + 10 * draw.random(), tokens=None)
+            repeated[-1] = attrs.evolve(arrival, visits=(*arrival.visits, late))
+            tokens = tuple(draw.randrange(VOCABULARY) for _ in arrival.tokens)
+            at = min(arrival.at + 1 + draw.random(), HEALED_S - 1)
+            again = attrs.evolve(arrival, at=at, tokens=tokens, turns=(), attempt=1)
+            repeated.append(again)
+    return repeated
+
+
 def _with_restarts(scenario: Scenario, draw: random.Random) -> Scenario:
     arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
     deaths = []
@@ -363,6 +477,8 @@ _CHANGES: Final = MappingProxyType(
         Feature.SLICES: _with_refused_slices,
         Feature.GARBLED_MESSAGES: _with_garbled_answers,
         Feature.RESTARTS: _with_restarts,
+        Feature.TURNS: _with_turns,
+        Feature.REPEATS: _arrivals(_with_repeats),
     }
 )
 
