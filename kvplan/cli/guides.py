@@ -4,6 +4,9 @@ An engine is a mapping with a ``command`` or ``args`` that start vLLM or SGLang,
 Kubernetes or a service of compose has them, or a text with such a command line, as values files and
 scripts in a ConfigMap have. Its name is its own, or its key, with those of what is around it where
 two are alike.
+
+An untrusted guide may grow: an alias repeats a whole part, and parts of parts are aliases too. So
+scalars are read as they are written, and what is too large is refused.
 """
 
 from __future__ import annotations
@@ -11,10 +14,23 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
+import attrs
 import yaml
+
+from kvplan._checks import at_most
+
+MAX_CHARACTERS: Final = 1 << 20
+"""The length of a guide. A longer text is a log."""
+
+MAX_SIZE: Final = 1 << 22
+"""The characters of a guide with all that aliases repeat. A node counts as :data:`NODE` of them."""
+
+NODE: Final = 1 << 5
+
+MAX_LEVELS: Final = 100
 
 STARTS: Final = (
     r"\b(?:vllm|sglang) serve\b|vllm\.entrypoints|sglang\.launch_server"
@@ -25,13 +41,14 @@ STARTS: Final = (
 
 def is_guide(text: str) -> bool:
     """Return whether a text is YAML with mappings, and no log."""
-    return re.search(r"^\s*(- )?[\w.-]+:( |$)", text, re.MULTILINE) is not None and bool(
-        _parsed(text)
-    )
+    has_keys = re.search(r"^[ \t]*(- )?[\w.-]+:( |$)", text, re.MULTILINE) is not None
+    return has_keys and len(text) <= MAX_CHARACTERS and bool(_parsed(text))
 
 
 def engines_of(text: str) -> dict[str, str]:
     """Return the command line of each engine of a guide, with its environment before it, by name.
+
+    Raises ``RANGE`` for a guide that is too large.
 
     >>> engines_of('''
     ... services:
@@ -40,7 +57,10 @@ def engines_of(text: str) -> dict[str, str]:
     ... ''')
     {'prefill': 'A=b vllm serve m --tensor-parallel-size 2'}
     """
-    found = [engine for document in _parsed(text) for engine in _engines(document, (), "engine")]
+    guide = _Guide()
+    for document in _parsed(text):
+        guide.read(document, (), "engine")
+    found = guide.engines
     # as few names around an engine as tell it from the others
     names = [path[-1:] for path, _ in found]
     for length in range(2, 5):
@@ -52,35 +72,85 @@ def engines_of(text: str) -> dict[str, str]:
     return {"/".join(name): command for name, (_, command) in zip(names, found, strict=True)}
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads scalars as they are written: no dates, numbers or flags are made of them."""
+
+    _level = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        at_most(MAX_LEVELS, self._level, "levels of a guide", "read it")
+        self._level += 1
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
+
+for _kind in ("bool", "int", "float", "binary", "timestamp"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", yaml.SafeLoader.construct_yaml_str)
+
+
 def _parsed(text: str) -> list[Any]:
     """The documents of a text that are mappings or lists, none if it is not YAML."""
     try:
-        return [
-            document
-            for document in yaml.safe_load_all(text)
-            if isinstance(document, Mapping | list)
-        ]
+        documents = [*yaml.load_all(text, _Loader)]
     except yaml.YAMLError:
         return []
+    return [document for document in documents if isinstance(document, Mapping | list)]
 
 
-def _engines(node: Any, names: tuple[str, ...], key: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the names of each engine of a node, which has a key, and its command line."""
-    if isinstance(node, Mapping):
-        name = _name_of(node)
-        command = " ".join(filter(None, (_words(node.get(each)) for each in ("command", "args"))))
-        if re.search(STARTS, command):
-            environment = _environment(node.get("env") or node.get("environment"))
-            yield (*names, name or key), f"{environment}{command}"
-            return
-        names = (*names, name) if name else names
-        for each, value in node.items():
-            yield from _engines(value, names, str(each))
-    elif isinstance(node, list):
-        for value in node:
-            yield from _engines(value, names, key)
-    elif isinstance(node, str) and re.search(STARTS, node):
-        yield (*names, key), node
+@attrs.define
+class _Guide:
+    """The names around each engine of a guide, and its command line."""
+
+    engines: list[tuple[tuple[str, ...], str]] = attrs.field(factory=list)
+    _size: int = 0
+
+    def read(self, node: Any, names: tuple[str, ...], key: str, level: int = 0) -> None:
+        """Read a node, which has a key, and all that is in it. Raises ``RANGE``."""
+        at_most(MAX_LEVELS, level, "levels of a guide", "read it")
+        self._add(node)
+        if isinstance(node, Mapping):
+            name = _name_of(node)
+            command = " ".join(
+                filter(None, (self._words(node.get(each)) for each in ("command", "args")))
+            )
+            if re.search(STARTS, command):
+                environment = _environment(node.get("env") or node.get("environment"))
+                command = f"{environment}{command}"
+                self._add(command)
+                self.engines.append(((*names, name or key), command))
+                return
+            names = (*names, name) if name else names
+            for each, value in node.items():
+                self.read(value, names, str(each), level + 1)
+        elif isinstance(node, list):
+            for value in node:
+                self.read(value, names, key, level + 1)
+        elif isinstance(node, str) and re.search(STARTS, node):
+            self.engines.append(((*names, key), node))
+
+    def _add(self, node: Any) -> None:
+        """Note that a node was read."""
+        self._size += NODE + (len(node) if isinstance(node, str) else 0)
+        at_most(MAX_SIZE, self._size, "characters of a guide, with aliases", "read it")
+
+    def _words(self, value: Any) -> str:
+        """A command or its arguments as one text. A script that a shell is given stays as it is."""
+        if isinstance(value, list):
+            words = [word for word in value if isinstance(word, str)]
+            for word in words:
+                self._add(word)
+            return " ".join(word if _is_script(word) else shlex.quote(word) for word in words)
+        return value if isinstance(value, str) else ""
+
+
+def _is_script(word: str) -> bool:
+    """Whether a word has the start of an engine, and a space before or after it."""
+    starts = [*re.finditer(STARTS, word)]
+    if not starts:
+        return False
+    before, after = word[: starts[-1].start()], word[starts[0].end() :]
+    return re.search(r"\s", before) is not None or re.search(r"\s", after) is not None
 
 
 def _name_of(node: Mapping[Any, Any]) -> str | None:
@@ -90,32 +160,18 @@ def _name_of(node: Mapping[Any, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _words(value: Any) -> str:
-    """A command or its arguments as one text. A script that a shell is given stays as it is."""
-    if isinstance(value, list):
-        words = [str(word) for word in value]
-        return " ".join(
-            word if re.search(rf"\s.*(?:{STARTS})|(?:{STARTS}).*\s", word) else shlex.quote(word)
-            for word in words
-        )
-    return value if isinstance(value, str) else ""
-
-
 def _environment(value: Any) -> str:
     """Settings before a command, as a shell has them."""
     if isinstance(value, Mapping):
-        items = [(str(name), text) for name, text in value.items()]
+        items = [*value.items()]
     elif isinstance(value, list):
         items = [
-            (str(each["name"]), each.get("value"))
-            if isinstance(each, Mapping) and "name" in each
-            else (str(each).partition("=")[0], str(each).partition("=")[2])
+            (each.get("name"), each.get("value"))
+            if isinstance(each, Mapping)
+            else f"{each}".partition("=")[::2]
             for each in value
+            if isinstance(each, Mapping | str)
         ]
     else:
         return ""
-    return "".join(
-        f"{name}={shlex.quote(str(text))} "
-        for name, text in items
-        if isinstance(text, str | int | bool)
-    )
+    return "".join(f"{name}={shlex.quote(text)} " for name, text in items if isinstance(text, str))

@@ -191,10 +191,16 @@ def _flags(text: str, subject: str) -> dict[str, Any]:
     """Return the options of an engine by their names, without dashes in front."""
     logged = re.search(r"non-default args: (\{.*\})", text)
     if logged:
-        return {key.replace("_", "-"): value for key, value in ast.literal_eval(logged[1]).items()}
+        try:
+            options = ast.literal_eval(logged[1])
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            action, got = f"read {subject}", "another text"
+            expected = "non-default args as a dict of plain values"
+            raise KVPlanError("NAME", action, expected=expected, got=got) from None
+        return {key.replace("_", "-"): value for key, value in options.items()}
     logged = re.search(r"server_args=ServerArgs\((.*)\)", text)
     if logged:
-        pairs = re.findall(r"(\w+)=('[^']*'|[^,]+)", logged[1])
+        pairs = re.findall(r"\b(\w+)=('[^']*'|[^,]+)", logged[1])
         values = {key.replace("_", "-"): value.strip("'") for key, value in pairs}
         return {key: values[key] for key in values if key in FLAGS or key in MODEL_FLAGS}
     try:

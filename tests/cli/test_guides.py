@@ -79,3 +79,80 @@ def test_the_guides_of_this_repository_are_read(file: str, name: str) -> None:
         CONNECTOR,
         True,
     )
+
+
+def aliases(begin: str, line: str, levels: int) -> str:
+    """Ten aliases of ten aliases, and so on."""
+    lines = [begin, *(line.format(level, ", ".join([f"*a{level - 1}"] * 10)) for level in range(1, levels))]
+    return "\n".join(lines)
+
+
+ENGINE = "engine: {args: [--tensor-parallel-size, '2']}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(aliases("a0: &a0 [x]", "a{0}: &a{0} [{1}]", 7), id="aliases"),
+        pytest.param("a: &a [*a]", id="itself"),
+        pytest.param("a: &a {name: x, b: *a}", id="itself, with a name"),
+        pytest.param("c: &c [" + "x" * 99_999 + "]\nb: [" + "{args: *c}, " * 99 + "]", id="commands"),
+        pytest.param("a: " + "[" * 3000 + "]" * 3000, id="deep"),
+    ],
+)
+def test_a_guide_that_grows_is_refused(text: str, tmp_path: Path) -> None:
+    """Read as it stands it had a million parts, or no end."""
+    (tmp_path / "k8s.yaml").write_text(f"{text}\n{ENGINE}\n")
+    with pytest.raises(KVPlanError) as refused:
+        EngineInput.parse(f"{tmp_path / 'k8s.yaml'}", "--src")
+    assert refused.value.code == "RANGE"
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["2026-13-99", "!!timestamp x", "!!bool x", "!!int x", "!!float x", "9" * 5000, "0b", "1:99:99", "!!binary x"],
+)
+def test_a_value_that_is_none_is_read_as_it_stands(value: str, tmp_path: Path) -> None:
+    """Nobody asks what a date or a number is: each ended the command with an error of Python's."""
+    (tmp_path / "k8s.yaml").write_text(f"a: {value}\n{ENGINE}\n")
+    assert EngineInput.parse(f"{tmp_path / 'k8s.yaml'}", "--src").keys == "tp=2"
+
+
+def test_options_of_a_guide_are_as_they_are_written(tmp_path: Path) -> None:
+    """Numbers without quotes, and settings that are flags."""
+    text = """\
+x-common: &common {environment: {SGLANG_USE_HND_KVCACHE: true}}
+services:
+  prefill: {<<: *common, command: [python, -m, sglang.launch_server, --tp-size, 2, --page-size, 64]}
+"""
+    (tmp_path / "compose.yaml").write_text(text)
+    side = EngineInput.parse(f"{tmp_path / 'compose.yaml'}", "--src")
+    assert {*side.keys.split(",")} == {"tp=2", "block=64", "layout=LBHNC"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("\n" * 30_000 + ENGINE, id="empty lines"),
+        pytest.param(f"a: {{command: [{'x ' * 30_000}], args: ['{' ' * 30_000}--tp-size 2']}}", id="spaces"),
+    ],
+)
+def test_a_long_guide_is_read_at_once(text: str, tmp_path: Path) -> None:
+    """A look at each pair of its characters took hours."""
+    (tmp_path / "k8s.yaml").write_text(text)
+    assert EngineInput.parse(f"{tmp_path / 'k8s.yaml'}", "--src").keys == "tp=2"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["non-default args: {'tensor_parallel_size': 2, 'x': <object>}", "non-default args: {" + "[" * 9999 + "}"],
+)
+def test_a_log_that_is_no_literal_is_refused(line: str) -> None:
+    with pytest.raises(KVPlanError) as refused:
+        EngineInput.parse(f"vllm serve {line}", "--src")
+    assert refused.value.code == "NAME"
+
+
+def test_a_long_word_of_a_log_is_read_at_once() -> None:
+    side = EngineInput.parse(f"sglang serve server_args=ServerArgs(tp_size=2, {'a' * 30_000})", "--src")
+    assert side.keys == "tp=2"
