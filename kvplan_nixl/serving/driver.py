@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from queue import SimpleQueue
@@ -140,7 +141,11 @@ class Driver(System):
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Wait for a coroutine on the loop, and return its value. Not to be called on the loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, _process().loop).result()
+        return self.submit(coroutine).result()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop, for another thread, which may cancel it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, _process().loop)
 
     def monotonic(self) -> float:
         return time.monotonic()

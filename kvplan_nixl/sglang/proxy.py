@@ -16,11 +16,11 @@ engine of a disaggregated pair computes no request from beginning to end.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 import os
 import random
 from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -29,18 +29,17 @@ from aiohttp import web
 from yarl import URL
 
 from kvplan import KVPlanError
-from kvplan.protocol.room_contents import ask_again, is_part
+from kvplan.protocol import Rooms
+from kvplan.protocol.room_contents import is_part
+from kvplan.protocol.system import TOKEN_BYTES
 from kvplan_nixl.serving import Driver
 from kvplan_nixl.settings import Settings, secrets_of_environment
-from kvplan_nixl.sglang.bootstrap import BootstrapServer, publish, withdraw
+from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish, withdraw
 from kvplan_nixl.vllm import proxy
-from kvplan_nixl.vllm.proxy import TRANSFER, Answering, Body, Engines, Proxy
+from kvplan_nixl.vllm.proxy import LOGGER, TRANSFER, Answering, Body, Engines, Proxy
 
 ROOM_BITS: Final = 62
 """SGLang keeps a room in a signed integer of 64 bits."""
-
-ASK_S: Final = 1.0
-"""Seconds for which a bootstrap server holds a question, after which prefill is looked at again."""
 
 T = TypeVar("T")
 
@@ -63,17 +62,8 @@ class _WithRooms(Proxy):
 
     async def _on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Wait for a coroutine of the protocol. Raises EngineError for what it raises."""
-        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        async def run() -> None:
-            try:
-                outcome.set_result(await coroutine)
-            except Exception as error:
-                outcome.set_exception(error)
-
-        self.system.start("the proxy's question", run)
         try:
-            return await asyncio.wrap_future(outcome)
+            return await asyncio.wrap_future(self.system.submit(coroutine))
         except KVPlanError as error:
             raise proxy.bad_gateway(str(error)) from None
 
@@ -112,14 +102,20 @@ class ToSglang(_WithRooms):
         entry = {"handoff": computed[TRANSFER], "token": choice["token_ids"][0]}
         room = random.getrandbits(ROOM_BITS)
         address = self.server.address
-        owner = await self._on_loop(publish(address, room, entry, system=self.system))
+        owner = self.system.token_hex(TOKEN_BYTES)
         try:
+            await self._on_loop(publish(address, room, entry, owner=owner, system=self.system))
             tokens = choice.get("prompt_token_ids")
             # both engines have the same tokens then, whatever their tokenizers add to a text
             same = {} if tokens is None or "messages" in body else {"prompt": tokens}
             return await answer({**body, **same, **room_at(address, room)})
         finally:
-            await self._on_loop(withdraw(address, room, owner, system=self.system))
+            withdrawal = withdraw(address, room, owner, system=self.system)
+            try:
+                await asyncio.wrap_future(self.system.submit(withdrawal))
+            except KVPlanError as error:
+                # the answer is whole without it, and the server keeps no room for long
+                LOGGER.warning("%s", error)
 
 
 @attrs.define(eq=False)
@@ -130,6 +126,12 @@ class FromSglang(_WithRooms):
     """
 
     bootstraps: tuple[str, ...] = attrs.field(kw_only=True)
+    _rooms: Rooms = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        # prompts that wait share a question to each server
+        key = self.system.access.key
+        self._rooms = Rooms(LOGGER, key, self.system, max_servers=len(self.bootstraps))
 
     async def _answer(self, request: web.Request, body: Body, answer: Answering) -> Any:
         index = self.prefill.take_turn()
@@ -140,7 +142,7 @@ class FromSglang(_WithRooms):
         # SGLang answers when its pages are free again, which is after decode has read them
         computing = asyncio.create_task(self._asked(request, first, engine))
         try:
-            entry = await self._published(index, room, computing)
+            entry = await self._published(self.bootstraps[index], room, computing)
             handoff = {"do_remote_prefill": True, **entry["handoff"]}
             return await answer({**body, TRANSFER: handoff})
         finally:
@@ -148,23 +150,35 @@ class FromSglang(_WithRooms):
             await asyncio.gather(computing, return_exceptions=True)
 
     async def _published(
-        self, index: int, room: int, computing: asyncio.Task[Body]
+        self, address: str, room: int, computing: asyncio.Task[Body]
     ) -> Mapping[str, Any]:
         """Return what prefill publishes for a whole prompt. Raises EngineError where it fails."""
-        name, version = f"{room}", ""
-        address, key = self.bootstraps[index], self.system.access.key
-        while not computing.done():
-            question = ask_again(
-                address, {name: version}, wait_s=ASK_S, key=key, system=self.system
-            )
-            content = (await self._on_loop(question)).contents.get(name)
-            if content is None:
-                continue
-            version = content.version
-            if "handoff" in content.entry and not is_part(content.entry):
-                return content.entry
-        await computing
-        raise proxy.bad_gateway("SGLang's prefill has published no cache of the prompt")
+        # at once, since a server that cannot be reached is an error of this request
+        await self._on_loop(ask(address, [room], key=self.system.access.key, system=self.system))
+        published: Future[Mapping[str, Any]] = Future()
+
+        def take(entry: Mapping[str, Any]) -> bool:
+            is_whole = not is_part(entry)
+            if is_whole:
+                published.set_result(entry)
+            return is_whole
+
+        name = f"{room}"
+        self._rooms.want(name, name, address, take)
+        waiting = asyncio.wrap_future(published)
+        try:
+            await asyncio.wait((waiting, computing), return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                await computing
+                raise proxy.bad_gateway("SGLang's prefill has published no cache of the prompt")
+            entry = waiting.result()
+        finally:
+            # nothing is taken afterwards
+            self._rooms.forget(name)
+            waiting.cancel()
+        if "handoff" not in entry:
+            raise proxy.bad_gateway(f"room {room} has no handoff: {entry.get('error')}")
+        return entry
 
 
 SHARED: Final = [each for each in proxy.main.params if each.name in ("prefill", "decode", "port")]
@@ -205,10 +219,11 @@ def main(
     between = "SGLang prefill and vLLM decode" if bootstrap else "vLLM prefill and SGLang decode"
     try:
         secrets = secrets_of_environment((), os.environ)
-        system = Driver(Settings.read_texts(secrets, "the environment").access())
+        access = Settings.read_texts(secrets, "the environment").access()
+        places = tuple(f"{url.host_subcomponent}:{url.port}" for url in bootstrap)
+        system = Driver(attrs.evolve(access, servers=places))
         ways: Proxy
         if bootstrap:
-            places = tuple(f"{url.host_subcomponent}:{url.port}" for url in bootstrap)
             ways = FromSglang(Engines(prefill), Engines(decode), system=system, bootstraps=places)
         else:
             server = BootstrapServer(rooms_host, 0, system=system)

@@ -400,11 +400,13 @@ class Proxy:
                 await _write(response, first)
                 async for piece in pieces:
                     await _write(response, piece)
-            except (ClientError, TimeoutError) as error:
-                LOGGER.warning("%s ended in an answer: %r", answer.url.origin(), error)
-                # the client must not take what it has for the whole
+            except (ClientError, TimeoutError, asyncio.CancelledError) as error:
+                # the client must not take what it has for the whole, or an error for the rest
                 if request.transport is not None:
                     request.transport.abort()
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+                LOGGER.warning("%s ended in an answer: %r", answer.url.origin(), error)
         return response
 
 

@@ -594,6 +594,32 @@ def test_a_prefill_that_fails_ends_the_request_on_decode(is_stream: bool) -> Non
         assert is_closed.wait(TIMEOUT_S)
 
 
+def test_a_prefill_that_fails_late_adds_nothing_to_an_answer() -> None:
+    """Its error followed what decode had streamed, as a second response on the same connection."""
+    is_streamed = threading.Event()
+
+    def stream(request: Request, _: Body) -> None:
+        request.begin(200, "text/event-stream")
+        request.send_chunk(b"data: 1\n\n")
+        request.connection.settimeout(TIMEOUT_S)
+        request.connection.recv(1)
+
+    def fail_late(request: Request, _: Body) -> None:
+        is_streamed.wait(TIMEOUT_S)
+        request.send(400, {"error": "too long"})
+
+    with at_once(fail_late, stream) as proxy, closing(proxy.request({"prompt": "A", "stream": True})) as client:
+        got = b""
+        while b"data: 1" not in got:
+            got += client.sock.recv(1 << 16)
+        is_streamed.set()
+        with suppress(ConnectionResetError):
+            while more := client.sock.recv(1 << 16):
+                got += more
+        # neither another response nor an end of this one
+        assert (got.count(b"HTTP/1.1"), b"too long" in got, got.endswith(b"0\r\n\r\n")) == (1, False, False)
+
+
 def test_a_decode_that_fails_ends_the_request_on_prefill() -> None:
     """Nobody would read what it computes."""
     is_closed = threading.Event()

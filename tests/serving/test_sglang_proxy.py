@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from click.testing import CliRunner
 
 from kvplan_nixl.serving import Driver
 from kvplan_nixl.sglang.bootstrap import BootstrapServer
-from kvplan_nixl.sglang.proxy import main
+from kvplan_nixl.sglang.proxy import ToSglang, main
+from kvplan_nixl.vllm.proxy import Engines
 from tests.blocking import ask, publish
+from tests.serving.test_kept_connections import until
 from tests.serving.test_proxy import Body, Engine, Request, Running, generate, started
 
 HANDOFF = {"remote_lease": "a lease"}
@@ -138,6 +142,48 @@ def test_a_bootstrap_server_that_is_gone_is_a_bad_gateway() -> None:
         assert (status, decode.bodies) == (502, [])
         assert "127.0.0.1:1: expected an answer, got connection refused" in answer["error"]["message"]
         prefill.read.set()  # type: ignore[attr-defined]
+
+
+def test_prompts_that_wait_share_a_question() -> None:
+    """Each held a connection of its own to the bootstrap server, which has 1,024 for everybody."""
+    with sglang([]) as (prefill, server), started(handoff_of) as decode:
+        with running(prefill, decode, "--bootstrap", server.address) as proxy, ExitStack() as stack:
+            for _ in range(50):
+                stack.enter_context(closing(proxy.request({"prompt": "A"})))
+            until(lambda: len(prefill.bodies) == 50)
+            until(lambda: len(server._server._connections) == 1, 30)  # type: ignore[attr-defined]
+        prefill.read.set()  # type: ignore[attr-defined]
+
+
+def test_a_client_that_goes_away_is_no_line_of_the_log() -> None:
+    """Each was a traceback, when the bootstrap server had answered."""
+    with sglang([]) as (prefill, server), started(handoff_of) as decode:
+        proxy = Between(prefill, decode, "--bootstrap", server.address)
+        for number in range(1, 4):
+            with closing(proxy.request({"prompt": "A"})):
+                until(lambda number=number: len(prefill.bodies) == number)  # type: ignore[misc]
+                time.sleep(0.2)  # for the question
+        time.sleep(1.5)  # for its answer
+        assert proxy.end() == ""
+        prefill.read.set()  # type: ignore[attr-defined]
+
+
+def test_an_answer_stands_whatever_becomes_of_its_room() -> None:
+    """A room that could not be withdrawn was an error after the answer; it has its time."""
+    driver = Driver()
+    server = BootstrapServer("127.0.0.1", 0, system=driver)
+
+    class Computed(ToSglang):
+        async def _asked(self, *_: Any) -> Body:
+            return {"choices": [{"token_ids": [42]}], "kv_transfer_params": HANDOFF}
+
+    async def answer(_: Body) -> str:
+        await asyncio.to_thread(server.close)
+        return "answered"
+
+    proxy = Computed(Engines(()), Engines(()), system=driver, server=server)
+    request: Any = None
+    assert asyncio.run(proxy._answer(request, {"prompt": "A"}, answer)) == "answered"
 
 
 def test_each_prefill_has_a_bootstrap_server() -> None:
