@@ -12,9 +12,9 @@
 
 An honest client compares all that it gets. Another prompt's answer, a byte of another page, or a lease that is valid
 after its end is *wrong*. What is refused or missed is counted, with the longest time without an answer. Memory of the
-listener, the proxy, the store's engine and an evictor is measured throughout. The exit status is 1 if something is
-wrong, if no honest client of a kind was served, or if memory grows in a run of 25 minutes or more. ``--plant``
-plants a fault that has to be found.
+listener, the proxy, the store's engine, an evictor and the honest clients is measured throughout, and how many blocks
+of it the listener and the proxy have from Python. The exit status is 1 if something is wrong, if no honest client of a
+kind was served, or if memory grows in a run of 25 minutes or more. ``--plant`` plants a fault that has to be found.
 
 All run on one host, so this does not show what a network lets through.
 """
@@ -45,7 +45,7 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from benchmarks.held import Growth, Held, growth
+from benchmarks.held import Growth, Held, growth, tell_blocks
 from kvplan import Blocks, KVPlanError, Model
 from kvplan.protocol import Leases, Listener, Source
 from kvplan.protocol.claims import ClaimMessage, send_claims
@@ -54,8 +54,10 @@ from kvplan.protocol.listener import fetch
 from kvplan_nixl.serving import Access, Driver, access
 from kvplan_nixl.serving.access import Asked, Proof
 from kvplan_nixl.serving.store import FileBackend, Limits, StoreClient, evict
+from kvplan_nixl.vllm import proxy
 from kvplan_nixl.vllm.proxy import USAGE
 
+PROXY: Final = "proxy"
 KEY: Final = b"a key that attackers lack"
 OFFER: Final = bytes(range(256)) * 400
 COMPLETIONS: Final = "/v1/completions"
@@ -128,8 +130,9 @@ class Town:
 # What is under attack
 
 
-def serve_listener(pipe: Connection) -> None:
+def serve_listener(pipe: Connection, blocks: Path) -> None:
     """An engine's listener: grant a lease for each name that comes through the pipe."""
+    tell_blocks(blocks)
     # so that a challenge has all its questions in minutes, and memory reaches what it may hold
     access.MAX_NONCES = 1 << 12  # type: ignore[misc]
     driver = Driver(Access(key=KEY))
@@ -554,16 +557,20 @@ def attack(town: Town, results: Any) -> None:
 
 @attrs.define
 class Measured:
-    """What a process held, and when."""
+    """What a process held, and when. If it tells its blocks, by :func:`tell_blocks`, they are in a file."""
 
     pid: int
+    told: Path | None = None
     seconds: list[float] = attrs.field(factory=list)
     held: list[Held] = attrs.field(factory=list)
+    blocks: list[int] = attrs.field(factory=list)
 
     def measure(self, now: float) -> None:
         """Measure it once more."""
         self.held.append(Held.of(self.pid))
         self.seconds.append(now)
+        if self.told is not None:
+            self.blocks.append(int(self.told.read_text()))
 
     @property
     def growth(self) -> Growth:
@@ -573,10 +580,21 @@ class Measured:
         mib = [held.mib for held in self.held]
         files = [held.files for held in self.held]
         threads = [held.threads for held in self.held]
-        return (
-            f"{mib[0]:.1f} MiB at first, {mib[-1]:.1f} at last, {max(mib):.1f} at most, {self.growth} of "
-            f"{len(mib)} points; files {min(files)} to {max(files)}, threads {min(threads)} to {max(threads)}"
+        tenths = [float(np.mean(part)) for part in np.array_split(mib, 10) if part.size]
+        text = (
+            f"{mib[0]:.1f} MiB at first, {max(mib):.1f} at most, {trend(self.seconds, mib)} of {len(mib)} points, "
+            f"by tenths of the time {' '.join(f'{mean:.1f}' for mean in tenths)}; "
+            f"files {min(files)} to {max(files)}, threads {min(threads)} to {max(threads)}"
         )
+        if self.blocks:
+            most = max(self.blocks)
+            text += f"; {self.blocks[-1]} blocks at last, {most} at most, {trend(self.seconds, self.blocks)}"
+        return text
+
+
+def trend(seconds: list[float], values: list[Any]) -> str:
+    """How values grow after the beginning, and in the second half."""
+    return f"{growth(seconds, values)} and {growth(seconds, values, seconds[-1] / 2)} in the second half"
 
 
 def free_port() -> int:
@@ -596,10 +614,11 @@ def besiege(seconds: float, plant: str, folder: Path) -> tuple[dict[str, Tally],
         started.append(process)
         return process
 
-    proxy: subprocess.Popen[bytes] | None = None
+    proxying: subprocess.Popen[bytes] | None = None
     try:
         pipe, listener_pipe = SPAWN.Pipe()
-        listener = start(serve_listener, listener_pipe)
+        told = {name: folder / f"blocks of the {name}" for name in ("listener", "proxy")}
+        listener = start(serve_listener, listener_pipe, told["listener"])
         source = pipe.recv()
         pipe.send("of attackers")
         lease = pipe.recv()
@@ -607,19 +626,21 @@ def besiege(seconds: float, plant: str, folder: Path) -> tuple[dict[str, Tally],
         start(serve_stand_ins, other, plant)
         urls = [f"http://127.0.0.1:{port}" for port in stand_in_pipe.recv()]
         port = free_port()
-        command = [sys.executable, "-m", "kvplan_nixl.vllm.proxy", "--prefill", urls[0], "--decode", urls[1]]
+        command = [sys.executable, "-m", "benchmarks.siege", PROXY, f"{told['proxy']}"]
+        command += ["--prefill", urls[0], "--decode", urls[1]]
         with (folder / "proxy.log").open("wb") as log:
-            proxy = subprocess.Popen([*command, "--port", f"{port}"], stdout=subprocess.PIPE, stderr=log)
-        assert proxy.stdout is not None
-        proxy.stdout.readline()
+            proxying = subprocess.Popen([*command, "--port", f"{port}"], stdout=subprocess.PIPE, stderr=log)
+        assert proxying.stdout is not None
+        proxying.stdout.readline()
         results: Any = SPAWN.Queue()
         town = Town(source, port, store, SPAWN.Semaphore(0), SPAWN.Event(), lease)
         engine = start(be_an_engine, town, results)
         evictor = start(work_at_store, store, "evictor", plant)
-        start(be_honest, town, pipe, results)
+        clients = start(be_honest, town, pipe, results)
         start(attack, town, results)
-        pids = {"listener": listener.pid, "proxy": proxy.pid, "store's engine": engine.pid, "evictor": evictor.pid}
-        measured = {name: Measured(pid) for name, pid in pids.items()}
+        pids = {"listener": listener.pid, "proxy": proxying.pid, "store's engine": engine.pid, "evictor": evictor.pid}
+        pids["honest clients"] = clients.pid
+        measured = {name: Measured(pid, told.get(name)) for name, pid in pids.items()}
         for _ in range(4):
             town.ready.acquire(timeout=4 * TIMEOUT_S)
         num_killed = wait(seconds, measured, lambda kind: start(work_at_store, store, kind, ""))
@@ -634,9 +655,9 @@ def besiege(seconds: float, plant: str, folder: Path) -> tuple[dict[str, Tally],
     finally:
         for process in started:
             process.kill()
-        if proxy is not None:
-            proxy.kill()
-            proxy.wait()
+        if proxying is not None:
+            proxying.kill()
+            proxying.wait()
 
 
 def joined(one: Tally, other: Tally) -> Tally:
@@ -667,7 +688,11 @@ def wait(seconds: float, measured: Mapping[str, Measured], start: Callable[[str]
 
 
 def main(arguments: list[str]) -> int:
-    """Run the siege, and print what happened."""
+    """Run the siege, and print what happened. Begun with :data:`PROXY`, run the proxy that is under attack."""
+    if arguments[:1] == [PROXY]:
+        tell_blocks(Path(arguments[1]))
+        proxy.main(arguments[2:])
+        return 0
     parser = argparse.ArgumentParser(prog="python -m benchmarks.siege")
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--plant", choices=PLANTS, default="")
