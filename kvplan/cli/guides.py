@@ -32,6 +32,11 @@ NODE: Final = 1 << 5
 
 MAX_LEVELS: Final = 100
 
+TYPED: Final = [
+    f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "binary", "timestamp")
+]
+"""The tags of scalars of which YAML makes values."""
+
 STARTS: Final = (
     r"\b(?:vllm|sglang) serve\b|vllm\.entrypoints|sglang\.launch_server"
     r"|--(?:kv-transfer-config|tensor-parallel-size|tp-size|disaggregation-mode)\b"
@@ -75,6 +80,9 @@ def engines_of(text: str) -> dict[str, str]:
 class _Loader(yaml.SafeLoader):
     """Reads scalars as they are written: no dates, numbers or flags are made of them."""
 
+    yaml_constructors = yaml.SafeLoader.yaml_constructors | dict.fromkeys(
+        TYPED, yaml.SafeLoader.construct_yaml_str
+    )
     _level = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -83,10 +91,6 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._level -= 1
         return node
-
-
-for _kind in ("bool", "int", "float", "binary", "timestamp"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", yaml.SafeLoader.construct_yaml_str)
 
 
 def _parsed(text: str) -> list[Any]:
