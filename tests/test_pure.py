@@ -168,7 +168,7 @@ import attrs
 import numpy as np
 import numpy.ma, numpy.random
 import kvplan
-for room in kvplan.ROOMS: getattr(kvplan, room)
+for room in kvplan.PACKAGES: getattr(kvplan, room)
 from kvplan import *
 from kvplan.handshake import decode, encode
 from kvplan.staging import stage
