@@ -222,6 +222,7 @@ def test_an_address_for_other_hosts(lines: Lines, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("UCX_TCP_PORT_RANGE", "7000-7999")
     its = lines("10.0.0.7", 5601, listen=told({**HEARD, "has_key": True}))
     assert (its["address"].state, its["address"].text) == ("right", "10.0.0.7:5601 answers, with a key")
+    assert lines("fd00::7", 5601, listen=told(HEARD))["address"].text.startswith("[fd00::7]:5601 answers")
     assert (its["ports"].state, its["ports"].text) == ("right", "5601, and 7000-7999 for UCX over TCP")
 
 
@@ -319,6 +320,13 @@ def test_exit_status(
     assert json.loads(capsys.readouterr().out) == {
         "findings": [{"subject": "NIXL", "state": state, "text": "text", "advice": "advice"}]
     }
+
+
+def test_an_ipv6_address_may_have_brackets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its host is looked at without them."""
+    monkeypatch.setattr(doctor, "findings", lambda host, port: iter([Finding("address", State.NOTE, host)]))
+    assert doctor.main("[fd00::7]", 5600, as_json=False) == 0
+    assert capsys.readouterr().out.split() == ["note", "address", "fd00::7"]
 
 
 def test_without_nixl(tmp_path: Path) -> None:
