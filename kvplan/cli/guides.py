@@ -44,6 +44,10 @@ STARTS: Final = (
 """What the command line of an engine has. Charts have options of engines without the command."""
 
 
+DEFAULT: Final = r"\$\{\w+:?-([^{}]*)\}"
+"""A variable of compose or a shell with a value for when it is not set."""
+
+
 def is_guide(text: str) -> bool:
     """Return whether a text is YAML with mappings, and no log."""
     has_keys = re.search(r"^[ \t]*(- )?[\w.-]+:( |$)", text, re.MULTILINE) is not None
@@ -57,10 +61,10 @@ def engines_of(text: str) -> dict[str, str]:
 
     >>> engines_of('''
     ... services:
-    ...   prefill: {command: [vllm, serve, m, --tensor-parallel-size, "2"], environment: {A: b}}
+    ...   prefill: {command: [vllm, serve, "${M:-m}", --tp-size, "2"], environment: {A: b}}
     ...   proxy: {command: [python3, -m, proxy]}
     ... ''')
-    {'prefill': 'A=b vllm serve m --tensor-parallel-size 2'}
+    {'prefill': 'A=b vllm serve m --tp-size 2'}
     """
     guide = _Guide()
     for document in _parsed(text):
@@ -144,8 +148,9 @@ class _Guide:
             words = [word for word in value if isinstance(word, str)]
             for word in words:
                 self._add(word)
+            words = [re.sub(DEFAULT, r"\1", word) for word in words]
             return " ".join(word if _is_script(word) else shlex.quote(word) for word in words)
-        return value if isinstance(value, str) else ""
+        return re.sub(DEFAULT, r"\1", value) if isinstance(value, str) else ""
 
 
 def _is_script(word: str) -> bool:
