@@ -1,6 +1,6 @@
 """Judges kvplan on a GPU: right bytes, right tokens, and how fast it is beside NixlConnector at its best.
 
-    .ci/engines gpu                 # in this order: kernel, digests, faults, speed, steps, rows, ways; or those named
+    .ci/engines gpu                 # kernel, beside, digests, faults, speed, steps, rows, ways; or those named
     .ci/engines gpu --stand-in      # tries the script itself on a CPU, with tiny models
     PYTHONPATH=PACKAGES:. python -m tests.engines.gpu    # where there is no package index
 
@@ -12,6 +12,7 @@ second run names the parts that the first one did not reach: ``rows ways``.
 - *kernel*: the copy kernel moves blocks of 512 bytes to 64 KiB in random order, within a process and out of the mapped
   memory of another one, beside one plain copy of as many bytes. Every byte is compared. Times are from the call to the
   last byte, with binding and launch.
+- *beside*: how fast a copy is by the limit of its programs, and how much longer products of matrices take meanwhile.
 - *digests*: those of the kernel and of torch are equal, and how long each takes.
 - *faults*: a source is suspended, frees its memory, closes or is killed under a copy out of its mapped memory. Bytes
   are right, none comes after the copy has ended, and the reader's GPU still works.
@@ -55,7 +56,9 @@ import torch
 
 from kvplan import Axis, Blocks, Group, TransferPlan, View, Worker, plan_reads, region_of
 from kvplan.describe.blocks import Request
+from kvplan.staging.copy_plan import CopyPlan
 from kvplan_nixl.executor import settle
+from kvplan_nixl.kernel import Copies, KernelCopies, TorchCopies
 from kvplan_nixl.mapped import MappedExecutor, make_executor
 
 ROUNDS: Final = 7
@@ -86,7 +89,7 @@ def is_over() -> bool:
 
 def worker_in(engine_id: str, memory: torch.Tensor, length: int) -> Worker:
     """A worker whose cache is a tensor, in blocks of some bytes."""
-    region = region_of(memory)
+    region = region_of(memory, engine_id)
     axes = (Axis("byte", 0, length, length, 1),)
     view = View("bytes", "bytes", region, "uint8", axes, memory.numel() // length, length)
     return Worker(engine_id, 0, (region,), (Group("bytes"),), (view,))
@@ -190,6 +193,75 @@ def kernel_table(device: str, total: int, pool: int) -> bool:
             continue
         row, is_right = kernel_row(channel, length, total // length * length, size, device)
         print(row, flush=True)
+        are_right &= is_right
+    return are_right
+
+
+# ---- beside
+
+LIMITS: Final = (16, 33, 66, 132, 264, 528)
+BESIDE_LENGTH: Final = 32 << 10
+
+
+def beside_table(device: str, total: int, width: int) -> bool:
+    """Prints how fast a copy is by the limit of its programs, and how much longer products take beside it.
+
+    The products are of 64 rows by large matrices, as in a step of decode. Returns whether all bytes were right.
+    """
+    is_cpu = device == "cpu"
+    memory = {"source": filled(total, device), "reader": torch.zeros(total, dtype=torch.uint8, device=device)}
+    workers = {name: worker_in(name, tensor, BESIDE_LENGTH) for name, tensor in memory.items()}
+    order = np.random.default_rng(1).permutation(total // BESIDE_LENGTH)
+    blocks = {"bytes": Blocks(range(order.size))}
+    plan = CopyPlan(plan_reads(workers["reader"], [workers["source"]]))
+    (bound,) = plan.bind(local=blocks, remote={"bytes": Blocks(order)}).values()
+    dtype = torch.float32 if is_cpu else torch.bfloat16
+    rows = torch.ones(64, width, dtype=dtype, device=device)
+    matrices = torch.ones(8, width, 3 * width, dtype=dtype, device=device)
+
+    def multiplied(copies: Copies | None) -> tuple[float, int]:
+        """Seconds of products, and the bytes that copies have moved meanwhile."""
+        moved = 0
+        ticket = None if copies is None else begun(copies)
+        began = time.perf_counter()
+        for number in range(2 if is_cpu else 256):
+            torch.matmul(rows, matrices[number % len(matrices)])
+        end = None if is_cpu else torch.cuda.current_stream().record_event()
+        while copies is not None and end is not None and not end.query():
+            if copies.done(ticket):
+                moved += total
+                ticket = begun(copies)
+        if not is_cpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - began, moved
+
+    # copies wait for the stream that is the present one: an empty one, not that of the products
+    empty = None if is_cpu else torch.cuda.Stream()
+
+    def begun(copies: Copies) -> Any:
+        with contextlib.nullcontext() if empty is None else torch.cuda.stream(empty):
+            return copies.begin(bound)
+
+    multiplied(None)
+    alone_s = min(multiplied(None)[0] for _ in range(3))
+    print("\n| programs | GB/s | beside products, GB/s | products take | bytes |\n|---:|---:|---:|---:|---|")
+    are_right = True
+    for limit in LIMITS:
+        copies = TorchCopies(memory) if is_cpu else KernelCopies(device, programs=limit)
+        copies.prepare(bound.pair)
+        memory["reader"].zero_()
+        seconds = []
+        for _ in range(ROUNDS):
+            copies.wait()
+            began = time.perf_counter()
+            begun(copies)
+            copies.wait()
+            seconds.append(time.perf_counter() - began)
+        expected = memory["source"].view(order.size, -1)[torch.from_numpy(order).to(device)]
+        is_right = bool(torch.equal(memory["reader"].view(order.size, -1), expected))
+        beside_s, moved = multiplied(copies)
+        cells = [f"{total / median(seconds) / 1e9:.0f}", f"{moved / beside_s / 1e9:.0f}", f"{beside_s / alone_s:.2f}"]
+        print(f"| {limit} | {' | '.join(cells)} | {'right' if is_right else 'WRONG'} |", flush=True)
         are_right &= is_right
     return are_right
 
@@ -627,7 +699,7 @@ def versions() -> Iterator[str]:
             yield f"{name} {version(name)}"
 
 
-PARTS: Final = ("kernel", "digests", "faults", "speed", "steps", "rows", "ways")
+PARTS: Final = ("kernel", "beside", "digests", "faults", "speed", "steps", "rows", "ways")
 
 
 def part_of(name: str, pairs: Sequence[str], *, stand_in: bool) -> bool:
@@ -635,6 +707,8 @@ def part_of(name: str, pairs: Sequence[str], *, stand_in: bool) -> bool:
     device = "cpu" if stand_in else "cuda:0"
     if name == "kernel":
         return kernel_table(device, *((1 << 20, 1 << 22) if stand_in else (256 << 20, 1 << 30)))
+    if name == "beside":
+        return beside_table(device, *((1 << 20, 64) if stand_in else (1 << 30, 4096)))
     if name == "digests":
         return digest_table(device, *((128, 2) if stand_in else (8192, 6)))
     if name == "faults":
