@@ -89,27 +89,19 @@ class Floor:
         self._terms = terms(world)
         self._request = request
         self._pairs = [pair.group_pairs for pair in world.plan.pairs]
-        self._ids = self._new()
-
-    def arrays(self) -> tuple[Ids, Ids]:
-        """Return the block ids of both sides, local and remote."""
-        return np.array(self._request.destination, np.int32), np.array(self._request.source, np.int32)
-
-    def fresh(self) -> Sides:
-        """Return local and remote ids of each pair, in new arrays."""
-        ids = self._new()
-        return [ids[pair] for pair in self._pairs]
-
-    def _new(self) -> dict[Any, tuple[Ids, Ids]]:
-        local_blocks, remote_blocks = self.arrays()
-        return {
+        local_blocks, remote_blocks = self._arrays()
+        self._ids = {
             pair: (np.add(local.runs, local.row(local_blocks)), np.add(remote.runs, remote.row(remote_blocks)))
             for pair, (local, remote) in self._terms.items()
         }
 
+    def _arrays(self) -> tuple[Ids, Ids]:
+        """Return the block ids of both sides, local and remote."""
+        return np.array(self._request.destination, np.int32), np.array(self._request.source, np.int32)
+
     def reused(self) -> Sides:
-        """Return the same, in reused arrays."""
-        local_blocks, remote_blocks = self.arrays()
+        """Return local and remote ids of each pair, in reused arrays."""
+        local_blocks, remote_blocks = self._arrays()
         for pair, (local, remote) in self._terms.items():
             local_ids, remote_ids = self._ids[pair]
             np.add(local.runs, local.row(local_blocks), out=local_ids)
@@ -123,9 +115,7 @@ def rows(world: World, request: Request) -> Iterator[Row]:
     plan = world.plan
     workspace = Workspace()
     made_tables = tables(request)
-    yield Row("the lists as arrays", "arrays", floor.arrays, lambda arrays: arrays[1].size, note=NOTES["lists"])
     yield Row(FLOOR, "ids", floor.reused, _count, lambda ids: floor_copies(plan, request, ids), NOTES["floor"])
-    yield Row("two additions, into new arrays", "ids", floor.fresh, _count)
     yield Row(BIND, "ids", lambda: bound(plan, request, workspace), _count_ids, copies, note=NOTES["bind"])
     yield Row(
         OF_BLOCKS, "ids", lambda: bound(plan, request, workspace, made_tables), _count_ids, copies, NOTES["blocks"]
@@ -172,7 +162,6 @@ def kernel_rows(world: World, request: Request, made_tables: Tables) -> Iterator
 
 
 NOTES = {
-    "lists": "np.array(list, np.int32) of both sides, which every function does at least once",
     "floor": "two additions of numpy, with its usual buffers, and no checks",
     "bind": "int32 ids of both sides, in reused memory; checks tables and range, exact to the position",
     "blocks": "the same, of block tables that were made before, which is when their ids are checked",

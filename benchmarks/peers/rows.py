@@ -31,7 +31,7 @@ BASES: Final = {"ids": BIND, "ranges": DESCRIPTORS}
 
 @attrs.frozen(eq=False)
 class Row:
-    """A function from a request's lists of block ids to ``output``: arrays, ids, or ranges (addresses and lengths).
+    """A function from a request's lists of block ids to ``output``: ids, or ranges (addresses and lengths).
 
     ``count`` gives how many of them one side has, ``moves`` what they copy: parts of addresses read, addresses written
     and lengths. ``note`` says what else the function does or omits.

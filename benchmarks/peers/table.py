@@ -67,9 +67,6 @@ def lines(section: Section) -> Iterator[Line]:
     for figure in section.figures:
         low, median, high = figure.quartiles
         cells = [figure.name, seconds(median), f"{seconds(low)} - {seconds(high)}", seconds(figure.cold)]
-        if figure.output == "arrays":
-            yield (*cells, "2 arrays", "", "", "")
-            continue
         cells += [f"{figure.count:,} {figure.output}", f"{_digits(figure.count / median / 1e6)} M"]
         cells += [_ratio(figure, section[FLOOR]) if figure.output == "ids" else ""]
         yield (*cells, _ratio(figure, section[BASES[figure.output]]))
