@@ -99,14 +99,13 @@ class RoomAnswers:
     async def answer(self, question: bytes, wait_s: str = "0") -> bytes:
         """Answer what :func:`ask_again` asks, which waits for ``wait_s`` seconds."""
         until = self._system.monotonic() + min(WAIT_S, seconds(float(wait_s), "wait_s"))
-        seen = instance(Mapping, json.loads(instance(bytes, question, "question")), "rooms")
-        rooms = [*seen][:MAX_ASKED]
+        seen = _read_question(question)
         signal = self._system.signal()
         with self._lock:
             waits = self._num_waiting < MAX_WAITING
             self._num_waiting += 1
             # before it looks, so that no change is missed
-            for room in rooms:
+            for room in seen:
                 self._waiting.setdefault(room, set()).add(signal)
         try:
             while True:
@@ -118,17 +117,17 @@ class RoomAnswers:
         finally:
             with self._lock:
                 self._num_waiting -= 1
-                for room in rooms:
+                for room in seen:
                     self._waiting[room].discard(signal)
                     if not self._waiting[room]:
                         del self._waiting[room]
 
-    def _news(self, seen: Mapping[str, Any]) -> dict[str, tuple[str, Sequence[str]]]:
+    def _news(self, seen: Mapping[str, str]) -> dict[str, tuple[str, Sequence[str]]]:
         """What rooms have that the asker has not seen, as much as an answer takes."""
         news = dict[str, tuple[str, Sequence[str]]]()
         num_bytes = 0
         # in the order of the question, so that what is left out comes with the next question
-        for room, version in [*seen.items()][:MAX_ASKED]:
+        for room, version in seen.items():
             content = self._content_of(room)
             if content is None or content.version == version:
                 continue
@@ -138,6 +137,22 @@ class RoomAnswers:
                 break
             news[room] = content.version, content.texts
         return news
+
+
+def _read_question(question: bytes) -> dict[str, str]:
+    """Return the rooms of a question, and the version of each that was seen.
+
+    The server keeps them while it waits, so that they are few and short. Raises ``TYPE`` and
+    ``RANGE``.
+    """
+    seen = instance(dict, json.loads(instance(bytes, question, "question")), "rooms")
+    action = "answer about rooms"
+    at_most(MAX_ASKED, len(seen), "rooms", action)
+    for room, version in seen.items():
+        at_most(MAX_ROOM_CHARACTERS, len(room), "characters of a room's name", action)
+        num_characters = len(instance(str, version, "version of a room"))
+        at_most(2 * TOKEN_BYTES, num_characters, "characters of a version", action)
+    return seen
 
 
 class RoomStore:

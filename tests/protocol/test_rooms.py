@@ -239,3 +239,24 @@ def test_few_questions_are_held(listener: Listener, monkeypatch: pytest.MonkeyPa
     assert thread.is_alive()
     listener.rooms.put("a", {"handoff": {}})
     thread.join(5)
+
+
+@pytest.mark.parametrize(
+    ("question", "code"),
+    [
+        ({f"{number}": "" for number in range(1025)}, "RANGE"),
+        ({"r" * 129: ""}, "RANGE"),
+        ({"r": "v" * 33}, "RANGE"),
+        ({"r": [[]]}, "TYPE"),
+        (["r"], "TYPE"),
+    ],
+)
+def test_a_question_has_few_rooms_and_short_names(question: Any, code: str) -> None:
+    """A server keeps them while it waits: 1 MiB of versions that were lists took 22 MB, in each of 512 questions."""
+    driver = Driver()
+    answers = RoomStore(driver).answers
+    with pytest.raises(KVPlanError) as refused:
+        driver.run(answers.answer(json.dumps(question).encode()))
+    assert refused.value.code == code
+    full = {f"{number:0128}": "v" * 32 for number in range(1024)}
+    assert driver.run(answers.answer(json.dumps(full).encode())).endswith(b'"rooms": {}}')
