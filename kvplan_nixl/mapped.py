@@ -313,7 +313,7 @@ def _parsed(handles: bytes, kind: str, worker: Worker) -> list[bytes]:
         texts = values["regions"]
         found = values["kind"]
         decoded = [base64.b64decode(text, validate=True) for text in texts]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise _unmapped(worker, "handles of regions", "another message") from None
     if found != kind:
         raise _unmapped(worker, f"handles of {kind}", shown(found))

@@ -256,6 +256,7 @@ def changed(**values: Any) -> Callable[[bytes], bytes]:
 BAD_HANDLES: dict[str, Callable[[bytes], bytes]] = {
     "no JSON": lambda handles: b"\xff",
     "a list": lambda handles: b"[]",
+    "lists of lists": lambda handles: b"[" * 100_000,
     "another kind": changed(kind="cuda-ipc"),
     "a kind of another type": changed(kind=7),
     "no regions": changed(regions=[]),
