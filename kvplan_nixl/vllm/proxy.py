@@ -447,6 +447,9 @@ IDLE_SINCE: Final = web.AppKey("idle since", dict[Any, float])
 @web.middleware
 async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Respond with an engine's error as it is, with 502 if no engine answers."""
+    if request.transport is None:
+        # closed, as one of too many, after the request had come
+        return web.Response()
     request.app[BUSY].add(request.protocol)
     try:
         return await handler(request)

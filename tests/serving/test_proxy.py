@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import struct
 import subprocess
@@ -797,6 +798,22 @@ def test_a_malformed_request_is_no_line_of_the_log() -> None:
             with closing(socket.create_connection(("127.0.0.1", proxy.port), TIMEOUT_S)) as connection:
                 connection.sendall(sent)
                 assert connection.recv(12) == b"HTTP/1.0 400"
+        assert proxy.end() == ""
+
+
+def test_a_connection_that_is_closed_for_others_is_no_line_of_the_log() -> None:
+    """Each was a traceback where its request had come, and was not read yet."""
+    with started(grant) as prefill, started() as decode:
+        limits = {"MAX_IDLE": 3, "LOOK_S": 0.001}
+        proxy = Running([prefill.server_port], [decode.server_port], constants=limits)
+        for _ in range(3):
+            # so that many requests come at the same time
+            proxy._process.send_signal(signal.SIGSTOP)
+            with ExitStack() as stack:
+                for _ in range(100):
+                    unfinished(stack, proxy, 1)
+                proxy._process.send_signal(signal.SIGCONT)
+                time.sleep(0.3)
         assert proxy.end() == ""
 
 
