@@ -52,22 +52,22 @@ def constant(path: str, name: str) -> Any:
 
 
 LIMITS = {
-    "get `RANGE` above {} by the estimate": Budget.DEFAULT_BYTES,
+    "`RANGE` above {} by the estimate": Budget.DEFAULT_BYTES,
     "have {} addresses asked at a time": rooms.MAX_SERVERS,
     "at {} servers at most": constant("kvplan_nixl/sglang/prefill.py", "MAX_PUBLISHERS"),
-    "have {} readers of a lease": leases.MAX_READERS,
-    "keep {}, in 10 MiB": access.MAX_NONCES,
+    "a lease has {} readers": leases.MAX_READERS,
+    "it keeps {}, in 10 MiB": access.MAX_NONCES,
     "push a real room out by {} others": bootstrap.MAX_ROOMS,
-    "{} in all, for twice a lease": bootstrap.MAX_KEPT_BYTES,
-    "wait in one of {}": http.BACKLOG,
+    "it keeps {} of memory in all, for twice a lease": bootstrap.MAX_KEPT_BYTES,
+    "{} connections wait": http.BACKLOG,
     "with it, {} in all": http.MAX_UNREAD_BYTES,
-    "have {} s |": http.CONNECTION_S,
-    "be refused by the head of it, above {}": system.MAX_ANSWER_BYTES,
-    "a thread for each name, {} at most": addresses.MAX_LOOKUPS,
-    "have {} of them, for a minute": proxy.MAX_IDLE,
-    "get status 413 above {}": proxy.MAX_BODY_BYTES,
-    "503 above {} that have come": proxy.MAX_HELD_BYTES,
-    "get status 400 above {} prompts": proxy.MAX_PROMPTS,
+    "a question has {} s |": http.CONNECTION_S,
+    "refused by its head above {}": system.MAX_ANSWER_BYTES,
+    "lookups have {} threads at most": addresses.MAX_LOOKUPS,
+    "{} of them stay, for a minute": proxy.MAX_IDLE,
+    "status 413 above {}": proxy.MAX_BODY_BYTES,
+    "503 above {} of all bodies": proxy.MAX_HELD_BYTES,
+    "status 400 above {}, or": proxy.MAX_PROMPTS,
 }
 
 
