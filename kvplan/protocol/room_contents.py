@@ -145,7 +145,9 @@ def _read_question(question: bytes) -> dict[str, str]:
     The server keeps them while it waits, so that they are few and short. Raises ``TYPE`` and
     ``RANGE``.
     """
-    seen = instance(dict, json.loads(instance(bytes, question, "question")), "rooms")
+    seen: dict[str, str] = instance(
+        dict, json.loads(instance(bytes, question, "question")), "rooms"
+    )
     action = "answer about rooms"
     at_most(MAX_ASKED, len(seen), "rooms", action)
     for room, version in seen.items():
