@@ -388,6 +388,8 @@ class Reads:
         if job.error is None or not job.is_settled:
             job.lease_check.poll()
             job.error = job.error or job.lease_check.error
+        if job.error is not None:
+            self._stop_staging(job)
         is_right = job.lease_check.is_confirmed
         # Digests matter only if the blocks were the request's until the last byte.
         if job.error is None and is_right and job.digest_check is not None:
@@ -401,6 +403,12 @@ class Reads:
                 self._begin(job.read)
             else:
                 self._report(job.result(self._system.monotonic()))
+
+    def _stop_staging(self, job: Job) -> None:
+        """Begin no further chunk of a read that has failed."""
+        for transfer in job.transfers:
+            if isinstance(transfer, StagedTransfer) and self._pipeline is not None:
+                self._pipeline.cancel(transfer)
 
     def _post_more(self, job: Job) -> None:
         """Hand over more of a read, unless it has failed."""

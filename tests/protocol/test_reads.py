@@ -1097,6 +1097,27 @@ def test_engines_share_a_staging_region() -> None:
             assert (by_head[head, number] == ranks[number % 2] + 1).all()
 
 
+def test_a_staged_read_that_has_lost_its_lease_begins_no_further_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is under way lands; the rest of the read would only keep its blocks and the region longer."""
+    (local,) = engine("decode", order="HN")
+    rates = Rates("here", 0.0, 1e-3, 0.0, 0.0, 0.0)
+    world = World(with_staging(local, 1 << 10), engine("prefill", order="NH"), rates=rates)
+    assert world.pipeline is not None
+    world.executor.held = True
+    world.reads.begin(world.read())
+    while not world.executor.started:
+        assert world.reads.poll() == []
+    num_chunks = world.pipeline.num_chunks
+    world.sources.over = {"lease of r"}
+    monkeypatch.setattr("kvplan.protocol.lease_check.ASK_S", 0.0)
+    for _ in range(3):
+        assert world.reads.poll() == []
+    assert world.reads.late().keys() == {"r"}
+    world.executor.held = False
+    assert "LEASE" in str(world.until(1)["r"].error)
+    assert world.pipeline.num_chunks == num_chunks
+
+
 def test_what_hangs_in_the_staging_region_holds_up_no_other_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another engine's requests are read directly; when the region is free again, they are staged."""
     world = two_engines()
