@@ -109,7 +109,7 @@ def test_no_digits_are_one_slot() -> None:
 
 
 def test_too_many_segments_are_refused_before_they_are_made() -> None:
-    """A description of few bytes cannot make a large array: one piece more than the limit is refused."""
+    """A description of few bytes cannot make a large array: one segment more than the limit is refused."""
     inner = Axis("x", 0, 2, 2, 1)
     assert segments((Axis("x", 0, 1 << 10, 1 << 10, 3), inner)).start.size == 1 << 10
     with pytest.raises(KVPlanError, match=r"^RANGE"):

@@ -143,7 +143,7 @@ def test_the_last_state_alone_pairs_with_the_last_of_a_table():
 
 
 def test_writes_have_gaps_where_the_destination_has_them():
-    """The gaps that count are the destination's, whoever plans."""
+    """The gaps that count are the destination's, whichever side plans."""
     (mine,), (other,) = engine("p"), engine("d")
     spec = moved(plan_writes(mine, [other]), Blocks([4, 5, 6]), Blocks([0, 9, 2], null=0), (0, 12))
     assert spec.num_bytes == 8 * 2 * 4 * 16

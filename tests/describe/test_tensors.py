@@ -48,13 +48,13 @@ def elements(view: View, pattern: str) -> list[tuple[int, ...]]:
 def check_bytes(array: np.ndarray[Any, Any], memory: np.ndarray[Any, Any], view: View, pattern: str) -> None:
     """Writing element by element at the view's bytes of ``memory`` is writing to the array by index."""
     item = view.itemsize
-    places = np.array(element_bytes(view)).reshape(-1, item)
+    addresses = np.array(element_bytes(view)).reshape(-1, item)
     raw = memory.reshape(-1).view(np.uint8)
     indices = elements(view, pattern)
-    assert len(indices) == len(places) == array.size
-    for number, (index, place) in enumerate(zip(indices, places, strict=True), 1):
+    assert len(indices) == len(addresses) == array.size
+    for number, (index, address) in enumerate(zip(indices, addresses, strict=True), 1):
         value = np.array([number], array.dtype)
-        raw[place] = value.view(np.uint8)
+        raw[address] = value.view(np.uint8)
         assert array[index] == value[0], index
 
 
@@ -100,7 +100,7 @@ def test_padded_pages() -> None:
 
 
 def test_kernel_blocks_are_two_digits() -> None:
-    """A name that stands twice is two digits, the outer one first."""
+    """A name given twice is two digits, the outer one first."""
     array = np.zeros((3, 2, 4, 5), np.float64)
     view = view_of(array, "block token token dim", name="v", group="g", region=whole(array))
     assert [(axis.name, axis.extent) for axis in view.axes] == [("token", 2), ("token", 4), ("dim", 5)]
@@ -135,7 +135,7 @@ def test_a_tensor_that_starts_inside_a_larger_region() -> None:
 
 
 def test_a_reversed_axis_is_refused() -> None:
-    """A negative stride has no place in a view, and the axis is named."""
+    """A negative stride is refused, and the axis is named."""
     array = np.zeros((3, 4, 5))[:, ::-1]
     with pytest.raises(KVPlanError, match=r"^STRIDE: .* expected strides >= 0, got -40 on 'token'"):
         view_of(array, "block token dim", name="v", group="g", region=Region("kv", 0, 1 << 62))
@@ -205,8 +205,8 @@ def test_a_real_tensor_of_torch() -> None:
     twin = StandIn(tuple(tensor.shape), tensor.stride(), "torch.bfloat16", tensor.data_ptr())
     assert view == view_of(twin, pattern, name="v", group="g", region=region, shards={"head": (2, 5, 6)})
     raw = memory.view(torch.uint8).reshape(-1)
-    for index, place in zip(elements(view, pattern), np.array(element_bytes(view)).reshape(-1, 2), strict=True):
-        raw[torch.from_numpy(place)] = torch.tensor([0x80, 0x3F], dtype=torch.uint8)
+    for index, address in zip(elements(view, pattern), np.array(element_bytes(view)).reshape(-1, 2), strict=True):
+        raw[torch.from_numpy(address)] = torch.tensor([0x80, 0x3F], dtype=torch.uint8)
         assert tensor[index] == 1.0
     assert int(memory.sum()) == tensor.numel()
 

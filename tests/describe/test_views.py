@@ -131,7 +131,7 @@ def test_repr_evaluates_back(value: object) -> None:
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_values_are_frozen_hashable_and_pickle(value: object) -> None:
-    """A value can be a key, travels between processes, and nobody can change it."""
+    """A value can be a key, travels between processes, and cannot be changed."""
     assert {pickle.loads(pickle.dumps(value)): 1} == {value: 1}
     with pytest.raises(FrozenInstanceError):
         value.name = "x"  # type: ignore[attr-defined]

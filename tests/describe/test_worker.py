@@ -71,7 +71,7 @@ def test_v5_tensors_may_have_several_views(second: dict[str, Any]) -> None:
 
 
 def test_v5_a_shard_of_a_tensor_is_kept_once() -> None:
-    """describe.V5: a layer with the name of another would take that one's bytes, and nobody the ones of its own."""
+    """describe.V5: a layer with the name of another would take that one's bytes, and its own would not move."""
     error = worker_error(views=two_views())
     assert (error.code, error.details["name"]) == ("NAME", "layers.0")
     turned = two_views(axes=(Axis("dim", 0, 8, 8, 8), Axis("token", 0, 4, 4, 2)))
@@ -132,7 +132,7 @@ def test_v4_regions_are_apart() -> None:
 
 
 def test_equal_layers_share_a_geometry() -> None:
-    """Layers that differ by name and place alone have one geometry."""
+    """Layers that differ by name and offset alone have one geometry."""
     (worker,) = engine(layers=5)
     group = worker.groups[0]
     assert worker.geometries == (

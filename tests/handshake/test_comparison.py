@@ -256,7 +256,7 @@ def test_facts_that_differ_are_named() -> None:
 
 
 def test_a_plan_is_not_reused_for_another_model() -> None:
-    """An engine of the same geometry takes the place of the remotes only if it runs their model."""
+    """An engine of the same geometry replaces the remotes only if it runs their model."""
     (ours,), (same,), (other,) = (engine(name) for name in ("decode", "p1", "p2"))
     plan = plan_reads(ours, [same])
     with pytest.raises(KVPlanError, match=r"^WORKER: cannot replace p1/0"):

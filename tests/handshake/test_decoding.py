@@ -331,7 +331,7 @@ def test_canonical_values_come_of_others():
 
 @pytest.mark.parametrize("value, code", [(7, "TYPE"), ("x" * 65537, "RANGE"), ("a\nb", "NAME"), (None, "TYPE")])
 def test_a_model_is_a_name(value, code):
-    """A model has the rules of other names but for its length, and is one problem beside others."""
+    """A model has the rules of other names but for its length, and its problem hides no other."""
     data = edited(put({"kvplan/model": value}, "extensions"), put(-1, "rank"))
     rank, model = problems(data)
     assert (rank.path, model.path, model.code) == ("rank", "extensions.kvplan/model", code)

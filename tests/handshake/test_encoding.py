@@ -226,7 +226,7 @@ def test_an_offer_with_extensions_is_of_the_same_worker():
 
 
 def test_a_worker_carries_its_model_and_extensions():
-    """The model is an extension of the message, beside those of others; a worker without any has no such key."""
+    """The model is an extension of the message, among any others; a worker without any has no such key."""
     (worker,) = engine()
     assert b"extensions" not in encode(worker)
     worker = attrs.evolve(worker, model="tiny@5f0c", extensions={"example.org/b": [1, None], "example.org/a": "é"})

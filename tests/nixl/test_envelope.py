@@ -16,7 +16,7 @@ GOOD = Envelope(WORKER, "prefill.0.a1", b"metadata", b"handles")
 
 
 def authentic(content: bytes) -> bytes:
-    """Anything in an envelope that nobody has changed."""
+    """Any content of an unmodified envelope."""
     return b"kvplan_nixl 3\n" + bytes.fromhex(host_key().sign("envelope", content)) + content
 
 

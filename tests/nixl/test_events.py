@@ -85,7 +85,7 @@ READ = TransferEvent(
     transfer_us=0.0,
     status=Status.DONE,
 )
-"""Six tokens of two layers, 64 bytes each: pieces of four heads, from two blocks in each layer."""
+"""Six tokens of two layers, 64 bytes each: ranges of four heads, from two blocks in each layer."""
 
 
 def test_a_transfer_has_one_event(watched: tuple[Reader, list[TransferEvent]]) -> None:

@@ -283,7 +283,7 @@ def test_peers_and_their_state(reader: Reader, peer: PeerProcess) -> None:
 
 
 def test_starts_with_a_lost_peer_leave_nothing_behind(reader: Reader, peer: PeerProcess) -> None:
-    """Each start fails with an error of its own, which keeps no other transfer alive, whoever raises it."""
+    """Each start fails with its own error, which keeps no other transfer alive if it is raised."""
     plan = reader.plan(peer)
     peer.kill()
     assert settle(reader.executor, [reader.start(plan)], TIMEOUT_S)

@@ -45,7 +45,7 @@ class Transfer:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Our module of settings, beside a vLLM that has a configuration and an environment."""
+    """Our module of settings, and a vLLM that has a configuration and an environment."""
     envs = SimpleNamespace(VLLM_NIXL_SIDE_CHANNEL_HOST="localhost", VLLM_NIXL_SIDE_CHANNEL_PORT=5600)
     for name, contents in (("vllm", {"envs": envs}), ("vllm.config", {"VllmConfig": object})):
         module = ModuleType(name)
@@ -199,7 +199,7 @@ def test_backends_of_another_form_are_refused(vllm: Any, backends: Any) -> None:
 
 @pytest.mark.parametrize("name", ["enable_return_routed_experts", "enable_sleep_mode"])
 def test_engines_whose_answers_may_be_wrong_are_refused(vllm: Any, name: str) -> None:
-    """vLLM refuses some beside NixlConnector, by its name, and accepts them beside others."""
+    """vLLM refuses some with NixlConnector, by its name, and accepts them with others."""
     vllm.check_engine(SimpleNamespace(model_config=SimpleNamespace(**{name: False})))
     with pytest.raises(KVPlanError, match=f"SETTING: cannot set {name}: expected False, got True"):
         vllm.check_engine(SimpleNamespace(model_config=SimpleNamespace(**{name: True})))

@@ -36,7 +36,7 @@ def test_b2_no_range_means_all_that_the_destination_lists():
 
 
 def test_specs_are_int32_equal_long_and_read_only():
-    """A spec's ids are what NIXL takes, and nobody's to change."""
+    """A spec's ids are what NIXL takes, and cannot be changed."""
     (mine,), (other,) = engine("d"), engine("p")
     (spec,) = plan_reads(mine, [other]).bind(local={"attn": Blocks([1])}, remote={"attn": Blocks([2])})
     assert spec.local_ids.dtype == spec.remote_ids.dtype == np.int32
@@ -204,7 +204,7 @@ def test_b5_pairs_that_differ_by_an_offset_share_their_ids():
 
 
 def test_what_moves_nothing_is_the_same_for_every_request():
-    """Of four ranks one serves; the specs of the others are in their places, and made once."""
+    """Of four ranks one serves; the specs of the others are in order too, and made once."""
     (ours, *_), theirs = engine("d", tp=4), engine("p", tp=4)
     plan = plan_reads(ours, theirs)
     first, again = (
@@ -240,7 +240,7 @@ def ids_of(ours, theirs, tokens):
     ],
 )
 def test_b2_no_run_is_cut_that_the_range_holds_whole(ours, theirs, tokens, moved):
-    """plan.B2: ids are as few as runs and the tokens left at both ends: 2 pages to a block, or 8 heads to a piece of
+    """plan.B2: ids are as few as runs and the tokens left at both ends: 2 pages to a block, or 8 heads to a range of
     one.
     """
     (mine,), others = engine("d", tokens=ours, blocks=40), engine("p", tokens=theirs, blocks=40)

@@ -101,7 +101,7 @@ def test_c4_replicas_share_the_load(src, dst, heads):
 
 
 def test_c4_states_do_not_weigh_on_who_sends_tokens():
-    """plan.C4: whoever sends a large state is as likely to send tokens as a source without one."""
+    """plan.C4: a source of a large state is as likely to send tokens as one without."""
     held = np.array([[1, 0], [0, 1], [1, 1], [1, 1]], bool)
     weight, states = np.array([100.0, 1, 2, 2]), np.array([True, True, False, False])
     assert sorted(choose_sources(held, weight, states, 0)[2:].tolist()) == [0, 1]

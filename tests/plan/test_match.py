@@ -16,7 +16,7 @@ def with_views(worker: Worker, change) -> Worker:
 
 
 def test_m2_what_only_a_source_has_is_left_alone():
-    """plan.M2: extra tensors of a source are nobody's business."""
+    """plan.M2: extra tensors of a source are ignored."""
     (ours,), (theirs,) = engine("decode", layers=1), engine("prefill", layers=3)
     assert [m.names for m in match(ours, Sources([theirs]))] == [("layers.0",)]
 

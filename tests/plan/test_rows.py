@@ -13,7 +13,7 @@ from tests.small import engine
 
 
 def job(offsets, length=64, stride=256, blocks=10, region=0):
-    """Bytes at these offsets of a block, each by itself, in the order that place takes."""
+    """Bytes at these offsets of a block, each by itself, in the order that assign_rows takes."""
     alike = np.array([[value] * len(offsets) for value in (0, region, stride, blocks, length)])
     return RowJob(alike, np.array(offsets)[:, None])
 
@@ -92,7 +92,7 @@ def test_t2_more_slots_than_can_be_listed_are_refused():
 
 
 def test_a_table_is_one_short_line():
-    """Tables print as how much they register, and how much that stands for."""
+    """Tables print as how much they register, and how many descriptors these are."""
     (ours,), sources = engine("d", blocks=7, heads=1), engine("p", tp=2, heads=1)
     used, idle = plan_reads(ours, sources).pairs
     assert [repr(pair.local_table) for pair in (used, idle)] == [

@@ -129,7 +129,7 @@ OURS, THEIRS = engine("d", tp=2)[0], engine("p")[0]
     ],
 )
 def test_whatever_changes_rows_changes_the_cell_geometry(ours, theirs):
-    """Heads, tokens, order, pools, layers, positions, groups, dtype and places of either side."""
+    """Heads, tokens, order, pools, layers, positions, groups, dtype and offsets of either side."""
     assert cell_geometry([only_cell(ours, theirs)])[0] != cell_geometry([only_cell(OURS, THEIRS)])[0]
 
 
@@ -164,7 +164,7 @@ def test_a_slice_of_an_axis_has_its_own_layout():
 
 
 def test_each_tensors_place_is_in_the_cell_geometry():
-    """Of two ranks that have the same layers in other places of one region, neither has the other's rows."""
+    """Of two ranks that have the same layers at other offsets of one region, neither has the other's rows."""
 
     def in_one_region(worker, order):
         size = worker.regions[0].size_bytes
@@ -226,7 +226,7 @@ def test_layers_that_step_differently_or_join_differently_are_told_apart(pages):
 
 @pytest.mark.parametrize(("order", "number"), [("NH", 2), ("HN", 8)])
 def test_r1_runs_of_a_token_are_counted_before_they_are_listed(order, number):
-    """plan.R1: two layers in one piece each are two runs; four heads apart in both layers are eight."""
+    """plan.R1: two contiguous layers are two runs; four heads apart in both layers are eight."""
     (ours,), (theirs,) = engine("d", order="NH"), engine("p", order=order)
     assert numbers_of(lambda budget: plan_reads(ours, [theirs], budget=budget))["runs of one token"] == number
 

@@ -51,7 +51,7 @@ def descriptors(spec):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_ids_are_what_counts(name):
-    """Two ids of a strand that changed places on one side: nothing is taken from the shapes that is not so."""
+    """Two ids of a strand are exchanged on one side: shapes that do not hold are not used."""
     for spec in specs(name):
         ids = spec.remote_ids.copy()
         ids[[0, 1]] = ids[[1, 0]]

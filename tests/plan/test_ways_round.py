@@ -61,13 +61,13 @@ def test_fp8_in_plain_bytes_pairs_with_fp8_where_the_caller_says_so() -> None:
 def test_k_and_v_of_unequal_head_size_are_two_tensors() -> None:
     """K of 24 and V of 16 bytes a head: side by side in each slot on one side, apart on the other."""
 
-    def worker(name: str, places: dict[str, tuple[int, int, int]]) -> Worker:
+    def worker(name: str, offsets: dict[str, tuple[int, int, int]]) -> Worker:
         axes = {
             part: (Axis("token", 0, 4, 4, token), Axis("dim", 0, dim, dim, 1))
-            for part, (dim, token, _) in places.items()
+            for part, (dim, token, _) in offsets.items()
         }
         views = [
-            View(f"layers.0.{part}", "attn", "kv", "uint8", axes[part], 9, 160, places[part][2]) for part in places
+            View(f"layers.0.{part}", "attn", "kv", "uint8", axes[part], 9, 160, offsets[part][2]) for part in offsets
         ]
         return Worker(name, 0, [Region("kv", 4096 if name == "d" else 1 << 40, 9 * 160)], [Group("attn", 4)], views)
 

@@ -198,7 +198,7 @@ def test_the_state_of_another_rank() -> None:
 
 
 def test_memory_after_a_transfer() -> None:
-    """Prefill writes, memmove stands for the transfer, and decode's memory is read: its layers are in reverse."""
+    """Prefill writes, memmove replaces the transfer, and decode's memory is read: its layers are in reverse."""
     prefill, decode = [Engine(rank) for rank in range(2)], Engine(tp=1, tokens=6)
     sources = [rank.worker(name="prefill") for rank in prefill]
     local = {"attn": Blocks([3, 1])}

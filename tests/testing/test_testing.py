@@ -44,14 +44,14 @@ def copies_of(request: dict[str, Any] = REQUEST) -> dict[Any, Any]:
 
 
 def cut(rows: tuple[Any, Any], seed: int) -> tuple[Any, Any]:
-    """The same bytes, with each pair of ranges cut at random places, in random order."""
-    choice, pieces = random.Random(seed), []
+    """The same bytes, with each pair of ranges cut at random, in random order."""
+    choice, ranges = random.Random(seed), []
     for (here, length, device), (there, _, other) in zip(*rows, strict=True):
         ends = sorted({0, int(length), *(choice.randrange(length) for _ in range(choice.randrange(3)))})
         for start, end in itertools.pairwise(ends):
-            pieces.append(([here + start, end - start, device], [there + start, end - start, other]))
-    choice.shuffle(pieces)
-    return [ours for ours, _ in pieces], [theirs for _, theirs in pieces]
+            ranges.append(([here + start, end - start, device], [there + start, end - start, other]))
+    choice.shuffle(ranges)
+    return [ours for ours, _ in ranges], [theirs for _, theirs in ranges]
 
 
 def copies_error(copies: Any, **changed: Any) -> KVPlanError:
@@ -95,7 +95,7 @@ def test_any_engines_copies_pass_however_they_are_cut(case: Case, seed: int, ope
 
 
 def test_a_wrong_byte_is_named_on_both_sides() -> None:
-    """A copy from the place of the next position is reported with its count, both meanings, and its origin."""
+    """A copy from the address of the next position is reported with its count, both meanings, and its origin."""
     copies = copies_of()
     copies[PAIR][1][0][0] += 16
     text = fails(copies)
