@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import resource
 import signal
 import time
@@ -457,7 +458,7 @@ async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse
         return web.Response(status=error.status, text=error.text, content_type="application/json")
     # an engine that answers with something else than JSON is no better than one that does not
     except (ClientError, json.JSONDecodeError) as error:
-        return _error(HTTPStatus.BAD_GATEWAY, str(error))
+        return _error(HTTPStatus.BAD_GATEWAY, _told(error))
     finally:
         request.app[BUSY].discard(request.protocol)
         request.app[IDLE_SINCE].pop(request.protocol, None)
@@ -518,6 +519,14 @@ def _error_body(status: HTTPStatus, text: str) -> Body:
     """Return an error as OpenAI's and vLLM's servers write one: clients read ``error.message``."""
     error = {"message": text, "type": _type_of(status), "param": None, "code": status.value}
     return {"error": error}
+
+
+def _told(error: Exception) -> str:
+    """Return what a client hears of an engine without an answer; aiohttp would begin with ssl."""
+    if not isinstance(error, ClientConnectorError) or not error.os_error.errno:
+        return str(error)
+    reason = os.strerror(error.os_error.errno).lower()
+    return f"cannot reach {error.host}:{error.port}: {reason}"
 
 
 def _type_of(status: HTTPStatus) -> str:
