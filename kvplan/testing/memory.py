@@ -282,14 +282,14 @@ class _Probe:
     def _describe(self, chunk: _Chunk, found: Ints, is_wrong: npt.NDArray[np.bool_]) -> str:
         """Return the first wrong byte of a chunk in words."""
         at = np.unravel_index(int(np.argmax(is_wrong)), is_wrong.shape)
-        place = locate(
+        location = locate(
             chunk.worker, chunk.region.address + int(chunk.offset[at]), chunk.region.device_id
         )
         what = "was never written" if not found[at] else "holds no label"
         for labels in self.labels.values():
             if labels.base <= found[at] < labels.end:
                 what = f"holds {labels.describe(int(found[at]))}"
-        return f"{chunk.labels.describe(int(chunk.expected[at]))} ({place}) {what}"
+        return f"{chunk.labels.describe(int(chunk.expected[at]))} ({location}) {what}"
 
 
 def _dtype_of(chunk: _Chunk, end: int) -> str:

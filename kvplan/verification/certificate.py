@@ -175,7 +175,7 @@ class SlotSegments:
 
     All are arrays of one length.
 
-    ``start`` counts through the worker's regions, placed one behind another. ``tensor`` is an
+    ``start`` counts through the worker's regions, one behind another. ``tensor`` is an
     index; ``number`` is the number of the first byte (:mod:`kvplan.verification.labels`).
     """
 

@@ -97,8 +97,8 @@ class FakeMemory:
     """The memory of several workers, at their own addresses.
 
     ``label_bytes`` is the width of a cell: 1 for data; 2, 4 or 8 for a label per byte address. All
-    cells start as 0. If ``poison`` is not 0, a copy writes it in place of every 0 that it reads, so
-    that a byte copied from nowhere differs from a byte that nobody wrote.
+    cells start as 0. If ``poison`` is not 0, a copy writes it instead of every 0 that it reads, so
+    that a byte copied from an unlabelled one differs from a byte that was never written.
 
     Raises ``WORKER`` for two workers of one engine and rank, and ``MEMORY`` when a region is
     touched that is larger than the system can map. Use it as a context manager, or call
@@ -294,7 +294,7 @@ class FakeMemory:
             chunk = slice(low, low + copies_per_chunk)
             for offset in range(0, length, CHUNK_CELLS):
                 num_cells = min(CHUNK_CELLS, length - offset)
-                # (copies, cells): row i is a copy's part, from the first cell of the copy on.
+                # (copies, cells): row i has the copy's cells of this chunk, from its first cell on.
                 copied = runs_of(source, num_cells)[first_read[chunk] + offset]
                 if self.poison:
                     copied[copied == 0] = self.poison

@@ -46,7 +46,7 @@ CHUNK_CELLS: Final = 1 << 19
 
 _NO_LABEL: Final = -1
 _POISON: Final = -2
-"""In place of a label: in bytes that were never written, or copied from outside the request."""
+"""Instead of a label: in bytes that were never written, or copied from outside the request."""
 
 _FAR: Final = -(1 << 62)
 """Added to these numbers, so that no label of bytes is as far beyond the one that belongs there."""
@@ -194,10 +194,10 @@ class PatternSearch:
             labels = self.tensors[self.number_of[name]]
             axes = _needed_axes(labels, needed[name], positions[name])
             for product in products:
-                parts = {}
+                pattern_axes = {}
                 for (axis, whole), ranges in zip(axes.items(), product.axes, strict=True):
                     is_whole = unshifted(ranges) == whole.ranges
-                    parts[axis] = attrs.evolve(whole, ranges=ranges, whole=is_whole)
+                    pattern_axes[axis] = attrs.evolve(whole, ranges=ranges, whole=is_whole)
                 tensors = {name: product.held}
                 pattern = Pattern(
                     product.fault,
@@ -205,7 +205,7 @@ class PatternSearch:
                     (self.worker,),
                     tensors,
                     {*tensors} == {*needed},
-                    parts,
+                    pattern_axes,
                 )
                 patterns.append(pattern)
         of_tensors = joined_patterns(patterns, by_worker=False)

@@ -66,7 +66,7 @@ class PatternAxis:
 
     @property
     def in_elements(self) -> PatternAxis:
-        """This part with coordinates in elements, or in bytes where one is cut."""
+        """The same with coordinates in elements, or in bytes where one is cut."""
         if any(number % self.unit for number in itertools.chain.from_iterable(self.ranges)):
             return self
         ranges = [
@@ -123,31 +123,31 @@ class Pattern:
 
     def likeness(self) -> Hashable:
         """Return what patterns have in common that may join: where they are, and what moves."""
-        parts = {
+        moved_axes = {
             (
                 name,
-                None if part.whole else unshifted(part.ranges),
-                part.moved,
-                part.size,
-                part.unit,
+                None if along.whole else unshifted(along.ranges),
+                along.moved,
+                along.size,
+                along.unit,
             )
-            for name, part in self.axes.items()
-            if part.moved or not part.whole
+            for name, along in self.axes.items()
+            if along.moved or not along.whole
         }
         moved = any(name != held for name, held in self.tensors.items())
-        return self.fault, moved, frozenset(parts)
+        return self.fault, moved, frozenset(moved_axes)
 
     def join(self, other: Pattern) -> Pattern | None:
         """Return the pattern of the bytes of both; ``None`` if a coordinate would hold two."""
         if any(other.tensors.get(name, held) != held for name, held in self.tensors.items()):
             return None
         axes = dict(self.axes)
-        for name, part in other.axes.items():
-            before = axes.get(name, part)
-            ranges = joined_ranges([*before.ranges, *part.ranges])
+        for name, along in other.axes.items():
+            before = axes.get(name, along)
+            ranges = joined_ranges([*before.ranges, *along.ranges])
             if ranges is None:
                 return None
-            axes[name] = attrs.evolve(part, ranges=ranges)
+            axes[name] = attrs.evolve(along, ranges=ranges)
         return Pattern(
             self.fault,
             self.num_bytes + other.num_bytes,
@@ -174,15 +174,15 @@ class Pattern:
         if not self.all_tensors and (len(self.tensors) > 1 or not moves):
             where.append(fold(self.tensors))
         for name in sorted(self.axes, key=_position_first):
-            part = self.axes[name].in_elements
-            axis = name if part.unit == 1 else f"byte of {name}"
-            move = _move(axis, part)
+            along = self.axes[name].in_elements
+            axis = name if along.unit == 1 else f"byte of {name}"
+            move = _move(axis, along)
             # The move of a single coordinate says where it is.
-            if not part.whole and not (move and num_coordinates(part.ranges) == 1):
-                where.append(_coordinates(axis, part.size, unshifted(part.ranges)))
+            if not along.whole and not (move and num_coordinates(along.ranges) == 1):
+                where.append(_coordinates(axis, along.size, unshifted(along.ranges)))
             held += [move] if move else []
-        place = ", ".join(where) or "everywhere"
-        return ": ".join([place, *filter(None, [", ".join(held)])])
+        where_text = ", ".join(where) or "everywhere"
+        return ": ".join([where_text, *filter(None, [", ".join(held)])])
 
 
 def _position_first(name: str) -> tuple[bool, bool, str]:
@@ -218,29 +218,29 @@ def _coordinates(axis: str, size: int, ranges: AxisRanges) -> str:
     return f"{noun}{plural} {text}{of}{finest}"
 
 
-def _move(axis: str, part: PatternAxis) -> str:
-    """Return what the coordinates of a part hold in words; empty if it is themselves.
+def _move(axis: str, along: PatternAxis) -> str:
+    """Return what the coordinates along an axis hold in words; empty if it is themselves.
 
     >>> _move("head", PatternAxis((AxisRange(4, 6, -4),), False, 8))
     'head h holds head h-4'
     >>> _move("kv", PatternAxis((AxisRange(0, 1, 1),), False, 2))
     'K holds V'
     """
-    moving = [axis_range for axis_range in part.ranges if axis_range.shift]
+    moving = [axis_range for axis_range in along.ranges if axis_range.shift]
     if not moving:
         return ""
-    relation = part.relation(axis[0])
-    single = num_coordinates(part.ranges) == 1
-    if relation and not single and not (axis == "kv" and part.size == 2):
+    relation = along.relation(axis[0])
+    single = num_coordinates(along.ranges) == 1
+    if relation and not single and not (axis == "kv" and along.size == 2):
         noun, of, finest = axis.partition(" of ")
         subject = f"every {noun}" if relation.isdigit() else f"{noun} {axis[0]}{of}{finest}"
         return f"{subject} holds {noun} {relation}"
     texts = []
-    for axis_range in part.ranges:
+    for axis_range in along.ranges:
         start, stop, shift = axis_range
         held = AxisRange(start + shift, stop + shift, 0)
         verb = "holds" if stop == start + 1 else "hold"
-        pair = [_coordinates(axis, part.size, (side,)) for side in (axis_range, held)]
+        pair = [_coordinates(axis, along.size, (side,)) for side in (axis_range, held)]
         texts.append(f" {verb} ".join(pair))
     return few(texts, ", ", MAX_RANGES)
 

@@ -78,7 +78,7 @@ class Failure:
         lines = lines_of(patterns, self.num_bytes, self.workers)
         if not lines:
             return f"{heading}, first: {self.first}" if self.first else heading
-        # One pattern of all bytes stands beside their number.
+        # One pattern of all bytes is on the line of their number.
         between = ": " if len(lines) == 1 else "\n  "
         return "\n  ".join([between.join([heading, lines[0]]), *lines[1:], f"first: {self.first}"])
 

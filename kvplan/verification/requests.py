@@ -3,7 +3,7 @@
 A request may come in parts, each bound to its own plans: chunk by chunk, or some positions from one
 engine and the rest from another. For each destination worker, the parts become one block table for
 each group and one list of moves. A *move* is what a plan copies from one source to one destination,
-or what other code copies in its place.
+or what other code copies instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RangePair = tuple[ByteRanges, ByteRanges]
 """Ranges of a local and a remote worker, equally many: the nth ranges of both are one copy."""
 
 STAGED: Final = "its .direct moves the same bytes in one step, its .transfers those between workers"
-"""What to check in place of a plan in two steps."""
+"""What to check instead of a plan in two steps."""
 
 NOTHING: Final[RangePair] = (np.empty((0, 3), np.uint64), np.empty((0, 3), np.uint64))
 

@@ -35,7 +35,7 @@ BYTES_END: Final = 1 << 62
 class WorkerTable:
     """A worker and the rows of its table, arrays of one length.
 
-    ``start`` counts through the worker's regions, placed one behind another.
+    ``start`` counts through the worker's regions, one behind another.
     """
 
     worker: Worker
@@ -244,7 +244,7 @@ def period_of(group: Group) -> int:
 
 
 def region_starts(worker: Worker) -> Ints:
-    """Return where each region starts if all are placed one behind another."""
+    """Return where each region starts if all are one behind another."""
     total = sum(region.size_bytes for region in worker.regions)
     if total >= BYTES_END:
         regions = f"the regions of {worker.label}"

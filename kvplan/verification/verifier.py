@@ -58,7 +58,7 @@ def verify(
     """Carry out one or more plans in fake memory, and check every byte of every destination.
 
     ``local``, ``remote`` and ``tokens`` are the arguments of ``bind``. Pass the write plans of all
-    sources of an engine together: from a single one, nobody can know whether its siblings write the
+    sources of an engine together: a single one does not say whether its siblings write the
     rest. It takes about twenty bytes of memory for each byte that one destination worker needs, and
     frees them before the next worker.
 
