@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,12 @@ from vllm.config import CUDAGraphMode
 
 from tests.engines import gpu
 from tests.engines.gpu import LLAMA_8B, all_right, speed_settings, steps_settings
+
+
+@pytest.fixture(autouse=True)
+def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script's time began when it was imported, long before some test."""
+    monkeypatch.setattr(gpu, "LIMIT_S", [math.inf])
 
 
 @pytest.fixture
@@ -58,3 +66,20 @@ def test_a_part_that_fails_does_not_stop_others(capsys: pytest.CaptureFixture[st
     assert ran == [*gpu.PARTS]
     assert "an illegal memory access" in capsys.readouterr().out
     assert all_right(gpu.PARTS[1:], run)
+
+
+def test_nothing_begins_when_time_is_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What has begun is waited for only a little longer, so that a hung engine does not take all of a lent machine."""
+    assert gpu.left_s(150.0) == 150.0
+    monkeypatch.setattr(gpu, "BEGAN", time.monotonic() - 530)
+    monkeypatch.setattr(gpu, "LIMIT_S", [540.0])
+    assert 0 < gpu.left_s(150.0) <= 10 + gpu.GRACE_S
+    assert not gpu.is_over()
+    monkeypatch.setattr(gpu, "BEGAN", time.monotonic() - 600)
+    assert gpu.left_s(150.0) == 0.0
+
+    def run(part: str) -> bool:
+        raise AssertionError(part)
+
+    assert all_right(["kernel"], run)
+    assert "kernel was not begun" in capsys.readouterr().out
