@@ -184,7 +184,7 @@ class NixlExecutor:
         peer = self._peers.get(opened.worker.key)
         if peer is not None and peer.is_connected_by(opened):
             return peer.worker
-        self._make_way(opened.worker)
+        self._replace_lost(opened.worker)
         self._agent.load(opened.agent, opened.metadata)
         peer = _Peer(opened.worker, opened.agent)
         self._open_memory(peer, opened.handles)
@@ -196,7 +196,7 @@ class NixlExecutor:
 
     def attach(self, worker: Worker) -> None:
         """Connect to a worker of this process, such as that of a file."""
-        self._make_way(instance(Worker, worker, "worker"))
+        self._replace_lost(instance(Worker, worker, "worker"))
         check_memory(worker.regions, f"register the memory of {worker.label}")
         self._add(_Peer(worker, self._agent.name, attached=self._agent.register(worker.regions)))
 
@@ -461,7 +461,7 @@ class NixlExecutor:
             else:
                 self._agent.deregister(peer.attached)
 
-    def _make_way(self, worker: Worker) -> None:
+    def _replace_lost(self, worker: Worker) -> None:
         """Refuse a worker that is connected, and disconnect one whose connection was lost."""
         peer = self._peers.get(worker.key)
         if peer is not None and peer.lost is not None:

@@ -1,6 +1,8 @@
 """Workers: the regions, groups and views of one rank, checked as a whole.
 
-Every worker satisfies the rules of validation (V) from its construction on:
+Plans believe what workers say. So all that can be checked without the other side is checked when a
+worker is made, whether it describes memory of this process or comes from a peer's offer. Every
+worker satisfies these rules of validation (V):
 
 - describe.V1: Names of regions and names of groups are unique. Each view names a region and a group
   of its worker.

@@ -2,8 +2,8 @@
 
 A series is all runs that begin at the same positions, and whose ids grow alike. An id of a series
 is ``base + step * block id + slot term`` (rule plan.T3): ``base`` belongs to the run, the slot term
-to the slot at which it begins, and only the block id depends on the request. Bind, costs
-and certificates read only this of a plan.
+to the slot at which it begins, and only the block id depends on the request. Binding needs
+nothing else of a plan.
 
 ``RunSeries`` are longer runs, inside one block pair each. ``TokenSeries`` are runs of one token.
 """

@@ -3,11 +3,11 @@
 ``verify`` and ``compare`` believe a description. The probe does not: the engine itself stores
 values by which every element is known, and the probe reads them at the described addresses.
 
-An element is known by its *label*, a number of its own among all elements of a request. An element
-of one or two bytes is too short for it. So the engine stores the labels digit by digit: in each
-pass every element gets one digit of its label, a small integer that its dtype holds exactly. The
-last digit is a check of the others, and always differs from the one before it. So memory that
-stays the same in all passes was never written.
+An element is known by its *label*, a number that no other element of the request has. An element of
+one or two bytes is too short for it. So the engine stores the labels digit by digit: in each pass
+every element gets one digit of its label, a small integer that its dtype holds exactly. The last
+digit is a check of the others, and always differs from the one before it. So memory that stays the
+same in all passes was never written.
 """
 
 from __future__ import annotations
