@@ -103,11 +103,13 @@ class PatternSearch:
         is_label = held >= 0
         # By how much each label is beyond the one that belongs there: (positions, bytes).
         shift = np.where(is_label, held - (first_label[:, np.newaxis] + number), held + _FAR)
-        tensor = np.where(is_label, np.searchsorted(self.ends, held, side="right"), 0)
+        wrong = np.flatnonzero(shift.any(1))
+        position, held, shift = position[wrong], held[wrong], shift[wrong]
+        tensor = np.searchsorted(self.ends, np.maximum(held, self.bases[0]), side="right")
         # Positions with equal shifts in the same tensors, as nearly all have, are searched once.
         rows_by_content: dict[bytes, list[int]] = {}
-        for row in np.flatnonzero(shift.any(1)).tolist():
-            content = shift[row].tobytes() + tensor[row].tobytes()
+        for row, shifts in enumerate(shift):
+            content = shifts.tobytes() + tensor[row].tobytes()
             rows_by_content.setdefault(content, []).append(row)
         classes = list(rows_by_content.values())
         first_rows = [rows[0] for rows in classes]
