@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, closing, nullcontext, suppress
 from pathlib import Path
@@ -70,6 +73,58 @@ def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+class Mixing(Server):
+    """A server that mixes its answers: another one first, two of them, one in pieces, half of one, or none."""
+
+    answers: list[bytes]
+    rng: random.Random
+
+    async def _converse(self, reader: Any, writer: Any, address: str, state: Any) -> bool:
+        status, answer = await self._answer(reader, address, state)
+        self.answers.append(answer)
+        another = self.rng.choice(self.answers[-20:])
+        half = answer[: self.rng.randrange(len(answer))]
+        sent = self.rng.choice([answer] * 6 + [another, answer + another, another + answer, half, answer + b"x"])
+        # who has half of an answer waits for the rest, or for the end of the connection
+        goes_on = status == 200 and sent is not half and self.rng.random() < 0.8
+        while sent:
+            size = self.rng.choice([30, 1 << 20])
+            writer.write(sent[:size])
+            sent = sent[size:]
+            await writer.drain()
+            await asyncio.sleep(0)
+        return goes_on
+
+
+def test_no_question_gets_the_answer_to_another(access: Access) -> None:
+    """Whatever a server sends on connections that are kept: its own answer, or an error. None is kept for good."""
+    loop = asyncio.new_event_loop()
+    client = Client()
+    server = Mixing("127.0.0.1", 0, {"POST /echo": Route(lambda body: body[::-1], max_bytes=99)}, access, loop)
+    server.answers, server.rng = [], random.Random(1)
+    outcomes = Counter[str]()
+
+    async def ask(number: int) -> None:
+        body = f"question {number}".encode()
+        try:
+            answer = await client.exchange("it", f"127.0.0.1:{server.port}", "/echo", 30, access, body)
+            outcomes["right" if answer == body[::-1] else "wrong"] += 1
+        except KVPlanError as error:
+            outcomes[error.code] += 1
+
+    async def ask_all() -> None:
+        for start in range(0, 400, 4):
+            await asyncio.gather(*map(ask, range(start, start + 4)))
+        await server._close()
+
+    with closing(loop):
+        loop.run_until_complete(ask_all())
+        loop.run_until_complete(asyncio.sleep(0.1))
+    assert outcomes.keys() == {"right", "PEER"}
+    assert min(outcomes.values()) > 50
+    assert (client._num_kept, client._kept) == (0, {})
 
 
 def test_questions_share_a_connection(access: Access) -> None:

@@ -144,17 +144,22 @@ def test_a_file_that_cannot_be_deleted_ends_no_eviction(tmp_path: Path, monkeypa
     assert engine.find(PROMPT) == 16
 
 
-@pytest.mark.parametrize("what", ["space", "folder of pages", "page", "tmp"])
+@pytest.mark.parametrize("what", ["space", "folder of pages", "page", "part", "tmp"])
 def test_links_lead_nowhere(what: str, tmp_path: Path, cli: Cli) -> None:
-    """Files elsewhere are not listed, dated, replaced or deleted, though their names are those of pages."""
+    """Files elsewhere are not read, listed, dated, replaced or deleted, though they are pages, and named so."""
     store, elsewhere = tmp_path / "kv", tmp_path / "elsewhere"
     saved(FileBackend(elsewhere))
     engine = saved(FileBackend(store))
     client = engine.caches[0].client
     folder = page_folder(store, engine, 0)
-    place = {"space": folder.parent.parent, "folder of pages": folder.parent, "page": folder, "tmp": store / "tmp"}[
-        what
-    ]
+    name = f"{folder.parent.parent.name}/{folder.name}/{files_of(folder)[0].name}"
+    place = {
+        "space": folder.parent.parent,
+        "folder of pages": folder.parent,
+        "page": folder,
+        "part": files_of(folder)[0],
+        "tmp": store / "tmp",
+    }[what]
     target = elsewhere / place.relative_to(store)
     if what == "tmp":
         (target / "of somebody").write_bytes(b"old")
@@ -163,7 +168,8 @@ def test_links_lead_nowhere(what: str, tmp_path: Path, cli: Cli) -> None:
     for path in files_of(elsewhere):
         os.utime(path, (1e9, 1e9))
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files_of(elsewhere)}
-    engine.find(PROMPT)
+    assert EngineWithStore.of(QWEN, FileBackend(store)).find(PROMPT) == (96 if what == "tmp" else 0)
+    assert (FileBackend(store).get(name) is None) == (what != "tmp")
     client.use(client.chain(PROMPT), 96)
     try:
         client.pin(client.chain(PROMPT), 96)
