@@ -268,8 +268,7 @@ class Assembly:
         Blocks are its first dimension; each ``kernel_blocks`` of them are one block. Raises
         ``SIZE`` if they have more bytes or fewer, ``STRIDE`` if the bytes of a block have gaps.
         """
-        dims = [f"dim{number}" for number in range(1, len(memory.shape))]
-        raw = view_at_addresses(memory, " ".join(["block", *dims]), page.name, self.groups[-1])
+        raw = blocks_at_addresses(memory, page.name, self.groups[-1])
         # The page in a pool of one block has the offsets that it has in every block.
         placed_views, region_bytes = place_pool(Layout(conv=conv), page.name, [page], 1)
         page_bytes = region_bytes[page.name]
@@ -428,6 +427,12 @@ def view_at_addresses(memory: Any, pattern: str, name: str, group: Group | str) 
     """Return a view of ``memory`` in a region of all its device, so that offsets are addresses."""
     region = Region("everywhere", 0, INT64_END - 1, *device_of(memory))
     return view_of(memory, pattern, name=name, group=group, region=region)
+
+
+def blocks_at_addresses(memory: Any, name: str, group: Group | str) -> View:
+    """Return a view of ``memory`` whose dimensions are blocks, ``dim1``, ``dim2`` and so on."""
+    dims = [f"dim{number}" for number in range(1, len(memory.shape))]
+    return view_at_addresses(memory, " ".join(["block", *dims]), name, group)
 
 
 def conv_order(

@@ -22,6 +22,7 @@ from kvplan.bridges.assembly import (
     MemoryInterval,
     ObservedModel,
     RankInfo,
+    blocks_at_addresses,
     contradiction,
     conv_order,
     dense_strides,
@@ -268,8 +269,7 @@ def _is_whole_block(page: Page) -> bool:
 
 def _joined_blocks(cache: Any, kernel_blocks: int) -> Any:
     """Return a cache as bytes, with each so many of its blocks as one."""
-    dims = [f"dim{number}" for number in range(1, len(cache.shape))]
-    raw = view_at_addresses(cache, " ".join(["block", *dims]), "pages", "pages")
+    raw = blocks_at_addresses(cache, "pages", "pages")
     if kernel_blocks > 1 and raw.block_stride_bytes != raw.block_bytes:
         expected = f"blocks {raw.block_bytes} bytes apart"
         got = f"{raw.block_stride_bytes} bytes"
@@ -281,8 +281,7 @@ def _joined_blocks(cache: Any, kernel_blocks: int) -> Any:
 
 def _bytes_of(cache: Any) -> Any:
     """Return a cache whose last dimension is bytes."""
-    dims = [f"dim{number}" for number in range(1, len(cache.shape))]
-    raw = view_at_addresses(cache, " ".join(["block", *dims]), "bytes", "bytes")
+    raw = blocks_at_addresses(cache, "bytes", "bytes")
     *outer, last = raw.axes
     if last.stride_bytes != raw.itemsize:
         got = f"{last.stride_bytes} bytes apart"
