@@ -114,6 +114,7 @@ FAULTS = [
     Fault("a failed read ends while bytes may land", reads.Reads, "_poll_job", "if job.is_settled and (job.error is not None or is_right)", "if job.error is not None or (job.is_settled and is_right)", seed=0, rule="GIVEN"),
     Fault("the error of a transfer is not seen", reads.Reads, "_settle_transfers", "job.error = job.error or error", "pass", seed=90, rule="OWN"),
     Fault("an engine that is gone is not forgotten", reads.Reads, "_discard_lost", '("PEER", "TRANSFER")', "()", seed=90, rule="AGAIN"),
+    Fault("the end of a transfer is not noticed", reads.Reads, "_has_changed", "Status.RUNNING:\n            num_changes += 1", "Status.RUNNING:\n            pass", seed=1, rule="AGAIN"),
     Fault("one of two transfers is awaited", reads.Reads, "_poll_job", "is_posted and all(transfer", "is_posted and any(transfer", seed=1, rule="CRASH"),
     Fault("a request fails with a connection that was lost", reads.Reads, "_poll_job", "if job.may_repeat:", "if False:", seed=2431, rule="AGAIN"),
     # Handshakes
@@ -196,7 +197,7 @@ HYBRID_VLLM_FAULTS = [
 STAGING_FAULTS = [
     Fault("staging blocks are filled again while they are copied", FreeBlocks, "take", "is_free[ids] = False", "is_free[ids] = True", seed=1, rule="OWN"),
     Fault("two layouts share a staging region", Pipeline, "_begin_chunk", "if self._under_way:", "if False:", seed=1, rule="CRASH"),
-    Fault("copies are not awaited", Pipeline, "_steps", "not self._copier.done(ticket)", "False and (yield)", seed=0, rule="GIVEN"),
+    Fault("copies are not awaited", Pipeline, "_steps", "not self._copier.done(ticket)", "False and (yield)", seed=1, rule="OWN"),
     Fault("what is staged is read directly too", reads.Reads, "_poll_pipeline", "transfer.num_bytes > 0 or ", "", seed=71, rule="GROW"),
     Fault("a region that stalls is waited for", reads.Reads, "_poll_pipeline", "if now - self._last_chunk_at < STALL_S", "if True"),
     Fault("a staged transfer that fails goes on", Pipeline, "_poll_transfers", "status is not Status.DONE", "False", seed=90, rule="OWN"),

@@ -79,7 +79,8 @@ class EngineRequest:
     ``num_partial`` counts, some were read in part: nobody finds them in the prefix cache. With
     ``reads_windows`` the request reads all that it needs of windows and states: of the prefix cache
     it gets positions before them. The last ``num_in_flight`` of the ``num_computed`` positions are
-    those that steps under way compute, and the next step computes ``num_scheduled`` more.
+    those that steps under way compute, and the next step computes ``num_scheduled`` more. To read
+    it has taken ``read_s``, since ``began_at``.
     """
 
     name: str
@@ -98,6 +99,8 @@ class EngineRequest:
     num_computed: int = 0
     num_in_flight: int = 0
     num_scheduled: int = 0
+    began_at: float = 0.0
+    read_s: float = 0.0
     num_found: int = 0
     was_preempted: bool = False
     is_aborted: bool = False
@@ -531,6 +534,7 @@ class Engine:
         request.num_found = num_cached if self._is_ahead else 0
         if num_read:
             request.phase = Phase.READING
+            request.began_at = self.host.loop.now
             request.reads_windows = False
             # as vLLM does, they count as computed when they are received
             request.num_computed += num_read
@@ -576,6 +580,7 @@ class Engine:
             if request is None or request.phase is not Phase.READING:
                 raise BrokenRuleError("REPORT", f"{name} is received, which is not read")
             request.phase = Phase.RUNNING
+            request.read_s = self.host.loop.now - request.began_at
             self._trace(self.host.name, f"{name} is received")
             self._register(request, 0, request.num_computed)
         for name in report.released:

@@ -11,7 +11,8 @@ These rules hold in every step, or the simulation ends with an error that names 
   an engine that dies ends within :data:`LOST_S` of its own engine's clock.
 - RIGHT: a request that is read once, soon and to its end does not fail without an excuse: a fault
   that explains its error.
-- AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right.
+- AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right. Where
+  nothing has gone wrong for a lease before that, it is read within :data:`QUICK_S`.
 - LINGER: a request that was read, and whose readers have all ended, keeps no block for more than
   :data:`LINGER_S` if nothing goes wrong meanwhile. Nor does one that has failed or was aborted, for
   more than :data:`LOST_S` after the last byte has landed.
@@ -75,6 +76,9 @@ from kvplan.testing.simulation.tasks import TaskLoop
 
 END_S: Final = 150.0
 """Seconds within which a request ends, beside freezes and a lease for each request."""
+
+QUICK_S: Final = 4.5
+"""Seconds of the slowest clock within which a request is read long after the last fault."""
 
 LINGER_S: Final = 5.0
 """Seconds of the slowest clock for which blocks stay after the last reader, if nothing is wrong."""
@@ -513,6 +517,7 @@ class Fleet:
             readers.has_right |= is_read and is_same and arrival.name not in self._repeated
             if not readers.num_left and readers.has_right:
                 self.loop.at(self._linger_at, partial(self._check_released, readers))
+            self._check_quick(readers, request)
             if answer is not None and arrival.turns:
                 self._plan_turn(arrival, engine, request, answer)
             finish(error)
@@ -522,6 +527,14 @@ class Fleet:
         request = self._request(name, tokens, arrival.num_answer, ended, facts)
         request.params = self._as_it_comes(arrival, params)
         self._submit(engine, request, visit.patience_s)
+
+    def _check_quick(self, readers: _Readers, request: EngineRequest) -> None:
+        """Refuse to read for long when faults are over, unless in many parts or slices."""
+        calm_since = HEALED_S - LEASE_S / self._slowest - SETTLE_S
+        is_short = self._make_params is None and Feature.SLICES not in self.scenario.features
+        is_slow = request.read_s * self._slowest > QUICK_S and readers.came_at > HEALED_S
+        if is_slow and is_short and self.scenario.is_quiet(calm_since, self.loop.now):
+            raise BrokenRuleError("AGAIN", f"{request.name} is read in {request.read_s:.1f} s")
 
     @property
     def _linger_at(self) -> float:
