@@ -309,7 +309,7 @@ def transport_findings(log: str, has_gpu: bool) -> Iterator[Finding]:
         yield Finding("CMA", State.NOTE, "left out: engines of this host read over TCP", advice)
     if has_gpu and not {"cuda_copy", "cuda_ipc"} <= enabled:
         names = " and ".join(sorted(enabled & {"cuda_copy", "cuda_ipc"})) or "neither"
-        advice = "install NIXL for the driver's CUDA (nixl-cu12 or nixl-cu13)"
+        advice = "install NIXL for torch's CUDA (nixl-cu12 or nixl-cu13)"
         yield Finding("CUDA IPC", State.WRONG, f"{names} of cuda_copy and cuda_ipc", advice)
     elif has_gpu and NO_NVLINKS in log:
         text = "cuda_copy, cuda_ipc for writes alone"

@@ -105,14 +105,15 @@ class Connections:
 class PeerPlan:
     """The plan by which a worker reads from an engine: directly, or as ``staged`` says.
 
-    ``offers`` has the offer of each of the engine's workers with which bytes are exchanged: with
-    the keys to its memory they are long, and fleets are large. To open all and to plan took
-    ``seconds``.
+    ``not_staged`` says why staging was left out, if it was. ``offers`` has the offer of each of the
+    engine's workers with which bytes are exchanged: with the keys to its memory they are long, and
+    fleets are large. To open all and to plan took ``seconds``.
     """
 
     offers: Mapping[Key, bytes]
     direct: TransferPlan
     staged: StagedPlan | None = None
+    not_staged: str = ""
     seconds: float = 0.0
 
     def __repr__(self) -> str:
@@ -256,7 +257,7 @@ class PeerEngines:
         workers = await self._system.work(partial(self._open, source, offers, budget))
         for start in earlier:
             await self._refuse_beside(source, start)
-        plan = await self._system.work(partial(self._fastest_plan, workers, budget))
+        plan, not_staged = await self._system.work(partial(self._fastest_plan, workers, budget))
         staged = plan if isinstance(plan, StagedPlan) else None
         direct = plan.direct if isinstance(plan, StagedPlan) else plan
         check_kept(direct)
@@ -264,7 +265,7 @@ class PeerEngines:
         keys = [worker.key for worker in workers]
         by_key = {key: offer for key, offer in zip(keys, offers, strict=True) if key in moving}
         seconds = self._system.monotonic() - fetched_at
-        return PeerPlan(by_key, direct, staged, seconds)
+        return PeerPlan(by_key, direct, staged, not_staged, seconds)
 
     def _open(self, source: Source, offers: Sequence[bytes], budget: Budget) -> list[Worker]:
         """Return the workers in offers."""
@@ -290,20 +291,25 @@ class PeerEngines:
             hint="another start of an engine begins when the one before has ended",
         )
 
-    def _fastest_plan(self, workers: list[Worker], budget: Budget) -> TransferPlan | StagedPlan:
-        """Return the plan that takes the least time, within a budget."""
+    def _fastest_plan(
+        self, workers: list[Worker], budget: Budget
+    ) -> tuple[TransferPlan | StagedPlan, str]:
+        """Return the plan that takes the least time, within a budget, and why none is staged."""
         if self._pipeline is None:
-            return self._connections.plan(self._worker, workers, budget=budget)
+            return self._connections.plan(self._worker, workers, budget=budget), ""
         shared = DirectReads.of(self._worker, workers, (), budget)
         staging = self._pipeline.staging
         try:
             choice = choice_of(shared, STRATEGIES, staging, USUAL_TOKENS, self._pipeline.rates)
-            return choice.best.plan
         except KVPlanError as error:
             # There are more descriptors than can be counted.
             if error.code != "RANGE":
                 raise
-        return shared.direct
+            return shared.direct, ""
+        if choice.best.strategy == "direct" and choice.refused:
+            refusals = "; ".join(dict.fromkeys(map(str, choice.refused.values())))
+            return choice.best.plan, f"{choice.best} of {USUAL_TOKENS:,} tokens; {refusals}"
+        return choice.best.plan, ""
 
     def _advance(self, peer: PeerEngine) -> bool:
         """Continue a handshake, and return whether it has ended: the engine is ready or failed."""
@@ -335,6 +341,8 @@ class PeerEngines:
             return True
         peer.plan = plan
         self._logger.info("%s: %r", peer.source, plan)
+        if plan.not_staged:
+            self._logger.info("%s is not staged: %s", peer.source, plan.not_staged)
         return True
 
     def _fail(self, peer: PeerEngine, error: KVPlanError) -> None:

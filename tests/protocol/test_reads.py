@@ -1154,6 +1154,20 @@ def test_a_direct_plan_is_taken_where_it_is_faster() -> None:
     assert world.pipeline.num_chunks == 0
 
 
+def test_a_staging_region_that_is_too_small_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Operators learn what direct reads cost, and how large the region would have to be."""
+    (local,) = engine("decode", order="HN")
+    caplog.set_level("INFO")
+    for size, is_told in [(1, True), (1 << 20, False)]:
+        caplog.clear()
+        rates = Rates("here", 0.0, 1e-3, 0.0, 0.0, 0.0)
+        world = World(with_staging(local, size), engine("prefill", order="NH"), rates=rates)
+        world.reads.begin(world.read())
+        assert world.until(1)["r"].error is None
+        assert ("is not staged: direct: " in caplog.text) == is_told
+        assert ("expected a staging region of at least" in caplog.text) == is_told
+
+
 @pytest.mark.parametrize(("copy_s", "num_chunks"), [(0.0, 1), (9.0, 0)])
 def test_measured_rates_decide_what_is_staged(copy_s: float, num_chunks: int) -> None:
     """Where a copy takes long, the same engines are read directly."""
