@@ -28,7 +28,7 @@ import numpy as np
 
 from kvplan import Blocks, Model, Region, Worker
 from kvplan.protocol.page_keys import Chain
-from kvplan.protocol.page_parts import parts_of
+from kvplan.protocol.page_shards import shards_of
 from kvplan.protocol.pages import pack
 from kvplan_nixl.serving.store import Backend, FileBackend, MemoryBackend, StoreClient, StoreReader, find, open_backend
 
@@ -155,14 +155,14 @@ def print_buckets(folder: Path, num_tokens: int, bucket: str) -> None:
     prompt = Prompt.of(num_tokens)
     config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
     (small,) = Model.from_config(config, "m").engine("e", num_blocks=9)
-    (part,) = parts_of(small, PAGE)
-    data = memoryview(bytes(part.num_bytes))
+    (shard,) = shards_of(small, PAGE)
+    data = memoryview(bytes(shard.num_bytes))
     for location in (f"{folder}/kv", bucket):
         backend = open_backend(location)
         long = Chain.of("m", [5] * (100 * PAGE), tokens_per_page=PAGE)
         none = Chain.of("m", [6] * (100 * PAGE), tokens_per_page=PAGE)
         for page, key in enumerate(long.keys):
-            backend.put(f"{long.space}/{key}/{part.name}", pack(key, PAGE * (page + 1), part, data))
+            backend.put(f"{long.space}/{key}/{shard.name}", pack(key, PAGE * (page + 1), shard, data))
         for delay_s in (0.0, 0.02):
             for at_once in (1, 8, 32):
                 far: Any = FarBackend(backend, at_once, delay_s)
@@ -183,15 +183,15 @@ def print_index(folder: Path, num_pages: int) -> None:
     """Print the memory and the time of searches among many pages: prompts of 100 pages, 10 tokens each."""
     config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
     (worker,) = Model.from_config(config, "m").engine("e", num_blocks=9)
-    (part,) = parts_of(worker, PAGE)
+    (shard,) = shards_of(worker, PAGE)
     backend = FileBackend(folder / "kv", synchronize=False)
-    data = memoryview(bytes(part.num_bytes))
+    data = memoryview(bytes(shard.num_bytes))
     chains = []
     for prompt in range(num_pages // 100):
         chain = Chain.of("m", [prompt] * (100 * PAGE), tokens_per_page=PAGE)
         chains.append(chain)
         for page, key in enumerate(chain.keys):
-            backend.put(f"{chain.space}/{key}/{part.name}", pack(key, PAGE * (page + 1), part, data))
+            backend.put(f"{chain.space}/{key}/{shard.name}", pack(key, PAGE * (page + 1), shard, data))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     reader = StoreReader(FileBackend(folder / "kv"), worker)
     hits = [timed(reader.find, chain) for chain in chains[:200]]
@@ -231,11 +231,11 @@ def print_searches() -> None:
             readers = [StoreReader(backend, worker, tokens_per_page=PAGE, attended=attended) for worker in workers]
             chain = readers[0].chain(range(num_pages * PAGE))
             full = {view.name for worker in workers for view in worker.views if view.group == "attn"}
-            for part in (part for worker in workers for part in parts_of(worker, PAGE)):
-                if {view.name for view in part.worker.views} <= full:
-                    data = memoryview(bytes(part.num_bytes))
+            for shard in (shard for worker in workers for shard in shards_of(worker, PAGE)):
+                if {view.name for view in shard.worker.views} <= full:
+                    data = memoryview(bytes(shard.num_bytes))
                     for page, key in enumerate(chain.keys):
-                        backend.put(f"{chain.space}/{key}/{part.name}", pack(key, PAGE * (page + 1), part, data))
+                        backend.put(f"{chain.space}/{key}/{shard.name}", pack(key, PAGE * (page + 1), shard, data))
             # plans are made once for an engine
             find(readers, chain, stop=PAGE)
             times = [timed(partial(find, readers, chain, step=step)) for step in (PAGE, 16)]

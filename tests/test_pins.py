@@ -26,7 +26,7 @@ from kvplan.protocol.claims import ClaimMessage, answer_claims
 from kvplan.protocol.keys import SharedKey
 from kvplan.protocol.leases import Leases
 from kvplan.protocol.page_keys import Chain
-from kvplan.protocol.page_parts import parts_of
+from kvplan.protocol.page_shards import shards_of
 from kvplan.protocol.pages import pack
 from kvplan.testing.conformance import PairCase
 from kvplan.testing.simulation import MODELS, LeaseConnector, Scenario, Simulation
@@ -159,8 +159,8 @@ def messages() -> dict[str, Any]:
     )
     (worker,) = Model.shipped("qwen3-0.6b").engine("prefill", num_blocks=9)
     chain = Chain.of("qwen", range(100), [(40, "image 7")], tokens_per_page=16)
-    part, *_ = parts_of(worker, 16)
-    page = pack(chain.keys[1], 32, part, memoryview(bytes(range(256)) * (part.num_bytes // 256)))
+    shard, *_ = shards_of(worker, 16)
+    page = pack(chain.keys[1], 32, shard, memoryview(bytes(range(256)) * (shard.num_bytes // 256)))
     return {
         "offers": {name: _sha256(offers(name)) for name in sorted(Model.names())},
         "handoff": handoff.params(key),
@@ -168,7 +168,7 @@ def messages() -> dict[str, Any]:
         "answers": json.dumps(attrs.asdict(answer_claims(leases, "a1", claims))),
         "prompts": [prompt_digest([3, 17, 5]), prompt_digest([3, 17, 5], ["adapter sql", "image 7"])],
         "page keys": [chain.space, *chain.keys],
-        "parts": [each.name for each in parts_of(worker, 16)],
+        "parts": [each.name for each in shards_of(worker, 16)],
         "page": _sha256(page),
     }
 

@@ -32,7 +32,7 @@ from kvplan.protocol import (
     SharedKey,
     System,
 )
-from kvplan.protocol.page_parts import StoredPart, parts_of
+from kvplan.protocol.page_shards import StoredShard, shards_of
 from kvplan.protocol.system import Pending
 from kvplan.staging import Rates
 from kvplan.testing import FakeCopier
@@ -111,9 +111,9 @@ def store(kind: type[StoreReader]) -> Example:
     }
 
 
-def part() -> Example:
-    """The part of a page of a store."""
-    first, *_ = parts_of(CACHED, 8)
+def shard() -> Example:
+    """The shard of a page of a store."""
+    first, *_ = shards_of(CACHED, 8)
     return first, {
         "worker": CACHED,
         "key": ("d", 0),
@@ -146,7 +146,7 @@ def examples() -> dict[type, Callable[[], Example]]:
         StallGuard: lambda: (StallGuard(lambda: store(StoreReader)[0]), {"use": lambda reader: reader.num_steps}),
         StoreReader: lambda: store(StoreReader),
         StoreClient: lambda: store(StoreClient),
-        StoredPart: part,
+        StoredShard: shard,
         FakeCopier: lambda: (FakeCopier(FakeMemory([OURS]), OURS.key), {"ticket": None}),
     }
 

@@ -20,8 +20,8 @@ from kvplan.cli.options import json_option
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import plan_reads
-from kvplan.protocol.page_parts import DIVIDED, NAME_DIGITS, StoredPart
 from kvplan.protocol.page_reads import of_group, place
+from kvplan.protocol.page_shards import DIVIDED, NAME_DIGITS, StoredShard
 from kvplan.protocol.pages import PageHeader
 from kvplan_nixl.serving.store import Backend, FileEntry, Limits, evict, open_backend
 from kvplan_nixl.serving.store.backends import is_pin
@@ -35,28 +35,28 @@ location_argument = click.argument("location", metavar="STORE", type=click.Path(
 
 
 @attrs.define
-class PartEntry:
-    """A part of a store, with the number of its files and the end of the longest prefix."""
+class ShardEntry:
+    """A shard of a store, with the number of its files and the end of the longest prefix."""
 
-    part: StoredPart
+    shard: StoredShard
     num_files: int = 0
     num_bytes: int = 0
     longest: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        views = self.part.worker.views
-        # axes that the part has whole are left out
+        views = self.shard.worker.views
+        # axes that the shard has whole are left out
         axes = {axis.name: axis for axis in views[0].axes if axis.extent < axis.size}
         return {
-            "part": self.part.name,
-            "tensors": list(self.part.worker.tensors),
+            "shard": self.shard.name,
+            "tensors": list(self.shard.worker.tensors),
             "dtypes": list(dict.fromkeys(view.dtype for view in views)),
             "holds": [
                 f"{axis.name} {intervals(range(axis.start, axis.stop))} of {axis.size}"
                 for axis in axes.values()
             ],
             "files": self.num_files,
-            "file_bytes": self.part.num_bytes,
+            "file_bytes": self.shard.num_bytes,
             "bytes": self.num_bytes,
             "longest_prefix": self.longest,
         }
@@ -72,7 +72,7 @@ class ModelEntry:
     pages: set[str] = attrs.field(factory=set)
     pinned: set[str] = attrs.field(factory=set)
     num_bytes: int = 0
-    parts: dict[str, PartEntry] = attrs.field(factory=dict)
+    shards: dict[str, ShardEntry] = attrs.field(factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -82,8 +82,8 @@ class ModelEntry:
             "pages": len(self.pages),
             "pinned": len(self.pinned),
             "bytes": self.num_bytes,
-            "longest_prefix": max((part.longest for part in self.parts.values()), default=0),
-            "parts": [part.to_json() for part in self.parts.values()],
+            "longest_prefix": max((shard.longest for shard in self.shards.values()), default=0),
+            "shards": [shard.to_json() for shard in self.shards.values()],
         }
 
 
@@ -94,10 +94,12 @@ def space_lines(space: dict[str, Any]) -> Iterator[str]:
     yield f"  {printable(space['model'])}, space {space['space']}"
     pages = f"{count(space['pages'], 'page')}{of_tokens}{pinned}, {size(space['bytes'])}"
     yield f"    {pages}, prefixes of up to {space['longest_prefix']} tokens"
-    for part in space["parts"]:
-        words = ", ".join([f"{fold(part['tensors'])} {'/'.join(part['dtypes'])}", *part["holds"]])
-        yield f"    {part['part']}: {words}"
-        yield f"      {count(part['files'], 'file')} of {size(part['file_bytes'])}"
+    for shard in space["shards"]:
+        words = ", ".join(
+            [f"{fold(shard['tensors'])} {'/'.join(shard['dtypes'])}", *shard["holds"]]
+        )
+        yield f"    {shard['shard']}: {words}"
+        yield f"      {count(shard['files'], 'file')} of {size(shard['file_bytes'])}"
 
 
 def opened(location: str) -> Backend:
@@ -110,7 +112,7 @@ def opened(location: str) -> Backend:
 
 
 def is_part(entry: FileEntry) -> bool:
-    """Return whether a file has a part of a page: pins and marks of uses have no bytes."""
+    """Return whether a file has a shard of a page: pins and marks of uses have no bytes."""
     return len(entry.name.rpartition("/")[2]) == NAME_DIGITS
 
 
@@ -134,30 +136,30 @@ def spaces_of(backend: Backend) -> tuple[list[ModelEntry], list[str]]:
     entries = sorted(backend.entries(faults), key=lambda entry: entry.name)
     # pins first, which have no header
     for entry in entries:
-        space_name, key, part_name = entry.name.split("/")
+        space_name, key, shard_name = entry.name.split("/")
         space = spaces.setdefault(space_name, ModelEntry(space_name))
-        if is_pin(part_name):
+        if is_pin(shard_name):
             space.pinned.add(key)
     files = [entry for entry in entries if is_part(entry)]
     headers = in_batches(partial(header_of, backend), files, backend.at_once)
     for entry, header in zip(files, headers, strict=True):
         # the name of a file says where it belongs, and its header what it has
-        space_name, key, part_name = entry.name.split("/")
+        space_name, key, shard_name = entry.name.split("/")
         space = spaces[space_name]
         if isinstance(header, KVPlanError):
             faults.append(f"{header}")
             continue
         try:
             # equal names have equal descriptions, so one of them is read
-            if part_name not in space.parts:
-                part = header.part
-                space.parts[part_name] = PartEntry(part)
-                space.model = part.worker.model
-                space.tokens_per_page = part.tokens_per_page or space.tokens_per_page
+            if shard_name not in space.shards:
+                shard = header.shard
+                space.shards[shard_name] = ShardEntry(shard)
+                space.model = shard.worker.model
+                space.tokens_per_page = shard.tokens_per_page or space.tokens_per_page
         except KVPlanError as error:
             faults.append(f"{error}")
             continue
-        stored = space.parts[part_name]
+        stored = space.shards[shard_name]
         stored.num_files += 1
         stored.num_bytes += entry.num_bytes
         stored.longest = max(stored.longest, header.stop)
@@ -170,7 +172,7 @@ def spaces_of(backend: Backend) -> tuple[list[ModelEntry], list[str]]:
 @location_argument
 @json_option
 def ls_command(location: str, as_json: bool) -> int:
-    """List the models of a store, and the parts of their pages.
+    """List the models of a store, and the shards of their pages.
 
     Exit status: 0 listed, 1 some files cannot be read, 2 refused.
     """
@@ -202,14 +204,14 @@ class PageChecks:
     """What whole files say about the pages that they make up together."""
 
     stops: dict[str, dict[str, int]] = attrs.field(factory=dict)
-    parts: dict[str, StoredPart] = attrs.field(factory=dict)
+    shards: dict[str, StoredShard] = attrs.field(factory=dict)
 
     def add(self, name: str, header: PageHeader) -> None:
         """Take a file that is whole."""
-        page, _, part_name = name.rpartition("/")
-        self.stops.setdefault(page, {})[part_name] = header.stop
-        if part_name not in self.parts:
-            self.parts[part_name] = header.part
+        page, _, shard_name = name.rpartition("/")
+        self.stops.setdefault(page, {})[shard_name] = header.stop
+        if shard_name not in self.shards:
+            self.shards[shard_name] = header.shard
 
     def misplaced(self) -> dict[str, str]:
         """Return the files that do not end where most of their page's files do, and the reason."""
@@ -220,9 +222,9 @@ class PageChecks:
                 continue
             # of as many on both sides, any may be wrong
             is_tie = others[0][1] == number
-            for part_name, own_stop in stops.items():
+            for shard_name, own_stop in stops.items():
                 if is_tie or own_stop != stop:
-                    name = f"{page}/{part_name}"
+                    name = f"{page}/{shard_name}"
                     ends = few(sorted(map(str, {*stops.values()})), ", ")
                     faults[name] = f"cannot read page {name}: its files end at {ends}"
         return faults
@@ -233,19 +235,19 @@ class PageChecks:
         faults = []
         for page, stops in self.stops.items():
             names = frozenset(stops)
-            # pages of one writer have the same parts
+            # pages of one writer have the same shards
             if names not in lacks:
-                lacks[names] = lacking([self.parts[name] for name in sorted(names)])
+                lacks[names] = lacking([self.shards[name] for name in sorted(names)])
             if lacks[names]:
                 faults.append(f"page {page} lacks {lacks[names]}")
         return faults
 
 
-def lacking(parts: Iterable[StoredPart]) -> str:
-    """Return what parts lack of the tensors that they have, or an empty text."""
+def lacking(shards: Iterable[StoredShard]) -> str:
+    """Return what shards lack of the tensors that they have, or an empty text."""
     held: dict[tuple[str, str, int, int], set[int]] = {}
-    for part in parts:
-        worker, context = part.worker, part.group.context
+    for shard in shards:
+        worker, context = shard.worker, shard.group.context
         for view, index in zip(worker.views, worker.geometry_of, strict=True):
             of_ranks = ("context rank", view.name, context.size, 0)
             held.setdefault(of_ranks, set()).add(context.rank)
@@ -343,15 +345,15 @@ class PageCost:
 
 def costs_of(worker: Worker, space: ModelEntry) -> tuple[list[PageCost], list[str]]:
     """Return what a worker loads of a space, and why it cannot load the rest."""
-    # each reason once, in order of the parts
-    refusals = {entry.part.misfit(worker): None for entry in space.parts.values()}
-    parts = [entry.part for entry in space.parts.values() if not entry.part.misfit(worker)]
+    # each reason once, in order of the shards
+    refusals = {entry.shard.misfit(worker): None for entry in space.shards.values()}
+    shards = [entry.shard for entry in space.shards.values() if not entry.shard.misfit(worker)]
     reasons = [reason for reason in refusals if reason]
     costs = []
     for group in worker.groups:
         own = of_group(worker, group)
         is_state = group.tokens_per_block is None
-        candidates = [part for part in parts if (part.num_tokens is None) is is_state]
+        candidates = [shard for shard in shards if (shard.num_tokens is None) is is_state]
         if not own.views:
             continue
         try:
@@ -364,11 +366,11 @@ def costs_of(worker: Worker, space: ModelEntry) -> tuple[list[PageCost], list[st
             continue
         # files from which nothing is needed are not read
         pairs = zip(candidates, plan.pairs, strict=True)
-        used = [part for part, pair in pairs if pair.group_pairs]
+        used = [shard for shard, pair in pairs if pair.group_pairs]
         # of a window, a page has its last positions alone
         num_tokens = used[0].num_tokens if used else None
         cost = plan.cost(num_tokens or space.tokens_per_page)
-        file_bytes = sum(part.num_bytes for part in used)
+        file_bytes = sum(shard.num_bytes for shard in used)
         costs.append(
             PageCost(group.name, len(used), file_bytes, cost.num_bytes, cost.num_descriptors)
         )

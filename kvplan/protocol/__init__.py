@@ -14,7 +14,7 @@ the request waits, says what to read, and ends the claim when it is read:
 These names are for authors of connectors, and provisional: they may change in any release. Modules
 of the package have others, as provisional, for what few connectors need: ``digest`` for digests on
 a device, ``groups`` for block tables, ``system`` and ``background`` for another event loop,
-``keys`` and ``room_contents`` for another server, and ``page_keys``, ``page_parts``,
+``keys`` and ``room_contents`` for another server, and ``page_keys``, ``page_shards``,
 ``page_reads``, ``pages`` and ``prefix_search`` for the format of a store.
 """
 

@@ -1,9 +1,9 @@
 """What a worker reads of the pages of a store: which pages a prefix needs, and the plan for each.
 
 - store.R1: A worker needs of a page the tensors of those of its groups that need the page's
-  positions. A page serves it if the parts that the page has hold all of them, whoever wrote them.
-- store.R2: A part whose model, dtypes or sizes differ from the worker's is no part for it, nor is a
-  part of a page's last positions where more of them are needed.
+  positions. A page serves it if the page's shards together hold all of them.
+- store.R2: A worker reads no shard whose model, dtypes or sizes differ from its own, and none of a
+  page's last positions where it needs more of them.
 - store.R3: A prefix can be read up to a position if every page from the first one that a group
   attends to serves it, and, for states, if the states after exactly that position are stored.
 """
@@ -24,7 +24,7 @@ from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan, plan_reads, plan_writes
 from kvplan.protocol.page_keys import PAGE_TOKENS, Chain
-from kvplan.protocol.page_parts import StoredPart, parts_of
+from kvplan.protocol.page_shards import StoredShard, shards_of
 from kvplan.protocol.prefix_search import Attended
 from kvplan.protocol.retention import windows_kept
 
@@ -42,21 +42,21 @@ FIRST_ADDRESS: Final = 1 << 12
 
 @attrs.frozen(eq=False)
 class PagePlan:
-    """The reads of one group from pages that have the same parts, and the parts that they need.
+    """The reads of one group from pages that have the same shards, and the shards that they need.
 
-    The pages are ``num_pages`` blocks of each part, one part after another, ``offsets`` bytes after
-    the start of a buffer. Parts have the last ``num_tokens`` positions of a page, None of states.
+    The pages are ``num_pages`` blocks of each shard, one shard after another, at ``offsets`` of a
+    buffer. Shards have the last ``num_tokens`` positions of a page, None of states.
     """
 
     plan: TransferPlan
-    parts: tuple[StoredPart, ...]
+    shards: tuple[StoredShard, ...]
     offsets: tuple[int, ...]
     num_pages: int
     num_tokens: int | None
 
 
 def place(
-    parts: Sequence[StoredPart],
+    shards: Sequence[StoredShard],
     engine_id: str,
     address: int,
     num_bytes: int,
@@ -66,7 +66,7 @@ def place(
 
     There are at most ``most_pages``. Raises ``MEMORY`` for a buffer of less than a page.
     """
-    page_bytes = sum(part.num_bytes for part in parts)
+    page_bytes = sum(shard.num_bytes for shard in shards)
     num_pages = min(num_bytes // page_bytes, most_pages)
     if not num_pages:
         raise KVPlanError(
@@ -75,15 +75,15 @@ def place(
             expected=f"a buffer of at least {page_bytes} bytes, those of a page",
             got=f"{num_bytes}",
         )
-    # all pages of the first part, then all of the second, and so on
+    # all pages of the first shard, then all of the second, and so on
     workers = []
     offsets = []
     offset = 0
-    for rank, part in enumerate(parts):
-        region = Region("pages", address + offset, part.num_bytes * num_pages)
-        workers.append(part.placed((engine_id, rank), region, num_pages))
+    for rank, shard in enumerate(shards):
+        region = Region("pages", address + offset, shard.num_bytes * num_pages)
+        workers.append(shard.placed((engine_id, rank), region, num_pages))
         offsets.append(offset)
-        offset += part.num_bytes * num_pages
+        offset += shard.num_bytes * num_pages
     return workers, tuple(offsets), num_pages
 
 
@@ -175,34 +175,34 @@ class PageReads:
                 raise KVPlanError("NAME", f"read {subject}", expected=expected, got=got)
         return checked
 
-    def _can_read(self, part: StoredPart) -> bool:
-        """Return whether this worker may read a part, rule store.R2."""
+    def _can_read(self, shard: StoredShard) -> bool:
+        """Return whether this worker may read a shard, rule store.R2."""
         size = self.tokens_per_page
-        fits = part.tokens_per_page in (None, size) and not size % (part.num_tokens or size)
-        return fits and not part.misfit(self.worker)
+        fits = shard.tokens_per_page in (None, size) and not size % (shard.num_tokens or size)
+        return fits and not shard.misfit(self.worker)
 
-    def _plan(self, group: Group, parts: Sequence[StoredPart], num_last: int) -> PagePlan | None:
-        """Plan the reads of a group from parts, ``None`` if they lack something, rule store.R1.
+    def _plan(self, group: Group, shards: Sequence[StoredShard], num_last: int) -> PagePlan | None:
+        """Plan the reads of a group from shards, ``None`` if they lack something, rule store.R1.
 
         The group needs the last ``num_last`` positions of a page.
         """
-        # a group reads tokens or states; the page may have parts of both
+        # a group reads tokens or states; the page may have shards of both
         own = of_group(self.worker, group)
         is_state = group.tokens_per_block is None
-        by_size: dict[int | None, list[StoredPart]] = {}
-        for part in parts:
-            size = part.num_tokens
+        by_size: dict[int | None, list[StoredShard]] = {}
+        for shard in shards:
+            size = shard.num_tokens
             if is_state is (size is None) and (size is None or size >= num_last):
-                by_size.setdefault(size, []).append(part)
-        # parts of whole pages first: of those, many pages are read at once
+                by_size.setdefault(size, []).append(shard)
+        # shards of whole pages first: of those, many pages are read at once
         for size in sorted(by_size, key=lambda size: -(size or 0)):
             candidates = by_size[size]
             try:
                 first = self._placed(own, candidates)
                 # what the planner takes nothing from need not be read
                 chosen = [
-                    part
-                    for part, pair in zip(candidates, first.plan.pairs, strict=True)
+                    shard
+                    for shard, pair in zip(candidates, first.plan.pairs, strict=True)
                     if pair.group_pairs
                 ]
                 return first if chosen == candidates else self._placed(own, chosen)
@@ -211,26 +211,26 @@ class PageReads:
                 continue
         return None
 
-    def _placed(self, own: Worker, parts: Sequence[StoredPart]) -> PagePlan:
+    def _placed(self, own: Worker, shards: Sequence[StoredShard]) -> PagePlan:
         self._num_plans += 1
         engine_id = f"store {own.groups[0].name} {self._num_plans}"
-        workers, offsets, num_pages = self._place(parts, engine_id)
+        workers, offsets, num_pages = self._place(shards, engine_id)
         plan = plan_reads(own, workers)
-        return PagePlan(plan, tuple(parts), offsets, num_pages, parts[0].num_tokens)
+        return PagePlan(plan, tuple(shards), offsets, num_pages, shards[0].num_tokens)
 
     def _plan_saves(self, group: Group) -> PagePlan:
-        """Plan the writes of a group to its own parts of pages. Raises as :func:`parts_of` does."""
+        """Plan the writes of a group to its shards of pages. Raises as :func:`shards_of` does."""
         own = of_group(self.worker, group)
-        parts = parts_of(own, self.tokens_per_page)
-        workers, offsets, num_pages = self._place(parts, f"store {group.name} pages")
+        shards = shards_of(own, self.tokens_per_page)
+        workers, offsets, num_pages = self._place(shards, f"store {group.name} pages")
         plan = plan_writes(own, workers)
-        return PagePlan(plan, parts, offsets, num_pages, parts[0].num_tokens)
+        return PagePlan(plan, shards, offsets, num_pages, shards[0].num_tokens)
 
     def _place(
-        self, parts: Sequence[StoredPart], engine_id: str
+        self, shards: Sequence[StoredShard], engine_id: str
     ) -> tuple[list[Worker], tuple[int, ...], int]:
-        """Place parts of equally many positions in the buffer, as :func:`place` does."""
+        """Place shards of equally many positions in the buffer, as :func:`place` does."""
         # the ends of pages are no positions in a row
-        is_end = parts[0].num_tokens not in (None, self.tokens_per_page)
+        is_end = shards[0].num_tokens not in (None, self.tokens_per_page)
         most_pages = 1 if is_end else POSITION_END
-        return place(parts, engine_id, self._address, self._buffer_bytes, most_pages)
+        return place(shards, engine_id, self._address, self._buffer_bytes, most_pages)

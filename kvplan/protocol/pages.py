@@ -1,4 +1,4 @@
-"""Files of pages: a header that describes a part, and the part's bytes, each with a digest.
+"""Files of pages: a header that describes a shard, and the shard's bytes, each with a digest.
 
 ::
 
@@ -10,7 +10,7 @@
     data              from the next multiple of 4096 bytes on
 
 The header has the keys ``key``, the page's name, ``stop``, the positions up to the end of the page,
-``num_bytes`` and ``digest`` of the data, and ``offer``, the description of the part as text.
+``num_bytes`` and ``digest`` of the data, and ``offer``, the description of the shard as text.
 
 The digest tells damage: torn pages, lost and swapped sectors, flipped bits. It is no signature,
 since whoever writes the data writes the digest too. SHA-256 of all bytes takes longer than reading
@@ -37,7 +37,7 @@ from kvplan._text import brief_repr, shown
 from kvplan.errors import KVPlanError
 from kvplan.handshake.messages import MAX_BYTES
 from kvplan.protocol.page_keys import VERSION, space_of
-from kvplan.protocol.page_parts import StoredPart, name_of
+from kvplan.protocol.page_shards import StoredShard, name_of
 
 __all__ = [
     "ALIGNMENT",
@@ -69,7 +69,7 @@ FOLD: Final = 0x9E3779B97F4A7C15
 
 
 class DataDigest:
-    """The digest of data that comes in pieces, of which all but the last one are whole rows.
+    """The digest of data that comes in chunks, of which all but the last are whole rows.
 
     >>> digest = DataDigest()
     >>> digest.update(memoryview(bytes(ROW_BYTES)))
@@ -82,10 +82,10 @@ class DataDigest:
         self._lanes = np.zeros(ROW_BYTES // 8, "<u8")
         self._high = np.empty_like(self._lanes)
 
-    def update(self, piece: memoryview) -> None:
-        """Fold the rows of a piece into the lanes."""
-        for start in range(0, len(piece), ROW_BYTES):
-            row = piece[start : start + ROW_BYTES]
+    def update(self, chunk: memoryview) -> None:
+        """Fold the rows of a chunk into the lanes."""
+        for start in range(0, len(chunk), ROW_BYTES):
+            row = chunk[start : start + ROW_BYTES]
             if len(row) < ROW_BYTES:
                 row = memoryview(bytes(row).ljust(ROW_BYTES, b"\0"))
             # every call works on the lanes in place, in the processor's cache
@@ -95,13 +95,13 @@ class DataDigest:
             np.add(self._lanes, np.frombuffer(row, "<u8"), out=self._lanes)
 
     def hexdigest(self) -> str:
-        """Return the digest of all pieces, 64 hexadecimal digits."""
+        """Return the digest of all chunks, 64 hexadecimal digits."""
         return hashlib.sha256(self._lanes.data).hexdigest()
 
 
 @attrs.frozen
 class PageHeader:
-    """What a file says of itself: the page's key and end, the part, and the digest of the data."""
+    """What a file says of itself: the page's key and end, the shard, and the digest of the data."""
 
     key: str
     stop: int
@@ -113,17 +113,17 @@ class PageHeader:
     __repr__ = brief_repr
 
     @property
-    def part_name(self) -> str:
-        """The name of the part that the file describes."""
+    def shard_name(self) -> str:
+        """The name of the shard that the file describes."""
         return name_of(self.offer)
 
     @property
-    def part(self) -> StoredPart:
-        """The part that the file describes. Raises what :class:`StoredPart` raises."""
-        return StoredPart.of_offer(self.offer)
+    def shard(self) -> StoredShard:
+        """The shard that the file describes. Raises what :class:`StoredShard` raises."""
+        return StoredShard.of_offer(self.offer)
 
 
-def pack(key: str, stop: int, part: StoredPart, data: memoryview) -> list[bytes | memoryview]:
+def pack(key: str, stop: int, shard: StoredShard, data: memoryview) -> list[bytes | memoryview]:
     """Return a file as its header and its data."""
     digest = DataDigest()
     digest.update(data)
@@ -132,7 +132,7 @@ def pack(key: str, stop: int, part: StoredPart, data: memoryview) -> list[bytes 
         "stop": stop,
         "num_bytes": len(data),
         "digest": digest.hexdigest(),
-        "offer": part.offer.decode(),
+        "offer": shard.offer.decode(),
     }
     header = json.dumps(fields, separators=(",", ":")).encode()
     # the numbers before the header are fixed, so that any version can be told
@@ -159,7 +159,7 @@ def data_offset(name: str, head: bytes) -> int:
 def parse_header(name: str, head: bytes) -> PageHeader:
     """Return the header in the bytes before a file's data. Raises ``PAGE`` or ``VERSION``.
 
-    ``name`` is ``space/key/part``, and the header has to be that of the part of the page.
+    ``name`` is ``space/key/shard``, and the header has to be that of the shard of the page.
     """
     offset = data_offset(name, head)
     header_end = PREFIX_BYTES + int.from_bytes(head[12:16], "little")
@@ -186,16 +186,16 @@ def parse_header(name: str, head: bytes) -> PageHeader:
         digest=f"{fields['digest']}",
         data_offset=offset,
     )
-    _, key, part = name.split("/")
-    if (parsed.key, parsed.part_name) != (key, part):
-        raise damaged(name, f"part {part} of {key}", f"part {parsed.part_name} of {parsed.key}")
+    _, key, shard = name.split("/")
+    if (parsed.key, parsed.shard_name) != (key, shard):
+        raise damaged(name, f"shard {shard} of {key}", f"shard {parsed.shard_name} of {parsed.key}")
     return parsed
 
 
-def check_size(name: str, header: PageHeader, part: StoredPart) -> None:
-    """Check that a file has as much data as its part. Raises ``PAGE``."""
-    if header.num_bytes != part.num_bytes:
-        raise damaged(name, f"{part.num_bytes} bytes of data", f"{header.num_bytes}")
+def check_size(name: str, header: PageHeader, shard: StoredShard) -> None:
+    """Check that a file has as much data as its shard. Raises ``PAGE``."""
+    if header.num_bytes != shard.num_bytes:
+        raise damaged(name, f"{shard.num_bytes} bytes of data", f"{header.num_bytes}")
 
 
 def check_space(name: str, model: str, tokens_per_page: int) -> None:

@@ -29,13 +29,13 @@ def files(store: Path) -> list[Path]:
 
 
 def test_ls_lists_models_and_parts(cli: Cli, store: Path) -> None:
-    """A model, its pages and bytes, and each part with what it holds."""
+    """A model, its pages and bytes, and each shard with what it holds."""
     run = cli("store", "ls", str(store))
     assert run.status == 0
     assert "6 pages of 16 tokens, 144 KiB, prefixes of up to 96 tokens" in run.out
     assert [line for line in run.out.splitlines() if "layers.0-3.attn bfloat16, head 2 of 4" in line]
     (space,) = json.loads(cli("store", "ls", str(store), "--json").out)["spaces"]
-    assert (space["model"], space["pages"], len(space["parts"])) == ("a small model, weights 1", 6, 4)
+    assert (space["model"], space["pages"], len(space["shards"])) == ("a small model, weights 1", 6, 4)
 
 
 def test_a_damaged_file_is_found_and_deleted(cli: Cli, store: Path) -> None:

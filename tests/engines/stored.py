@@ -194,7 +194,7 @@ def blank(store: str) -> None:
     for entry in parts(backend):
         header, data = read_file(backend, entry.name)
         backend.delete(entry.name)
-        backend.put(entry.name, pack(header.key, header.stop, header.part, memoryview(bytes(len(data)))))
+        backend.put(entry.name, pack(header.key, header.stop, header.shard, memoryview(bytes(len(data)))))
 
 
 def damage(store: str) -> None:

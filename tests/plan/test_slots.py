@@ -29,7 +29,7 @@ from kvplan import (
     verify,
 )
 from kvplan.handshake import compare
-from kvplan.protocol.page_parts import parts_of
+from kvplan.protocol.page_shards import shards_of
 from kvplan.staging import stage
 from kvplan.verification import FakeMemory
 
@@ -211,13 +211,13 @@ def test_scales_are_staged_counted_and_have_tails() -> None:
 def test_a_page_of_a_store_has_whole_values() -> None:
     """Four scales of 16 tokens each, and their 64 tokens. LAYOUT: a value of tokens of two pages."""
     worker = attrs.evolve(quantized("p", 64, 16), model="m")
-    by_unit = {part.group.tokens_per_slot: part for part in parts_of(worker, 64)}
-    assert {unit: (part.tokens_per_page, part.num_bytes) for unit, part in by_unit.items()} == {
+    by_unit = {shard.group.tokens_per_slot: shard for shard in shards_of(worker, 64)}
+    assert {unit: (shard.tokens_per_page, shard.num_bytes) for unit, shard in by_unit.items()} == {
         1: (64, 64 * DIM),
         16: (64, 4 * 4),
     }
     with pytest.raises(KVPlanError, match=r"^LAYOUT: .* 'scales': expected tokens_per_page divided by 16, .* got 24$"):
-        parts_of(worker, 24)
+        shards_of(worker, 24)
 
 
 def test_other_tokens_per_slot_are_no_proof() -> None:

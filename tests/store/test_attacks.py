@@ -144,7 +144,7 @@ def test_a_file_that_cannot_be_deleted_ends_no_eviction(tmp_path: Path, monkeypa
     assert engine.find(PROMPT) == 16
 
 
-@pytest.mark.parametrize("what", ["space", "folder of pages", "page", "part", "tmp"])
+@pytest.mark.parametrize("what", ["space", "folder of pages", "page", "shard", "tmp"])
 def test_links_lead_nowhere(what: str, tmp_path: Path, cli: Cli) -> None:
     """Files elsewhere are not read, listed, dated, replaced or deleted, though they are pages, and named so."""
     store, elsewhere = tmp_path / "kv", tmp_path / "elsewhere"
@@ -157,7 +157,7 @@ def test_links_lead_nowhere(what: str, tmp_path: Path, cli: Cli) -> None:
         "space": folder.parent.parent,
         "folder of pages": folder.parent,
         "page": folder,
-        "part": files_of(folder)[0],
+        "shard": files_of(folder)[0],
         "tmp": store / "tmp",
     }[what]
     target = elsewhere / place.relative_to(store)
@@ -178,8 +178,8 @@ def test_links_lead_nowhere(what: str, tmp_path: Path, cli: Cli) -> None:
         assert error.code == "BACKEND"
     backend = FileBackend(store)
     for page in {entry.page for entry in FileBackend(elsewhere).entries()}:
-        for part in FileBackend(elsewhere).files(page):
-            backend.delete(f"{page}/{part}")
+        for shard in FileBackend(elsewhere).files(page):
+            backend.delete(f"{page}/{shard}")
     evict(backend, ALL, 4e9)
     cli("store", "gc", str(store), "--max-gib", "0")
     cli("store", "verify", str(store), "--delete")
@@ -307,8 +307,8 @@ def test_a_damaged_header_is_a_miss_that_is_saved_again(how: str, page: int, tmp
     assert loaded(backend, 96) == writer.caches[0].contents(IDS)
 
 
-def test_a_search_survives_a_part_that_describes_nothing(tmp_path: Path) -> None:
-    """A file whose name is that of its description, which is no offer, is no part for anybody."""
+def test_a_search_survives_a_shard_that_describes_nothing(tmp_path: Path) -> None:
+    """A file whose name is that of its description, which is no offer, is not read."""
     backend = FileBackend(tmp_path)
     writer = saved(backend)
     folder = page_folder(tmp_path, writer, 0)
@@ -396,18 +396,18 @@ def test_a_sparse_file_takes_no_memory(tmp_path: Path, cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("what", ["part", "page"])
-def test_what_has_the_name_of_a_part_is_out_of_the_way(kind: str, what: str, tmp_path: Path, cli: Cli) -> None:
+@pytest.mark.parametrize("what", ["shard", "page"])
+def test_what_has_the_name_of_a_shard_is_out_of_the_way(kind: str, what: str, tmp_path: Path, cli: Cli) -> None:
     """Nothing waits for it, and the next save puts the page in its place."""
     store, elsewhere = tmp_path / "kv", tmp_path / "elsewhere"
     elsewhere.mkdir()
     backend = FileBackend(store)
     writer = saved(backend)
     folder = page_folder(store, writer, 0)
-    part = files_of(folder)[0]
-    if what == "part":
-        part.unlink()
-        leave(kind, part, elsewhere)
+    shard = files_of(folder)[0]
+    if what == "shard":
+        shard.unlink()
+        leave(kind, shard, elsewhere)
     else:
         folder.rename(tmp_path / "away")
         leave(kind, folder, elsewhere)

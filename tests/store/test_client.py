@@ -13,7 +13,7 @@ import pytest
 
 from kvplan import Blocks, KVPlanError, Model
 from kvplan.protocol.page_keys import Chain
-from kvplan.protocol.page_parts import parts_of
+from kvplan.protocol.page_shards import shards_of
 from kvplan.protocol.retention import keeping
 from kvplan_nixl.serving.store import FileBackend, MemoryBackend, StoreClient, StoreReader
 from tests.store.engines import PAGE, PROMPT, QWEN, EngineWithStore
@@ -133,7 +133,7 @@ def test_a_window_needs_its_last_positions_alone() -> None:
     assert windowed.needs(0, 96) == {"attn": (77, 96)}
     # windows of a shorter prefix may lack what those of a longer one have
     assert (windowed.find(chain, stop=80), windowed.find(chain, stop=64)) == (80, 0)
-    backend.delete(f"{chain.space}/{chain.keys[-1]}/{parts_of(cache.worker, PAGE)[0].name}")
+    backend.delete(f"{chain.space}/{chain.keys[-1]}/{shards_of(cache.worker, PAGE)[0].name}")
     assert windowed.find(chain) == 80
 
 
@@ -147,12 +147,12 @@ def test_a_window_of_less_than_a_page_is_the_end_of_a_page() -> None:
     assert client.save(chain, BLOCKS, {"attn": (57, 96)}) == 2  # of the page up to 64 there are 7
     assert client.save(chain, BLOCKS, {"attn": (40, 96)}) == 2  # and now 16 in one before
     assert client.save(chain, BLOCKS, {"attn": (0, 96)}) == 2
-    whole, *_ = parts_of(cache.worker, PAGE)
-    part, *_ = parts_of(worker, PAGE)
-    assert (part.group.name, part.num_tokens, part.tokens_per_page) == ("window", 8, None)
-    assert 2 * part.num_bytes == whole.num_bytes
+    whole, *_ = shards_of(cache.worker, PAGE)
+    shard, *_ = shards_of(worker, PAGE)
+    assert (shard.group.name, shard.num_tokens, shard.tokens_per_page) == ("window", 8, None)
+    assert 2 * shard.num_bytes == whole.num_bytes
 
-    stored = [parts_of(keeping(cache.worker, {"attn": window}), PAGE)[0].num_tokens for window in (1, 2, 5, 8, 9, 99)]
+    stored = [shards_of(keeping(cache.worker, {"attn": window}), PAGE)[0].num_tokens for window in (1, 2, 5, 8, 9, 99)]
     assert stored == [1, 2, 8, 8, 16, 16]
 
     def reader(window: int) -> EngineWithStore:
@@ -196,8 +196,8 @@ def test_states_are_found_where_they_were_kept() -> None:
     # without the first page there is no prefix, nor a state that ends one
     chain = again.caches[0].client.chain(PROMPT)
     page = f"{chain.space}/{chain.keys[0]}"
-    for part in backend.files(page):
-        backend.delete(f"{page}/{part}")
+    for shard in backend.files(page):
+        backend.delete(f"{page}/{shard}")
     assert again.find(PROMPT) == 0
 
 
@@ -205,7 +205,7 @@ def test_a_small_buffer_is_filled_again_and_again() -> None:
     """A buffer of two pages moves six."""
     backend = MemoryBackend()
     (cache,) = one_engine(backend).caches
-    page_bytes = sum(part.num_bytes for part in parts_of(cache.worker, PAGE))
+    page_bytes = sum(shard.num_bytes for shard in shards_of(cache.worker, PAGE))
     client = StoreClient(backend, cache.worker, tokens_per_page=PAGE, buffer_bytes=2 * page_bytes)
     assert client.save(client.chain(PROMPT), BLOCKS, {"attn": (0, 96)}) == 6
     reader = EngineWithStore.of(QWEN, backend)
@@ -220,8 +220,8 @@ def test_engines_of_several_parallel_sizes_write_the_same_files() -> None:
     """TP 1, 2 and 4 write equal names: whoever comes second finds them all."""
     names = []
     for tp in (1, 2, 4):
-        parts = [part.name for worker in QWEN.engine("e", tp=tp, num_blocks=9) for part in parts_of(worker, PAGE)]
-        names.append(parts)
+        shards = [shard.name for worker in QWEN.engine("e", tp=tp, num_blocks=9) for shard in shards_of(worker, PAGE)]
+        names.append(shards)
     assert names[0] == names[1] == names[2]
 
 
@@ -229,7 +229,7 @@ def test_a_worker_has_to_name_its_model() -> None:
     """Without a model's name a key would be anybody's."""
     (worker,) = QWEN.engine("e", num_blocks=9)
     with pytest.raises(KVPlanError, match=r"^MODEL: cannot store pages of e/0"):
-        parts_of(attrs.evolve(worker, model=""), PAGE)
+        shards_of(attrs.evolve(worker, model=""), PAGE)
 
 
 def test_chains_bind_all_tokens_before() -> None:
@@ -313,9 +313,9 @@ def test_a_load_that_fails_has_ended() -> None:
     writer = one_engine(backend)
     writer.save(PROMPT, BLOCKS, 96)
     chain = writer.caches[0].client.chain(PROMPT)
-    part = min(backend.files(f"{chain.space}/{chain.keys[0]}"))
-    backend.delete(f"{chain.space}/{chain.keys[0]}/{part}")
-    backend.put(f"{chain.space}/{chain.keys[0]}/{part}", [b"torn"])
+    shard = min(backend.files(f"{chain.space}/{chain.keys[0]}"))
+    backend.delete(f"{chain.space}/{chain.keys[0]}/{shard}")
+    backend.put(f"{chain.space}/{chain.keys[0]}/{shard}", [b"torn"])
     with pytest.raises(KVPlanError, match=r"^PAGE"):
         writer.load(PROMPT, BLOCKS, 96)
     num_asked = len(backend.asked)

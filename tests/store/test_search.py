@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvplan import Model
 from kvplan.protocol.page_keys import Chain
-from kvplan.protocol.page_parts import parts_of
+from kvplan.protocol.page_shards import shards_of
 from kvplan.protocol.pages import pack
 from kvplan.protocol.prefix_search import Attended
 from kvplan_nixl.serving.store import Backend, MemoryBackend, StoreReader, find
@@ -51,14 +51,14 @@ class CountingBackend(MemoryBackend):
         return super().files(page)
 
 
-def fill(backend: Backend, chain: Chain, parts: Sequence[Any], pages: Mapping[int, Sequence[int]]) -> None:
-    """Put some parts of some pages."""
+def fill(backend: Backend, chain: Chain, shards: Sequence[Any], pages: Mapping[int, Sequence[int]]) -> None:
+    """Put some shards of some pages."""
     for page, numbers in pages.items():
         key = chain.keys[page]
         for number in numbers:
-            part = parts[number]
-            chunks = pack(key, SIZE * (page + 1), part, memoryview(bytes(part.num_bytes)))
-            backend.put(f"{chain.space}/{key}/{part.name}", chunks)
+            shard = shards[number]
+            chunks = pack(key, SIZE * (page + 1), shard, memoryview(bytes(shard.num_bytes)))
+            backend.put(f"{chain.space}/{key}/{shard.name}", chunks)
 
 
 def oracle(readers: Sequence[StoreReader], chain: Chain, start: int, stop: int, step: int) -> int:
@@ -92,11 +92,11 @@ def attended_by(kind: int) -> Attended:
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_a_search_finds_what_the_definition_says(data: st.DataObject) -> None:
-    """Of any parts of any pages, for any ranks, starts, ends and steps, with windows and states in any order."""
+    """Of any shards of any pages, for any ranks, starts, ends and steps, with windows and states in any order."""
     name = data.draw(st.sampled_from(sorted(MODELS)))
     model = MODELS[name]
     writers = model.engine("w", tp=data.draw(st.sampled_from([1, 2])), num_blocks=9)
-    parts = list({part.name: part for worker in writers for part in parts_of(worker, SIZE)}.values())
+    shards = list({shard.name: shard for worker in writers for shard in shards_of(worker, SIZE)}.values())
     workers = model.engine("r", tp=data.draw(st.sampled_from([1, 2, 4])), num_blocks=9)
     groups = [group.name for group in workers[0].groups]
     windowed = [group.name for group in workers[0].groups if group.tokens_per_block is not None]
@@ -109,11 +109,11 @@ def test_a_search_finds_what_the_definition_says(data: st.DataObject) -> None:
     backend = MemoryBackend()
     readers = [StoreReader(backend, worker, tokens_per_page=SIZE, attended=attended) for worker in workers]
     chain = readers[0].chain(range(NUM_PAGES * SIZE))
-    # a page has all parts, none, or some
-    whole = st.just([*range(len(parts))])
-    some = st.lists(st.sampled_from(range(len(parts))), unique=True)
+    # a page has all shards, none, or some
+    whole = st.just([*range(len(shards))])
+    some = st.lists(st.sampled_from(range(len(shards))), unique=True)
     pages = data.draw(st.fixed_dictionaries({page: st.one_of(whole, whole, some) for page in range(NUM_PAGES)}))
-    fill(backend, chain, parts, pages)
+    fill(backend, chain, shards, pages)
     for _ in range(3):
         start = data.draw(st.integers(0, 12))
         stop = data.draw(st.one_of(st.none(), st.integers(0, NUM_PAGES * SIZE + 3)))
@@ -146,18 +146,18 @@ def test_a_search_asks_for_each_page_once(kind: str, tp: int, monkeypatch: pytes
     for num_pages in (50, 100, 200):
         chain = readers[0].chain(range(num_pages, num_pages + num_pages * SIZE))
         own = [attrs.evolve(worker, groups=worker.groups) for worker in workers]
-        parts = {
-            part.name: part
+        shards = {
+            shard.name: shard
             for worker in own
-            for part in parts_of(worker, SIZE)
-            if {view.name for view in part.worker.views} <= {v.name for v in worker.views if v.group == "attn"}
+            for shard in shards_of(worker, SIZE)
+            if {view.name for view in shard.worker.views} <= {v.name for v in worker.views if v.group == "attn"}
         }
-        fill(backend, chain, [*parts.values()], {page: range(len(parts)) for page in range(num_pages)})
+        fill(backend, chain, [*shards.values()], {page: range(len(shards)) for page in range(num_pages)})
         backend.num_lists = num_plans = 0
         assert find(readers, chain) == 0
         assert backend.num_lists == num_pages
         counts.append(num_plans)
-    # pages with equal parts are equal, so the workers are asked for few of them
+    # pages with equal shards are equal, so the workers are asked for few of them
     assert max(counts) <= 2 * tp * 3
 
 

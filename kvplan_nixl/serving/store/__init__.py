@@ -5,7 +5,7 @@ end. A page describes itself, so a reader of any parallel sizes, blocks and layo
 from the description. The page "The format of a store" specifies keys and files.
 
     StoreClient.save    cache --plan_writes--> pages in memory --digest--> Backend.put
-    StoreClient.find    keys --Backend.files--> parts --plan_reads--> the longest prefix
+    StoreClient.find    keys --Backend.files--> shards --plan_reads--> the longest prefix
     StoreClient.load    Backend.get --digests checked--> pages in memory --plan_reads--> cache
 """
 

@@ -1,6 +1,6 @@
 """Backends: where the files of pages are. Each file is written once, under a name, and read whole.
 
-A name is ``space/key/part``: the folder of a model, the key of a page, and one of its files. All
+A name is ``space/key/shard``: the folder of a model, the key of a page, and one of its files. All
 backends follow these rules:
 
 - store.S1: A file appears whole or not at all, and is never written to. Where several write one
@@ -124,13 +124,13 @@ class Backend(Protocol):
         """Delete what was begun and will not be finished; it has not grown for ``unfinished_s``."""
 
 
-def is_pin(part: str) -> bool:
+def is_pin(file: str) -> bool:
     """Return whether a file of a page keeps the page from being evicted.
 
     >>> is_pin("pin"), is_pin("pin.6b86b273"), is_pin("5b86b273")
     (True, True, False)
     """
-    return part.partition(".")[0] == PIN
+    return file.partition(".")[0] == PIN
 
 
 def read_fully(name: str, file: OpenFile, memory: memoryview) -> int:
@@ -155,7 +155,7 @@ def note(faults: list[str] | None, fault: str) -> None:
 def checked_name(name: str) -> str:
     """Return the name of a file. Raises ``NAME`` for one that could leave its folder."""
     if not FILE_NAME.fullmatch(instance(str, name, "name of a file")) or "/." in name:
-        expected = "space/key/part, in hexadecimal digits"
+        expected = "space/key/shard, in hexadecimal digits"
         raise KVPlanError("NAME", "name a file of a store", expected=expected, got=shown(name))
     return name
 
@@ -218,21 +218,21 @@ class MemoryBackend:
         self._num_bytes = 0
 
     def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
-        page, _, part = checked_name(name).rpartition("/")
+        page, _, shard = checked_name(name).rpartition("/")
         data = b"".join(checked_chunks(chunks))
         with self._lock:
-            if part in self._files.get(page, {}):
+            if shard in self._files.get(page, {}):
                 return False
             if self._max_bytes is not None and self._num_bytes + len(data) > self._max_bytes:
                 raise failed("write", name, f"memory for {self._max_bytes} bytes", "none left")
             self._num_bytes += len(data)
-            self._files.setdefault(page, {})[part] = _MemoryFile(data, time.time())
+            self._files.setdefault(page, {})[shard] = _MemoryFile(data, time.time())
             return True
 
     def get(self, name: str, num_bytes: int | None = None) -> bytes | None:
-        page, _, part = checked_name(name).rpartition("/")
+        page, _, shard = checked_name(name).rpartition("/")
         stop = None if num_bytes is None else integer(num_bytes, "num_bytes")
-        file = self._files.get(page, {}).get(part)
+        file = self._files.get(page, {}).get(shard)
         return None if file is None else file.data[:stop]
 
     def open(self, name: str) -> tuple[OpenFile, int] | None:
@@ -240,9 +240,9 @@ class MemoryBackend:
         return None if data is None else (io.BytesIO(data), len(data))
 
     def delete(self, name: str) -> bool:
-        page, _, part = checked_name(name).rpartition("/")
+        page, _, shard = checked_name(name).rpartition("/")
         with self._lock:
-            file = self._files.get(page, {}).pop(part, None)
+            file = self._files.get(page, {}).pop(shard, None)
             self._num_bytes -= 0 if file is None else len(file.data)
             if not self._files.get(page, True):
                 del self._files[page]
@@ -254,16 +254,16 @@ class MemoryBackend:
     def touch(self, pages: Sequence[str], used_s: float, first_page: int = 0) -> None:
         with self._lock:
             for page, page_used_s in checked_uses(pages, used_s, first_page):
-                for part, file in self._files.get(page, {}).items():
-                    if not is_pin(part):
+                for shard, file in self._files.get(page, {}).items():
+                    if not is_pin(shard):
                         file.used_s = page_used_s
 
     def entries(self, faults: list[str] | None = None) -> Iterator[FileEntry]:
         with self._lock:
             kept = {page: dict(files) for page, files in self._files.items()}
         for page, files in kept.items():
-            for part, file in files.items():
-                yield FileEntry(f"{page}/{part}", len(file.data), file.used_s)
+            for shard, file in files.items():
+                yield FileEntry(f"{page}/{shard}", len(file.data), file.used_s)
 
     def sweep(self, unfinished_s: float = 0.0) -> Unfinished:
         """Delete nothing: nothing is ever half written."""

@@ -7,7 +7,7 @@ bytes is used, and two short copies are cheaper than many short writes to a file
 - store.L2: A damaged page is deleted, and loading it raises ``PAGE``: the caller computes its
   positions, and saves them again.
 - store.L3: A page is saved if the worker could not read it back: what is stored is not stored
-  twice, in whatever parts it is.
+  twice, however it is divided into shards.
 - store.L4: A save that fails loses pages, nothing else. It never waits for another writer.
 """
 
@@ -27,8 +27,8 @@ import numpy as np
 from kvplan import Blocks, Group, KVPlanError, TransferPlan, Worker
 from kvplan.describe import POSITION_END, Range
 from kvplan.protocol.page_keys import PAGE_TOKENS, Chain
-from kvplan.protocol.page_parts import NAME_DIGITS, StoredPart
 from kvplan.protocol.page_reads import NO_WINDOWS, PagePlan
+from kvplan.protocol.page_shards import NAME_DIGITS, StoredShard
 from kvplan.protocol.pages import PageHeader, check_size, check_stop, pack
 from kvplan.protocol.prefix_search import Attended
 from kvplan.support import instance, integer, interval
@@ -57,7 +57,7 @@ class _FileMemory:
     name: str
     key: str
     stop: int
-    part: StoredPart
+    shard: StoredShard
     memory: memoryview
 
 
@@ -65,7 +65,7 @@ class StoreClient(StoreReader):
     """Saves the cache of one worker in a store, and loads it. Use it from one thread at a time.
 
     The mover copies between the cache and ``buffer_bytes`` of host memory. ``shares`` is that of
-    :func:`parts_of`. ``faults`` counts by code what has gone wrong without an error.
+    :func:`shards_of`. ``faults`` counts by code what has gone wrong without an error.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class StoreClient(StoreReader):
                 yield group, table, span
 
     def _whole_pages(self, group: Group, positions: Range) -> range:
-        # a state after part of a page has no key, nor have positions of a part
+        # neither a state inside a page nor positions up to there have a key
         start, stop = positions
         size, num_last = self.tokens_per_page, self._writes[group.name].num_tokens
         if num_last is None:
@@ -163,15 +163,15 @@ class StoreClient(StoreReader):
         return num_saved
 
     def _files(self, chain: Chain, page_plan: PagePlan, pages: range) -> list[_FileMemory]:
-        """Return the files of pages in the buffer: each part of each page is one."""
+        """Return the files of pages in the buffer: each shard of each page is one."""
         files = []
         for slot, page in enumerate(pages):
             key, page_stop = chain.keys[page], (page + 1) * self.tokens_per_page
-            for part, offset in zip(page_plan.parts, page_plan.offsets, strict=True):
-                start = offset + slot * part.num_bytes
-                memory = self._buffer.data[start : start + part.num_bytes]
-                name = f"{chain.space}/{key}/{part.name}"
-                files.append(_FileMemory(name, key, page_stop, part, memory))
+            for shard, offset in zip(page_plan.shards, page_plan.offsets, strict=True):
+                start = offset + slot * shard.num_bytes
+                memory = self._buffer.data[start : start + shard.num_bytes]
+                name = f"{chain.space}/{key}/{shard.name}"
+                files.append(_FileMemory(name, key, page_stop, shard, memory))
         return files
 
     @property
@@ -181,7 +181,7 @@ class StoreClient(StoreReader):
     def _write_file(self, file: _FileMemory) -> bool | None:
         """Write a file. Return whether it was, ``None`` if the backend has failed."""
         try:
-            chunks = pack(file.key, file.stop, file.part, file.memory)
+            chunks = pack(file.key, file.stop, file.shard, file.memory)
             return self.backend.put(file.name, chunks)
         except KVPlanError as error:
             if error.code != "BACKEND":
@@ -198,13 +198,13 @@ class StoreClient(StoreReader):
         if plan not in self._prepared:
             self._mover.prepare(plan)
             self._prepared.add(plan)
-        name = page_plan.parts[0].group.name
+        name = page_plan.shards[0].group.name
         if page_plan.num_tokens is None:
             # a state has the ordinal that the table gives it
             first = table.first
             span = (first, first + 1)
         else:
-            # parts are blocks of their positions, of which the last one of each page is there
+            # shards are blocks of their positions, of which the last one of each page is there
             first = (pages.start + 1) * self.tokens_per_page // page_plan.num_tokens - 1
             span = positions
         slots = Blocks(range(len(pages)), first)
@@ -234,19 +234,19 @@ class StoreClient(StoreReader):
         """
         instance(Chain, chain, "chain")
         for group, table, span in self._ranges(tables, positions):
-            for page_plan, pages, part_span in self._runs(chain, group, span):
+            for page_plan, pages, shard_span in self._runs(chain, group, span):
                 files = self._files(chain, page_plan, pages)
                 try:
                     in_parallel(self._read_file, files, self._files_at_once)
                 except KVPlanError as error:
                     self.faults[error.code] += 1
                     raise
-                self._move(page_plan, group, table, pages, part_span)
+                self._move(page_plan, group, table, pages, shard_span)
 
     def _runs(
         self, chain: Chain, group: Group, positions: Range
     ) -> Iterator[tuple[PagePlan, range, Range]]:
-        """Yield the pages of a range in runs of equal parts that fit the buffer."""
+        """Yield the pages of a range in runs of equal shards that fit the buffer."""
         listings: Listings = {}
         size = self.tokens_per_page
         pages = self.pages(group, positions)
@@ -266,7 +266,7 @@ class StoreClient(StoreReader):
                     got="less",
                     hint="find says what is stored",
                 )
-            # as many pages as have the same parts and fit the buffer
+            # as many pages as have the same shards and fit the buffer
             stop = start + 1
             most = start + page_plan.num_pages
             while stop < min(len(pages), most) and plans[stop] is page_plan:
@@ -288,7 +288,7 @@ class StoreClient(StoreReader):
         """Read a file into the buffer, rules store.L1 and store.L2."""
 
         def memory_of(header: PageHeader) -> memoryview:
-            check_size(file.name, header, file.part)
+            check_size(file.name, header, file.shard)
             check_stop(file.name, header, file.stop)
             return file.memory
 
@@ -334,18 +334,18 @@ class StoreClient(StoreReader):
         store has a digest of the owner's name, so the name can be a secret without which nobody can
         take the pins away.
         """
-        part = pin_name(owner)
+        pin = pin_name(owner)
         for page in self._page_names(chain, stop):
             # the page stays in any case, and files are not without end
             if sum(map(is_pin, self.backend.files(page))) < MAX_PINS:
-                self.backend.put(f"{page}/{part}", [b""])
+                self.backend.put(f"{page}/{pin}", [b""])
             self.num_steps += 1
 
     def unpin(self, chain: Chain, stop: int, owner: str = "") -> None:
         """Take an owner's pins from the pages of a prefix."""
-        part = pin_name(owner)
+        pin = pin_name(owner)
         for page in self._page_names(chain, stop):
-            self.backend.delete(f"{page}/{part}")
+            self.backend.delete(f"{page}/{pin}")
             self.num_steps += 1
 
 

@@ -7,7 +7,7 @@ NFS and killed writers do:
 - store.F1: Each folder below the store's own is opened relative to the one that holds it, without
   following links, and files are opened, renamed, dated and deleted relative to their folder. So no
   link leads out of the store. The store's own folder may be a link.
-- store.F2: Only regular files with a part's name are files of a store. What has another kind or
+- store.F2: Only regular files with a shard's name are files of a store. What has another kind or
   another name is neither read nor deleted; if it stands where a file has to be, it is renamed.
 - store.F3: Files belong to the user of this process, to the owner of the store's folder, or to the
   user as whom a file system has noted this process. Files of others are not read, listed or
@@ -104,23 +104,23 @@ class FileBackend:
 
     def path_of(self, name: str) -> Path:
         """Return where a file is: pages are spread over 4096 folders of a space."""
-        page, _, part = checked_name(name).rpartition("/")
-        return self.folder.joinpath(*_folders(page), part)
+        page, _, shard = checked_name(name).rpartition("/")
+        return self.folder.joinpath(*_folders(page), shard)
 
     def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
-        page, _, part = checked_name(name).rpartition("/")
+        page, _, shard = checked_name(name).rpartition("/")
         chunks = checked_chunks(chunks)
         with _failing("write", name, f"a file in {self.folder}"), self._root() as root:
-            if root.has(page, part):
+            if root.has(page, shard):
                 return False
             with root.folder(TEMPORARY, make=True) as temporary:
-                return self._write(root, temporary, page, part, chunks)
+                return self._write(root, temporary, page, shard, chunks)
 
     def _write(
-        self, root: _Root, temporary: int, page: str, part: str, chunks: Sequence[FileBytes]
+        self, root: _Root, temporary: int, page: str, shard: str, chunks: Sequence[FileBytes]
     ) -> bool:
         """Write a file unless another writer is at it."""
-        label = f"{page.replace('/', '-')}-{part}"
+        label = f"{page.replace('/', '-')}-{shard}"
         claimed = root.claim(temporary, label)
         if claimed is None:
             return False
@@ -138,7 +138,7 @@ class FileBackend:
             # one that was idle for so long that it was swept has no file to rename
             if not _is_same(descriptor, temporary, label):
                 raise FileNotFoundError(errno.ENOENT, "the unfinished file was deleted")
-            root.publish(temporary, label, page, part)
+            root.publish(temporary, label, page, shard)
         finally:
             # a file that has its name is not there any more
             with contextlib.suppress(OSError):
@@ -160,10 +160,10 @@ class FileBackend:
 
     def open(self, name: str) -> tuple[OpenFile, int] | None:
         """Open a file, rules store.F1 to store.F3."""
-        page, _, part = checked_name(name).rpartition("/")
+        page, _, shard = checked_name(name).rpartition("/")
         with _failing("read", name, "a file that can be read", or_none=True):
             with self._root() as root, root.folder(*_folders(page)) as folder:
-                descriptor = os.open(part, os.O_RDONLY | _FILE, dir_fd=folder)
+                descriptor = os.open(shard, os.O_RDONLY | _FILE, dir_fd=folder)
             status = os.fstat(descriptor)
             if root.is_file(status):
                 return os.fdopen(descriptor, "rb", buffering=0), status.st_size
@@ -172,7 +172,7 @@ class FileBackend:
 
     def delete(self, name: str) -> bool:
         """Delete a file, and the folder of its page if that is empty now."""
-        page, _, part = checked_name(name).rpartition("/")
+        page, _, shard = checked_name(name).rpartition("/")
         *outer_folders, key = _folders(page)
         is_there = False
         with (
@@ -181,10 +181,10 @@ class FileBackend:
             root.folder(*outer_folders) as outer,
         ):
             with root.folder(key, within=outer) as folder:
-                is_there = root.is_file(_status(folder, part))
+                is_there = root.is_file(_status(folder, shard))
                 if is_there:
-                    os.unlink(part, dir_fd=folder)
-            # a folder with other parts, or with a pin, is not empty and stays
+                    os.unlink(shard, dir_fd=folder)
+            # a folder with other shards, or with a pin, is not empty and stays
             with contextlib.suppress(OSError):
                 os.rmdir(key, dir_fd=outer)
         return is_there
@@ -197,7 +197,7 @@ class FileBackend:
             self._root() as root,
             root.folder(*_folders(page)) as folder,
         ):
-            names += sorted(part for part, _ in root.files_in(folder, page))
+            names += sorted(shard for shard, _ in root.files_in(folder, page))
         return tuple(names)
 
     def touch(self, pages: Sequence[str], used_s: float, first_page: int = 0) -> None:
@@ -211,11 +211,11 @@ class FileBackend:
                         _failing("use", "pages", "files whose times can be set", or_none=True),
                         root.folder(*_folders(page)) as folder,
                     ):
-                        for part, _ in root.files_in(folder, page):
+                        for shard, _ in root.files_in(folder, page):
                             # the time of a pin says who came first
-                            if not is_pin(part):
+                            if not is_pin(shard):
                                 times = (page_used_s, page_used_s)
-                                os.utime(part, times, dir_fd=folder, follow_symlinks=False)
+                                os.utime(shard, times, dir_fd=folder, follow_symlinks=False)
                 except KVPlanError as error:
                     fault = error
         if fault is not None:
@@ -307,10 +307,10 @@ class _Root:
         os.close(descriptor)
         raise NotADirectoryError(errno.ENOTDIR, f"folder {label} belongs to another user")
 
-    def has(self, page: str, part: str) -> bool:
+    def has(self, page: str, shard: str) -> bool:
         try:
             with self.folder(*_folders(page)) as folder:
-                return self.is_file(_status(folder, part))
+                return self.is_file(_status(folder, shard))
         except OSError as error:
             if error.errno in _NONE:
                 return False
@@ -318,13 +318,13 @@ class _Root:
 
     def files_in(self, folder: int, page: str) -> Iterator[tuple[str, os.stat_result]]:
         """Yield the files of a page, with their status."""
-        for part in os.listdir(folder):
-            if FILE_NAME.fullmatch(f"{page}/{part}"):
+        for shard in os.listdir(folder):
+            if FILE_NAME.fullmatch(f"{page}/{shard}"):
                 # a file may go meanwhile, and one that has no status is none
                 with contextlib.suppress(OSError):
-                    status = _status(folder, part)
+                    status = _status(folder, shard)
                     if self.is_file(status):
-                        yield part, status
+                        yield shard, status
 
     def names(
         self, labels: Sequence[str], pattern: re.Pattern[str], faults: list[str] | None
@@ -341,8 +341,8 @@ class _Root:
         page = f"{space}/{key}"
         entries: list[FileEntry] = []
         with _noting(faults, page), self.folder(space, outer, key) as folder:
-            for part, status in self.files_in(folder, page):
-                entry = FileEntry(f"{page}/{part}", _disk_bytes(status), status.st_mtime)
+            for shard, status in self.files_in(folder, page):
+                entry = FileEntry(f"{page}/{shard}", _disk_bytes(status), status.st_mtime)
                 entries.append(entry)
         return entries
 
@@ -366,15 +366,15 @@ class _Root:
                 os.fchmod(descriptor, 0o660)
             return label, descriptor
 
-    def publish(self, temporary: int, label: str, page: str, part: str) -> None:
+    def publish(self, temporary: int, label: str, page: str, shard: str) -> None:
         """Give a file its name."""
         *outer_folders, key = _folders(page)
         with self.folder(*outer_folders, make=True) as outer:
             for attempt in range(ATTEMPTS):
                 try:
                     with self.folder(key, within=outer, make=True) as folder:
-                        _set_aside(folder, part, is_folder=True)
-                        os.rename(label, part, src_dir_fd=temporary, dst_dir_fd=folder)
+                        _set_aside(folder, shard, is_folder=True)
+                        os.rename(label, shard, src_dir_fd=temporary, dst_dir_fd=folder)
                     return
                 except (FileNotFoundError, NotADirectoryError):
                     # An evictor has removed the folder, which was empty, or there is no folder.

@@ -194,9 +194,9 @@ class ObjectBackend:
         times = {name: float(mark[1]) for name in names if (mark := MARK.fullmatch(name))}
         new_mark = f"used.{max(used_s, 0.0):.5f}"
         # what was evicted meanwhile, or is marked already, gets no mark
-        has_part = any(name not in times and not is_pin(name) for name in names)
+        has_shard = any(name not in times and not is_pin(name) for name in names)
         known = [time_s for time_s in times.values() if time_s < used_s + AHEAD_S]
-        if not has_part or max(known, default=-1.0) >= used_s:
+        if not has_shard or max(known, default=-1.0) >= used_s:
             return
         # the new one first, so that the page never has none
         self.put(f"{page}/{new_mark}", [])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvplan import KVPlanError
-from kvplan.protocol.page_parts import StoredPart
+from kvplan.protocol.page_shards import StoredShard
 from kvplan.protocol.pages import (
     ALIGNMENT,
     ROW_BYTES,
@@ -69,20 +69,20 @@ def read_page(name: str, file: OpenFile, file_bytes: int, memory_of: MemoryOf) -
     digest = DataDigest()
     for start in range(0, header.num_bytes, PIECE_BYTES):
         stop = min(start + PIECE_BYTES, header.num_bytes)
-        piece = scratch[: stop - start] if memory is None else memory[start:stop]
-        if read_fully(name, file, piece) < stop - start:
+        chunk = scratch[: stop - start] if memory is None else memory[start:stop]
+        if read_fully(name, file, chunk) < stop - start:
             raise damaged(name, f"{header.num_bytes} bytes of data", "fewer")
-        # a piece is still in the processor's cache
-        digest.update(piece)
+        # a chunk is still in the processor's cache
+        digest.update(chunk)
     if digest.hexdigest() != header.digest:
         raise damaged(name, "data with its digest", "other bytes")
     return header
 
 
 def read_file(
-    backend: Backend, name: str, part: StoredPart | None = None
+    backend: Backend, name: str, shard: StoredShard | None = None
 ) -> tuple[PageHeader, memoryview]:
-    """Read a whole file and check all its digests; ``part`` is the one of its name, if known.
+    """Read a whole file and check all its digests; ``shard`` is the one of its name, if known.
 
     Raises ``PAGE``, ``VERSION`` or ``BACKEND``, or what an unreadable description raises; ``PAGE``
     too for a file with more data than :data:`MAX_DATA_BYTES`.
@@ -92,7 +92,7 @@ def read_file(
 
     def memory_of(header: PageHeader) -> memoryview:
         nonlocal data
-        check_size(name, header, part or header.part)
+        check_size(name, header, shard or header.shard)
         at_most = min(header.num_bytes, MAX_DATA_BYTES)
         if at_most < header.num_bytes:
             expected = f"at most {MAX_DATA_BYTES} bytes of data"
@@ -110,13 +110,13 @@ def check_file(backend: Backend, name: str) -> PageHeader:
     having("open", backend, "backend of a store", "a Backend")
 
     def no_memory(header: PageHeader) -> None:
-        part = header.part
-        check_size(name, header, part)
-        size = part.tokens_per_page
+        shard = header.shard
+        check_size(name, header, shard)
+        size = shard.tokens_per_page
         if size is not None and (header.stop % size or not header.stop):
             check_stop(name, header, max(header.stop // size, 1) * size)
         if size is not None:
-            check_space(name, part.worker.model, size)
+            check_space(name, shard.worker.model, size)
 
     return read_whole(backend, checked_name(name, "name of a page"), no_memory)
 

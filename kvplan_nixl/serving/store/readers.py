@@ -1,7 +1,7 @@
 """Readers: which pages of a store a worker can read.
 
 - store.R4: A page that is missing, evicted or damaged ends the prefix; it is no error of a search.
-  A search reads the headers of parts that it has not seen, and deletes damaged ones.
+  A search reads the headers of shards that it has not seen, and deletes damaged ones.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from functools import partial
 from kvplan import Group, KVPlanError, Worker
 from kvplan.describe import POSITION_END
 from kvplan.protocol.page_keys import PAGE_TOKENS, Chain
-from kvplan.protocol.page_parts import NAME_DIGITS, StoredPart
 from kvplan.protocol.page_reads import FIRST_ADDRESS, NO_WINDOWS, PagePlan, PageReads
+from kvplan.protocol.page_shards import NAME_DIGITS, StoredShard
 from kvplan.protocol.prefix_search import Attended, PageNeeds, longest_prefix
 from kvplan.support import instance, integer, members, seconds
 from kvplan_nixl.serving.store.backends import Backend
@@ -23,7 +23,7 @@ from kvplan_nixl.serving.store.page_files import read_header
 from kvplan_nixl.serving.store.parallel import in_parallel
 
 Listings = dict[str, frozenset[str]]
-"""The names of the parts of each page, by its key, as one search has found them."""
+"""The names of the shards of each page, by its key, as one search has found them."""
 
 
 class StoreReader(PageReads):
@@ -60,7 +60,7 @@ class StoreReader(PageReads):
         )
         self.backend: Backend = backend
         self.num_steps: int = 0
-        self._parts: dict[str, StoredPart | None] = {}
+        self._shards: dict[str, StoredShard | None] = {}
         self._plans: dict[tuple[str, frozenset[str], int], PagePlan | None] = {}
 
     def abandon(self) -> None:
@@ -90,21 +90,23 @@ class StoreReader(PageReads):
         names_there = self.names_of(chain, page, listings)
         key = chain.keys[page]
         self.num_steps += 1
-        # pages of one writer have the same parts, and so the same plan
-        names = frozenset(name for name in names_there if self._part(chain, key, name))
+        # pages of one writer have the same shards, and so the same plan
+        names = frozenset(name for name in names_there if self._shard(chain, key, name))
         # a plan for whole pages serves their ends too
         for needed in {size: None, num_last: None}:
             question = (group.name, names, needed)
             if question not in self._plans:
-                parts = [part for name in sorted(names) if (part := self._parts[name]) is not None]
-                self._plans[question] = self._plan(group, parts, needed)
+                shards = [
+                    shard for name in sorted(names) if (shard := self._shards[name]) is not None
+                ]
+                self._plans[question] = self._plan(group, shards, needed)
             plan = self._plans[question]
             if plan is not None:
                 return plan
         return None
 
     def names_of(self, chain: Chain, page: int, listings: Listings) -> frozenset[str]:
-        """Return the names of the parts of a page, which ``listings`` has from then on."""
+        """Return the names of the shards of a page, which ``listings`` has from then on."""
         num_pages = len(instance(Chain, chain, "chain").keys)
         key = chain.keys[integer(page, "page of a chain", high=num_pages)]
         if key not in instance(dict, listings, "listings"):
@@ -112,7 +114,7 @@ class StoreReader(PageReads):
         return listings[key]
 
     def _list(self, chain: Chain, page: int, listings: Listings) -> None:
-        """List the parts of a page, and of as many beside it as can be asked for at once.
+        """List the shards of a page, and of as many beside it as can be asked for at once.
 
         Most searches find nothing, so the first page is asked for alone.
         """
@@ -121,39 +123,39 @@ class StoreReader(PageReads):
         pages = range(first, first + at_once) if page else range(1)
         keys = [key for key in chain.keys[pages.start : pages.stop] if key not in listings]
         names = [f"{chain.space}/{key}" for key in keys]
-        for key, parts in zip(keys, in_parallel(self.backend.files, names, at_once), strict=True):
-            listings[key] = frozenset(part for part in parts if len(part) == NAME_DIGITS)
+        for key, shards in zip(keys, in_parallel(self.backend.files, names, at_once), strict=True):
+            listings[key] = frozenset(shard for shard in shards if len(shard) == NAME_DIGITS)
 
-    def _part(self, chain: Chain, key: str, name: str) -> StoredPart | None:
-        """Return the part of a name if this worker may read it, rule store.R2."""
-        if name not in self._parts and len(name) == NAME_DIGITS:
+    def _shard(self, chain: Chain, key: str, name: str) -> StoredShard | None:
+        """Return the shard of a name if this worker may read it, rule store.R2."""
+        if name not in self._shards and len(name) == NAME_DIGITS:
             file = f"{chain.space}/{key}/{name}"
             try:
                 header = read_header(self.backend, file)
             except KVPlanError as error:
                 if error.code == "BACKEND":
                     raise
-                # another page may have a whole file of the part, and this one can be saved again
+                # another page may have a whole file of the shard, and this one can be saved again
                 with contextlib.suppress(KVPlanError):
                     self.backend.delete(file)
                 return None
             try:
-                part = header.part
-                self._parts[name] = part if self._can_read(part) else None
+                shard = header.shard
+                self._shards[name] = shard if self._can_read(shard) else None
             except KVPlanError:
                 # whatever has this name describes nothing that can be read
-                self._parts[name] = None
-        return self._parts.get(name)
+                self._shards[name] = None
+        return self._shards.get(name)
 
     def knows(self, names: Iterable[str]) -> bool:
-        """Return whether what this worker reads of parts depends on their names alone."""
-        return all(name in self._parts for name in members(str, names, "names of parts"))
+        """Return whether what this worker reads of shards depends on their names alone."""
+        return all(name in self._shards for name in members(str, names, "names of shards"))
 
 
 class _EngineSearch:
     """One search for all workers of an engine.
 
-    What a page serves depends on the names of its parts. Pages of one writer have equal names, so
+    What a page serves depends on the names of its shards. Pages of one writer have equal names, so
     the workers are asked once for each set of names, and not for each page.
     """
 

@@ -1,20 +1,20 @@
-"""Parts: what one file of a page holds, described as a worker of a single block.
+"""Shards: what one file of a page holds, described as a worker of a single block.
 
 A page has the cache of some consecutive positions, and what the token after them needs besides:
-states, and windows. It is stored in parts, each of which describes itself, whoever wrote it:
+states, and windows. It is stored in shards. Each describes itself:
 
-- store.Q1: A part has one group, of ``tokens``, of a ``window`` or of ``states``, one region
+- store.Q1: A shard has one group, of ``tokens``, of a ``window`` or of ``states``, one region
   ``page`` at address 0 of memory kind ``FILE``, and one block. Its worker is ``page/0``, and names
   the model.
-- store.Q2: Parts end where the worker that wrote them ends, and where equal shares of a divided
-  axis end: engines of TP 1, 2, 4 and 8 write the same eight parts of 8 heads. What is not divided,
-  such as latents, is a part of its own, which all ranks write alike.
-- store.Q3: Within a part, tensors follow each other in the order of the writer's views. A tensor
+- store.Q2: Shards end where the worker that wrote them ends, and where equal shares of a divided
+  axis end: engines of TP 1, 2, 4 and 8 write the same eight shards of 8 heads. What is not divided,
+  such as latents, is a shard of its own, which all ranks write alike.
+- store.Q3: Within a shard, tensors follow each other in the order of the writer's views. A tensor
   has its divided axis outermost, then its other axes in the writer's order; states keep the
   writer's order. Readers rely on none of this: they plan from the description.
-- store.Q4: A part is named by the first 32 hexadecimal digits of the SHA-256 of its description.
+- store.Q4: A shard is named by the first 32 hexadecimal digits of the SHA-256 of its description.
 - store.Q5: A group whose worker keeps a window of fewer positions than a page has (an extension of
-  the worker, :mod:`kvplan.protocol.retention`) stores a part of ``window``: the last positions of
+  the worker, :mod:`kvplan.protocol.retention`) stores a shard of ``window``: the last positions of
   the page, as few as contain the window and divide the page. A window of as many positions as a
   page, or more, stores ``tokens``.
 """
@@ -44,8 +44,8 @@ __all__ = [
     "NAME_DIGITS",
     "STATES",
     "TOKENS",
-    "StoredPart",
-    "parts_of",
+    "StoredShard",
+    "shards_of",
 ]
 
 TOKENS: Final = "tokens"
@@ -58,34 +58,34 @@ DIVIDED: Final = ("head", "channel")
 """The axes that tensor-parallel workers divide."""
 
 SHARES: Final = 8
-"""The most equal shares of a divided axis that are parts of their own."""
+"""The most equal shares of a divided axis that are shards of their own."""
 
 NAME_DIGITS: Final = 32
 
 
 @attrs.frozen
-class StoredPart:
-    """A part of a page: its description, a worker of one block. Raises ``PAGE`` for another one."""
+class StoredShard:
+    """A shard of a page, described as a worker of one block. Raises ``PAGE`` for other workers."""
 
     worker: Worker
 
     __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
-        worker = instance(Worker, self.worker, "worker of a part")
-        # a description may come from anybody who can write to the store
+        worker = instance(Worker, self.worker, "worker of a shard")
+        # a description is untrusted: any writer of the store may have made it
         regions = [(region.name, region.address, region.memory) for region in worker.regions]
         groups = [group.name for group in worker.groups]
         is_page = regions == [(REGION, 0, "FILE")] and len(groups) == 1 and bool(worker.model)
         kind = worker.groups[0].tokens_per_block if groups else None
         if not is_page or groups[0] not in ((STATES,) if kind is None else (TOKENS, WINDOW)):
-            raise _not_a_part(f"regions {regions} and groups {groups}")
+            raise _not_a_shard(f"regions {regions} and groups {groups}")
         if worker.key != (ENGINE, 0) or {view.num_blocks for view in worker.views} != {1}:
-            raise _not_a_part(f"worker {worker.label}, or other than one block")
+            raise _not_a_shard(f"worker {worker.label}, or other than one block")
 
     @classmethod
-    def of_offer(cls, offer: bytes) -> StoredPart:
-        """Return the part that a file describes. Raises ``PAGE``, or what decoding raises."""
+    def of_offer(cls, offer: bytes) -> StoredShard:
+        """Return the shard that a file describes. Raises ``PAGE``, or what decoding raises."""
         return cls(decode(offer))
 
     @cached_property
@@ -95,12 +95,12 @@ class StoredPart:
 
     @cached_property
     def name(self) -> str:
-        """The name of the part's files, rule store.Q4."""
+        """The name of the shard's files, rule store.Q4."""
         return name_of(self.offer)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the part in one page."""
+        """The bytes of the shard in one page."""
         return self.worker.regions[0].size_bytes
 
     @property
@@ -116,19 +116,19 @@ class StoredPart:
 
     @property
     def tokens_per_page(self) -> int | None:
-        """Positions in a page; None where the part does not say: of states, and of a window."""
+        """Positions in a page; None where the shard does not say: of states, and of a window."""
         return self.num_tokens if self.group.name == TOKENS else None
 
     def misfit(self, worker: Worker) -> str:
-        """Return why a worker must not read this part, or an empty text if it may.
+        """Return why a worker must not read this shard, or an empty text if it may.
 
         >>> from kvplan import Model
         >>> models = Model.shipped("qwen3-0.6b"), Model.shipped("qwen3-0.6b").with_dtypes("float16")
         >>> (first,), (second,) = (model.engine("d", num_blocks=9) for model in models)
-        >>> part, *_ = parts_of(first, 64)
-        >>> part.misfit(first)
+        >>> shard, *_ = shards_of(first, 64)
+        >>> shard.misfit(first)
         ''
-        >>> print(part.misfit(second))
+        >>> print(shard.misfit(second))
         layers.0.attn is bfloat16 [dim 128, head 8, kv 2], not float16 [dim 128, head 8, kv 2]
         """
         if self.worker.model != instance(Worker, worker, "worker of a reader").model:
@@ -167,7 +167,7 @@ class StoredPart:
 
 
 def name_of(offer: bytes) -> str:
-    """Return the name of the part that a description describes, rule store.Q4."""
+    """Return the name of the shard that a description describes, rule store.Q4."""
     return hashlib.sha256(offer).hexdigest()[:NAME_DIGITS]
 
 
@@ -175,16 +175,16 @@ def _facts_of(worker: Worker) -> dict[str, str]:
     """Return what has to be equal on both sides of each tensor: its dtype, and sizes of axes."""
     facts = []
     for geometry in worker.geometries:
-        # a page and a block have other token axes, of which plans take care
+        # the token axes of a page and of a block differ; plans match them
         sizes = [f"{axis} {size}" for axis, size in sorted(geometry.sizes.items()) if axis != TOKEN]
         facts.append(f"{geometry.dtype} [{', '.join(sizes)}]" if sizes else geometry.dtype)
     names = [view.name for view in worker.views]
     return {name: facts[index] for name, index in zip(names, worker.geometry_of, strict=True)}
 
 
-def _not_a_part(got: str) -> KVPlanError:
+def _not_a_shard(got: str) -> KVPlanError:
     expected = "one block of tokens or of states in a region 'page'"
-    return KVPlanError("PAGE", "read the description of a part", expected=expected, got=got)
+    return KVPlanError("PAGE", "read the description of a shard", expected=expected, got=got)
 
 
 @attrs.frozen
@@ -201,22 +201,22 @@ class _HeldBox:
         return math.prod(stop - start for start, stop in self.intervals.values())
 
 
-def parts_of(
+def shards_of(
     worker: Worker, tokens_per_page: int, *, shares: int = SHARES
-) -> tuple[StoredPart, ...]:
-    """Return the parts that a worker writes of each page, rules store.Q1 to store.Q3.
+) -> tuple[StoredShard, ...]:
+    """Return the shards that a worker writes of each page, rules store.Q1 to store.Q3.
 
-    ``shares`` divides heads, or channels, into at most so many parts: a reader of one share reads
+    ``shares`` divides heads, or channels, into at most so many shards: a reader of one share reads
     no others. Raises ``MODEL`` for a worker that does not name its model, ``LAYOUT`` where its
     context, or a value of several tokens, does not divide a page, or a view is not one box.
 
     >>> from kvplan import Model
     >>> model = Model.shipped("qwen3-0.6b")
-    >>> parts = [parts_of(worker, 64) for worker in model.engine("p", tp=2, num_blocks=9)]
-    >>> [len(rank_parts) for rank_parts in parts], parts[0][0].num_bytes
+    >>> shards = [shards_of(worker, 64) for worker in model.engine("p", tp=2, num_blocks=9)]
+    >>> [len(rank_shards) for rank_shards in shards], shards[0][0].num_bytes
     ([4, 4], 917504)
     >>> (whole,) = model.engine("d", num_blocks=9)
-    >>> [part.name for part in parts_of(whole, 64)] == [part.name for part in sum(parts, ())]
+    >>> [shard.name for shard in shards_of(whole, 64)] == [shard.name for shard in sum(shards, ())]
     True
     """
     if not instance(Worker, worker, "worker of a store").model:
@@ -229,19 +229,19 @@ def parts_of(
         )
     num_tokens = integer(tokens_per_page, "tokens_per_page", low=1)
     most_shares = integer(shares, "shares", low=1)
-    parts: list[StoredPart] = []
+    shards: list[StoredShard] = []
     windows = windows_kept(worker)
     for group in worker.groups:
         page_group = _page_group(group, num_tokens, windows.get(group.name, 0))
-        # the pieces of all tensors, by the share in which they begin
-        pieces: dict[int | None, list[tuple[str, _HeldBox]]] = {}
+        # the boxes of all tensors, by the share in which they begin
+        by_share: dict[int | None, list[tuple[str, _HeldBox]]] = {}
         for name, box in _held_boxes(worker, group):
-            for share, piece in _cut(box, most_shares):
-                pieces.setdefault(share, []).append((name, piece))
+            for share, cut in _cut(box, most_shares):
+                by_share.setdefault(share, []).append((name, cut))
         # what is not divided comes first
-        order = sorted(pieces, key=lambda share: -1 if share is None else share)
-        parts += [_part(worker.model, page_group, pieces[share]) for share in order]
-    return tuple(parts)
+        order = sorted(by_share, key=lambda share: -1 if share is None else share)
+        shards += [_shard(worker.model, page_group, by_share[share]) for share in order]
+    return tuple(shards)
 
 
 def _page_group(group: Group, num_tokens: int, window: int) -> Group:
@@ -258,10 +258,10 @@ def _page_group(group: Group, num_tokens: int, window: int) -> Group:
         context.size * context.interleave_tokens: f"that {context.size} ranks share evenly, "
         f"{context.interleave_tokens} in turn",
     }
-    for divisor, wanted in divisors.items():
+    for divisor, reason in divisors.items():
         if num_tokens % divisor:
             action = f"store pages of group {group.name!r}"
-            expected = f"tokens_per_page {wanted}"
+            expected = f"tokens_per_page {reason}"
             raise KVPlanError("LAYOUT", action, expected=expected, got=f"{num_tokens}")
     kind, kept = TOKENS, num_tokens
     if 0 < window < num_tokens:
@@ -328,7 +328,7 @@ def _kind(box: _HeldBox) -> tuple[Any, ...]:
 
 
 def _cut(box: _HeldBox, most_shares: int) -> Iterator[tuple[int | None, _HeldBox]]:
-    """Yield the pieces of a box in equal shares of its divided axis, each with its share."""
+    """Yield a box cut into equal shares of its divided axis, each with its share."""
     axis = next((axis for axis in DIVIDED if axis in box.intervals), None)
     if axis is None:
         yield None, box
@@ -342,15 +342,15 @@ def _cut(box: _HeldBox, most_shares: int) -> Iterator[tuple[int | None, _HeldBox
         # a rank of many may hold less than a share
         low = max(start, share * share_size)
         high = min(stop, (share + 1) * share_size)
-        piece = attrs.evolve(box, intervals={**box.intervals, axis: (low, high)})
-        yield share * most_shares // num_shares, piece
+        cut = attrs.evolve(box, intervals={**box.intervals, axis: (low, high)})
+        yield share * most_shares // num_shares, cut
 
 
-def _part(model: str, group: Group, pieces: Iterable[tuple[str, _HeldBox]]) -> StoredPart:
-    """Return the part of some pieces, one after another."""
+def _shard(model: str, group: Group, boxes: Iterable[tuple[str, _HeldBox]]) -> StoredShard:
+    """Return the shard with the boxes one after another."""
     views = []
     offset = 0
-    for name, box in pieces:
+    for name, box in boxes:
         extents = {axis: stop - start for axis, (start, stop) in box.intervals.items()}
         order = list(extents)
         if group.tokens_per_block is not None:
@@ -367,4 +367,4 @@ def _part(model: str, group: Group, pieces: Iterable[tuple[str, _HeldBox]]) -> S
         views.append(View(name, group, REGION, box.dtype, axes[::-1], 1, 0, offset))
         offset += stride
     region = Region(REGION, 0, offset, "FILE")
-    return StoredPart(Worker(ENGINE, 0, [region], [group], views, model))
+    return StoredShard(Worker(ENGINE, 0, [region], [group], views, model))
