@@ -1,15 +1,42 @@
-"""Helpers for sorted arrays of integers, and for chains of elements that continue each other."""
+"""Helpers for sorted arrays of integers, for chains of elements that continue each other, and for
+classes of arrays.
+"""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, Self, TypeVar
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Array = TypeVar("Array", bound=npt.NDArray[Any])
+
+
+@attrs.frozen(eq=False)
+class Arrays:
+    """The base of classes whose fields are arrays with one element for each of n things, along the
+    last dimension.
+    """
+
+    def take(self, indices: Ints | Bools, **changes: Ints) -> Self:
+        """Return the elements at these indices, with some arrays replaced."""
+        for field in attrs.fields(type(self)):
+            if field.name not in changes:
+                changes[field.name] = getattr(self, field.name)[..., indices]
+        return type(self)(**changes)
+
+    @classmethod
+    def concatenate(cls, several: Sequence[Self]) -> Self:
+        """Return all elements, in this order."""
+        arrays = {}
+        for field in attrs.fields(cls):
+            columns = [getattr(each, field.name) for each in several]
+            arrays[field.name] = np.concatenate(columns, axis=-1)
+        return cls(**arrays)
 
 
 def heads(goes_on: npt.NDArray[np.bool_]) -> Ints:

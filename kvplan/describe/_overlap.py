@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan._arrays import Ints, heads
+from kvplan.describe.axes import contiguous, offsets_along
 from kvplan.describe.views import View
 from kvplan.errors import KVPlanError
 
@@ -31,40 +32,6 @@ MAX_PAIRS: Final = 1 << 13
 """The most pairs of strided runs that are decided one by one."""
 
 NOT_APART: Final[Mapping[str, int]] = MappingProxyType({})
-
-
-@attrs.frozen
-class _ViewRuns:
-    """The contiguous runs of a view in one block.
-
-    ``steps`` has the stride and extent of each axis along which the runs lie.
-    """
-
-    length: int
-    number: int
-    steps: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, view: View) -> _ViewRuns:
-        """Return the runs of a view: axes are merged while they continue each other."""
-        length = view.itemsize
-        number = 1
-        steps = list[tuple[int, int]]()
-        for axis in sorted(view.axes, key=lambda axis: axis.stride_bytes):
-            if axis.stride_bytes == length and not steps:
-                length *= axis.extent
-            elif axis.extent > 1:
-                number *= axis.extent
-                steps.append((axis.stride_bytes, axis.extent))
-        return cls(length, number, tuple(steps))
-
-    def starts(self, offset: int) -> Unsigned:
-        """Return the start of each run, (number,), of which the first one is at ``offset``."""
-        starts = np.array([offset], np.uint64)
-        for stride, extent in self.steps:
-            distances = np.arange(extent, dtype=np.uint64) * np.uint64(stride)
-            starts = np.add.outer(distances, starts).reshape(-1)
-        return starts
 
 
 @attrs.frozen
@@ -94,17 +61,18 @@ class _PoolRuns:
     @classmethod
     def of(cls, views: Sequence[View], apart: Mapping[str, int]) -> _PoolRuns:
         """Return the runs of the views of a pool."""
-        runs_of = list(map(_ViewRuns.of, views))
-        starts = np.concatenate(
-            [
-                runs.starts(view.offset_bytes + apart.get(view.region, 0))
-                for view, runs in zip(views, runs_of, strict=True)
-            ]
-        )
+        starts_of_views = list[Unsigned]()
+        lengths_of_views = list[int]()
+        for view in views:
+            length, axes = contiguous(view.axes, view.itemsize)
+            first = np.uint64(view.offset_bytes + apart.get(view.region, 0))
+            starts_of_views.append(first + offsets_along(axes).astype(np.uint64))
+            lengths_of_views.append(length)
+        starts = np.concatenate(starts_of_views)
         order = np.argsort(starts, kind="stable")
-        view_indices = np.repeat(np.arange(len(views)), [runs.number for runs in runs_of])[order]
+        view_indices = np.repeat(np.arange(len(views)), list(map(len, starts_of_views)))[order]
         # one element for each view, then the same for each run
-        lengths = np.array([runs.length for runs in runs_of], np.uint64)
+        lengths = np.array(lengths_of_views, np.uint64)
         reaches = np.array([(view.num_blocks - 1) * _step(view) for view in views], np.uint64)
         steps = np.array(list(map(_step, views)), np.uint64)
         lasts = starts[order] + (reaches + lengths - np.uint64(1))[view_indices]
@@ -221,7 +189,7 @@ def _check_number_of_runs(pools: Sequence[Sequence[View]]) -> None:
     num_runs = 0
     for views in pools:
         for view in views:
-            num_runs += _ViewRuns.of(view).number
+            num_runs += view.block_bytes // contiguous(view.axes, view.itemsize)[0]
             if num_runs > MAX_STRIDED_RUNS:
                 unit = "runs in the blocks of views that share regions"
                 raise _too_many(view, unit, MAX_STRIDED_RUNS, num_runs)

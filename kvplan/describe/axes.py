@@ -18,7 +18,7 @@ global coordinate on which the byte offset grows by a constant stride.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Final
 
@@ -226,6 +226,38 @@ def most_segments(axes: Sequence[Axis]) -> int:
     for axis in reversed(axes):
         most_of[axis.name] = most_of[axis.name] * axis.extent if axis.name in most_of else 1
     return sum(most_of.values())
+
+
+def contiguous(axes: Iterable[Axis], itemsize: int) -> tuple[int, list[Axis]]:
+    """Return the bytes of each contiguous run of elements, and the axes along which runs lie.
+
+    Runs are as long as they can be. Axes are by ascending stride.
+
+    >>> head, token = Axis("head", 0, 8, 8, 4096), Axis("token", 0, 16, 16, 256)
+    >>> length, outer = contiguous((head, token, Axis("dim", 0, 64, 64, 2)), 2)
+    >>> length, [axis.name for axis in outer]
+    (128, ['token', 'head'])
+    """
+    length = itemsize
+    outer: list[Axis] = []
+    for axis in sorted(axes, key=lambda axis: axis.stride_bytes):
+        if axis.stride_bytes == length and not outer:
+            length *= axis.extent
+        elif axis.extent > 1:
+            outer.append(axis)
+    return length, outer
+
+
+def offsets_along(axes: Iterable[Axis]) -> Ints:
+    """Return the byte offset of every coordinate of a product of axes, the last one fastest.
+
+    >>> offsets_along((Axis("head", 0, 2, 2, 4096), Axis("token", 0, 3, 3, 256))).tolist()
+    [0, 256, 512, 4096, 4352, 4608]
+    """
+    offsets = np.zeros(1, np.int64)
+    for axis in axes:
+        offsets = np.add.outer(offsets, np.arange(axis.extent) * axis.stride_bytes).reshape(-1)
+    return offsets
 
 
 def global_sizes(axes: Sequence[Axis]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import attrs
 import numpy as np
 
-from kvplan._arrays import Ints
+from kvplan._arrays import Arrays, Ints
 from kvplan._checks import instance, integer
 from kvplan._text import brief_repr, count
 from kvplan.budget import Budget
@@ -230,17 +230,15 @@ def _count_listed(tables: tuple[Table, Table], pair: GroupPair, stop: int) -> Gr
             listed.append(_descriptors(tables, series, occurrences))
     if not listed:
         return GroupCost(0, {})
-    ordinal = np.concatenate([each.ordinal for each in listed], axis=1)
-    region = np.concatenate([each.region for each in listed], axis=1)
-    offset = np.concatenate([each.offset for each in listed], axis=1)
-    length = np.concatenate([each.length for each in listed])
+    every = BlockDescriptors.concatenate(listed)
     # Descriptors of one block on each side that continue each other are one.
-    order, first = find_chains([*ordinal, *region], offset, length)
-    joined = np.add.reduceat(length[order], first)
-    return GroupCost(length.size, Counter(joined.tolist()))
+    order, first = find_chains([*every.ordinal, *every.region], every.offset, every.length)
+    joined = np.add.reduceat(every.length[order], first)
+    return GroupCost(every.length.size, Counter(joined.tolist()))
 
 
-class BlockDescriptors(NamedTuple):
+@attrs.frozen(eq=False)
+class BlockDescriptors(Arrays):
     """Descriptors of a series, (2, n) but for ``length``, (n,).
 
     ``ordinal`` is that of the block in the request, ``offset`` that in block 0 within the region:

@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 import attrs
 import numpy as np
 
-from kvplan._arrays import Ints, distinct, heads, integers_in, numbered, order_of_rows
+from kvplan._arrays import Arrays, Ints, distinct, heads, integers_in, numbered, order_of_rows
 from kvplan._checks import ID_END
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
@@ -71,7 +71,7 @@ class RowIds(NamedTuple):
 
 
 @attrs.frozen(eq=False)
-class RowCandidates:
+class RowCandidates(Arrays):
     """Runs that may share a row, being equal in all but their offsets, (n,).
 
     ``block_step`` is the distance of two blocks in bytes, 0 where there is one block. ``step``
@@ -83,12 +83,6 @@ class RowCandidates:
     length: Ints
     block_step: Ints
     step: Ints
-
-    def take(self, indices: Ints) -> RowCandidates:
-        """Return the candidates at these indices."""
-        return RowCandidates(
-            *(getattr(self, field.name)[indices] for field in attrs.fields(RowCandidates))
-        )
 
     @property
     def pool_bytes(self) -> Ints:
@@ -174,11 +168,8 @@ def assign_rows(jobs: Sequence[RowJob]) -> tuple[Ints, list[RowIds]]:
     for job in jobs:
         stop = start + job.offsets.size
         shape_of_job = job.offsets.shape
-        ids = (
-            first_ids[start:stop].reshape(shape_of_job),
-            id_steps[start:stop].reshape(shape_of_job),
-        )
-        ids_of_jobs.append(RowIds(*ids))
+        first_of_job = first_ids[start:stop].reshape(shape_of_job)
+        ids_of_jobs.append(RowIds(first_of_job, id_steps[start:stop].reshape(shape_of_job)))
         start = stop
     return np.stack(rows, axis=1), ids_of_jobs
 

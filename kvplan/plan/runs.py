@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 import attrs
 import numpy as np
 
-from kvplan._arrays import Bools, Ints, distinct, heads, integers_in
+from kvplan._arrays import Arrays, Ints, distinct, heads, integers_in
 from kvplan.describe.axes import Segments
 from kvplan.describe.views import TOKEN, Group
 from kvplan.plan.align import period
@@ -59,7 +59,7 @@ from kvplan.plan.cells import Cell
 
 
 @attrs.frozen(eq=False)
-class Runs:
+class Runs(Arrays):
     """Runs in block 0 of their pools.
 
     Each array but ``length`` (n,) is (2, n) int64, the destination's row first. ``region`` is an
@@ -71,23 +71,6 @@ class Runs:
     block_stride: Ints
     num_blocks: Ints
     length: Ints
-
-    def take(self, indices: Ints | Bools, **changes: Ints) -> Runs:
-        """Return the runs at these indices, with some arrays replaced."""
-        arrays = {}
-        for field in attrs.fields(Runs):
-            if field.name not in changes:
-                arrays[field.name] = getattr(self, field.name)[..., indices]
-        return Runs(**arrays, **changes)
-
-    @classmethod
-    def concatenate(cls, several: Sequence[Runs]) -> Runs:
-        """Return all runs, in this order."""
-        arrays = {}
-        for field in attrs.fields(Runs):
-            columns = [getattr(each, field.name) for each in several]
-            arrays[field.name] = np.concatenate(columns, axis=-1)
-        return cls(**arrays)
 
 
 @attrs.frozen(eq=False)
@@ -122,10 +105,9 @@ class GroupRuns:
 
 
 @attrs.frozen(eq=False)
-class LongRuns:
-    """Runs of several tokens, (n,): ``block`` (2, n), ``start`` and ``stop`` as in TokenChains."""
+class LongRuns(Runs):
+    """Runs of several tokens: ``block`` (2, n), ``start`` and ``stop`` as in TokenChains."""
 
-    runs: Runs
     block: Ints
     start: Ints
     stop: Ints
@@ -135,26 +117,15 @@ class LongRuns:
         """Return every run of one token over every chain of tokens, run by run."""
         num_runs = runs.length.size
         repeated = np.repeat(np.arange(num_runs), chains.num_tokens.size)
-        longer = runs.take(
-            repeated,
+        return cls(
+            region=runs.region[:, repeated],
             offset=(runs.offset[:, :, None] + chains.offset[:, None]).reshape(2, -1),
+            block_stride=runs.block_stride[:, repeated],
+            num_blocks=runs.num_blocks[:, repeated],
             length=np.multiply.outer(runs.length, chains.num_tokens).reshape(-1),
-        )
-        return cls(
-            longer,
-            np.tile(chains.block, num_runs),
-            np.tile(chains.start, num_runs),
-            np.tile(chains.stop, num_runs),
-        )
-
-    @classmethod
-    def concatenate(cls, several: Sequence[LongRuns]) -> LongRuns:
-        """Return all runs, in this order."""
-        return cls(
-            Runs.concatenate([each.runs for each in several]),
-            np.concatenate([each.block for each in several], axis=1),
-            np.concatenate([each.start for each in several]),
-            np.concatenate([each.stop for each in several]),
+            block=np.tile(chains.block, num_runs),
+            start=np.tile(chains.start, num_runs),
+            stop=np.tile(chains.stop, num_runs),
         )
 
 
@@ -375,14 +346,13 @@ def _join_long_runs(
         none = np.zeros((2, 0), np.int64)
         no_runs = Runs(none, none, none, none, none[0])
         return GroupRuns(groups, num_positions, tokens, no_runs, none[0], none.T)
-    longer = LongRuns.concatenate(long_runs)
-    runs = longer.runs
+    runs = LongRuns.concatenate(long_runs)
     # Runs may only join in the same block pair, regions and pools. A joined run covers the
     # positions of all of them.
-    keys = [*runs.num_blocks, *runs.block_stride, *longer.block, *runs.region]
+    keys = [*runs.num_blocks, *runs.block_stride, *runs.block, *runs.region]
     order, first = find_chains(keys, runs.offset, runs.length)
-    start = np.minimum.reduceat(longer.start[order], first)
-    stop = np.maximum.reduceat(longer.stop[order], first)
+    start = np.minimum.reduceat(runs.start[order], first)
+    stop = np.maximum.reduceat(runs.stop[order], first)
     joined = runs.take(order[first], length=np.add.reduceat(runs.length[order], first))
     return GroupRuns(groups, num_positions, tokens, joined, start, _union(start, stop))
 

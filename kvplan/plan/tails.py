@@ -12,6 +12,7 @@ import numpy as np
 
 from kvplan._arrays import Ints, heads, read_only
 from kvplan._checks import instance
+from kvplan.describe.axes import contiguous, offsets_along
 from kvplan.describe.blocks import Blocks, Tokens, check_blocks
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker
@@ -73,30 +74,16 @@ def _tail(geometry: Geometry, table: Blocks, first_slot: int) -> tuple[Ints, Int
     ordinals = table.ordinals
     block, slot = divmod(first_slot, num_slots)
     slot_offsets = geometry.segments[TOKEN].at(np.arange(num_slots))
-    content_offsets, length = _content(geometry)
+    content = [axis for axis in geometry.axes if axis.name != TOKEN]
+    length, outer_axes = contiguous(content, geometry.itemsize)
     # Offsets of all contiguous runs: blocks outside, slots next, the runs of one slot inside. The
     # first block counts from `slot` on, later ones from slot 0.
     offsets_of_blocks = []
     for chosen, start in ((ordinals == block, slot), (ordinals > block, 0)):
         block_offsets = table.ids[chosen].astype(np.int64) * geometry.block_stride_bytes
         offsets = np.add.outer(block_offsets, slot_offsets[start:])
-        offsets_of_blocks.append(np.add.outer(offsets, content_offsets).reshape(-1))
+        offsets_of_blocks.append(np.add.outer(offsets, offsets_along(outer_axes)).reshape(-1))
     # Runs that continue each other are joined.
     offset = np.sort(np.concatenate(offsets_of_blocks))
     first = heads(offset[1:] == offset[:-1] + length)[: offset.size]
     return offset[first], np.diff(first, append=offset.size) * length
-
-
-def _content(geometry: Geometry) -> tuple[Ints, int]:
-    """Return the contiguous runs of one slot: their offsets, and the length that they share."""
-    offset = np.zeros(1, np.int64)
-    length = geometry.itemsize
-    for axis in sorted(geometry.axes, key=lambda axis: axis.stride_bytes):
-        if axis.name == TOKEN or axis.extent == 1:
-            continue
-        if offset.size == 1 and axis.stride_bytes == length:
-            length *= axis.extent
-        else:
-            steps = np.arange(axis.extent) * axis.stride_bytes
-            offset = np.add.outer(offset, steps).reshape(-1)
-    return offset, length

@@ -50,7 +50,7 @@ from kvplan._arrays import Ints, distinct
 from kvplan._checks import INT64_END, instance, name
 from kvplan._text import fold, meant
 from kvplan.budget import Budget
-from kvplan.describe.axes import Axis
+from kvplan.describe.axes import Axis, contiguous, offsets_along
 from kvplan.describe.views import TOKEN, Group, Region, View
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
@@ -59,7 +59,7 @@ from kvplan.plan.cells import Cell
 from kvplan.plan.pairs import assignments
 from kvplan.plan.specs import Pair
 from kvplan.plan.transfer import TransferPlan
-from kvplan.staging.copies import SOURCE, BothGroups, CopyTemplate, joined_dims
+from kvplan.staging.copies import SOURCE, BothGroups, CopyTemplate
 
 MAX_RUNS: Final = 1 << 18
 """The most runs of a frame that rule staging.S3 is applied to; larger frames are packed view by
@@ -500,7 +500,7 @@ def _packed_together(frame: Sequence[PeerView], budget: Budget) -> Pool | None:
     """
     # one element for each view: the bytes of its runs, and their number
     views = [view for _, view in frame]
-    run_bytes = list(map(_run_bytes, views))
+    run_bytes = [contiguous(view.axes, view.itemsize)[0] for view in views]
     num_runs = [view.block_bytes // length for view, length in zip(views, run_bytes, strict=True)]
     if sum(num_runs) > MAX_RUNS:
         return None
@@ -517,21 +517,11 @@ def _packed_together(frame: Sequence[PeerView], budget: Budget) -> Pool | None:
     return Pool(tuple(packed_views), run_map.num_bytes, run_map.num_bytes)
 
 
-def _run_bytes(view: View) -> int:
-    """Return the bytes of each run of a view."""
-    dims = [(axis.extent, axis.stride_bytes) for axis in view.axes]
-    run_bytes, _ = joined_dims(view.itemsize, dims)
-    return run_bytes
-
-
 def _run_starts(view: View, run_bytes: int) -> Ints:
     """Return the offset of each run of block 0."""
     # axes of smaller strides than the bytes of a run lie inside runs
-    starts = np.array(view.offset_bytes, np.int64)
-    for axis in view.axes:
-        if axis.stride_bytes >= run_bytes:
-            starts = np.add.outer(starts, np.arange(axis.extent) * axis.stride_bytes)
-    return starts.reshape(-1)
+    outer_axes = [axis for axis in view.axes if axis.stride_bytes >= run_bytes]
+    return view.offset_bytes + offsets_along(outer_axes)
 
 
 def checked_staging(local: Worker, value: str) -> Region:
