@@ -105,11 +105,13 @@ class HoldsClaims(Protocol):
 
 
 class AsksRooms(Protocol):
-    """Asks other engines for rooms: :class:`~kvplan.protocol.Rooms`."""
+    """Polls other engines for rooms: :class:`~kvplan.protocol.Rooms`."""
 
-    def want(self, reader: str, room: str, address: str, take: Callable[[Any], bool]) -> None: ...
+    def subscribe(
+        self, reader: str, room: str, address: str, deliver: Callable[[Any], bool]
+    ) -> None: ...
     def silence(self, reader: str) -> KVPlanError | None: ...
-    def forget(self, reader: str) -> None: ...
+    def unsubscribe(self, reader: str) -> None: ...
 
 
 @attrs.frozen
@@ -248,7 +250,7 @@ class Importer:
         self._requests[name(request, "name of a request")] = record
         assert self._rooms is not None
         try:
-            self._rooms.want(
+            self._rooms.subscribe(
                 self._name_of(request),
                 room,
                 address,
@@ -436,8 +438,8 @@ class Importer:
         record.move(ImportEvent.END)
         reader = self._name_of(request)
         if record.room and self._rooms is not None:
-            # nothing is taken afterwards
-            self._rooms.forget(reader)
+            # nothing is delivered afterwards
+            self._rooms.unsubscribe(reader)
         if record.found is not None and self._claims is not None:
             self._claims.end(record.found.handoff.source, record.found.handoff.lease, reader)
 

@@ -33,15 +33,15 @@ ASK_S: Final = 0.01
 
 
 @attrs.define(eq=False)
-class _WantedRoom:
-    """A room that a reader asks for: what takes its entries, and the version that it took last.
+class _Subscription:
+    """A reader's subscription to a room, and the version of the last entry delivered.
 
-    ``start`` is that of the server which has answered first. Prefill has time for another entry
-    ``until`` then.
+    ``start`` is the incarnation of the server that answered first. Prefill has ``until`` then to
+    publish another entry.
     """
 
     room: str
-    take: Callable[[Any], bool]
+    deliver: Callable[[Any], bool]
     until: float
     version: str = ""
     start: str = ""
@@ -73,65 +73,67 @@ class Rooms:
         self._ask_s: float = seconds(ask_s, "ask_s")
         self._system = instance(System, system, "system")
         self._lock = system.lock()
-        # by reader, until it is forgotten
-        self._rooms: dict[str, _WantedRoom] = {}
-        # by the server that is asked, and by reader, until the whole entry has come
-        self._wanted: dict[str, dict[str, _WantedRoom]] = {}
+        # by reader, until it unsubscribes
+        self._by_reader: dict[str, _Subscription] = {}
+        # by server and by reader, until the whole entry has come
+        self._by_server: dict[str, dict[str, _Subscription]] = {}
         self._changes: dict[str, Signal] = {}
 
-    def want(self, reader: str, room: str, address: str, take: Callable[[Any], bool]) -> None:
-        """Ask for a room until it has a whole entry, or its reader is forgotten.
+    def subscribe(
+        self, reader: str, room: str, address: str, deliver: Callable[[Any], bool]
+    ) -> None:
+        """Poll a room until it has a whole entry, or the reader unsubscribes.
 
-        ``take`` is called with each new entry, on the event loop's thread, and returns whether it
-        is whole. It must not wait or raise. Raises ``RANGE`` if too many servers are asked, and
-        ``NAME`` for one that no operator has allowed, since requests name it.
+        ``deliver`` is called with each new entry, on the event loop's thread, and returns whether
+        it is whole. It must not wait or raise. Raises ``RANGE`` for too many servers, and ``NAME``
+        for one that no operator has allowed, since requests name it.
         """
         until = self._system.monotonic() + self._timeout_s
-        having("__call__", take, "take", "a function")
-        wanted = _WantedRoom(name(room, "room"), take, until)
+        having("__call__", deliver, "deliver", "a function")
+        subscription = _Subscription(name(room, "room"), deliver, until)
         self._system.check_server(name(address, "address of a server"))
         with self._lock:
-            if address not in self._wanted:
+            if address not in self._by_server:
                 action = f"ask {address}"
-                number = len(self._wanted) + 1
+                number = len(self._by_server) + 1
                 at_most(self._max_servers, number, "servers of rooms at a time", action)
-                self._wanted[address] = {}
+                self._by_server[address] = {}
                 self._changes[address] = self._system.signal()
                 self._system.start("kvplan rooms", partial(self._run, address))
             else:
                 self._changes[address].set()
-            self._wanted[address][name(reader, "reader")] = wanted
-            self._rooms[reader] = wanted
+            self._by_server[address][name(reader, "reader")] = subscription
+            self._by_reader[reader] = subscription
 
     def silence(self, reader: str) -> KVPlanError | None:
         """Return an error if the room of a reader has got no entry in time, None if it has."""
         with self._lock:
-            wanted = self._rooms.get(name(reader, "reader"))
-        if wanted is None or self._system.monotonic() <= wanted.until:
+            subscription = self._by_reader.get(name(reader, "reader"))
+        if subscription is None or self._system.monotonic() <= subscription.until:
             return None
-        action = f"read request {wanted.room}"
+        action = f"read request {subscription.room}"
         expected = f"prefill to compute it within {self._timeout_s:g} s"
         return KVPlanError("PEER", action, expected=expected, got="nothing")
 
-    def forget(self, reader: str) -> None:
-        """Ask for a reader no more. An entry of its room is taken before that, or never."""
+    def unsubscribe(self, reader: str) -> None:
+        """Stop polling for a reader. Nothing is delivered to it after this returns."""
         with self._lock:
-            self._rooms.pop(name(reader, "reader"), None)
-            for address, readers in self._wanted.items():
+            self._by_reader.pop(name(reader, "reader"), None)
+            for address, readers in self._by_server.items():
                 if readers.pop(reader, None) is not None and not readers:
                     self._changes[address].set()
 
     async def _run(self, address: str) -> None:
-        """Ask a server for the rooms that are wanted of it, until there are none."""
+        """Poll a server for its subscriptions, until there are none."""
         changed = self._changes[address]
         while True:
             with self._lock:
-                wanted = [*self._wanted[address].values()]
-                if not wanted:
-                    del self._wanted[address], self._changes[address]
+                subscriptions = [*self._by_server[address].values()]
+                if not subscriptions:
+                    del self._by_server[address], self._changes[address]
                     return
                 asked = sorted(self._versions(address).items())
-            # a server that is asked for more has to answer each part at once
+            # too many rooms for one question: no question may hold up the next one
             wait_s = WAIT_S if len(asked) <= MAX_ASKED else 0.0
             try:
                 for start in range(0, len(asked), MAX_ASKED):
@@ -143,10 +145,10 @@ class Rooms:
                         system=self._system,
                     )
                     answer = await self._system.unless(changed, question)
-                    # another room is wanted meanwhile, which is asked for with the others
+                    # a new subscription joins the next question
                     if answer is None:
                         break
-                    self._take(address, wanted, answer)
+                    self._deliver(address, subscriptions, answer)
                 else:
                     await self._system.sleep(self._ask_s)
             except KVPlanError as error:
@@ -154,31 +156,33 @@ class Rooms:
                 await self._system.sleep(RETRY_S)
 
     def _versions(self, address: str) -> dict[str, str]:
-        """Return the version of each room that all its readers have seen, none if they differ."""
-        # a reader that has come later wants what others have seen
+        """Return the version of each room that all its readers have seen, empty if they differ."""
+        # a later reader still needs what earlier ones have seen
         versions = dict[str, str]()
-        for wanted in self._wanted[address].values():
-            version = versions.setdefault(wanted.room, wanted.version)
-            if version != wanted.version:
-                versions[wanted.room] = ""
+        for subscription in self._by_server[address].values():
+            version = versions.setdefault(subscription.room, subscription.version)
+            if version != subscription.version:
+                versions[subscription.room] = ""
         return versions
 
-    def _take(self, address: str, asked: Sequence[_WantedRoom], answer: RoomsAnswer) -> None:
-        """Give the entries of rooms to those that want them."""
+    def _deliver(self, address: str, asked: Sequence[_Subscription], answer: RoomsAnswer) -> None:
+        """Deliver new entries to the subscribed readers."""
         with self._lock:
-            for wanted in asked:
-                wanted.start = wanted.start or answer.start
-            # A reader that was forgotten meanwhile stays so.
-            readers = self._wanted[address]
-            for reader, wanted in [*readers.items()]:
-                if wanted.start not in ("", answer.start):
-                    wanted.take({"error": "its server has restarted, and lost what it had"})
+            for subscription in asked:
+                subscription.start = subscription.start or answer.start
+            # A reader may have unsubscribed while the server was asked.
+            readers = self._by_server[address]
+            for reader, subscription in [*readers.items()]:
+                if subscription.start not in ("", answer.start):
+                    subscription.deliver(
+                        {"error": "its server has restarted, and lost what it had"}
+                    )
                     del readers[reader]
                     continue
-                content = answer.contents.get(wanted.room)
-                if content is None or content.version == wanted.version:
+                content = answer.contents.get(subscription.room)
+                if content is None or content.version == subscription.version:
                     continue
-                wanted.version = content.version
-                wanted.until = self._system.monotonic() + self._timeout_s
-                if wanted.take(content.entry):
+                subscription.version = content.version
+                subscription.until = self._system.monotonic() + self._timeout_s
+                if subscription.deliver(content.entry):
                     del readers[reader]

@@ -114,14 +114,14 @@ class Server(Protocol):
 class Route:
     """What a server does at one path: ``answer`` gets a body of at most ``max_bytes``.
 
-    It also gets the ``num_parts`` of the path that follow the route's own. It raises
+    It also gets the ``num_segments`` of the path that follow the route's own. It raises
     :class:`~kvplan.KVPlanError` for what it refuses. It must not block; a coroutine function may
     await, and is cancelled where the peer hangs up.
     """
 
     answer: Callable[..., bytes | Coroutine[Any, Any, bytes]]
     max_bytes: int = 0
-    num_parts: int = 0
+    num_segments: int = 0
 
     __repr__ = brief_repr
 

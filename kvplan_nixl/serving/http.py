@@ -284,7 +284,7 @@ class Server:
                 raise _RefusedError(421, f"the question was for {proof.server}, not {address}")
             _, label, *parts = target.split("/")
             route = self._routes.get(f"{method} /{label}")
-            if route is None or len(parts) != route.num_parts:
+            if route is None or len(parts) != route.num_segments:
                 raise _RefusedError(404)
             if head.num_bytes > route.max_bytes:
                 raise _RefusedError(413)

@@ -79,7 +79,7 @@ class Stage:
 
     @classmethod
     def of_path(cls, room: str, index: str, number: str, attempt: str) -> Stage:
-        """Read the parts of a path. Raises ValueError for what is no stage."""
+        """Read the segments of a path. Raises ValueError for what is no stage."""
         num_stages = integer(int(number), "number of stages", low=1, high=MAX_STAGES + 1)
         return cls(
             integer(int(room), "room", high=ROOM_END),
@@ -173,9 +173,9 @@ class BootstrapServer:
         self._num_bytes = 0
         self._answers = RoomAnswers(self._content_of, system)
         routes = {
-            "POST /publish": Route(self._publish, MAX_ENTRY_BYTES, num_parts=6),
-            "POST /withdraw": Route(self._withdraw, num_parts=5),
-            "POST /ask": Route(self._answers.answer, MAX_QUESTION_BYTES, num_parts=1),
+            "POST /publish": Route(self._publish, MAX_ENTRY_BYTES, num_segments=6),
+            "POST /withdraw": Route(self._withdraw, num_segments=5),
+            "POST /ask": Route(self._answers.answer, MAX_QUESTION_BYTES, num_segments=1),
         }
         self._server = system.serve(host, port, routes)
         self.address: str = f"{host}:{self._server.port}"
@@ -184,8 +184,8 @@ class BootstrapServer:
         """Stop serving."""
         self._server.close()
 
-    def _publish(self, body: bytes, *parts: str) -> bytes:
-        *place, lease, owner = parts
+    def _publish(self, body: bytes, *segments: str) -> bytes:
+        *place, lease, owner = segments
         # the path has everything that the server needs to know
         stage = Stage.of_path(*place)
         # in ASCII, of which each character takes a byte of memory
@@ -228,8 +228,8 @@ class BootstrapServer:
             raise KVPlanError("NAME", f"use room {number}", expected=expected, got="another one")
         return room
 
-    def _withdraw(self, _: bytes, *parts: str) -> bytes:
-        *place, owner = parts
+    def _withdraw(self, _: bytes, *segments: str) -> bytes:
+        *place, owner = segments
         stage = Stage.of_path(*place)
         room = self._room(stage.room, owner)
         self._num_bytes -= room.num_bytes

@@ -157,14 +157,14 @@ class FromSglang(_WithRooms):
         await self._on_loop(ask(address, [room], key=self.system.access.key, system=self.system))
         published: Future[Mapping[str, Any]] = Future()
 
-        def take(entry: Mapping[str, Any]) -> bool:
+        def deliver(entry: Mapping[str, Any]) -> bool:
             is_whole = not is_part(entry)
             if is_whole:
                 published.set_result(entry)
             return is_whole
 
         name = f"{room}"
-        self._rooms.want(name, name, address, take)
+        self._rooms.subscribe(name, name, address, deliver)
         waiting = asyncio.wrap_future(published)
         try:
             await asyncio.wait((waiting, computing), return_when=asyncio.FIRST_COMPLETED)
@@ -173,8 +173,8 @@ class FromSglang(_WithRooms):
                 raise proxy.bad_gateway("SGLang's prefill has published no cache of the prompt")
             entry = waiting.result()
         finally:
-            # nothing is taken afterwards
-            self._rooms.forget(name)
+            # nothing is delivered afterwards
+            self._rooms.unsubscribe(name)
             waiting.cancel()
         if "handoff" not in entry:
             raise proxy.bad_gateway(f"room {room} has no handoff: {entry.get('error')}")

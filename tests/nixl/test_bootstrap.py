@@ -48,7 +48,7 @@ def wanted(rooms: Rooms, room: int, address: str) -> Queue[object]:
         entries.put_nowait(entry)
         return True
 
-    rooms.want(f"reader of {room}", f"{room}", address, take)
+    rooms.subscribe(f"reader of {room}", f"{room}", address, take)
     return entries
 
 
@@ -65,7 +65,7 @@ def test_a_forgotten_room_is_not_found(server: BootstrapServer) -> None:
     """A request that was aborted leaves nothing behind."""
     rooms = Rooms(LOGGER, KEY, Driver())
     forgotten, other = wanted(rooms, 7, server.address), wanted(rooms, 8, server.address)
-    rooms.forget("reader of 7")
+    rooms.unsubscribe("reader of 7")
     publish(server.address, 7, {})
     publish(server.address, 8, {"token": 2})
     assert other.get(timeout=10) == {"token": 2}
@@ -79,7 +79,7 @@ def test_a_server_that_does_not_answer(server: BootstrapServer) -> None:
     publish(server.address, 7, {"token": 3})
     assert other.get(timeout=10) == {"token": 3}
     assert dead.empty()
-    rooms.forget("reader of 6")
+    rooms.unsubscribe("reader of 6")
     with pytest.raises(KVPlanError, match="PEER"):
         ask(DEAD, [6])
 
@@ -206,7 +206,7 @@ def test_many_rooms_are_asked_for_in_parts(server: BootstrapServer) -> None:
     for room in [*queues][::80]:
         assert queues[room].get(timeout=10) == {"token": room}
     for room in queues:
-        rooms.forget(f"reader of {room}")
+        rooms.unsubscribe(f"reader of {room}")
 
 
 def test_long_entries_come_one_after_the_other(server: BootstrapServer) -> None:
@@ -225,7 +225,7 @@ def test_few_servers_are_asked(server: BootstrapServer) -> None:
     wanted(rooms, 7, server.address)
     with pytest.raises(KVPlanError, match=r"RANGE: cannot ask 127.0.0.1:1: expected at most 1 servers of rooms"):
         wanted(rooms, 8, DEAD)
-    rooms.forget("reader of 7")
+    rooms.unsubscribe("reader of 7")
 
 
 @pytest.mark.parametrize("address", [DEAD, "127.0.0.1:x", "127.0.0.1:-1", "[::1"])

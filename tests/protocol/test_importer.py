@@ -56,14 +56,14 @@ class World:
     def refusal(self, source: Source, lease: str, reader: str) -> KVPlanError | None:
         return self.refused.get(lease)
 
-    def want(self, reader: str, room: str, address: str, take: Callable[[Any], bool]) -> None:
-        self.takes[reader] = take
+    def subscribe(self, reader: str, room: str, address: str, deliver: Callable[[Any], bool]) -> None:
+        self.takes[reader] = deliver
 
     def silence(self, reader: str) -> KVPlanError | None:
         is_late = reader in self.overdue
         return KVPlanError("PEER", "read", expected="an entry", got="nothing") if is_late else None
 
-    def forget(self, reader: str) -> None:
+    def unsubscribe(self, reader: str) -> None:
         self.takes.pop(reader, None)
 
     def ask(self) -> None:

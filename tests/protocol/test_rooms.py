@@ -88,7 +88,7 @@ def test_an_entry_is_taken_once(server: Server) -> None:
     """Until there is another one. The server is asked for what is newer."""
     server.put("a", {"part": 1})
     rooms, taken = Rooms(logging.getLogger("test"), KEY, Driver(), ask_s=0.001), list[Any]()
-    rooms.want("r", "a", SERVER, into(taken))
+    rooms.subscribe("r", "a", SERVER, into(taken))
     server.wait(5)
     assert taken == [{"part": 1}]
     assert server.asked[0] == {"a": ""}
@@ -96,7 +96,7 @@ def test_an_entry_is_taken_once(server: Server) -> None:
     server.put("a", {"part": 2})
     server.wait(5)
     assert taken == [{"part": 1}, {"part": 2}]
-    rooms.forget("r")
+    rooms.unsubscribe("r")
 
 
 def test_a_reader_that_comes_later_gets_what_others_have_seen(server: Server) -> None:
@@ -104,21 +104,21 @@ def test_a_reader_that_comes_later_gets_what_others_have_seen(server: Server) ->
     server.put("a", {"part": 1})
     rooms = Rooms(logging.getLogger("test"), KEY, Driver(), ask_s=0.001)
     taken: dict[str, list[Any]] = {"first": [], "second": []}
-    rooms.want("first", "a", SERVER, into(taken["first"]))
+    rooms.subscribe("first", "a", SERVER, into(taken["first"]))
     server.wait(5)
-    rooms.want("second", "a", SERVER, into(taken["second"]))
+    rooms.subscribe("second", "a", SERVER, into(taken["second"]))
     server.wait(5)
     assert taken == {"first": [{"part": 1}], "second": [{"part": 1}]}
     assert server.asked[-1] == {"a": "version 1"}
-    rooms.forget("first")
-    rooms.forget("second")
+    rooms.unsubscribe("first")
+    rooms.unsubscribe("second")
 
 
 def test_prefill_has_time_for_each_entry(server: Server) -> None:
     """Each new entry gives it as much time again; of a reader that is forgotten nothing is expected."""
     clock, taken = Clock(), list[Any]()
     rooms = Rooms(logging.getLogger("test"), KEY, clock, timeout_s=60.0, ask_s=0.001)
-    rooms.want("r", "a", SERVER, into(taken))
+    rooms.subscribe("r", "a", SERVER, into(taken))
     server.wait(3)
     clock.now = 50.0
     server.put("a", {"part": 1})
@@ -129,7 +129,7 @@ def test_prefill_has_time_for_each_entry(server: Server) -> None:
         error = rooms.silence("r")
         found.append(error and str(error))
     assert found == [None, "PEER: cannot read request a: expected prefill to compute it within 60 s, got nothing"]
-    rooms.forget("r")
+    rooms.unsubscribe("r")
     assert rooms.silence("r") is None
 
 
@@ -157,19 +157,19 @@ def test_what_is_no_entry_is_an_error() -> None:
 def test_a_server_that_has_restarted_has_lost_the_room(server: Server) -> None:
     """Its prefill has restarted too: the request fails at once, and one that comes later asks the new start."""
     rooms, before, after = Rooms(logging.getLogger("test"), KEY, Driver(), ask_s=0.001), list[Any](), list[Any]()
-    rooms.want("r", "a", SERVER, into(before))
+    rooms.subscribe("r", "a", SERVER, into(before))
     server.wait(3)
     server.epoch = "b"
     deadline = time.monotonic() + 10
     while not before and time.monotonic() < deadline:
         time.sleep(0.001)
     assert [entry.keys() for entry in before] == [{"error"}]
-    rooms.want("s", "a", SERVER, into(after))
+    rooms.subscribe("s", "a", SERVER, into(after))
     server.put("a", {"part": 1})
     server.wait(3)
     assert after == [{"part": 1}]
     assert len(before) == 1
-    rooms.forget("s")
+    rooms.unsubscribe("s")
 
 
 @pytest.fixture
@@ -208,10 +208,10 @@ def test_a_reader_asks_once_until_there_is_news(listener: Listener, monkeypatch:
 
     monkeypatch.setattr(module, "ask_again", ask)
     rooms, taken = Rooms(logging.getLogger("test"), KEY, Driver()), list[Any]()
-    rooms.want("r", "a", listener.source.address, into(taken))
+    rooms.subscribe("r", "a", listener.source.address, into(taken))
     while not listener.rooms.answers._waiting:
         time.sleep(0.001)
-    rooms.want("s", "b", listener.source.address, into(taken))
+    rooms.subscribe("s", "b", listener.source.address, into(taken))
     while {*listener.rooms.answers._waiting} != {"a", "b"}:
         time.sleep(0.001)
     time.sleep(0.1)
@@ -220,8 +220,8 @@ def test_a_reader_asks_once_until_there_is_news(listener: Listener, monkeypatch:
     assert len(asked) <= 2
     # what was asked first has gone, since its connection has ended
     assert {len(signals) for signals in listener.rooms.answers._waiting.values()} == {1}
-    rooms.forget("r")
-    rooms.forget("s")
+    rooms.unsubscribe("r")
+    rooms.unsubscribe("s")
     while listener.rooms.answers._waiting:
         time.sleep(0.001)
 

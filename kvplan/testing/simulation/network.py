@@ -178,7 +178,7 @@ class VirtualServer:
         _, label, *parts = path.split("/")
         route = self.routes.get(f"{'GET' if sent is None else 'POST'} /{label}")
         # as the real server, which has no such page
-        if route is None or len(parts) != route.num_parts:
+        if route is None or len(parts) != route.num_segments:
             reply((404, b""))
             return
 
