@@ -1,4 +1,4 @@
-"""What :class:`~kvplan.protocol.Reads` knows of a request: its parts, and the read under way."""
+"""What :class:`~kvplan.protocol.Reads` knows of a request: its reads, and the one under way."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Digest = Callable[[Request], Mapping[str, Any]]
 
 
 @attrs.define(eq=False)
-class RequestParts:
-    """The parts of a request that are read one after the other; most requests have one.
+class RequestReads:
+    """The partial reads of a request, done one after the other; most requests have one.
 
-    ``waiting`` are to be read, and ``results`` are of those that have ended. No other part comes
-    once ``has_last``. ``error`` is the first reason to fail. A part ``is_under_way`` until its
-    result has come, and ``is_moving`` if bytes of it may move.
+    ``waiting`` have not started, and ``results`` are of those that have ended. No more come once
+    ``has_last``. ``error`` is the first reason to fail. A read ``is_under_way`` until it has a
+    result, and ``is_moving`` if its bytes may move.
     """
 
     waiting: deque[Read] = attrs.field(factory=deque)
@@ -39,7 +39,7 @@ class RequestParts:
     is_reported_late: bool = False
 
     def result(self, request: str) -> ReadResult:
-        """Return the result of all parts together."""
+        """Return the result of all reads together."""
         return ReadResult(
             request=request,
             error=self.error,

@@ -5,8 +5,8 @@
   caller's thread only.
 - read.R2: A request is reported once, when none of its bytes can move any more, with an error or
   without. Until then its blocks must stay, also where :meth:`Reads.late` says before that it has
-  failed. One that comes in parts, while prefill computes the rest, is read part by part and
-  reported after the last: until that is named, others may come.
+  failed. While prefill computes the rest, a request comes as partial reads. They run one after the
+  other, and the request is reported after the last.
 - read.R3: What fails is one request, or those that wait for one engine. Another request to that
   engine tries again. A request that came :data:`~kvplan.protocol.system.RETRY_S` after a handshake
   began does not fail with it, since the network may have healed meanwhile: it shakes hands again.
@@ -62,7 +62,7 @@ from kvplan.protocol.read import (
     error_of,
     request_of,
 )
-from kvplan.protocol.read_jobs import Digest, DigestCheck, Job, PendingRead, RequestParts
+from kvplan.protocol.read_jobs import Digest, DigestCheck, Job, PendingRead, RequestReads
 from kvplan.protocol.system import RETRY_S, System
 from kvplan.staging import Pipeline, StagedTransfer
 
@@ -119,58 +119,58 @@ class Reads:
         self._num_chunks = 0
         self._last_chunk_at = 0.0
         self._posted_s = 0.0  # in this step, which begins with poll
-        self._requests: dict[str, RequestParts] = {}
+        self._requests: dict[str, RequestReads] = {}
         self._waiting: dict[Source, list[PendingRead]] = {}
         # all reads under way, and those to which something has happened since ``late`` looked
         self._jobs: dict[Job, None] = {}
         self._changed: dict[Job, None] = {}
         self._results: list[ReadResult] = []
 
-    def take(self, part: PartialRead) -> None:
+    def take(self, partial_read: PartialRead) -> None:
         """Do what an importer says of a request."""
-        if part.read is not None:
-            self.begin(part.read, is_last=part.is_last)
-        elif part.error is not None:
-            self.fail(part.request, part.error, is_last=part.is_last)
+        if partial_read.read is not None:
+            self.begin(partial_read.read, is_last=partial_read.is_last)
+        elif partial_read.error is not None:
+            self.fail(partial_read.request, partial_read.error, is_last=partial_read.is_last)
 
     def begin(self, read: Read, *, is_last: bool = True) -> None:
-        """Read a part of a request, by default all of it, when the parts before it are read.
+        """Read a request, or some of it: partial reads of a request run one after the other.
 
-        :meth:`poll` reports the request when it has ended.
+        :meth:`poll` reports the request after the one that ``is_last``.
         """
         instance(Read, read, "read")
-        parts = self._requests.setdefault(read.request, RequestParts())
-        parts.has_last = instance(bool, is_last, "is_last")
-        parts.waiting.append(read)
-        self._begin_next(parts)
+        reads = self._requests.setdefault(read.request, RequestReads())
+        reads.has_last = instance(bool, is_last, "is_last")
+        reads.waiting.append(read)
+        self._start_next(reads)
 
     def fail(self, request: str, error: KVPlanError, *, is_last: bool = True) -> None:
         """Report a request that cannot be read, when what is under way has ended.
 
-        If that is not said of its last part, others may still come, of which none is read.
+        Unless this ``is_last``, more partial reads may come; none of them is done.
         """
-        parts = self._requests.setdefault(name(request, "name of a request"), RequestParts())
+        reads = self._requests.setdefault(name(request, "name of a request"), RequestReads())
         instance(KVPlanError, error, "error of a read")
-        parts.has_last = instance(bool, is_last, "is_last")
-        parts.waiting.clear()
-        if parts.is_under_way:
-            parts.error = parts.error or error
-        elif parts.error is None:
+        reads.has_last = instance(bool, is_last, "is_last")
+        reads.waiting.clear()
+        if reads.is_under_way:
+            reads.error = reads.error or error
+        elif reads.error is None:
             # nothing is read, but this logs and reports the reason
-            parts.is_under_way = True
+            reads.is_under_way = True
             self._report(ReadResult(request, error.with_details(request=request)))
 
     def is_moving(self, request: str) -> bool:
         """Return whether bytes of a request may move now, also if it has failed."""
         return request in self._requests and self._requests[request].is_moving
 
-    def _begin_next(self, parts: RequestParts) -> None:
-        """Begin the next part, if none is under way and none has failed."""
-        if parts.error is not None:
-            parts.waiting.clear()
-        elif parts.waiting and not parts.is_under_way:
-            parts.is_under_way = parts.is_moving = True
-            self._begin(parts.waiting.popleft())
+    def _start_next(self, reads: RequestReads) -> None:
+        """Start the next partial read, if none is under way and none has failed."""
+        if reads.error is not None:
+            reads.waiting.clear()
+        elif reads.waiting and not reads.is_under_way:
+            reads.is_under_way = reads.is_moving = True
+            self._begin(reads.waiting.popleft())
 
     def _begin(self, read: Read) -> None:
         peer = self._peers.use(read.source)
@@ -183,21 +183,21 @@ class Reads:
     def poll(self) -> list[ReadResult]:
         """Continue without waiting, and return the requests that have ended since the last call."""
         for result in self._advance():
-            parts = self._requests[result.request]
-            parts.results.append(result)
-            parts.is_under_way = parts.is_moving = False
-            parts.error = parts.error or result.error
-            self._begin_next(parts)
-        # only now, since a part may have failed before it began
+            reads = self._requests[result.request]
+            reads.results.append(result)
+            reads.is_under_way = reads.is_moving = False
+            reads.error = reads.error or result.error
+            self._start_next(reads)
+        # only now: a request may fail before anything of it is read
         ended = []
-        for request, parts in [*self._requests.items()]:
-            if parts.has_last and not parts.is_under_way:
+        for request, reads in [*self._requests.items()]:
+            if reads.has_last and not reads.is_under_way:
                 del self._requests[request]
-                ended.append(parts.result(request))
+                ended.append(reads.result(request))
         return ended
 
     def _advance(self) -> list[ReadResult]:
-        """Continue all reads, and return the results of parts that have ended."""
+        """Continue all reads, and return the results of those that have ended."""
         self._posted_s = 0.0
         # handshakes first, since a request that waited begins to move in this step
         for peer in self._peers.poll():
@@ -220,21 +220,21 @@ class Reads:
     def late(self) -> dict[str, KVPlanError]:
         """Return the requests that have failed while bytes may still move, with errors.
 
-        They have lost their lease, or their connection, or other parts may come. Each is returned
+        They have lost their lease, or their connection, or more of them may come. Each is returned
         once. Its blocks must stay until :meth:`poll` reports it: when its source answers or dies.
         """
         late = self._late_jobs()
-        # the part that is late ends with an error too, which is not news then
+        # its read will end with an error too, which has been reported then
         for request in late:
             self._requests[request].is_reported_late = True
-        for request, parts in self._requests.items():
-            if parts.error is not None and not parts.is_reported_late:
-                parts.is_reported_late = True
-                late[request] = parts.error
+        for request, reads in self._requests.items():
+            if reads.error is not None and not reads.is_reported_late:
+                reads.is_reported_late = True
+                late[request] = reads.error
         return late
 
     def _late_jobs(self) -> dict[str, KVPlanError]:
-        """Return the parts that have failed while bytes may still move, each once."""
+        """Return the reads that have failed while bytes may still move, each once."""
         late = dict[str, KVPlanError]()
         for job in self._changed:
             error = job.held_error or job.lease_check.error

@@ -282,16 +282,16 @@ class Server:
             # a question to another server, which has passed it on
             if proof.server != address and head.lines.get("host") != self._announced:
                 raise _RefusedError(421, f"the question was for {proof.server}, not {address}")
-            _, label, *parts = target.split("/")
+            _, label, *segments = target.split("/")
             route = self._routes.get(f"{method} /{label}")
-            if route is None or len(parts) != route.num_segments:
+            if route is None or len(segments) != route.num_segments:
                 raise _RefusedError(404)
             if head.num_bytes > route.max_bytes:
                 raise _RefusedError(413)
             body = await self._body(reader, head.num_bytes)
             if not proof.has_body(body):
                 raise _RefusedError(400, "another body")
-            answer = route.answer(body, *parts)
+            answer = route.answer(body, *segments)
             if not isinstance(answer, bytes):
                 answer = await self._while_connected(reader, answer)
             status = 200

@@ -168,8 +168,8 @@ VLLM_ROOM_FAULTS = [
     Fault("an entry outlives its lease", Listener, "withdraw", "self.rooms.withdraw(room)", "pass", seed=0, rule="GROW"),
     Fault("blocks are lent before they are computed", Scheduler, "_publish_part", "num_tokens = request.num_computed_tokens - request.num_in_flight_tokens", "num_tokens = min(request.num_computed_tokens + 8, request.num_prompt_tokens - 1)", seed=4, rule="OWN"),
     Fault("the whole has a lease of its own", Exporter, "finish", "if not export.lease:", "if True:", seed=0, rule="CLAIM"),
-    Fault("a request is reported while a part is read", reads.Reads, "poll", "parts.has_last and not parts.is_under_way", "parts.has_last", seed=0, rule="OWN"),
-    Fault("the error of a part is forgotten", reads.Reads, "poll", "parts.error = parts.error or result.error", "parts.error = result.error"),
+    Fault("a request is reported while a part is read", reads.Reads, "poll", "reads.has_last and not reads.is_under_way", "reads.has_last", seed=0, rule="OWN"),
+    Fault("the error of a part is forgotten", reads.Reads, "poll", "reads.error = reads.error or result.error", "reads.error = result.error"),
     Fault("what is lost is finished", Exporter, "finish", "export.state is LOST or is_over", "is_over", seed=0, rule="CRASH"),
 ]  # fmt: skip
 
@@ -232,7 +232,7 @@ SGLANG_FAULTS = [
     # chunks
     Fault("a page that is computed in part is read", Importer, "_read_part", "handoff.num_tokens // size * size", "-(-handoff.num_tokens // size) * size", seed=5, rule="RIGHT"),
     Fault("a chunk counts as the whole prompt", Importer, "_next", "if found.is_whole:", "if True:", seed=1, rule="RIGHT"),
-    Fault("a chunk is read while another one is", reads.Reads, "_begin_next", "elif parts.waiting and not parts.is_under_way:", "elif parts.waiting:", seed=5, rule="OWN"),
+    Fault("a chunk is read while another one is", reads.Reads, "_start_next", "elif reads.waiting and not reads.is_under_way:", "elif reads.waiting:", seed=5, rule="OWN"),
     Fault("a request that is given up keeps its lease", Exporter, "abort", "self.leases.revoke(export.lease)", "pass", seed=38, rule="GROW"),
     Fault("a lease that begins early never ends", Leases, "begin_first", "now = self._system.monotonic()", "now = math.inf", seed=0, rule="END"),
     # pages
@@ -257,7 +257,7 @@ SENT_AGAIN_FAULTS = [
 ]  # fmt: skip
 SENT_AGAIN_ROOM_FAULTS = [
     Fault("parts of another attempt count", room_contents.Published, "of_entry", "earlier.leases != leases", "False", seed=7, rule="GROW"),
-    Fault("a request that failed is reported while parts come", reads.Reads, "poll", "parts.has_last and not", "(parts.has_last or parts.error) and not", seed=5, rule="REPORT"),
+    Fault("a request that failed is reported while parts come", reads.Reads, "poll", "reads.has_last and not", "(reads.has_last or reads.error) and not", seed=5, rule="REPORT"),
 ]  # fmt: skip
 SENT_AGAIN_SGLANG_FAULTS = [
     Fault("chunks of another attempt count", room_contents.Published, "of_entry", "earlier.leases != leases", "False", seed=38, rule="GROW"),

@@ -175,10 +175,10 @@ class VirtualServer:
         self, path: str, sent: bytes | None, reply: Callable[[tuple[int, bytes]], None]
     ) -> None:
         """Reply with the status and the body of the answer to a question, now or later."""
-        _, label, *parts = path.split("/")
+        _, label, *segments = path.split("/")
         route = self.routes.get(f"{'GET' if sent is None else 'POST'} /{label}")
         # as the real server, which has no such page
-        if route is None or len(parts) != route.num_segments:
+        if route is None or len(segments) != route.num_segments:
             reply((404, b""))
             return
 
@@ -195,7 +195,7 @@ class VirtualServer:
                 reply((400, str(error).encode()))
 
         try:
-            answer = route.answer(sent or b"", *parts)
+            answer = route.answer(sent or b"", *segments)
         except (ValueError, TypeError, RecursionError) as error:
             reply((400, str(error).encode()))
             return
