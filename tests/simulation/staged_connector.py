@@ -27,5 +27,5 @@ class StagedConnector(LeaseConnector):
             # choose the staged plan
             setattr(reads._peers, "_fastest_plan", partial(self._plan, reads.worker))  # noqa: B010
 
-    def _plan(self, local: Worker, remotes: Sequence[Worker], budget: Budget) -> StagedPlan:
-        return staged_plan(local, tuple(remotes))
+    def _plan(self, local: Worker, remotes: Sequence[Worker], budget: Budget) -> tuple[StagedPlan, str]:
+        return staged_plan(local, tuple(remotes)), ""
