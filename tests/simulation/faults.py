@@ -301,6 +301,9 @@ FEATURE_FAULTS += [
     Fault("a rewritten answer is read", Handoff, "count_shared", "return num_tokens\n    raise", "return self.num_tokens\n    raise", seed=4, rule="OWN", features=TURNS),
     Fault("a lease is named as its request", Leases, "_grant", 'f"{request} {self._system.token_hex(LEASE_TOKEN_BYTES)}"', 'f"{request} 7"', seed=34, rule="OWN", features=Feature.REPEATS),
     Fault("a lease is named by the number of leases", Leases, "_grant", "{self._system.token_hex(LEASE_TOKEN_BYTES)}", "{len(self._leases)}", seed=47, rule="OWN", features=Feature.REPEATS),
+    Fault("a handoff of other weights is read", Handoff, "check_weights", "version != self.weights_version", "False", seed=1, rule="OWN", features=Feature.UPDATES),
+    Fault("leases stay valid when a cache is reset", Leases, "end_all", "self._leases.clear()", "pass", seed=0, rule="GROW", features=Feature.UPDATES),
+    Fault("gaps of a table move to its end", handoff, "_table_values", "blocks.ordinals - blocks.first", "range(len(blocks.ids))", seed=1, rule="RIGHT", model="windows", features=Feature.SINKS),
 ]  # fmt: skip
 FEATURE_VLLM_FAULTS = [
     Fault("answers are lent as prompts are", Scheduler, "_finish", "first_s=None if is_computed(request) else ttl_s", "first_s=None", seed=0, rule="END", features=TURNS),

@@ -231,7 +231,7 @@ def verdict(mutant: Mutant, fleets_s: float | None) -> str:
     try:
         from kvplan.testing.simulation import MODELS, Feature, LeaseConnector, Scenario, Simulation
         from tests.simulation.faults import RESEND_S
-        from tests.simulation.sglang_connector import sglang_fleets
+        from tests.simulation.sglang_connector import SGLANG_FEATURES, sglang_fleets
         from tests.simulation.staged_connector import StagedConnector
         from tests.simulation.verified_connector import VerifiedConnector
         from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
@@ -249,8 +249,7 @@ def verdict(mutant: Mutant, fleets_s: float | None) -> str:
         for simulation in chosen:
             if fleets_s is not None and time.process_time() > fleets_s:
                 return ""
-            # SGLang's engines preempt no request that they compute for others
-            features = Feature.of(seed) & (~Feature.PREEMPTION if simulation is sglang else ~Feature(0))
+            features = Feature.of(seed) & (SGLANG_FEATURES if simulation is sglang else ~Feature(0))
             is_plain = fleets_s is None or simulation in (staged, verified)
             model = "attention" if is_plain else [*MODELS][seed % len(MODELS)]
             outcome = simulation.run(Scenario.of(seed, MODELS[model], features=features))

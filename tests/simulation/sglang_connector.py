@@ -26,7 +26,16 @@ from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.protocol import Claims, Reads
 from kvplan.protocol.rooms import Rooms
-from kvplan.testing.simulation import BrokenRuleError, EngineRequest, GroupShape, Promises, Simulation, Site, StepReport
+from kvplan.testing.simulation import (
+    BrokenRuleError,
+    EngineRequest,
+    Feature,
+    GroupShape,
+    Promises,
+    Simulation,
+    Site,
+    StepReport,
+)
 from tests.simulation.stand_in import stand_in
 
 LOGGER = logging.getLogger(__name__)
@@ -58,6 +67,8 @@ VALUES = {
 PREFILL, DECODE, MANAGER, BOOTSTRAP, SETTINGS = stand_in(
     "sglang", ("prefill", "decode", "manager", "bootstrap", "settings"), VALUES
 )
+SGLANG_FEATURES = ~(Feature.PREEMPTION | Feature.UPDATES)
+"""SGLang's engines preempt no request that they compute for others, and the plugin hears of no update."""
 ASK_S = 0.2
 """Seconds between two questions about rooms, which are most of what happens while requests wait."""
 
@@ -425,6 +436,9 @@ class SglangConnector:
         """Send the first one of chunks, in all ranks."""
         for send in chunks.pop(0):
             send()
+
+    def reset(self) -> None:
+        """No fleet of SGLang resets a cache."""
 
     def is_promised(self, request: str) -> bool:
         return self._promises.take(request)

@@ -48,7 +48,7 @@ from tests.simulation.faults import (
     VLLM_ROOM_FAULTS,
     Fault,
 )
-from tests.simulation.sglang_connector import sglang_fleets
+from tests.simulation.sglang_connector import SGLANG_FEATURES, sglang_fleets
 from tests.simulation.staged_connector import StagedConnector
 from tests.simulation.verified_connector import VerifiedConnector
 from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
@@ -234,11 +234,11 @@ SWARMS = {
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("fleets", SWARMS)
 def test_all_rules_hold_in_a_swarm(fleets: str, model: str) -> None:
-    """Each fleet has a few features; SGLang's engines preempt no request that they compute for others."""
+    """Each fleet has a few features, of which SGLang's engines lack some."""
     simulation = SWARMS[fleets]()
     ends = Counter[str]()
     for seed in range(NUM_SWARM_SEEDS):
-        features = Feature.of(seed) & (~Feature.PREEMPTION if fleets == "SGLang's" else ~Feature(0))
+        features = Feature.of(seed) & (SGLANG_FEATURES if fleets == "SGLang's" else ~Feature(0))
         outcome = simulation.run(Scenario.of(seed, MODELS[model], features=features))
         assert outcome.rule == "", str(outcome)
         # a lost prefill is asked in vain by every request that a router sends to it again

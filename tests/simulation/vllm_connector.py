@@ -262,6 +262,7 @@ class VllmConnector:
         ]
         self._scheduler.set_managers(self._managers)
         self._scheduler.serve_offers(site.offers)
+        self._weights, self._version = site.weights, ""
         self._workers = [WORKER.Worker(config, cache, settings, host) for _ in site.workers]
         for worker, described, executor in zip(self._workers, site.workers, site.executors, strict=True):
             worker._reads = NamedReads(
@@ -292,7 +293,20 @@ class VllmConnector:
         """Return a request as vLLM shows it."""
         return SeenRequest(request, self._params(request))
 
+    def _name_weights(self) -> None:
+        """Tell the scheduler of other weights, with which an operator resets vLLM's prefix cache."""
+        if self._weights() != self._version:
+            self._version = self._weights()
+            self._scheduler._state.weights_named(self._version)
+            self._scheduler._state.prefix_cache_reset()
+
+    def reset(self) -> None:
+        self._scheduler._state.prefix_cache_reset()
+        self._scheduler.reset()
+        self._promises.reset()
+
     def add(self, request: EngineRequest) -> None:
+        self._name_weights()
         self._requests[request.name] = request
         self._scheduler.add(self._seen(request))
 
@@ -320,6 +334,7 @@ class VllmConnector:
         return tuple([*request.blocks.get(group.name, [])] for group in self._groups)
 
     def step(self) -> StepReport:
+        self._name_weights()
         scheduled = self._publish()
         if self._has_copies:
             self._scheduler.save(scheduled)

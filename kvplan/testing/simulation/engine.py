@@ -109,10 +109,18 @@ class EngineRequest:
         self.num_prompt = len(self.tokens)
         # the answer is known from the beginning: labels are made once
         answer = [(7 * self.tokens[-1] + number) % 50_000 for number in range(self.num_answer)]
-        self.labels = prefix_labels([*self.tokens, *answer], self.facts)
         self._answer = answer
+        self._labelled = (*self.tokens, *answer)
+        self.labels = prefix_labels(self._labelled, self.facts)
 
     _answer: list[int] = attrs.field(init=False)
+    _labelled: tuple[int, ...] = attrs.field(init=False)
+
+    def compute_with(self, version: str) -> None:
+        """Expect the bytes that weights of a version compute, which no digest tells apart."""
+        if version:
+            weights = (0, f"weights {version}")
+            self.labels = prefix_labels(self._labelled, (weights, *self.facts))
 
     def digest(self, num_tokens: int) -> str:
         """Digest the first tokens, and the facts that decide their cache too."""
@@ -154,6 +162,7 @@ class _PromptChunk:
     """Positions of a request that a step computes, maybe the last ones, and its blocks then."""
 
     request: EngineRequest
+    labels: CellLabels
     start: int
     stop: int
     blocks: Tables
@@ -197,6 +206,9 @@ class Connector(Protocol):
     def is_promised(self, request: str) -> bool:
         """Return whether a reader was told that the blocks of a request stay."""
 
+    def reset(self) -> None:
+        """Let nobody read what is lent any more: an operator resets the cache."""
+
 
 @attrs.frozen(eq=False)
 class Site:
@@ -206,7 +218,7 @@ class Site:
     worker, the one that is called ``staging``. Reads are cut into transfers of at most
     ``max_transfer_ids``. With ``keeps_answers`` the blocks of an answer are handed over too, for
     the next turn of its conversation. With ``has_copies`` others read copies of blocks, which are
-    those that each :class:`StepReport` says.
+    those that each :class:`StepReport` says. The engine computes with ``weights`` of a version.
     """
 
     host: Host
@@ -219,6 +231,7 @@ class Site:
     max_transfer_ids: int = MAX_TRANSFER_IDS
     keeps_answers: bool = False
     has_copies: bool = False
+    weights: Callable[[], str] = str
 
     def connections(self, executor: VirtualExecutor) -> Connections:
         """Return how workers of other engines become known to an executor of this one."""
@@ -291,6 +304,11 @@ class BlockPool:
             if self._num_users[block] == 0:
                 self._free[block] = None
 
+    def reset(self) -> None:
+        """Let nobody find a block that has been registered until now."""
+        self._hash_of.clear()
+        self._by_hash.clear()
+
     def register(self, block: int, block_hash: int) -> None:
         """Let others find a block by the hash of the prefix that it ends."""
         # two requests may have computed the same prefix: the first one's block is found
@@ -316,11 +334,15 @@ class Engine:
         tokens_per_step: int,
         step_s: float,
         features: Feature,
+        version: str = "",
     ) -> None:
         self._name_of = name_of
+        self._version = version
+        self._updates: list[str] = []
         self._is_async = Feature.ASYNC_STEPS in features
         self._is_preempted = Feature.PREEMPTION in features
         self._has_copies = Feature.HOST_COPIES in features
+        self._keeps_sinks = Feature.SINKS in features
         self._is_ahead = self._is_async or self._is_preempted or self._has_copies
         # what is scheduled, the steps under way, and blocks that are free when one of them ends
         self._chunks: list[_PromptChunk] = []
@@ -369,6 +391,7 @@ class Engine:
                 max_ids,
                 keeps_answers,
                 self._has_copies,
+                lambda: self._version,
             )
         )
         self._interval_s = 0.0
@@ -396,6 +419,11 @@ class Engine:
     def note_turn(self, name: str) -> None:
         """Note that a request for a kept answer was sent."""
         self._kept.pop(name, None)
+
+    def update(self, version: str) -> None:
+        """Load weights of a version, or none and reset the cache alone."""
+        self._updates.append(version)
+        self._wake()
 
     def add(self, request: EngineRequest) -> None:
         """Take a request."""
@@ -447,13 +475,32 @@ class Engine:
 
     def _take_messages(self) -> None:
         """Take the requests that have arrived, and end those that nobody wants any more."""
+        for version in self._updates:
+            self._update(version)
+        self._updates.clear()
         for request in self._arrived:
+            request.compute_with(self._version)
             self.connector.add(request)
         for name in self._aborted:
             if name in self.requests:
                 self._end(self.requests[name], None, is_wanted=False)
         self._arrived.clear()
         self._aborted.clear()
+
+    def _update(self, version: str) -> None:
+        """Forget what is cached. New weights end what is computed; a reset, what is lent."""
+        self._trace(self.host.name, f"has weights {version}" if version else "resets its cache")
+        for pool in self.pools.values():
+            pool.reset()
+        if not version:
+            self.connector.reset()
+            return
+        self._version = version
+        for request in [*self.requests.values()]:
+            if request.phase is Phase.WAITING:
+                request.compute_with(version)
+            else:
+                self._end(request, None, is_wanted=False)
 
     def _admit(self) -> bool:
         """Give blocks to the requests that wait, in their order, as far as there are any."""
@@ -676,17 +723,18 @@ class Engine:
             if any(self._deferred) or self._preempt(request) is request:
                 return None
         is_last = stop == len(request.tokens)
-        return _PromptChunk(request, start, stop, request.blocks, firsts, is_last)
+        return _PromptChunk(request, request.labels, start, stop, request.blocks, firsts, is_last)
 
     def _write(self, chunk: _PromptChunk) -> None:
         """Compute positions, and check what they attend to."""
         request, start, stop, blocks = chunk.request, chunk.start, chunk.stop, chunk.blocks
+        labels = chunk.labels
         # all that the next position needs is attended to, in each worker
         for memory in self._memories:
             for group in self._groups:
                 table = blocks[group.name]
                 first = group.first_needed(start)
-                wrong = memory.wrong_position(group.name, table, request.labels, first, start)
+                wrong = memory.wrong_position(group.name, table, labels, first, start)
                 if wrong is not None:
                     position, label = wrong
                     block = table[position // self._tokens_per_block]
@@ -695,7 +743,7 @@ class Engine:
                         f"{request.name} attends to position {position} in block {block} of "
                         f"{self.host.name}, which has {self._name_of(label)}",
                     )
-                memory.write(group.name, table, request.labels, chunk.firsts[group.name], stop)
+                memory.write(group.name, table, labels, chunk.firsts[group.name], stop)
 
     def _end_chunk(self, chunk: _PromptChunk) -> None:
         """Free what a request has passed, and generate its next token or end it."""
@@ -723,8 +771,9 @@ class Engine:
         for group in self._groups:
             table = request.blocks[group.name]
             num_passed = group.first_needed(request.num_settled) // self._tokens_per_block
-            self._free({group.name: table[:num_passed]})
-            table[:num_passed] = [NULL_BLOCK] * num_passed
+            first = 1 if self._keeps_sinks and not group.is_state else 0
+            self._free({group.name: table[first:num_passed]})
+            table[first:num_passed] = [NULL_BLOCK] * len(table[first:num_passed])
 
     def _preempt(self, needy: EngineRequest) -> EngineRequest:
         """Take the blocks of the request that runs and came last, which begins again.

@@ -18,7 +18,7 @@ class Feature(enum.Flag):
     """What engines, clients and transfers of a fleet do beside the usual.
 
     >>> print(Feature.of(7))
-    Feature.HELD_TRANSFERS|LOST_ENGINES|TURNS
+    Feature.HELD_TRANSFERS|LOST_ENGINES|TURNS|SINKS
     """
 
     BURSTS = enum.auto()
@@ -68,6 +68,12 @@ class Feature(enum.Flag):
 
     HOST_COPIES = enum.auto()
     """Engines lend copies of their blocks in main memory, made when a step has computed them."""
+
+    SINKS = enum.auto()
+    """Windows keep their first block, as attention sinks do: block tables have gaps."""
+
+    UPDATES = enum.auto()
+    """Operators load other weights into all engines, one after the other, or reset caches."""
 
     @classmethod
     def of(cls, seed: int) -> Feature:

@@ -70,6 +70,7 @@ from kvplan.testing.simulation.scenario import (
     Member,
     Rival,
     Scenario,
+    Update,
     Visit,
 )
 from kvplan.testing.simulation.tasks import TaskLoop
@@ -232,6 +233,7 @@ class Fleet:
         self._numbers = Numbers.of(itertools.chain.from_iterable(self._workers.values()))
         self._members = {member.name: member for member in scenario.members}
         self._num_starts: Counter[str] = Counter()
+        self._versions: dict[str, str] = {}
         self._engines: dict[str, Engine] = {}
         self._slowest = min((member.rate for member in scenario.members), default=1.0)
         frozen_s = sum(item.ends_at - item.at for item in incidents if isinstance(item, Freeze))
@@ -314,6 +316,7 @@ class Fleet:
             self._tokens_per_step,
             self._step_s_of(member),
             self.scenario.features,
+            self._versions.get(member.name, ""),
         )
         self._trace(host.name, f"start {number}")
 
@@ -335,6 +338,18 @@ class Fleet:
             self.loop.at(incident.at, partial(self._freeze, incident))
         elif isinstance(incident, Rival):
             self.loop.at(incident.at, partial(self._rival, incident))
+        elif isinstance(incident, Update):
+            for number, name in enumerate(self._members):
+                at = incident.at + number * incident.gap_s
+                self.loop.at(at, partial(self._update, name, incident.version))
+
+    def _update(self, name: str, version: str) -> None:
+        """Update an engine, and its twin. A start that comes later has the weights too."""
+        self._versions[name] = version or self._versions.get(name, "")
+        for place in ("", ELSEWHERE):
+            engine = self._engines.get(name + place)
+            if engine is not None and not engine.host.is_dead:
+                engine.update(version)
 
     def _finish_of(self, arrival: Arrival) -> Callable[[KVPlanError | None], None]:
         """Return what checks the end of a request."""

@@ -55,6 +55,11 @@ class Promises:
         ends = self._ends.pop(self._lease_of.pop(request), {})
         return any(self._host.monotonic() < end for end in ends.values())
 
+    def reset(self) -> None:
+        """Promise nothing any more of what was granted until now."""
+        for ends in self._ends.values():
+            ends.clear()
+
     def _hear(self, path: str, sent: bytes, answer: bytes) -> None:
         """Hear a message of claims and the answer to it."""
         # handshakes promise nothing
@@ -100,7 +105,11 @@ class LeaseConnector:
         )
         logger = logging.getLogger(__name__)
         claims = Claims(logger, host)
-        self._importer = Importer(groups, claims, host.token_hex(8), KEY, to_block_end=True)
+        self._weights = site.weights
+        reader = host.token_hex(8)
+        self._importer = Importer(
+            groups, claims, reader, KEY, weights=site.weights, to_block_end=True
+        )
         self._arrived: dict[str, EngineRequest] = {}
         self._has_copies = site.has_copies
         self._keeps_answers = site.keeps_answers
@@ -246,6 +255,7 @@ class LeaseConnector:
             first_s=KEPT_S if is_answer else None,
             read_from=read_from,
             prefixes={num_prompt: request.digest(num_prompt)} if has_answer else {},
+            weights_version=self._weights(),
         )
         assert handoff is not None
         self._promises.grant(handoff.lease, request.name, 0.0 if is_answer else LEASE_S)
@@ -255,3 +265,8 @@ class LeaseConnector:
     def is_promised(self, request: str) -> bool:
         """Return whether a reader was told that the blocks of a request stay."""
         return self._promises.take(request)
+
+    def reset(self) -> None:
+        """End all leases: readers are told that they get no more."""
+        self._exporter.reset()
+        self._promises.reset()

@@ -183,7 +183,25 @@ class Rival(EngineFault):
     ends_at: float
 
 
-Incident = Arrival | Death | Freeze | Rival | Disturbance | Trouble
+@attrs.frozen
+class Update:
+    """An operator resets the caches of all engines, the next one ``gap_s`` after the last.
+
+    With a ``version`` they get weights of that name. What they compute is aborted then, and what
+    others may read of it stays; a reset alone ends that.
+    """
+
+    at: float
+    gap_s: float
+    version: str = ""
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return no engine: one may be left out."""
+        return ()
+
+
+Incident = Arrival | Death | Freeze | Rival | Update | Disturbance | Trouble
 """Something that a scenario may do without: a failure is shrunk by leaving incidents out."""
 
 
@@ -259,6 +277,8 @@ def _disturbed(incident: Incident) -> Iterator[tuple[float, float]]:
         yield incident.at, max(incident.at, incident.restarts_at or 0.0)
     elif isinstance(incident, Freeze | Rival):
         yield incident.at, incident.ends_at
+    elif isinstance(incident, Update):
+        yield incident.at, HEALED_S
     elif isinstance(incident, Disturbance) or (
         isinstance(incident, Trouble) and (incident.breaks or incident.refuses)
     ):
@@ -456,6 +476,19 @@ def _with_repeats(arrivals: list[Arrival], draw: random.Random) -> list[Arrival]
     return repeated
 
 
+def _with_updates(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Let two or three updates begin when requests are there, and end before all faults do."""
+    arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
+    updates = []
+    for number in range(draw.choice((2, 3)) if arrivals else 0):
+        at = draw.choice(arrivals).at + draw.choice((0.02, 1.0, 10.0)) * draw.random()
+        gap_s = draw.choice((0.01, 1.0)) * draw.random()
+        version = draw.choice(("", f"version {number}"))
+        if at + gap_s * len(scenario.members) < HEALED_S:
+            updates.append(Update(at, gap_s, version))
+    return attrs.evolve(scenario, incidents=(*scenario.incidents, *updates))
+
+
 def _with_restarts(scenario: Scenario, draw: random.Random) -> Scenario:
     arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
     deaths = []
@@ -479,6 +512,7 @@ _CHANGES: Final = MappingProxyType(
         Feature.RESTARTS: _with_restarts,
         Feature.TURNS: _with_turns,
         Feature.REPEATS: _arrivals(_with_repeats),
+        Feature.UPDATES: _with_updates,
     }
 )
 
