@@ -29,7 +29,7 @@ from kvplan.plan.match import Sources, match
 from kvplan.plan.rows import assign_ids
 from kvplan.plan.runs import cell_geometry, group_runs
 from kvplan.plan.series import GroupPair
-from kvplan.plan.specs import Direction, Pair, idle_pair
+from kvplan.plan.specs import NO_ROWS, Direction, Pair
 from kvplan.plan.tables import Table
 
 
@@ -130,7 +130,7 @@ def plan_pairs(
     """
     # Workers that exchange nothing keep an idle pair.
     planner = PairPlanner(direction, budget)
-    idle = {remote.key: idle_pair(remote) for remote in remotes}
+    idle = {remote.key: Pair(remote.key, NO_ROWS, NO_ROWS, ()) for remote in remotes}
     pairs = {local.key: dict(idle) for local in local_workers}
     for assignment in assigned:
         local, remote = direction.by_role(assignment.destination, assignment.source)

@@ -137,7 +137,7 @@ def group_runs(cells: Iterable[Cell]) -> tuple[GroupRuns, ...]:
         runs = _cell_runs(cell)
         destination, source = cell.sides
         by_strides = by_groups.setdefault((destination.group, source.group), {})
-        by_strides.setdefault(_strides(cell), []).append((cell, runs))
+        by_strides.setdefault(token_strides(cell), []).append((cell, runs))
     token_runs_by_groups: dict[tuple[Group, Group], list[TokenRuns]] = {}
     num_lengths = 0
     for groups, by_strides in by_groups.items():
@@ -188,11 +188,11 @@ def cell_geometry(cells: Iterable[Cell]) -> CellGeometry:
         destination, source = cell.sides
         groups = destination.group, source.group
         itemsize = destination.itemsize
-        key.append((*groups, itemsize, *_strides(cell), *layout, region_offsets.tobytes()))
+        key.append((*groups, itemsize, *token_strides(cell), *layout, region_offsets.tobytes()))
     return CellGeometry(tuple(key), base_offset)
 
 
-def _strides(cell: Cell) -> tuple[Any, ...]:
+def token_strides(cell: Cell) -> tuple[Any, ...]:
     """Return a key, equal for cells with equal strides from token to token and block to block."""
     key: list[Any] = [cell.cycle, cell.slices[TOKEN].intervals.tobytes()]
     for geometry in cell.sides:

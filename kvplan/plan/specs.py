@@ -21,7 +21,7 @@ import numpy as np
 from kvplan._arrays import Bools, Ints, heads, read_only
 from kvplan._checks import is_one_of
 from kvplan._text import shown
-from kvplan.describe.worker import Key, Worker, label_of
+from kvplan.describe.worker import Key, label_of
 from kvplan.errors import KVPlanError
 from kvplan.plan.bind import Shapes
 from kvplan.plan.series import GroupPair, Ids
@@ -30,7 +30,7 @@ from kvplan.plan.tables import Descriptors, Table
 Item = TypeVar("Item")
 
 _NO_OFFSETS: Final = (np.zeros(0, np.int64),) * 4
-_NO_ROWS: Final = Table(
+NO_ROWS: Final = Table(
     (),
     read_only(np.zeros(0, int)),
     read_only(np.zeros((0, 5), np.uint64)),
@@ -90,11 +90,6 @@ class Pair:
 
     def __repr__(self) -> str:
         return f"<Pair with {label_of(self.remote)}: {len(self.local_table.rows)} local rows>"
-
-
-def idle_pair(remote: Worker) -> Pair:
-    """Return the pair with a remote worker with which no bytes are exchanged."""
-    return Pair(remote.key, _NO_ROWS, _NO_ROWS, ())
 
 
 class IdSum(NamedTuple):

@@ -266,7 +266,11 @@ class TransferPlan:
     @cached_property
     def _group_names(self) -> tuple[frozenset[str], frozenset[str]]:
         """All groups of the local worker, and of the remotes."""
-        return _names_of_groups([self.local]), _names_of_groups(self.remotes)
+        local, remote = (
+            frozenset(group.name for worker in workers for group in worker.groups)
+            for workers in ((self.local,), self.remotes)
+        )
+        return local, remote
 
     def _check_request(
         self, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens
@@ -290,13 +294,6 @@ class TransferPlan:
         num_rows = sum(len(pair.local_table.rows) for pair in self.pairs)
         counts = f"{len(self.pairs)} remotes, {num_rows} local rows"
         return f"<TransferPlan {self.operation} {self.local.label}: {counts}>"
-
-
-def _names_of_groups(workers: Iterable[Worker]) -> frozenset[str]:
-    names = set[str]()
-    for worker in workers:
-        names.update(group.name for group in worker.groups)
-    return frozenset(names)
 
 
 def _order_of_keys(workers: Sequence[Worker]) -> list[int]:

@@ -202,7 +202,7 @@ class StagedPeer:
 
     def templates_of(self, group: Group) -> list[CopyTemplate]:
         """Return the templates of the copies from or to a group of the buffer."""
-        return [template for template in self.templates if template.groups[SOURCE] == group]
+        return [template for template in self.templates if template.sides[SOURCE].group == group]
 
 
 def source_views(cell: Cell) -> Ints:

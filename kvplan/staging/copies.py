@@ -28,11 +28,11 @@ import numpy as np
 from kvplan._arrays import Ints, distinct, integers_in, read_only
 from kvplan._text import brief_repr, count, fold
 from kvplan.budget import Budget
-from kvplan.describe.axes import Segments
 from kvplan.describe.blocks import Blocks, table_indices
 from kvplan.describe.views import TOKEN, Geometry, Group, Region
 from kvplan.plan.align import local_index, positions_between
 from kvplan.plan.cells import Cell
+from kvplan.plan.runs import token_strides
 from kvplan.plan.tables import Descriptors
 
 Origin = tuple[Region, int]
@@ -144,12 +144,11 @@ class Copy:
 class CopyTemplate:
     """The copies between two groups, for any block tables: of runs, and of single tokens.
 
-    ``groups`` are those of the copies' destination and source, of which one is a staging buffer's;
-    ``sides`` the geometry of a view of each. Of every ``period`` positions, those in ``carried``
-    move. ``boxes`` has the boxes of runs by the tokens of a run.
+    ``sides`` are the geometries of a view of the destination and of one of the source, of which one
+    is a staging buffer's. Of every ``period`` positions, those in ``carried`` move. ``boxes`` has
+    the boxes of runs by the tokens of a run.
     """
 
-    groups: BothGroups
     carried: Ints
     period: int
     sides: tuple[Geometry, Geometry]
@@ -162,7 +161,7 @@ class CopyTemplate:
         if table.scattered is None or not positions.size:
             return positions
         # the table has gaps: only the positions whose blocks it has
-        group = self.groups[DESTINATION]
+        group = self.sides[DESTINATION].group
         block_ordinals = local_index(group, positions) // group.num_slots
         return positions[np.isin(block_ordinals, table.scattered)]
 
@@ -189,8 +188,8 @@ class CopyTemplate:
 
     def _offsets(self, side: int, positions: Ints, table: Blocks) -> Ints:
         """Return how far behind an origin, the first slot of block 0, each position is."""
-        group = self.groups[side]
         geometry = self.sides[side]
+        group = geometry.group
         block_ordinals, slot = np.divmod(local_index(group, positions), group.num_slots)
         indices = table_indices(group.name, table, block_ordinals, ROLES[side])
         block_ids = table.ids[indices].astype(np.int64)
@@ -211,35 +210,31 @@ def _copy_side(
 def copy_templates(
     regions: Sequence[Region], cells: Iterable[Cell], budget: Budget
 ) -> tuple[CopyTemplate, ...]:
-    """Return the templates of the copies of cells within one worker, one for each paging."""
-    # cells of equal paging share the slots that they copy, so all their boxes form one template
+    """Return the templates of the copies of cells within one worker.
+
+    There is one for all cells of the same groups, strides and positions.
+    """
+    # such cells move the same slots of the same blocks, so all their boxes form one template
     by_paging: dict[Hashable, list[Cell]] = {}
     for cell in cells:
+        groups = [side.group for side in cell.sides]
         action = f"stage {cell.match.names[0]!r}"
         budget.spend(cell.slices[TOKEN].size, "positions of a cycle", POSITION_BYTES, action)
-        by_paging.setdefault(_paging(cell), []).append(cell)
-    return tuple([_template(regions, paged_alike, budget) for paged_alike in by_paging.values()])
-
-
-def _paging(cell: Cell) -> Hashable:
-    """Return what cells share whose positions lie in the same slots of the same blocks."""
-    sides = [(side.group, side.block_stride_bytes, _token_steps(side)) for side in cell.sides]
-    return (*sides, cell.cycle, _carried(cell).tobytes())
-
-
-def _template(regions: Sequence[Region], cells: Sequence[Cell], budget: Budget) -> CopyTemplate:
-    """Return the template of the copies that carry out cells of equal paging."""
-    first_cell = cells[0]
-    destination, source = first_cell.sides
-    run_tokens = _run_tokens(first_cell)
-    return CopyTemplate(
-        groups=(destination.group, source.group),
-        carried=_carried(first_cell),
-        period=first_cell.cycle,
-        sides=(destination, source),
-        run_tokens=run_tokens,
-        boxes={number: _boxes(regions, cells, number, budget) for number in {run_tokens, 1}},
-    )
+        by_paging.setdefault((*groups, *token_strides(cell)), []).append(cell)
+    templates = []
+    for paged_alike in by_paging.values():
+        first_cell = paged_alike[0]
+        run_tokens = _run_tokens(first_cell)
+        templates.append(
+            CopyTemplate(
+                carried=integers_in(first_cell.slices[TOKEN].intervals),
+                period=first_cell.cycle,
+                sides=first_cell.sides,
+                run_tokens=run_tokens,
+                boxes={n: _boxes(regions, paged_alike, n, budget) for n in {run_tokens, 1}},
+            )
+        )
+    return tuple(templates)
 
 
 def ordinals(group: Group, positions: Iterable[Ints]) -> Ints:
@@ -249,16 +244,6 @@ def ordinals(group: Group, positions: Iterable[Ints]) -> Ints:
     if not all_positions.size:
         return all_positions
     return distinct(local_index(group, all_positions) // group.num_slots)
-
-
-def _carried(cell: Cell) -> Ints:
-    """Return the positions of one period that move."""
-    return integers_in(cell.slices[TOKEN].intervals)
-
-
-def _token_steps(side: Geometry) -> tuple[int, ...]:
-    """Return the bytes from each slot of a block to the next."""
-    return side.segments[TOKEN].seen(0, side.group.num_slots)[1]
 
 
 def _run_tokens(cell: Cell) -> int:
@@ -331,9 +316,9 @@ def _token_boxes(cell: Cell, budget: Budget) -> Iterator[_TokenBox]:
 
 def _intervals(cell: Cell, axis: str, budget: Budget) -> list[_Interval]:
     """Return the intervals of one axis, by rule staging.S9."""
-    destination, source = (side.segments[axis] for side in cell.sides)
+    sides = [side.segments[axis] for side in cell.sides]
     # each interval looks at all segments
-    num_segments = destination.start.size + source.start.size
+    num_segments = sum(segments.start.size for segments in sides)
     number = num_segments * (len(cell.slices[axis].intervals) + num_segments)
     action = f"stage {cell.match.names[0]!r}"
     budget.spend(number, "segments of an axis", SEGMENT_BYTES, action)
@@ -341,28 +326,16 @@ def _intervals(cell: Cell, axis: str, budget: Budget) -> list[_Interval]:
     for low, high in cell.slices[axis].intervals.tolist():
         # both sides step evenly between neighbouring bounds
         bounds = {low, high}
-        bounds.update(_bounds_inside(destination, low, high))
-        bounds.update(_bounds_inside(source, low, high))
+        for segments in sides:
+            ends = [*segments.start.tolist(), *segments.stop.tolist()]
+            bounds.update(end for end in ends if low < end < high)
         for start, stop in itertools.pairwise(sorted(bounds)):
-            offsets = _offset_at(destination, start), _offset_at(source, start)
-            dim = stop - start, _stride_at(destination, start), _stride_at(source, start)
-            intervals.append(_Interval(offsets, dim))
+            (to_offset, to_layout), (from_offset, from_layout) = (
+                segments.seen(start, stop) for segments in sides
+            )
+            dim = stop - start, to_layout[3], from_layout[3]
+            intervals.append(_Interval((to_offset, from_offset), dim))
     return intervals
-
-
-def _bounds_inside(segments: Segments, low: int, high: int) -> list[int]:
-    """Return the coordinates strictly inside ``[low, high)`` at which a segment begins or ends."""
-    bounds = [*segments.start.tolist(), *segments.stop.tolist()]
-    return [bound for bound in bounds if low < bound < high]
-
-
-def _offset_at(segments: Segments, coordinate: int) -> int:
-    return int(segments.at(np.array([coordinate]))[0])
-
-
-def _stride_at(segments: Segments, coordinate: int) -> int:
-    segment = np.searchsorted(segments.start, coordinate, "right") - 1
-    return int(segments.stride[segment])
 
 
 def joined_dims(length: int, dims: Iterable[Dim]) -> BoxShape:

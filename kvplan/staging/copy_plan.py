@@ -146,12 +146,12 @@ class Entry:
     regions: tuple[Ints, Ints]
     header: Ints = attrs.field(factory=lambda: np.zeros(Field.END, np.int64))
 
-    def arrays(self) -> Iterator[tuple[tuple[int, ...], Ints]]:
-        """Yield what the device keeps, each with the fields of the header that say where it is."""
-        yield (Field.STARTS,), self.starts
+    def arrays(self) -> Iterator[tuple[int, Ints]]:
+        """Yield what the device keeps, each with the field of the header that says where it is."""
+        yield Field.STARTS, self.starts
         for side, field in enumerate(SIDES):
-            yield (field + SideField.TERMS,), self.terms[side]
-            yield (field + SideField.ORIGINS,), self.origins[side].view(np.int64)
+            yield field + SideField.TERMS, self.terms[side]
+            yield field + SideField.ORIGINS, self.origins[side].view(np.int64)
 
     def fill_header(self) -> None:
         """Write the numbers that no request changes."""
@@ -381,15 +381,14 @@ def laid_out(entries: Sequence[Entry]) -> Ints:
     arrays: list[Ints] = []
     size = 0
     for entry in entries:
-        for fields, array in entry.arrays():
+        for field, array in entry.arrays():
             values = np.ascontiguousarray(array, np.int64)
             # layers share starts and terms
             place = places.setdefault(values.tobytes(), size)
             if place == size:
                 arrays.append(values)
                 size += values.size
-            for field in fields:
-                entry.header[field] = place
+            entry.header[field] = place
     return read_only(np.concatenate(arrays)) if arrays else np.zeros(1, np.int64)
 
 

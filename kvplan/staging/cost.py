@@ -95,7 +95,7 @@ def _num_copies(template: CopyTemplate, tokens: int, window: int) -> int:
     """Return the most copies of one chunk: of runs and, where runs are cut, of single tokens."""
     run_tokens = template.run_tokens
     num_copies = num_boxes(template.boxes[run_tokens])
-    group = template.groups[DESTINATION]
+    group = template.sides[DESTINATION].group
     _, num_positions = in_slots(group, (0, tokens))
     is_state = group.tokens_per_block is None
     if is_state or not (window % run_tokens or num_positions % run_tokens):

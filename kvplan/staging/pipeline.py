@@ -251,7 +251,7 @@ class Pipeline:
         self.num_chunks += 1
         request.transfer.num_bytes += sum(copy.num_bytes for copy in chunk.copies)
         work = _Work(request, chunk)
-        work.steps = self._steps(work, chunk)
+        work.steps = self._steps(work)
         self._under_way.append(work)
         if not self._advance(work):
             self._under_way.remove(work)
@@ -266,11 +266,11 @@ class Pipeline:
             return False
         return True
 
-    def _steps(self, work: _Work, chunk: Chunk) -> Iterator[None]:
+    def _steps(self, work: _Work) -> Iterator[None]:
         """Carry out a chunk by rule staging.D3: read into its blocks, then copy into place."""
         request = work.request.transfer.request
         try:
-            for spec in chunk.specs:
+            for spec in work.chunk.specs:
                 # a peer that exchanges nothing of this chunk needs no transfer
                 if spec.local_ids.size:
                     work.transfers.append(self._executor.start(spec, request))
@@ -285,7 +285,7 @@ class Pipeline:
         if work.request.is_stopped:
             return
         try:
-            ticket = self._copier.begin(chunk.copies)
+            ticket = self._copier.begin(work.chunk.copies)
             while not self._copier.done(ticket):
                 yield
         except KVPlanError as error:
