@@ -38,7 +38,7 @@ MAX_MESSAGE_BYTES: Final = 1 << 18
 """The length of a message."""
 
 MAX_PART_BYTES: Final = MAX_MESSAGE_BYTES // 4
-"""The length of each of a message's three parts. What is left comes with the next message."""
+"""The length of each of a message's three lists. The rest comes with the next message."""
 
 MAX_NAME_BYTES: Final = 1 << 10
 """The length of a lease's or a reader's name, in UTF-8."""
@@ -80,7 +80,7 @@ def _checked_asks(leases: Any) -> tuple[str, ...]:
 
 @attrs.frozen
 class ClaimMessage:
-    """Claims to take or renew or to end, and leases to ask about, of one start of an engine.
+    """Claims to make, renew or end, and leases to ask about, of one start of an engine.
 
     Raises ``TYPE``, ``NAME`` or ``RANGE`` for a bad value.
     """
@@ -110,7 +110,7 @@ class ClaimMessage:
 
 
 def _fitting(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the first values, as many as a part of a message takes."""
+    """Return the first values, as many as one list of a message may have."""
     fitting = []
     num_bytes = 0
     for value in values:
@@ -251,7 +251,7 @@ class SourceClaims:
     def take_answer(
         self, message: ClaimMessage, answer: ClaimAnswer, now: float
     ) -> list[KVPlanError]:
-        """Take the answer to a message that was taken at ``now``, and return the refusals."""
+        """Apply the answer to a message that was sent at ``now``, and return the refusals."""
         refusals = []
         for claim, is_valid in zip(message.claims, answer.claims, strict=True):
             # A claim may have ended meanwhile.
@@ -341,7 +341,7 @@ class Claims:
     def ask(self, source: Source, lease: str) -> Pending[None]:
         """Ask once whether a lease is valid.
 
-        Fails with ``LEASE`` if it does not, and with ``PEER`` if no answer comes.
+        Fails with ``LEASE`` if it is not, and with ``PEER`` if no answer comes.
         """
         name(lease, "lease")
         instance(Source, source, "source")
@@ -391,7 +391,7 @@ class Claims:
             try:
                 answer = await send_claims(source_claims.source, message, system=self._system)
             except KVPlanError as error:
-                # Silence is logged once, when it begins.
+                # Silence is logged once, when it starts.
                 if not is_silent:
                     self._logger.warning("leases may expire: prefill does not answer: %s", error)
                 is_silent = True

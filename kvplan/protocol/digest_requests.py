@@ -109,8 +109,8 @@ class DigestRequests:
             if request in self._answers:
                 self._answers[request] = [*members(dict, digests, "digests")]
 
-    def forget(self, lease: str) -> None:
-        """Forget the requests of a lease that has ended."""
+    def drop(self, lease: str) -> None:
+        """Drop the requests of a lease that has ended."""
         with self._lock:
             for request in [*self._answers]:
                 if request.lease == lease:

@@ -13,11 +13,11 @@ of an exported request:
     ABORT        free         free         free      free
     LEASE_ENDED               lost                   free
 
-Other bytes are written into the blocks of a request that is preempted, so its lease is revoked
-first. If no reader has claimed that lease (REVOKE), the request may be published again, under a new
-lease. If a reader has (LOSE), its request fails, and this one is *lost*: it is computed to its end,
-and no engine reads it. So is one whose lease ends while it is computed. ABORT is of a request that
-will not be computed to its end.
+The blocks of a preempted request are overwritten, so its lease is revoked first. If no reader has
+claimed that lease (REVOKE), the request may be published again, under a new lease. If a reader has
+(LOSE), its request fails, and this one is *lost*: it is computed to its end, and no engine reads
+it. So is one whose lease ends while it is computed. ABORT is of a request that will not be computed
+to its end.
 
 The exporter has no thread and no socket. A connector tells it what happens to requests, publishes
 the handoffs that it returns, and frees the blocks of requests that :meth:`Exporter.step` returns.
@@ -169,10 +169,10 @@ class Exporter:
         self._num_refused = 0
 
     def open(self, request: str, room: str = "") -> None:
-        """Take a request that others may read, and may find in a room while it is computed.
+        """Export a request, in a room if readers may find it there before it is computed.
 
-        One of the same name is given up. Raises ``NAME`` if another request has the room, as
-        children of one request would.
+        An open request of the same name is aborted. Raises ``NAME`` if another request has the
+        room, as children of one request would.
         """
         self.abort(request)
         if room in self._rooms:
@@ -207,7 +207,8 @@ class Exporter:
         """Publish the positions that are computed of a request, None if these are too few more.
 
         ``blocks`` returns its tables by group, and ``prompt`` digests its first tokens.
-        ``read_from`` has the first position of groups whose first block was itself read in part.
+        ``read_from`` has the first position of groups whose first block lacks earlier ones, because
+        this engine read it itself.
         """
         export = self._requests[request]
         is_more = num_tokens - export.num_tokens >= self._early_tokens
@@ -226,7 +227,7 @@ class Exporter:
         return self._handoff(export, self._whole_groups, prompt, read_from, {}, weights_version)
 
     def revoke(self, request: str) -> None:
-        """Take back what was published, since other bytes are written into the blocks.
+        """Withdraw what was published, since its blocks will be overwritten.
 
         The request is preempted, or computed on with other weights. Do this before the step that
         writes.
@@ -275,7 +276,7 @@ class Exporter:
         return self._handoff(export, groups, prompt, read_from, prefixes, weights_version)
 
     def abort(self, request: str) -> None:
-        """Give a request up, whatever is published of it."""
+        """Export a request no more, and fail its readers."""
         export = self._requests.get(request)
         if export is None:
             return
@@ -292,7 +293,7 @@ class Exporter:
         late = dict[str, KVPlanError]()
         for request in (*ended.done, *ended.late):
             export = self._requests.get(request)
-            # one that was given up has no lease any more
+            # aborted meanwhile
             if export is None or export.state not in (PUBLISHED, PINNED):
                 continue
             self._withdraw(export.room, export.lease)

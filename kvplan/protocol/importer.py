@@ -19,8 +19,8 @@ all the same, as engines that have promised its tokens do; then workers are told
 The importer has no thread and no socket. It gives claims to ``claims`` and questions to ``rooms``,
 which keep them up; a connector tells it what the engine does and hands the parts that
 :meth:`Importer.step` returns to a :class:`~kvplan.protocol.Reads` of each worker.
-What rooms have is taken on the thread that has asked, since an engine that is paused polls nothing
-while leases end. All other calls come from the engine's thread.
+Entries of rooms are handled on the event loop's thread, since an engine that is paused polls
+nothing while leases end. All other calls come from the engine's thread.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class AsksRooms(Protocol):
 
 @attrs.frozen
 class PartialRead:
-    """What workers do next for a request: read a part of it, or report that it fails.
+    """What workers do next for a request: read some of it, or report that it fails.
 
-    No other part follows the one that ``is_last``. The first block of a group in ``partial`` lacks
+    The one that ``is_last`` is the request's last. The first block of a group in ``partial`` lacks
     positions that the source has freed: no other request may find it.
     """
 
@@ -198,7 +198,7 @@ class Importer:
         self._weights = weights
         self._to_block_end = to_block_end
         self._requests: dict[str, _Import] = {}
-        # those of which parts are read, and parts that workers were not told of
+        # requests that are being read, and partial reads for the next step
         self._reading: dict[str, _Import] = {}
         self._parts: list[PartialRead] = []
         self.read_from: dict[str, dict[str, int]] = {}
@@ -216,7 +216,7 @@ class Importer:
         num_stale: int = 0,
         min_tokens: int | None = None,
     ) -> None:
-        """Take a request with a handoff in its parameters, and claim its lease.
+        """Import a request whose parameters have a handoff, and claim its lease.
 
         ``prompt`` digests its first tokens. The last ``num_stale`` positions that it shares with
         the handoff are not read. With ``min_tokens`` the engine may compute the request instead: it
@@ -242,7 +242,7 @@ class Importer:
         num_tokens: int,
         num_left: int = 0,
     ) -> None:
-        """Take a request that prefill publishes in a room, and its number of tokens.
+        """Import a request of ``num_tokens`` that prefill publishes in a room.
 
         This engine computes the last ``num_left`` of them itself.
         """
@@ -260,14 +260,14 @@ class Importer:
             record.refusal = error
 
     def refuse(self, request: str, error: KVPlanError) -> None:
-        """Take a request that cannot be read, for a reason that the connector knows."""
+        """Fail a request for a reason that the connector knows."""
         record = self._requests.setdefault(request, _Import(lambda _: ""))
         record.refusal = record.refusal or error
 
     def _take(self, request: str, record: _Import, entry: Any) -> bool:
-        """Take what a room has, or the reason why the request fails. Return whether that is all.
+        """Note an entry of the room, or why the request fails. Return whether it is the last.
 
-        This runs on the thread that has asked, and raises nothing.
+        This runs on the event loop's thread, and raises nothing.
         """
         try:
             found = Published.of_entry(record.room, entry, self._key, record.found)
@@ -277,7 +277,7 @@ class Importer:
         except KVPlanError as error:
             record.refusal = error
             return True
-        except Exception as error:  # whatever it is, this request fails, and no others
+        except Exception as error:  # only this request fails
             expected = "an entry of this request"
             record.refusal = KVPlanError(
                 "MESSAGE", f"read room {record.room}", expected=expected, got=f"{error!r}"
@@ -418,9 +418,9 @@ class Importer:
             self._parts.append(self._last(request, error))
 
     def finish(self, request: str) -> Mapping[str, int]:
-        """Read no more of a request with which the engine is done, and forget it if it can.
+        """Read no more of a request with which the engine is done, and drop it if none is read.
 
-        Returns what :attr:`read_from` has of it. A request whose bytes may move is forgotten by
+        Returns what :attr:`read_from` has of it. A request whose bytes may move is dropped by
         :meth:`end`.
         """
         if self.look(request) in (READING, ENDING):

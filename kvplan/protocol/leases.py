@@ -154,7 +154,7 @@ class Leases:
         return lease
 
     def _drop(self, lease: str) -> _Lease | None:
-        """Forget a lease that has ended, and with the last one all times at which to look."""
+        """Drop a lease that has ended, and with the last one all times at which to look."""
         dropped = self._leases.pop(lease, None)
         if not self._leases:
             self._dues.clear()

@@ -139,7 +139,7 @@ class Listener:
 
     def withdraw(self, room: str, lease: str) -> None:
         """Withdraw the entry of a room, if there is one, and the digests of a lease that ends."""
-        self.digests.forget(name(lease, "lease"))
+        self.digests.drop(name(lease, "lease"))
         if instance(str, room, "room"):
             self.rooms.withdraw(room)
 

@@ -47,7 +47,7 @@ THIS_MACHINE: Final = ("127.0.0.1", "::1", "localhost")
 
 @attrs.frozen
 class Asked:
-    """What a question asks of which server, beside its body.
+    """What a question asks of which server, besides its body.
 
     ``host`` is the server's address as the reader was told it, ``server`` the IP address and port
     that the connection has led to, as :func:`numeric_address` writes them.

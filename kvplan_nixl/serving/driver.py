@@ -46,7 +46,7 @@ class _Process:
         self.client = Client()
         self._tasks = set[asyncio.Task[None]]()
         self._work = SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]]]()
-        # daemons, which do not keep a process that ends while an engine hangs
+        # daemons, so that a process can end while a coroutine hangs
         for target, label in (
             (self.loop.run_forever, "kvplan driver"),
             (self._compute, "kvplan work"),
@@ -70,7 +70,7 @@ class _Process:
     def start(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
         def begin() -> None:
             task = self.loop.create_task(run(), name=name)
-            # the loop alone would forget a task that only others could wake
+            # the loop has only weak references to tasks
             self._tasks.add(task)
             task.add_done_callback(self._end)
 

@@ -29,13 +29,13 @@ MAX_HEAD_BYTES: Final = 1 << 12
 """The length of a question's or answer's head, of which the signature takes most."""
 
 MAX_CONNECTIONS: Final = 1024
-"""Connections to a server. One more takes the place of another one, by :class:`_Connection`."""
+"""Connections to a server. When full, one is closed for the next, by :class:`_Connection`."""
 
 MAX_UNREAD_BYTES: Final = 1 << 26
 """The bodies that a server reads at a time."""
 
 MAX_REASON_BYTES: Final = 300
-"""The part of a refusal's reason that is passed on."""
+"""The length of a refusal's reason that is passed on."""
 
 PART_BYTES: Final = 1 << 18
 
@@ -55,7 +55,7 @@ PROOF: Final = "authorization"
 SIGNATURE: Final = "authentication-info"
 
 OF_BROWSERS: Final = frozenset({"origin", "sec-fetch-site"})
-"""Lines that browsers send, and engines do not: a page that somebody looks at asks no engine."""
+"""Lines that browsers send, and engines do not: a page in a browser must not reach an engine."""
 
 LINE: Final = re.compile(r"([A-Za-z0-9-]+):[ \t]*([\x20-\x7e]*)")
 """A line of a head, without control characters and continuations."""

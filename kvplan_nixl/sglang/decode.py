@@ -1,6 +1,6 @@
 """Decode: a request waits until prefill has published it, and then its pages are read.
 
-Prefill may publish a part of a prompt first, which is read while the rest is computed. An
+Prefill may publish a prompt in chunks; each is read while the next is computed. An
 :class:`~kvplan.protocol.importer.Importer` in each rank decides what is read, and when.
 """
 
@@ -113,18 +113,18 @@ class DecodeRank(Rank):
         self._open_rooms.add(room)
 
     def close_room(self, room: int) -> None:
-        """Let another request have a room."""
+        """Free a room for another request."""
         self._open_rooms.discard(room)
 
     def begin_read(self, name: str, room: int) -> None:
-        """Begin to read a request that has pages, if its first part is published."""
+        """Start to read a request that has pages, if prefill has published some of it."""
         self._rooms_read[name] = room
-        self._read_parts()
+        self._start_reads()
 
     def give_up(self, name: str) -> None:
         """Read no more of a request."""
         self.importer.finish(name)
-        self._read_parts()
+        self._start_reads()
 
     def forget(self, name: str) -> None:
         """Forget a request that SGLang has done with, when none of its bytes can move."""
@@ -134,13 +134,13 @@ class DecodeRank(Rank):
         self.ended.pop(name, None)
         self.importer.end(name)
 
-    def _read_parts(self) -> None:
+    def _start_reads(self) -> None:
         for part in self.importer.step():
             self.reads.take(part)
 
     def _note_ended(self) -> None:
         """Take the reads that have ended, and those that have failed while bytes may move."""
-        self._read_parts()
+        self._start_reads()
         errors = {result.request: result.error for result in self.reads.poll()}
         for name in errors:
             self._rooms_read.pop(name, None)
@@ -151,10 +151,10 @@ class DecodeRank(Rank):
 
 
 class Receiver(BaseKVReceiver):
-    """A request of one rank. All ranks ask for it and read their part of it.
+    """A request of one rank. All ranks ask for it, and each reads its shard.
 
     SGLang allocates the request's pages when it leaves ``Bootstrapping``, which is when prefill has
-    published it, in part or as a whole.
+    published some of it, or all.
     """
 
     req: Any
@@ -174,7 +174,7 @@ class Receiver(BaseKVReceiver):
         self.conclude_state: Any = None
         self._error: Exception = RuntimeError("aborted")
         self._has_room = False
-        # what to read, and the event after which nothing else writes into the pages
+        # the event after which no forward writes into the pages, and the read that waits for it
         self._next_read: tuple[Any, Callable[[], None]] | None = None
 
     def init(self, prefill_dp_rank: int) -> None:
@@ -211,7 +211,7 @@ class Receiver(BaseKVReceiver):
         if self.conclude_state is None:
             try:
                 return self._advance()
-            except Exception as error:  # whatever it is, this request fails, and no others
+            except Exception as error:  # only this request fails
                 self._fail(error)
         return self.conclude_state
 
@@ -261,7 +261,7 @@ class Receiver(BaseKVReceiver):
             self._fail(error)
 
     def _begin_read(self) -> None:
-        """Begin to read, when no forward of before can write into the pages any more."""
+        """Start to read, once no earlier forward can write into the pages."""
         if self._next_read is None:
             return
         event, begin = self._next_read
@@ -310,7 +310,7 @@ class Receiver(BaseKVReceiver):
             self.conclude_state = KVPoll.Failed
 
     def clear(self) -> None:
-        """Let another request have the room, and end the claim on the lease."""
+        """Free the room for another request, and end the claim on the lease."""
         rank = self._rank
         if self._has_room:
             rank.close_room(self._room)

@@ -1,4 +1,4 @@
-"""The part of vLLM's connector interface that kvplan's connectors have in common."""
+"""Hooks of vLLM that kvplan's connectors share."""
 
 from __future__ import annotations
 

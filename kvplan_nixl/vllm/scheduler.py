@@ -1,4 +1,4 @@
-"""The connector's part in vLLM's scheduler: prefill and decode in one.
+"""The connector in vLLM's scheduler: prefill and decode in one.
 
 It translates vLLM's hooks for an :class:`~kvplan.protocol.exporter.Exporter`, which decides what is
 pinned and published for others, and an :class:`~kvplan.protocol.importer.Importer`, which decides
@@ -175,7 +175,7 @@ class Scheduler:
             self._listener = self._exporter = None
 
     def add(self, request: Request) -> None:
-        """Take a request that has arrived: import it, or export it and shorten its prompt."""
+        """Import a request that has arrived, or export it and shorten its prompt."""
         self._import(request)
         if self._exporter is not None and self._is_exportable(request):
             self._exportable[request.request_id] = request
@@ -248,7 +248,7 @@ class Scheduler:
         )
 
     def end_reads(self, requests: Collection[str], failed: Collection[str] = ()) -> None:
-        """Take the requests whose reads have ended in all workers, and those that have failed."""
+        """End the claims of requests that all workers have read, and give up failed ones."""
         for name in failed:
             self._importer.give_up(name)
         for name in requests:
@@ -457,7 +457,7 @@ class Scheduler:
             logger.info(message, len(given), len(waiting))
 
     def end_exports(self, requests: Collection[str]) -> None:
-        """Take the requests whose blocks all workers have released."""
+        """Note that all workers have released the blocks of requests."""
         self._giving_way.difference_update(requests)
 
     def _end_exports(self, exporter: Exporter, step: KvplanMetadata) -> None:

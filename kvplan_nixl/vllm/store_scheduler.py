@@ -1,4 +1,4 @@
-"""The part of the connector to a store in vLLM's scheduler: what is loaded, and what is saved."""
+"""The store's connector in vLLM's scheduler: what is loaded, and what is saved."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ class StoreScheduler:
 def _pin_of(request: Request, settings: StoreSettings) -> tuple[bool | None, str]:
     """Return whether a request wants its prompt to stay in the store, and for whom.
 
-    Nobody may pin unless the operator has set how much.
+    Requests may pin only if the operator has set how much.
     """
     params = params_of(request)
     for label, is_pinned in ((PIN, True), (UNPIN, False)):

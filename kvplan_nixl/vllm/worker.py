@@ -1,4 +1,4 @@
-"""The connector's part in a worker of vLLM: it reads requests into the worker's cache."""
+"""The connector in a worker of vLLM: it reads requests into the worker's cache."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_a_lease_that_is_over_has_no_digests(listener: Listener, leases: Leases)
         listener.digests.ask(request)
     with pytest.raises(KVPlanError, match="PEER"):
         fetch_digests(listener.source, request, 0.2)
-    listener.digests.forget(lease)
+    listener.digests.drop(lease)
     assert listener.digests._answers == {}
     listener.digests.put(request, [{"late": 0}])
     assert listener.digests._answers == {}

@@ -204,7 +204,7 @@ STAGING_FAULTS = [
 ]  # fmt: skip
 
 DIGEST_FAULTS = [
-    Fault("digests of a lease that has ended are kept", DigestRequests, "forget", "del self._answers[request]", "pass", seed=0, rule="GROW"),
+    Fault("digests of a lease that has ended are kept", DigestRequests, "drop", "del self._answers[request]", "pass", seed=0, rule="GROW"),
 ]  # fmt: skip
 
 Receiver, Sender = DECODE.Receiver, PREFILL.Sender
@@ -218,7 +218,7 @@ SGLANG_FAULTS = [
     # rooms
     Fault("a room that failed stays open", Sender, "failure_exception", "self.clear()", "pass", seed=0, rule="GROW"),
     Fault("a room that was aborted stays open", Sender, "abort", "self.clear()", "pass", seed=0, rule="GROW"),
-    Fault("an aborted request takes its room's entry", rooms.Rooms, "forget", "readers.pop(reader, None) is not None", "False", seed=0, rule="FREE"),
+    Fault("an aborted request takes its room's entry", rooms.Rooms, "unsubscribe", "readers.pop(reader, None) is not None", "False", seed=0, rule="FREE"),
     Fault("a server that gave no answer is not asked again", rooms.Rooms, "_run", "await self._system.sleep(RETRY_S)", "return", seed=3, rule="AGAIN"),
     Fault("the oldest attempt is served", BOOTSTRAP._Room, "newest", "reversed(self.attempts.values())", "self.attempts.values()"),
     Fault("a request is published once", Sender, "_publish_until", "await system.sleep(RETRY_S)", "return"),

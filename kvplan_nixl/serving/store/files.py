@@ -8,7 +8,7 @@ NFS and killed writers do:
   following links, and files are opened, renamed, dated and deleted relative to their folder. So no
   link leads out of the store. The store's own folder may be a link.
 - store.F2: Only regular files with a shard's name are files of a store. What has another kind or
-  another name is neither read nor deleted; if it stands where a file has to be, it is renamed.
+  another name is neither read nor deleted; if it is where a file has to be, it is renamed.
 - store.F3: Files belong to the user of this process, to the owner of the store's folder, or to the
   user as whom a file system has noted this process. Files of others are not read, listed or
   deleted. If the store's folder can be written by its group, and not by everybody, files of all
