@@ -231,7 +231,8 @@ def most_segments(axes: Sequence[Axis]) -> int:
 def contiguous(axes: Iterable[Axis], itemsize: int) -> tuple[int, list[Axis]]:
     """Return the bytes of each contiguous run of elements, and the axes along which runs lie.
 
-    Runs are as long as they can be. Axes are by ascending stride.
+    Runs are as long as they can be. Axes are by ascending stride; no two elements share a byte, so
+    none behind a gap has the stride of a run.
 
     >>> head, token = Axis("head", 0, 8, 8, 4096), Axis("token", 0, 16, 16, 256)
     >>> length, outer = contiguous((head, token, Axis("dim", 0, 64, 64, 2)), 2)
@@ -241,7 +242,7 @@ def contiguous(axes: Iterable[Axis], itemsize: int) -> tuple[int, list[Axis]]:
     length = itemsize
     outer: list[Axis] = []
     for axis in sorted(axes, key=lambda axis: axis.stride_bytes):
-        if axis.stride_bytes == length and not outer:
+        if axis.stride_bytes == length:
             length *= axis.extent
         elif axis.extent > 1:
             outer.append(axis)

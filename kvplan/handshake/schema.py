@@ -187,16 +187,13 @@ def _items(node: ListOf, value: Any, path: str, findings: Findings) -> Any:
         findings.add(path, KVPlanError("RANGE", f"read {subject}", expected=expected, got=got))
         return BAD
     # a column of thousands without a problem: no path is made for each item
-    if isinstance(node.item, Integer) and _are_integers(value, node.item.high):
-        return value
+    if isinstance(node.item, Integer):
+        high = node.item.high
+        if all(type(item) is int and 0 <= item < high for item in value):
+            return value
     return [
         validate(node.item, item, f"{path}[{index}]", findings) for index, item in enumerate(value)
     ]
-
-
-def _are_integers(values: list[Any], high: int) -> bool:
-    """Return whether all values are integers in ``[0, high)``."""
-    return all(type(value) is int and 0 <= value < high for value in values)
 
 
 def _record(node: Record, value: Any, path: str, findings: Findings) -> Any:

@@ -288,17 +288,13 @@ def _boxes(
 
 
 class _TokenBox(NamedTuple):
-    """A box of one token of one tensor: its offset in the block on both sides, and its dims."""
+    """A box of one token of one tensor: its offset in the block on both sides, and its dims.
+
+    There is a dim for each axis that the box is of.
+    """
 
     offsets: tuple[int, int]
     dims: tuple[Dim, ...]
-
-
-class _Interval(NamedTuple):
-    """A range of one axis with a constant stride on both sides: where it begins, and its dim."""
-
-    offsets: tuple[int, int]
-    dim: Dim
 
 
 def _token_boxes(cell: Cell, budget: Budget) -> Iterator[_TokenBox]:
@@ -310,12 +306,12 @@ def _token_boxes(cell: Cell, budget: Budget) -> Iterator[_TokenBox]:
     for intervals in itertools.product(*intervals_by_axis):
         destination_offset = sum(interval.offsets[0] for interval in intervals)
         source_offset = sum(interval.offsets[1] for interval in intervals)
-        dims = tuple(interval.dim for interval in intervals)
+        dims = tuple(interval.dims[0] for interval in intervals)
         yield _TokenBox((destination_offset, source_offset), dims)
 
 
-def _intervals(cell: Cell, axis: str, budget: Budget) -> list[_Interval]:
-    """Return the intervals of one axis, by rule staging.S9."""
+def _intervals(cell: Cell, axis: str, budget: Budget) -> list[_TokenBox]:
+    """Return the intervals of one axis, as boxes of this axis alone, by rule staging.S9."""
     sides = [side.segments[axis] for side in cell.sides]
     # each interval looks at all segments
     num_segments = sum(segments.start.size for segments in sides)
@@ -334,7 +330,7 @@ def _intervals(cell: Cell, axis: str, budget: Budget) -> list[_Interval]:
                 segments.seen(start, stop) for segments in sides
             )
             dim = stop - start, to_layout[3], from_layout[3]
-            intervals.append(_Interval((to_offset, from_offset), dim))
+            intervals.append(_TokenBox((to_offset, from_offset), (dim,)))
     return intervals
 
 
