@@ -207,7 +207,7 @@ class PageReads:
                 ]
                 return first if chosen == candidates else self._placed(own, chosen)
             except KVPlanError:
-                # they lack something, or whoever described them has described too much
+                # they lack something, or their descriptions cannot be planned
                 continue
         return None
 

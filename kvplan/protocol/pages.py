@@ -13,7 +13,7 @@ The header has the keys ``key``, the page's name, ``stop``, the positions up to 
 ``num_bytes`` and ``digest`` of the data, and ``offer``, the description of the shard as text.
 
 The digest tells damage: torn pages, lost and swapped sectors, flipped bits. It is no signature,
-since whoever writes the data writes the digest too. SHA-256 of all bytes takes longer than reading
+since a writer of the data writes the digest too. SHA-256 of all bytes takes longer than reading
 and copying them together, so rows of 64 KiB are first folded into one, of which SHA-256 is taken:
 
 - store.D1: A row is 8192 integers of 8 bytes, little-endian; the last row is filled up with zeros.

@@ -1,6 +1,6 @@
 """SGLang's bootstrap server: it keeps what prefill has computed for a room, until decode asks.
 
-A room is the number that a request has in both engines. Whoever has computed it publishes an entry,
+A room is the number that a request has in both engines. Prefill publishes an entry there,
 a JSON object: a ``handoff``, the parameters of a :class:`~kvplan.protocol.Handoff`, and either the
 ``metadata`` that SGLang's prefill sends or the first ``token`` of the answer, which is all that
 another engine's prefill knows. An entry without either is of a prompt that is computed in part, and
@@ -8,7 +8,7 @@ another one follows. The entry is withdrawn when the request has been read.
 
 - bootstrap.B1: The server reads no entry. It keeps them as text, for a time, and in bounded memory:
   a new one is refused where there is no place, and never takes that of another room.
-- bootstrap.B2: A room belongs to who published there first, its owner. Nobody else can publish or
+- bootstrap.B2: A room belongs to who published there first, its owner. Nothing else can publish or
   withdraw there.
 - bootstrap.B3: Each pipeline stage of SGLang's prefill has block tables of its own, and publishes
   an entry with them. The room has an entry, with all block tables, once all stages have published

@@ -331,8 +331,8 @@ class StoreClient(StoreReader):
         """Keep the pages of a prefix from being evicted, for an owner. Raises ``BACKEND``.
 
         A page stays pinned until all of its owners, at most :data:`MAX_PINS`, have unpinned it. The
-        store has a digest of the owner's name, so the name can be a secret without which nobody can
-        take the pins away.
+        store has a digest of the owner's name, so a secret name protects the pins from
+        being removed by others.
         """
         pin = pin_name(owner)
         for page in self._page_names(chain, stop):

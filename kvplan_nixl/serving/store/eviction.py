@@ -254,7 +254,7 @@ class BackgroundEviction:
 
 
 def evict_beside(backend: Backend, limits: Limits, logger: Logger) -> BackgroundEviction | None:
-    """Keep a store within limits beside an engine, which logs what was evicted.
+    """Keep a store within limits while an engine runs, which logs what was evicted.
 
     Return ``None`` if there are no limits.
     """

@@ -56,7 +56,7 @@ class MemoryMover:
 
 
 def _copy(destinations: Ints, sources: Ints, num_bytes: int) -> None:
-    """Copy a number of bytes from each address to the one beside it."""
+    """Copy a number of bytes from each address to the other of its pair."""
     if num_bytes >= LONG_BYTES:
         for destination, source in zip(destinations.tolist(), sources.tolist(), strict=True):
             ctypes.memmove(destination, source, num_bytes)
