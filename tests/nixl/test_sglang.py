@@ -482,7 +482,7 @@ def test_a_request_is_staged_where_layouts_leave_short_runs(
     assert torch.equal(decode.rows(OURS), prefill.rows(THEIRS))
     receiver.clear()
     until(sender, KVPoll.Success)
-    pipeline = decode.manager.rank.reads._reads._pipeline
+    pipeline = decode.manager.rank.reads._pipeline
     assert (pipeline.num_chunks if staging_bytes else pipeline) == (1 if staging_bytes else None)
     sizes = [
         {region.name: region.size_bytes for region in side.manager.rank.memory.executor.worker.regions}
@@ -1024,7 +1024,7 @@ def test_pages_of_a_read_that_hangs_stay(
     with monkeypatch.context() as hanging:
         hanging.setattr(decode.manager.rank.memory.executor, "poll", lambda transfer: SimpleNamespace(is_settled=False))
         receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
-        while not any(job.transfers for job in decode.manager.rank.reads._reads._jobs):
+        while not any(job.transfers for job in decode.manager.rank.reads._jobs):
             assert receiver.poll() == KVPoll.Transferring
         hanging.setattr("kvplan.protocol.lease_check.ASK_S", 0.0)
         prefill.manager.rank.exporter.leases.end(
@@ -1710,9 +1710,11 @@ def test_prefill_that_computes_no_further(chunks: Chunks) -> None:
     """Decode waits for the next chunk as long as for the first one."""
     chunks.send(0, 6)
     chunks.read()
-    record = chunks.receiver._rank.importer._requests[chunks.receiver._name]
-    assert time.monotonic() < record.until < time.monotonic() + 10
-    record.until = time.monotonic()
+    subscription = chunks.receiver._rank.importer._rooms._by_reader[
+        chunks.receiver._rank.importer._name_of(chunks.receiver._name)
+    ]
+    assert time.monotonic() < subscription.until < time.monotonic() + 10
+    subscription.until = time.monotonic()
     until(chunks.receiver, KVPoll.Failed)
     with pytest.raises(KVPlanError, match=r"PEER: .* expected prefill to compute it within 10 s"):
         chunks.receiver.failure_exception()
