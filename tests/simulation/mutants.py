@@ -179,10 +179,14 @@ def _with(node: ast.AST, **fields: Any) -> ast.AST:
     return node
 
 
+def source_of(module: str) -> str:
+    """The source of a module."""
+    return Path(*module.split(".")).with_suffix(".py").read_text()
+
+
 def mutants_of(module: str) -> list[Mutant]:
     """All mutants of a module's functions."""
-    path = Path(*module.split(".")).with_suffix(".py")
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(source_of(module))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name not in TEXTS]
     nodes = [part for function in functions for part in parts(function)]
     mutants = []
@@ -293,6 +297,12 @@ def main() -> None:
     for tests in {TESTS[module] for module in modules if options.fleets is None}:
         # tests that fail in any case would notice everything
         subprocess.run([sys.executable, "-m", "pytest", *OPTIONS, *tests], check=True)
+    if options.fleets is not None:
+        # and so would fleets that break a rule in any case
+        for module in {module.rpartition(".")[0]: module for module in modules}.values():
+            text = judge(Mutant(module, 0, "", "", source_of(module)), options.fleets)
+            if text != "survives":
+                sys.exit(f"{text}: {module}, without a change")
     mutants = [mutant for module in modules for mutant in mutants_of(module)]
     print(f"{len(mutants)} mutants", flush=True)
     sample = random.Random(options.seed).sample(mutants, min(options.count, len(mutants)))
