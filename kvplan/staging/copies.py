@@ -326,10 +326,11 @@ def _intervals(cell: Cell, axis: str, budget: Budget) -> list[_TokenBox]:
             ends = [*segments.start.tolist(), *segments.stop.tolist()]
             bounds.update(end for end in ends if low < end < high)
         for start, stop in itertools.pairwise(sorted(bounds)):
-            (to_offset, to_layout), (from_offset, from_layout) = (
+            # in one segment of each side, so that a layout ends with the one stride
+            (to_offset, (*_, to_stride)), (from_offset, (*_, from_stride)) = (
                 segments.seen(start, stop) for segments in sides
             )
-            dim = stop - start, to_layout[3], from_layout[3]
+            dim = stop - start, to_stride, from_stride
             intervals.append(_TokenBox((to_offset, from_offset), (dim,)))
     return intervals
 
