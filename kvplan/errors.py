@@ -26,7 +26,10 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
         "STRIDE": "elements of one view share bytes",
         "BOUNDS": "bytes are outside their region, or an address wraps",
         "OVERLAP": "two views of one group share bytes, or lie between each other with different strides",
-        "GROUP": "a token group is paired with a state group, or with one of other tokens per slot",
+        "GROUP": (
+            "a group is impossible, or paired with one of another kind, other tokens per slot or too "
+            "few positions kept"
+        ),
         "WORKER": "the given workers do not form one engine, or one of them is given twice",
         "MODEL": "the two sides run different models",
         "TENSOR": "no source has a tensor that the destination needs",
