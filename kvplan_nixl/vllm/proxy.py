@@ -525,7 +525,9 @@ def _told(error: Exception) -> str:
     """Return what a client hears of an engine without an answer; aiohttp would begin with ssl."""
     if not isinstance(error, ClientConnectorError) or not error.os_error.errno:
         return str(error)
-    reason = os.strerror(error.os_error.errno).lower()
+    # the errors of names and of TLS have numbers of their own, and texts that are enough
+    is_system = type(error) is ClientConnectorError
+    reason = os.strerror(error.os_error.errno).lower() if is_system else error.os_error.strerror
     return f"cannot reach {error.host}:{error.port}: {reason}"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -16,12 +18,29 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPResponse, IncompleteRead
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from subprocess import PIPE
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import (
+    ClientConnectorDNSError,
+    ClientConnectorError,
+    ClientConnectorSSLError,
+    web,
+)
+from aiohttp.test_utils import make_mocked_request
 from click.testing import CliRunner
 
-from kvplan_nixl.vllm.proxy import MAX_BODY_BYTES, MAX_IDLE, MAX_PARTS, MAX_PROMPTS, main
+from kvplan_nixl.vllm.proxy import (
+    BUSY,
+    IDLE_SINCE,
+    MAX_BODY_BYTES,
+    MAX_IDLE,
+    MAX_PARTS,
+    MAX_PROMPTS,
+    main,
+    refusing,
+)
 from tests.pages import ROOT
 
 NUM_CLIENTS = 300
@@ -439,6 +458,40 @@ def test_an_engine_that_is_gone_is_a_bad_gateway(gone: str) -> None:
             assert (answer["error"]["type"], answer["error"]["code"]) == ("BadGatewayError", 502)
         assert proxy.look("/health")[0] == 502
         proxy.end()
+
+
+@pytest.mark.parametrize(
+    ("raised", "error", "reason"),
+    [
+        (
+            ClientConnectorDNSError,
+            socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+            "Name or service not known",
+        ),
+        (
+            ClientConnectorSSLError,
+            ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] wrong version number"),
+            "[SSL: WRONG_VERSION_NUMBER] wrong version number",
+        ),
+    ],
+)
+def test_names_and_tls_that_fail_are_told_in_their_own_words(
+    raised: type[ClientConnectorError], error: OSError, reason: str
+) -> None:
+    """Their errors have numbers too, which are none of the system's."""
+    key: Any = SimpleNamespace(host="prefill.example", port=8100, ssl=True)
+
+    async def fails(_: web.Request) -> web.Response:
+        raise raised(key, error)
+
+    async def ask() -> web.StreamResponse:
+        app = web.Application()
+        app[BUSY], app[IDLE_SINCE] = set(), {}
+        return await refusing(make_mocked_request("GET", "/", app=app), fails)
+
+    answer: Any = asyncio.run(ask())
+    message = json.loads(answer.text)["error"]["message"]
+    assert message == f"cannot reach prefill.example:8100: {reason}"
 
 
 def test_engines_of_a_kind_take_turns() -> None:
