@@ -173,7 +173,9 @@ class MappedExecutor(NixlExecutor):
             self._logger.info("%s is read through NIXL: %s", worker.label, ELSEWHERE)
             return
         if not handles:
-            self._through_nixl(peer, "its envelope has no handles; its own log says why")
+            self._through_nixl(
+                peer, "its envelope has no handles: map_memory is off there, or its log says why"
+            )
             return
         mapped: list[Mapped] = []
         regions: list[Region] = []

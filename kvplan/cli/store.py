@@ -111,7 +111,7 @@ def opened(location: str) -> Backend:
     return open_backend(location)
 
 
-def is_part(entry: FileEntry) -> bool:
+def is_shard(entry: FileEntry) -> bool:
     """Return whether a file has a shard of a page: pins and marks of uses have no bytes."""
     return len(entry.name.rpartition("/")[2]) == NAME_DIGITS
 
@@ -140,7 +140,7 @@ def spaces_of(backend: Backend) -> tuple[list[ModelEntry], list[str]]:
         space = spaces.setdefault(space_name, ModelEntry(space_name))
         if is_pin(shard_name):
             space.pinned.add(key)
-    files = [entry for entry in entries if is_part(entry)]
+    files = [entry for entry in entries if is_shard(entry)]
     headers = in_batches(partial(header_of, backend), files, backend.at_once)
     for entry, header in zip(files, headers, strict=True):
         # the name of a file says where it belongs, and its header what it has
@@ -286,7 +286,7 @@ def verify_files_command(location: str, delete: bool, as_json: bool) -> int:
     # all bytes are read, which takes minutes for a large store
     with progress_bar(as_json) as bar:
         bar.add_task("verify", total=None)
-        files = filter(is_part, backend.entries(unlisted))
+        files = filter(is_shard, backend.entries(unlisted))
         # a chunk of each file that is being read is in memory
         for entry, check in in_batches(
             lambda entry: (entry, check_of(backend, entry)), files, backend.at_once
