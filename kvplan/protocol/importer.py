@@ -12,15 +12,15 @@ prompt come its windows and states. :data:`TRANSITIONS` is the whole life of an 
     LAST                              ending
     END         ended      ended      ended      ended     ended
 
-A request is *ending* when workers were told of its last part, or that none follows: its blocks stay
+A request is *ending* when workers were told of its last read, or that none follows: its blocks stay
 until they say that no byte of it can move, which is END. A request that is refused may get blocks
 all the same, as engines that have promised its tokens do; then workers are told that it fails.
 
 The importer has no thread and no socket. It gives claims to ``claims`` and questions to ``rooms``,
-which keep them up; a connector tells it what the engine does and hands the parts that
-:meth:`Importer.step` returns to a :class:`~kvplan.protocol.Reads` of each worker.
-Entries of rooms are handled on the event loop's thread, since an engine that is paused polls
-nothing while leases end. All other calls come from the engine's thread.
+which keep them up; a connector tells it what the engine does and hands the partial reads that
+:meth:`Importer.step` returns to a :class:`~kvplan.protocol.Reads` of each worker. Entries of rooms
+are handled on the event loop's thread, since an engine that is paused polls nothing while leases
+end. All other calls come from the engine's thread.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Importer:
         self._requests: dict[str, _Import] = {}
         # requests that are being read, and partial reads for the next step
         self._reading: dict[str, _Import] = {}
-        self._parts: list[PartialRead] = []
+        self._partial_reads: list[PartialRead] = []
         self.read_from: dict[str, dict[str, int]] = {}
         self.siblings: set[str] = set()
         self.num_claims: int = 0
@@ -415,7 +415,7 @@ class Importer:
             action = f"read the rest of request {request!r}"
             got = "one that was given up"
             error = KVPlanError("TRANSFER", action, expected="one that goes on", got=got)
-            self._parts.append(self._last(request, error))
+            self._partial_reads.append(self._last(request, error))
 
     def finish(self, request: str) -> Mapping[str, int]:
         """Read no more of a request with which the engine is done, and drop it if none is read.
@@ -448,14 +448,14 @@ class Importer:
         for request, record in [*self._reading.items()]:
             try:
                 self._check(request, record)
-                part = self._next(request, record)
+                partial_read = self._next(request, record)
             except KVPlanError as error:
-                part = self._last(request, error)
-            if part is not None:
-                self._parts.append(part)
-        parts = self._parts
-        self._parts = []
-        return parts
+                partial_read = self._last(request, error)
+            if partial_read is not None:
+                self._partial_reads.append(partial_read)
+        partial_reads = self._partial_reads
+        self._partial_reads = []
+        return partial_reads
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -484,28 +484,28 @@ class Importer:
         return self._rooms.silence(self._name_of(request))
 
     def _next(self, request: str, record: _Import) -> PartialRead | None:
-        """Return the part that was published since the last one, None if that is nothing."""
+        """Read what was published since the last time, None if that is nothing."""
         found = record.found
         if found is None or found is record.seen:
             return None
         record.seen = found
         if found.is_whole:
-            part = self._read_whole(request, record, found.handoff)
+            last_read = self._read_whole(request, record, found.handoff)
             record.move(ImportEvent.LAST)
             del self._reading[request]
-            return part
+            return last_read
         record.move(ImportEvent.PUBLISH)
         return self._read_part(request, record, found.handoff)
 
     def _last(self, request: str, error: KVPlanError) -> PartialRead:
-        """Return the part that tells workers that a request fails."""
+        """Return the last read, which tells workers that a request fails."""
         self._reading.pop(request).move(ImportEvent.REFUSE)
         return PartialRead(request, None, error)
 
     def _read_part(self, request: str, record: _Import, handoff: Handoff) -> PartialRead | None:
-        """Read what was computed since the last part, of groups that keep all positions.
+        """Read what was computed since the last read, of groups that keep all positions.
 
-        A block that is not full comes with the next part. None if no block is full.
+        A block that is not full comes with the next read. None if no block is full.
         """
         local = {group: Blocks([]) for group in record.local}
         tokens = dict[str, Range]()

@@ -135,8 +135,8 @@ class DecodeRank(Rank):
         self.importer.end(name)
 
     def _start_reads(self) -> None:
-        for part in self.importer.step():
-            self.reads.take(part)
+        for partial_read in self.importer.step():
+            self.reads.take(partial_read)
 
     def _note_ended(self) -> None:
         """Take the reads that have ended, and those that have failed while bytes may move."""

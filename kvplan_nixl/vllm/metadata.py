@@ -34,12 +34,12 @@ class KvplanHandshakeMetadata(KVConnectorHandshakeMetadata):
 class KvplanMetadata(KVConnectorMetadata):
     """The work of all workers in one step.
 
-    ``parts`` are read. ``saves`` are blocks by group that others may read from main memory once
-    this step has computed them. ``digests`` are to be computed, of the blocks by group of each
+    ``partial_reads`` are done. ``saves`` are blocks by group that others may read from main memory
+    once this step has computed them. ``digests`` are to be computed, of the blocks by group of each
     request. The blocks of ``released`` requests are free.
     """
 
-    parts: list[PartialRead] = field(default_factory=list)
+    partial_reads: list[PartialRead] = field(default_factory=list)
     saves: dict[str, set[int]] = field(default_factory=dict)
     digests: dict[DigestRequest, Mapping[str, Blocks]] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)

@@ -421,10 +421,10 @@ class Scheduler:
         """Return the work of the workers in this step."""
         step = KvplanMetadata(self._importer.step(), self._saves)
         self._saves = {}
-        for part in step.parts:
-            for group, whole in part.partial.items():
+        for partial_read in step.partial_reads:
+            for group, whole in partial_read.partial.items():
                 if self._caches_prefixes:
-                    self._tables.leave_uncached(part.request, group, whole.first_whole)
+                    self._tables.leave_uncached(partial_read.request, group, whole.first_whole)
         self.stats.count_total("num_claims", self._importer.num_claims)
         self.stats.count_total("num_failed_notifications", self._claims.num_unanswered)
         self.stats.count_total("num_refused_claims", self._claims.num_refused)

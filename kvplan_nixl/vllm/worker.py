@@ -115,14 +115,14 @@ class Worker:
         self._released |= step.released
         for request, blocks in step.digests.items():
             self._digests[request] = [self._digest_pinned(request, blocks)]
-        for part in step.parts:
+        for partial_read in step.partial_reads:
             try:
-                if part.read is not None:
-                    self._make_room(part.read)
+                if partial_read.read is not None:
+                    self._make_room(partial_read.read)
             except KVPlanError as error:
-                self._reads.fail(part.request, error, is_last=part.is_last)
+                self._reads.fail(partial_read.request, error, is_last=partial_read.is_last)
             else:
-                self._reads.take(part)
+                self._reads.take(partial_read)
 
     def _make_room(self, read: Read) -> None:
         """Prepare the blocks of a read before any byte of it moves: it writes into the same."""

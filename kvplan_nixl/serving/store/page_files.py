@@ -24,7 +24,7 @@ from kvplan.support import having
 from kvplan.support import name as checked_name
 from kvplan_nixl.serving.store.backends import Backend, OpenFile, read_fully
 
-PIECE_BYTES: Final = 16 * ROW_BYTES
+CHUNK_BYTES: Final = 16 * ROW_BYTES
 """The bytes that are read, and digested, at a time."""
 
 MAX_DATA_BYTES: Final = 1 << 30
@@ -65,10 +65,10 @@ def read_page(name: str, file: OpenFile, file_bytes: int, memory_of: MemoryOf) -
     if file_bytes != num_bytes:
         raise damaged(name, f"a file of {num_bytes} bytes", f"{file_bytes}")
     memory = memory_of(header)
-    scratch = memoryview(b"" if memory is not None else bytearray(PIECE_BYTES))
+    scratch = memoryview(b"" if memory is not None else bytearray(CHUNK_BYTES))
     digest = DataDigest()
-    for start in range(0, header.num_bytes, PIECE_BYTES):
-        stop = min(start + PIECE_BYTES, header.num_bytes)
+    for start in range(0, header.num_bytes, CHUNK_BYTES):
+        stop = min(start + CHUNK_BYTES, header.num_bytes)
         chunk = scratch[: stop - start] if memory is None else memory[start:stop]
         if read_fully(name, file, chunk) < stop - start:
             raise damaged(name, f"{header.num_bytes} bytes of data", "fewer")
