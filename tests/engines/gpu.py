@@ -724,7 +724,7 @@ def part_of(name: str, pairs: Sequence[str], *, stand_in: bool) -> bool:
 
 
 def all_right(parts: Sequence[str], run: Callable[[str], bool]) -> bool:
-    """Runs the parts, and returns whether each was right. Those after one that fails are run too."""
+    """Runs the parts while there is time, also after one that fails. Returns whether each that ran was right."""
     are_right = True
     for part in parts:
         if is_over():
@@ -767,7 +767,7 @@ def main() -> int:
     card = "stand-in on a CPU" if stand_in else torch.cuda.get_device_name(0)
     print(f"{card}, {', '.join(versions())}, {datetime.date.today()}")
     is_right = all_right(parts, lambda part: part_of(part, options.pair, stand_in=stand_in))
-    print(f"\nbytes and tokens are {'right' if is_right else 'WRONG, or a part failed'}")
+    print(f"\nbytes and tokens of what ran are {'right' if is_right else 'WRONG, or a part failed'}")
     return int(not is_right)
 
 
