@@ -15,7 +15,7 @@ import attrs
 import pytest
 
 from kvplan import KVPlanError
-from kvplan.protocol import Claims, Leases, Listener, Source
+from kvplan.protocol import Claims, DigestRequest, Leases, Listener, Source
 from kvplan.protocol.claims import ClaimMessage
 from kvplan.protocol.listener import MAX_PARTS, Offers
 from kvplan.protocol.system import Route
@@ -64,6 +64,31 @@ def test_a_listener_that_is_closed_answers_nobody(leases: Leases) -> None:
     again = Listener("prefill", "127.0.0.1", [], leases, port=listener.source.port, system=Driver())
     assert fetch(again.source, timeout_s=10).workers == ()
     again.close()
+
+
+def test_a_listener_that_is_not_reached_is_told(leases: Leases) -> None:
+    """Offers are asked for at the address that readers get."""
+    listener = Listener("prefill", "127.0.0.1", [], leases, system=Driver())
+    Driver().run(listener.check(10))
+    listener.close()
+    with pytest.raises(KVPlanError, match="PEER: cannot reach prefill"):
+        Driver().run(listener.check(1))
+
+
+def test_what_is_withdrawn_is_gone(listener: Listener, leases: Leases) -> None:
+    """The entry of its room and the digests of its lease; those of others stay, and not all have a room."""
+    requests = {name: DigestRequest.of(leases.grant(name), {"attn": (0, 8)}) for name in ("r", "s", "t")}
+    for name, request in requests.items():
+        listener.digests.ask(request)
+        listener.digests.put(request, [{"of": name}])
+    for room in ("7", "8"):
+        listener.rooms.put(room, {"error": "of a test"})
+    listener.withdraw("7", requests["r"].lease)
+    listener.withdraw("", requests["s"].lease)
+    found = [listener.digests.ask(request) for request in requests.values()]
+    assert found == [None, None, [{"of": "t"}]]
+    answer = json.loads(Driver().run(listener.rooms.answers.answer(b'{"7": "", "8": ""}')))
+    assert answer["rooms"].keys() == {"8"}
 
 
 def test_an_answer_has_as_many_parts_as_may_be() -> None:
