@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvplan import KVPlanError
+from kvplan.cli.guides import is_guide
 from kvplan.cli.inputs import EngineInput
 from kvplan.models.engines import CONNECTOR
 from tests.pages import ROOT
@@ -94,6 +95,7 @@ ENGINE = "engine: {args: [--tensor-parallel-size, '2']}"
         pytest.param("a: &a [*a]", id="itself"),
         pytest.param("a: &a {name: x, b: *a}", id="itself, with a name"),
         pytest.param("c: &c [" + "x" * 99_999 + "]\nb: [" + "{args: *c}, " * 99 + "]", id="commands"),
+        pytest.param("c: &c vllm serve " + "x" * 99_999 + "\nb: [" + "{command: *c}, " * 99 + "]", id="engines"),
         pytest.param("a: " + "[" * 3000 + "]" * 3000, id="deep"),
     ],
 )
@@ -103,6 +105,13 @@ def test_a_guide_that_grows_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(KVPlanError) as refused:
         EngineInput.parse(f"{tmp_path / 'k8s.yaml'}", "--src")
     assert refused.value.code == "RANGE"
+
+
+def test_a_text_that_is_too_long_for_a_guide_is_a_log() -> None:
+    """It is not parsed as YAML."""
+    line = "engine: {args: [--tp-size, '2']}\n"
+    assert is_guide(line)
+    assert not is_guide(line + "# \n" * (1 << 19))
 
 
 @pytest.mark.parametrize(

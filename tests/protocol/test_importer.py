@@ -201,11 +201,11 @@ def test_a_request_fails_whose_next_part_does_not_come_in_time(world: World) -> 
     assert world.importer.look("r") is ImportState.CLAIMED
 
 
-@pytest.mark.parametrize(("num_left", "hint"), [(0, "set whole_prompt"), (1, "")])
-def test_a_prompt_without_its_last_token(world: World, num_left: int, hint: str) -> None:
-    """What to do about it is said where the engine does not compute that token itself."""
+@pytest.mark.parametrize(("num_left", "num_missing", "hint"), [(0, 1, "set whole_prompt"), (0, 2, ""), (1, 1, "")])
+def test_a_prompt_without_its_last_token(world: World, num_left: int, num_missing: int, hint: str) -> None:
+    """What to do about it is said where the engine does not compute that token itself, and no other is missing."""
     world.importer.ask("r", "room", "prefill:5600", prompt, 100, num_left)
-    world.take(handoff_of(99 - num_left, is_whole=True), is_whole=True)
+    world.take(handoff_of(100 - num_left - num_missing, is_whole=True), is_whole=True)
     error = world.importer.error_of("r")
     assert error is not None
     assert error.code == "TOKENS"
