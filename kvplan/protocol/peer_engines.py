@@ -306,7 +306,7 @@ class PeerEngines:
             if error.code != "RANGE":
                 raise
             return shared.direct, ""
-        if choice.best.strategy == "direct" and choice.refused:
+        if len(choice.options) == 1 and choice.refused:
             refusals = "; ".join(dict.fromkeys(map(str, choice.refused.values())))
             return choice.best.plan, f"{choice.best} of {USUAL_TOKENS:,} tokens; {refusals}"
         return choice.best.plan, ""
