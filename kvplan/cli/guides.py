@@ -32,9 +32,9 @@ NODE: Final = 1 << 5
 
 MAX_LEVELS: Final = 100
 
-TYPED: Final = [
+TYPED: Final = frozenset(
     f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "binary", "timestamp")
-]
+)
 """The tags of scalars of which YAML makes values."""
 
 STARTS: Final = (
@@ -84,10 +84,12 @@ def engines_of(text: str) -> dict[str, str]:
 class _Loader(yaml.SafeLoader):
     """Reads scalars as they are written: no dates, numbers or flags are made of them."""
 
-    yaml_constructors = yaml.SafeLoader.yaml_constructors | dict.fromkeys(
-        TYPED, yaml.SafeLoader.construct_yaml_str
-    )
     _level = 0
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        if node.tag in TYPED:
+            return self.construct_scalar(node)
+        return super().construct_object(node, deep)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         at_most(MAX_LEVELS, self._level, "levels of a guide", "read it")
