@@ -34,7 +34,7 @@ PLACES = st.tuples(
     st.sampled_from(["1", "2"]), st.sampled_from(STAGES), st.sampled_from(ATTEMPTS), st.sampled_from(OWNERS)
 )
 BODIES = st.sampled_from([b"{}", b'{"token": 1}', b"x" * 3000, b"", b"\xff"])
-PUBLISH = st.tuples(st.just("publish"), PLACES, st.sampled_from(LEASES), BODIES)
+PUBLISH: st.SearchStrategy[Any] = st.tuples(st.just("publish"), PLACES, st.sampled_from(LEASES), BODIES)
 ACTS = st.one_of(
     PUBLISH,
     PUBLISH.map(tuple),  # as often again
