@@ -27,14 +27,14 @@ from tests.engines.trainer import WeightsInFolder
 
 
 def count_parts(connector: Any) -> list[str]:
-    """Returns a list that gets the name of a request whenever a part of it is read."""
+    """Returns a list that gets the name of a request whenever a part of it is read that others follow."""
     names: list[str] = []
     if connector is not None:
         build = connector.build_connector_meta
 
         def build_counted(scheduled: Any) -> Any:
             step = build(scheduled)
-            names.extend(read.request for read in getattr(step, "parts", ()))
+            names.extend(read.request for read in getattr(step, "partial_reads", ()) if not read.is_last)
             return step
 
         connector.build_connector_meta = build_counted
