@@ -24,6 +24,7 @@ import attrs
 from kvplan import KVPlanError, Model, Region, Worker
 from kvplan.models.engines import engine_named, with_defaults
 from kvplan.models.options import EngineOptions
+from kvplan.plan import Cost
 from kvplan.staging import choose
 from kvplan.staging.choice import STRATEGIES
 from kvplan.staging.cost import StagedCost
@@ -59,32 +60,26 @@ TP: Final = ((1, 1), (1, 2), (2, 1), (4, 8), (8, 4), (1, 8))
 class Pieces:
     """What moves by one strategy, where ``needed_bytes`` are needed."""
 
-    lengths: Mapping[int, int]
+    moved: Cost
     needed_bytes: int
 
     @property
-    def num_pieces(self) -> int:
-        return sum(self.lengths.values())
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(length * number for length, number in self.lengths.items())
-
-    @property
     def mean_bytes(self) -> float:
-        return self.num_bytes / self.num_pieces
+        return self.moved.num_bytes / self.moved.num_descriptors
 
     @property
     def taken(self) -> float:
         """What it takes, in times of what a packing source sends."""
-        return (self.num_bytes + PIECE_BYTES * self.num_pieces) / (self.needed_bytes + PIECE_BYTES)
+        taken_bytes = self.moved.num_bytes + PIECE_BYTES * self.moved.num_descriptors
+        return taken_bytes / (self.needed_bytes + PIECE_BYTES)
 
     def __str__(self) -> str:
-        short = sum(length * number for length, number in self.lengths.items() if length < PIECE_BYTES)
+        num_bytes = self.moved.num_bytes
+        short = sum(length * number for length, number in self.moved.lengths.items() if length < PIECE_BYTES)
         mean = f"{round(self.mean_bytes / 1024, 1):,g} KiB"
-        more = f", {self.num_bytes / self.needed_bytes:.3g}x" if self.num_bytes > self.needed_bytes else ""
-        share = f" ({short / self.num_bytes:.0%})" if short else ""
-        return f"{self.num_pieces:,} of {mean}{more}{share}"
+        more = f", {num_bytes / self.needed_bytes:.3g}x" if num_bytes > self.needed_bytes else ""
+        share = f" ({short / num_bytes:.0%})" if short else ""
+        return f"{self.moved.num_descriptors:,} of {mean}{more}{share}"
 
 
 def workers(model: Model, side: str, tp: int, engine_id: str) -> tuple[Worker, ...]:
@@ -113,7 +108,7 @@ def pieces(model: Model, sides: tuple[str, str], tp: tuple[int, int], tokens: in
         cost = plan.cost(tokens)
         moved = cost.transfers if isinstance(cost, StagedCost) else cost
         needed = moved.num_bytes if needed is None else needed
-        yield Pieces(moved.lengths, needed)
+        yield Pieces(moved, needed)
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ from kvplan_nixl.rows import PreparedRows
 
 __all__ = ["MappedExecutor"]
 
-ELSEWHERE: Final = "it is on another host, or in another PID namespace"
+ELSEWHERE: Final = "it is on another host or in another PID namespace, or does not say where it is"
 
 MakeCopies = Callable[[Sequence[Region]], Copies]
 """Makes what copies between these regions: those of this worker, and of a peer."""

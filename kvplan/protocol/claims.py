@@ -37,7 +37,7 @@ IDLE_S: Final = 10.0
 MAX_MESSAGE_BYTES: Final = 1 << 18
 """The length of a message."""
 
-MAX_PART_BYTES: Final = MAX_MESSAGE_BYTES // 4
+MAX_LIST_BYTES: Final = MAX_MESSAGE_BYTES // 4
 """The length of each of a message's three lists. The rest comes with the next message."""
 
 MAX_NAME_BYTES: Final = 1 << 10
@@ -115,7 +115,7 @@ def _fitting(values: Iterable[Any]) -> tuple[Any, ...]:
     num_bytes = 0
     for value in values:
         num_bytes += len(json.dumps(value)) + len(", ")
-        if num_bytes > MAX_PART_BYTES:
+        if num_bytes > MAX_LIST_BYTES:
             break
         fitting.append(value)
     return tuple(fitting)

@@ -106,8 +106,8 @@ class Job:
     @property
     def may_repeat(self) -> bool:
         """Whether an old connection was lost, the lease was not, and no failure was reported."""
-        is_lent = self.lease_check.error is None
-        return self.was_connected and self.is_lost and is_lent and not self.is_reported_late
+        has_lease = self.lease_check.error is None
+        return self.was_connected and self.is_lost and has_lease and not self.is_reported_late
 
     def result(self, now: float) -> ReadResult:
         """Return the result of a read that has ended at ``now``."""

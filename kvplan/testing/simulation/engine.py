@@ -207,7 +207,7 @@ class Connector(Protocol):
         """Return whether a reader was told that the blocks of a request stay."""
 
     def reset(self) -> None:
-        """Let nobody read what is lent any more: an operator resets the cache."""
+        """End all exports: an operator resets the cache."""
 
 
 @attrs.frozen(eq=False)
@@ -488,7 +488,7 @@ class Engine:
         self._aborted.clear()
 
     def _update(self, version: str) -> None:
-        """Forget what is cached. New weights end what is computed; a reset, what is lent."""
+        """Forget what is cached. New weights end what is computed; a reset, what is exported."""
         self._trace(self.host.name, f"has weights {version}" if version else "resets its cache")
         for pool in self.pools.values():
             pool.reset()
@@ -632,7 +632,7 @@ class Engine:
             self._register(request, 0, request.num_computed)
         for name in report.released:
             if name not in self._lent:
-                raise BrokenRuleError("REPORT", f"{name} is released, which is not lent")
+                raise BrokenRuleError("REPORT", f"{name} is released, which is not exported")
             if self.connector.is_promised(name):
                 raise BrokenRuleError("CLAIM", f"{name} is released, which a reader claims")
             self._trace(self.host.name, f"{name} is released: blocks {_words(self._lent[name])}")

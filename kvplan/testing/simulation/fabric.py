@@ -327,7 +327,7 @@ class VirtualExecutor:
                 loop.at(loop.now + 0.5, partial(self._read, flight, part, gives_up_at))
         else:
             # what the source has now, whoever owns the blocks
-            labels = flight.link.port.memory.lent[flight.reads[part]]
+            labels = flight.link.port.memory.exported[flight.reads[part]]
             lands_at = loop.now + 0.001 + flight.landing_s * self.fabric.random.random()
             loop.at(lands_at, partial(self._land, flight, part, labels))
 

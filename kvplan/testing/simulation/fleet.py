@@ -18,7 +18,7 @@ These rules hold in every step, or the simulation ends with an error that names 
   more than :data:`LOST_S` after the last byte has landed.
 - FREE: when all requests have ended and all leases are over, all blocks are free.
 - GROW: then no connector remembers a request, and no coroutine runs.
-- REPORT: a connector reports nothing of a request that is neither read nor lent.
+- REPORT: a connector reports nothing of a request that is neither read nor exported.
 - CRASH: no coroutine and no step of an engine ends with an error.
 """
 

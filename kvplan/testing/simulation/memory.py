@@ -90,7 +90,7 @@ class _GroupCells:
 class LabelledMemory:
     """The memory of one worker, with a cell for each byte, and the cache groups in it.
 
-    ``cells`` has the labels. Others read ``lent``: the cells themselves, or with ``has_copies``
+    ``cells`` has the labels. Others read ``exported``: the cells themselves, or with ``has_copies``
     those that were copied by :meth:`copy`. ``landing`` counts the writes under way into each cell.
     """
 
@@ -110,7 +110,7 @@ class LabelledMemory:
         # the first cell of each region
         first_of = dict(zip((region.name for region in regions), self._firsts, strict=False))
         self.cells: CellLabels = np.zeros(sum(sizes), np.uint64)
-        self.lent: CellLabels = self.cells.copy() if has_copies else self.cells
+        self.exported: CellLabels = self.cells.copy() if has_copies else self.cells
         self.landing = np.zeros(sum(sizes), np.int16)
         tensors = [*numbers.weights]
         self._groups: dict[str, _GroupCells] = {}
@@ -172,12 +172,12 @@ class LabelledMemory:
     def copy(self, saves: Mapping[str, Iterable[int]] | None) -> None:
         """Copy blocks by group for others, who read the blocks themselves if it is None."""
         if saves is None:
-            self.lent = self.cells
-        elif self.lent is not self.cells:
+            self.exported = self.cells
+        elif self.exported is not self.cells:
             for group, blocks in saves.items():
                 for block in blocks:
                     cells = self._groups[group].of_block(block)
-                    self.lent[cells] = self.cells[cells]
+                    self.exported[cells] = self.cells[cells]
 
     def is_landing(self, group: str, block: int) -> bool:
         """Return whether a byte may still land in a block."""
