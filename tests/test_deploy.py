@@ -15,6 +15,7 @@ import promql_parser
 import pytest
 import yaml
 
+from kvplan.cli.app import kvplan
 from tests.pages import ROOT
 
 DEPLOY = ROOT / "docs" / "deploy"
@@ -121,6 +122,13 @@ def test_the_image_has_what_is_installed_alone() -> None:
     needed |= {built["tool"]["hatch"]["metadata"]["hooks"]["custom"]["path"]}
     wheel = built["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert copied == needed | {*wheel["packages"]} | {*wheel["force-include"]} | {"kvplan_nixl"}
+
+
+def test_the_board_names_commands_that_there_are() -> None:
+    """A description of a panel says which command to run next."""
+    named = re.findall(r"\bkvplan ([a-z-]+) with\b", json.dumps(BOARD))
+    assert {*named} == {"matrix"} <= kvplan.commands.keys()
+    assert json.dumps(BOARD).count("kvplan ") == len(named)
 
 
 def test_nothing_runs_as_root() -> None:
