@@ -15,6 +15,13 @@ import pytest
 import kvplan
 from tests.sources import DOORS, MODULES, PACKAGE, imports, modules_of_ours, room, tree
 
+ABOVE = PACKAGE.parent / "kvplan_nixl"
+EFFECTS = {
+    ".".join(path.relative_to(ABOVE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(ABOVE.rglob("*.py"))
+}
+"""The modules of kvplan_nixl."""
+
 DEPENDENCIES = {"numpy", "attr", "attrs"}
 
 # Rooms, each with the others that it may import. A module at the top of the package is a room of its own.
@@ -236,3 +243,90 @@ def test_the_oracle_shares_no_code_with_the_planner(module: str) -> None:
 def test_late_imports_would_be_found(line: str) -> None:
     """The check above sees an import inside a function."""
     assert any(late for _, late, _ in imports(ast.parse(line)))
+
+
+# Of kvplan_nixl: which rooms the modules of a room may import beside their own, and which packages.
+ROOMS_ABOVE: dict[str, tuple[set[str], set[str]]] = {
+    "serving": (set(), {"attrs"}),
+    "serving.store": (set(), {"attrs", "numpy", "obstore"}),
+    "": ({"serving", "serving.store"}, {"attrs", "numpy"}),
+    "vllm": ({"", "serving", "serving.store"}, {"attrs", "numpy", "torch", "vllm"}),
+    "sglang": ({"", "serving", "serving.store"}, {"attrs", "huggingface_hub", "numpy", "sglang", "torch"}),
+}
+PROXY = {"aiohttp", "click", "yarl"}
+TENSORS = {"torch", "triton"}
+MORE: dict[str, set[str]] = {
+    "agent": {"nixl"},
+    "weights": {"huggingface_hub"},
+    "probe": {"torch"},
+    "rearrange": {"torch"},
+    "calibrate": {"torch"},
+    "digest": {"torch"},
+    "digest_kernel": TENSORS,
+    "kernel": TENSORS,
+    "vllm.proxy": PROXY,
+    "sglang.proxy": {*PROXY, "vllm.proxy"},
+}
+"""What some modules import beyond what their room may, each for a reason of its own."""
+
+
+def room_above(module: str) -> str:
+    """The longest name of a room that a module of kvplan_nixl is in."""
+    rooms = [name for name in ROOMS_ABOVE if f"{module}.".startswith(f"{name}.") or not name]
+    return max(rooms, key=len)
+
+
+def imported_above(code: str) -> tuple[set[str], set[str]]:
+    """The modules of kvplan_nixl that code imports, also in functions, and the packages of others."""
+    modules, packages = set(), set()
+    for name, _, _ in imports(ast.parse(code)):
+        package, _, rest = name.partition(".")
+        if package == "kvplan_nixl":
+            while rest and rest not in EFFECTS:
+                rest = rest.rpartition(".")[0]
+            modules.add(rest or "__init__")
+        elif package not in sys.stdlib_module_names | {"kvplan"}:
+            packages.add(package)
+    return modules, packages
+
+
+def unordered(module: str, code: str) -> set[str]:
+    """What a module of kvplan_nixl imports that it may not: rooms above its own, or beside it, and packages."""
+    rooms, packages = ROOMS_ABOVE[room_above(module)]
+    modules, others = imported_above(code)
+    wrong = {each for each in modules if room_above(each) not in {*rooms, room_above(module)}}
+    return (wrong | others - packages) - MORE.get(module, set())
+
+
+@pytest.mark.parametrize("module", EFFECTS)
+def test_a_module_with_effects_imports_only_rooms_below(module: str) -> None:
+    """Serving needs no NIXL, one module imports it, and the connectors of two engines do not know each other."""
+    assert unordered(module, EFFECTS[module].read_text()) == set()
+
+
+def test_what_modules_may_import_beyond_their_room_is_imported() -> None:
+    """An exception that is needed no more is none."""
+    for module, names in MORE.items():
+        assert names <= set().union(*imported_above(EFFECTS[module].read_text()))
+
+
+def test_there_are_no_circles_above() -> None:
+    """Neither with what functions import, nor with what is for types alone."""
+    graph = {module: imported_above(path.read_text())[0] - {module} for module, path in EFFECTS.items()}
+    assert len([*graphlib.TopologicalSorter(graph).static_order()]) == len(EFFECTS)
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "found"),
+    [
+        ("serving.driver", "from kvplan_nixl.executor import NixlExecutor", "executor"),
+        ("serving.driver", "def f():\n    import torch", "torch"),
+        ("serving.store.files", "from kvplan_nixl.serving import Driver", "serving"),
+        ("executor", "import nixl", "nixl"),
+        ("settings", "from kvplan_nixl.vllm import settings", "vllm.settings"),
+        ("vllm.worker", "from kvplan_nixl.sglang.rank import Rank", "sglang.rank"),
+    ],
+)
+def test_an_arrow_up_would_be_found(module: str, line: str, found: str) -> None:
+    """The check above sees imports of rooms above, of the other engine, and of packages."""
+    assert unordered(module, line) == {found}

@@ -7,31 +7,15 @@ no plugins, ``"kv_connector_module_path": "kvplan_nixl.vllm"`` finds the connect
 from __future__ import annotations
 
 import importlib
-from contextlib import suppress
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+from kvplan_nixl.vllm.registration import MODULES, register
 
 if TYPE_CHECKING:
     from kvplan_nixl.vllm.connector import KvplanConnector
     from kvplan_nixl.vllm.store import KvplanStore
 
 __all__ = ["KvplanConnector", "KvplanStore", "register"]
-
-MODULES: Final = MappingProxyType({"KvplanConnector": "connector", "KvplanStore": "store"})
-"""The module of each connector."""
-
-
-def register() -> None:
-    """Register the connectors' names with vLLM, which loads a class when it is asked for.
-
-    vLLM's ``MultiConnector`` finds the class of statistics by this name.
-    """
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    # They are registered already if a module path has loaded a class before.
-    for connector in MODULES:
-        with suppress(ValueError):
-            KVConnectorFactory.register_connector(connector, __name__, connector)
 
 
 def __getattr__(name: str) -> Any:

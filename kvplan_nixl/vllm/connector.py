@@ -28,7 +28,6 @@ from vllm.v1.request import Request
 
 from kvplan_nixl.identity import Identity
 from kvplan_nixl.serving import Driver
-from kvplan_nixl.vllm import register
 from kvplan_nixl.vllm.base import BlockConnector
 from kvplan_nixl.vllm.drafts import check_drafts
 from kvplan_nixl.vllm.engine_hooks import watch_adapters, watch_engine
@@ -40,6 +39,7 @@ from kvplan_nixl.vllm.metadata import (
     KvplanWorkerMetadata,
 )
 from kvplan_nixl.vllm.metrics import KvplanPromMetrics, KvplanStats
+from kvplan_nixl.vllm.registration import register
 from kvplan_nixl.vllm.scheduler import Scheduler
 from kvplan_nixl.vllm.settings import check_engine, settings_of, uses_host_cache
 from kvplan_nixl.vllm.worker import Worker
