@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvplan
+from tests.pages import ROOT
 from tests.sources import DOORS, MODULES, PACKAGE, imports, modules_of_ours, room, tree
 
 ABOVE = PACKAGE.parent / "kvplan_nixl"
@@ -330,3 +331,21 @@ def test_there_are_no_circles_above() -> None:
 def test_an_arrow_up_would_be_found(module: str, line: str, found: str) -> None:
     """The check above sees imports of rooms above, of the other engine, and of packages."""
     assert unordered(module, line) == {found}
+
+
+def drawn() -> list[list[str]]:
+    """The rooms of the picture in development.md by line, from the top: folders and modules of both packages."""
+    picture = (ROOT / "docs" / "development.md").read_text().partition("```text\n")[2].partition("```")[0]
+    lines = [re.sub(r"\(root\)", "root.py", line[14:33]) for line in picture.splitlines()]
+    return [names for names in (re.findall(r"(\w+)(?:/|\.py)", line) for line in lines) if names]
+
+
+def test_the_picture_has_every_room_above_those_that_it_imports() -> None:
+    """A maintainer reads the order off the page: what a room may import is on a line further down."""
+    floors = {name: number for number, names in enumerate(drawn()) for name in names}
+    allowed = {f"{name or 'root'}": rooms for name, (rooms, _) in ROOMS_ABOVE.items() if "." not in name}
+    allowed |= {name: rooms for name, rooms in MAY_IMPORT.items() if not name.startswith("_")}
+    assert floors.keys() == allowed.keys()
+    for name, rooms in allowed.items():
+        below = {other or "root" for other in rooms if not other.startswith("_") and "." not in other}
+        assert {other for other in below if floors[other] <= floors[name]} == set(), name
