@@ -45,6 +45,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -82,6 +83,26 @@ def left_s(usual_s: float) -> float:
 def is_over() -> bool:
     """Whether nothing more should begin."""
     return time.monotonic() - BEGAN > LIMIT_S[0]
+
+
+def judged(rows: Mapping[str, Callable[[], tuple[str, bool]]]) -> bool | None:
+    """Prints the rows of a table while there is time, also after one that fails.
+
+    Returns whether each row that ran is right, and None where none ran.
+    """
+    results = []
+    for name, run in rows.items():
+        if is_over():
+            print(f"| {name} | not begun: time is over |", flush=True)
+            continue
+        try:
+            row, is_right = run()
+        except Exception as error:  # of a kernel, an executor or an engine that has never run on this card
+            traceback.print_exc(limit=-3)
+            row, is_right = f"| {name} | failed: {' '.join(str(error).split())[:200]} |", False
+        print(row, flush=True)
+        results.append(is_right)
+    return all(results) if results else None
 
 
 # ---- kernel
@@ -139,31 +160,33 @@ def kernel_row(channel: Connection, length: int, total: int, pool: int, device: 
         if device != "cpu":
             torch.cuda.synchronize()
 
-    with make_executor(worker_in("reader", memory, length), map_memory=True) as executor:
-        assert channel.poll(left_s(READ_S)), "the source does not start"
-        remote = executor.connect(channel.recv_bytes())
-        plan: TransferPlan = plan_reads(executor.worker, [remote])
-        executor.prepare(plan)
-        is_mapped = isinstance(executor, MappedExecutor) and executor.maps(remote)
-        bind = executor.bind if isinstance(executor, MappedExecutor) else TransferPlan.bind
-        seconds = []
-        for _ in range(ROUNDS + 1):
+    try:
+        with make_executor(worker_in("reader", memory, length), map_memory=True) as executor:
+            assert channel.poll(left_s(READ_S)), "the source does not start"
+            remote = executor.connect(channel.recv_bytes())
+            plan: TransferPlan = plan_reads(executor.worker, [remote])
+            executor.prepare(plan)
+            is_mapped = isinstance(executor, MappedExecutor) and executor.maps(remote)
+            bind = executor.bind if isinstance(executor, MappedExecutor) else TransferPlan.bind
+            seconds = []
+            for _ in range(ROUNDS + 1):
+                synchronize()
+                began = time.perf_counter()
+                (spec,) = bind(plan, **tables)
+                transfer = executor.start(spec, "request")
+                assert settle(executor, [transfer], left_s(READ_S)), f"{transfer} does not end"
+                seconds.append(time.perf_counter() - began)
+                if transfer.error is not None:
+                    raise transfer.error
+                executor.release(transfer)
             synchronize()
-            began = time.perf_counter()
-            (spec,) = bind(plan, **tables)
-            transfer = executor.start(spec, "request")
-            assert settle(executor, [transfer], left_s(READ_S)), f"{transfer} does not end"
-            seconds.append(time.perf_counter() - began)
-            if transfer.error is not None:
-                raise transfer.error
-            executor.release(transfer)
-        synchronize()
-        source = filled(pool, "cpu").view(-1, length)
-        here = memory.cpu().view(-1, length)
-        expected = torch.zeros_like(here)
-        expected[torch.from_numpy(ids[0])] = source[torch.from_numpy(ids[1])]
-        is_right = bool(torch.equal(here, expected))
-    channel.send_bytes(b"")
+            source = filled(pool, "cpu").view(-1, length)
+            here = memory.cpu().view(-1, length)
+            expected = torch.zeros_like(here)
+            expected[torch.from_numpy(ids[0])] = source[torch.from_numpy(ids[1])]
+            is_right = bool(torch.equal(here, expected))
+    finally:  # the source goes on to the next memory
+        channel.send_bytes(b"")
     plain = []
     twin = torch.empty(total, dtype=torch.uint8, device=device)
     for _ in range(ROUNDS + 1):
@@ -179,22 +202,19 @@ def kernel_row(channel: Connection, length: int, total: int, pool: int, device: 
     return f"| {' | '.join([*cells, share, 'right' if is_right else 'WRONG'])} |", is_right
 
 
-def kernel_table(device: str, total: int, pool: int) -> bool:
-    """Prints the table of the kernel, and returns whether all bytes were right."""
+def kernel_table(device: str, total: int, pool: int) -> bool | None:
+    """Prints the table of the kernel. Returns whether all bytes were right, None where there was no time."""
     print("\n| bytes of a block | blocks | way | GB/s | one plain copy | share | bytes |")
     print("|---:|---:|---|---:|---:|---:|---|")
-    are_right = True
     # whole blocks, in words of 8 bytes
     pools = [(pool // length * length // 8 * 8, length) for length in (512, 656, 2048, 4096, 16384, 65536)]
     _, channel = source_of(pools, device)
-    for size, length in pools:
-        if is_over():
-            print(f"| {length:,} | not begun: time is over |", flush=True)
-            continue
-        row, is_right = kernel_row(channel, length, total // length * length, size, device)
-        print(row, flush=True)
-        are_right &= is_right
-    return are_right
+    return judged(
+        {
+            f"{length:,}": partial(kernel_row, channel, length, total // length * length, size, device)
+            for size, length in pools
+        }
+    )
 
 
 # ---- beside
@@ -203,7 +223,7 @@ LIMITS: Final = (16, 33, 66, 132, 264, 528)
 BESIDE_LENGTH: Final = 32 << 10
 
 
-def beside_table(device: str, total: int, width: int) -> bool:
+def beside_table(device: str, total: int, width: int) -> bool | None:
     """Prints how fast a copy is by the limit of its programs, and how much longer products take beside it.
 
     The products are of 64 rows by large matrices, as in a step of decode. Returns whether all bytes were right.
@@ -245,8 +265,8 @@ def beside_table(device: str, total: int, width: int) -> bool:
     multiplied(None)
     alone_s = min(multiplied(None)[0] for _ in range(3))
     print("\n| programs | GB/s | beside products, GB/s | products take | bytes |\n|---:|---:|---:|---:|---|")
-    are_right = True
-    for limit in LIMITS:
+
+    def row(limit: int) -> tuple[str, bool]:
         copies = TorchCopies(memory) if is_cpu else KernelCopies(device, programs=limit)
         copies.prepare(bound.pair)
         memory["reader"].zero_()
@@ -261,49 +281,49 @@ def beside_table(device: str, total: int, width: int) -> bool:
         is_right = bool(torch.equal(memory["reader"].view(order.size, -1), expected))
         beside_s, moved = multiplied(copies)
         cells = [f"{total / median(seconds) / 1e9:.0f}", f"{moved / beside_s / 1e9:.0f}", f"{beside_s / alone_s:.2f}"]
-        print(f"| {limit} | {' | '.join(cells)} | {'right' if is_right else 'WRONG'} |", flush=True)
-        are_right &= is_right
-    return are_right
+        return f"| {limit} | {' | '.join(cells)} | {'right' if is_right else 'WRONG'} |", is_right
+
+    return judged({f"{limit}": partial(row, limit) for limit in LIMITS})
 
 
 # ---- digests
 
 
-def digest_table(device: str, tokens: int, number: int) -> bool:
+def digest_table(device: str, tokens: int, number: int) -> bool | None:
     """Prints how fast digests are, by the kernel and by torch, and returns whether they are equal."""
     from benchmarks.digest import CASES, placed, tables_of
     from kvplan_nixl import digest
     from kvplan_nixl.rearrange import memories_of
 
     print("\n| one worker of | MB | way | ms | GB/s | by torch, ms | digests |\n|---|---:|---|---:|---:|---:|---|")
-    are_equal = True
     kernel_on = digest.kernel_on
-    for case in CASES[:number]:
+
+    def row(case: Any) -> tuple[str, bool]:
         worker, tensors = placed(case.workers(tokens, case.arguments["tp"])[0], device)
         memories, tables = memories_of(tensors), tables_of(worker)
         num_bytes = sum(tables[view.group].ids.size * view.block_bytes for view in worker.views)
         found, milliseconds = [], []
-        for choose_kernel in (kernel_on, lambda device: None):
-            digest.kernel_on = choose_kernel  # type: ignore[assignment]
-            seconds = []
-            prepared = digest.WorkerDigests(worker, memories)
-            for _ in range(ROUNDS):
-                began = time.perf_counter()
-                digests = prepared.of(tables, (0, tokens))
-                seconds.append(time.perf_counter() - began)
-            found.append(digests)
-            milliseconds.append(1000 * median(seconds))
-        digest.kernel_on = kernel_on
+        try:
+            for choose_kernel in (kernel_on, lambda device: None):
+                digest.kernel_on = choose_kernel  # type: ignore[assignment]
+                seconds = []
+                prepared = digest.WorkerDigests(worker, memories)
+                for _ in range(ROUNDS):
+                    began = time.perf_counter()
+                    digests = prepared.of(tables, (0, tokens))
+                    seconds.append(time.perf_counter() - began)
+                found.append(digests)
+                milliseconds.append(1000 * median(seconds))
+        finally:
+            digest.kernel_on = kernel_on
         is_equal = found[0] == found[1]
         way = "torch" if kernel_on(torch.device(device)) is None else "kernel"
         rate = num_bytes / milliseconds[0] / 1e6
-        print(
-            f"| {case.name}: {case.model} | {num_bytes / 1e6:.0f} | {way} | {milliseconds[0]:.2f} | {rate:.0f} "
-            f"| {milliseconds[1]:.1f} | {'equal' if is_equal else 'DIFFERENT'} |",
-            flush=True,
-        )
-        are_equal &= is_equal
-    return are_equal
+        cells = [f"{num_bytes / 1e6:.0f}", way, f"{milliseconds[0]:.2f}", f"{rate:.0f}", f"{milliseconds[1]:.1f}"]
+        equal = "equal" if is_equal else "DIFFERENT"
+        return f"| {case.name}: {case.model} | {' | '.join(cells)} | {equal} |", is_equal
+
+    return judged({f"{case.name}: {case.model}": partial(row, case) for case in CASES[:number]})
 
 
 # ---- faults
@@ -366,16 +386,11 @@ def fault_row(fault: str, pool: int, device: str) -> tuple[str, bool]:
     return f"| {' | '.join([*cells, 'works' if works else 'BROKEN'])} |", is_fine
 
 
-def fault_table(device: str, pool: int) -> bool:
-    """Prints what becomes of copies whose source ends, and returns whether all is as it should be."""
+def fault_table(device: str, pool: int) -> bool | None:
+    """Prints what becomes of copies whose source ends. Returns whether all is as it should be."""
     print(f"\n| the source, of {pool // FAULT_LENGTH:,} blocks | way | the read | right | wrong | late | the GPU |")
     print("|---|---|---|---:|---:|---:|---|")
-    are_fine = True
-    for fault in FAULTS:
-        row, is_fine = fault_row(fault, pool, device)
-        print(row, flush=True)
-        are_fine &= is_fine
-    return are_fine
+    return judged({fault: partial(fault_row, fault, pool, device) for fault in FAULTS})
 
 
 # ---- engines
@@ -458,21 +473,18 @@ def transfer_of(connector: str, role: str, extra: Mapping[str, Any] | None = Non
     return {"kv_transfer_config": {**CONNECTORS[connector], "kv_role": role, **more}}
 
 
-def rows_table(names: Sequence[str], *, stand_in: bool) -> bool:
-    """Prints the table of tokens, and returns whether all were right."""
+def rows_table(names: Sequence[str], *, stand_in: bool) -> bool | None:
+    """Prints the table of tokens. Returns whether all were right, None where there was no time."""
     print("\n| pair | kvplan | nothing |\n|---|---|---|")
-    are_right = True
-    for name in names:
-        if is_over():
-            print(f"| {name} | not begun: time is over | |", flush=True)
-            continue
-        cells = [row_of(name, connector, stand_in=stand_in) for connector in ("kvplan", "nothing")]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
-        are_right &= cells[0] == "same" and cells[1].startswith("different")
-    return are_right
+
+    def row(name: str) -> tuple[str, bool]:
+        cells = [tokens_of(name, connector, stand_in=stand_in) for connector in ("kvplan", "nothing")]
+        return f"| {name} | {' | '.join(cells)} |", cells[0] == "same" and cells[1].startswith("different")
+
+    return judged({name: partial(row, name) for name in names})
 
 
-def row_of(name: str, connector: str, *, stand_in: bool) -> str:
+def tokens_of(name: str, connector: str, *, stand_in: bool) -> str:
     """Compares tokens of decode with those of an engine that computes all itself."""
     from tests.engines.__main__ import ENGINE, FOLDER
     from tests.engines.models import build
@@ -538,23 +550,23 @@ def scattered(engine: Any, vocabulary: int, longest: int) -> None:
             engine.wait(name)
 
 
-def speed_table(ways: Sequence[str], pairs: Sequence[tuple[int, int]], *, stand_in: bool) -> None:
-    """Prints first tokens and requests in flight, of each way and pair of block sizes."""
+def speed_table(ways: Sequence[str], pairs: Sequence[tuple[int, int]], *, stand_in: bool) -> bool | None:
+    """Prints first tokens and requests in flight, of each way and pair of block sizes.
+
+    Returns whether each way has moved what it was timed with.
+    """
     lengths = (64, 256) if stand_in else (128, 1024, 4096, 16384, 32768)
     flight = (4, 64) if stand_in else (32, 1024)
     head = " | ".join(f"{length:,}" for length in lengths)
     print(f"\n| blocks | way | {head} | {flight[0]} x {flight[1]:,}, requests/s |")
     print("|---|---|" + "---:|" * (len(lengths) + 1))
-    for (prefill_block, decode_block), way in itertools.product(pairs, ways):
-        if is_over():
-            print(f"| {prefill_block} to {decode_block} | {way} | not begun: time is over |", flush=True)
-            continue
-        try:
-            blocks = prefill_block, decode_block
-            cells = speed_of(WAYS[way], blocks, lengths, flight, stand_in=stand_in)
-        except Exception as error:  # the table goes on with the next way
-            cells = [f"failed: {' '.join(str(error).split())[:200]}"]
-        print(f"| {prefill_block} to {decode_block} | {way} | {' | '.join(cells)} |", flush=True)
+
+    def row(name: str, blocks: tuple[int, int], way: str) -> tuple[str, bool]:
+        cells = speed_of(WAYS[way], blocks, lengths, flight, stand_in=stand_in)
+        return f"| {name} | {' | '.join(cells)} |", True
+
+    named = {f"{blocks[0]} to {blocks[1]} | {way}": (blocks, way) for blocks, way in itertools.product(pairs, ways)}
+    return judged({name: partial(row, name, *each) for name, each in named.items()})
 
 
 def speed_of(
@@ -626,21 +638,18 @@ def speed_settings(folder: Path, block: int, longest: int, *, stand_in: bool) ->
     return {**settings, **sizes, "max_num_batched_tokens": 8192}
 
 
-def steps_table(*, stand_in: bool) -> None:
-    """Prints how long a step of decode takes by layout."""
+def steps_table(*, stand_in: bool) -> bool | None:
+    """Prints how long a step of decode takes by layout. Returns whether the engines of all layouts did."""
     sizes = ((2, 64),) if stand_in else ((64, 1024), (16, 8192))
     head = " | ".join(f"{number} requests of {length:,}" for number, length in sizes)
     print(f"\n| layout | {head}, ms a step |\n|---|{'---:|' * len(sizes)}")
     # vLLM's own choice is LBNHC, unless attention prefers LBHNC; a processor's reads that one alone
-    for layout in ("LBHNC",) if stand_in else ("BLHNC", "LBHNC", "LBNHC"):
-        if is_over():
-            print(f"| {layout} | not begun: time is over |", flush=True)
-            continue
-        try:
-            cells = steps_of(layout, sizes, stand_in=stand_in)
-        except Exception as error:  # the table goes on with the next layout
-            cells = [f"failed: {' '.join(str(error).split())[:200]}"]
-        print(f"| {layout} | {' | '.join(cells)} |", flush=True)
+    layouts = ("LBHNC",) if stand_in else ("BLHNC", "BHLNC", "LBHNC", "LBNHC")
+
+    def row(layout: str) -> tuple[str, bool]:
+        return f"| {layout} | {' | '.join(steps_of(layout, sizes, stand_in=stand_in))} |", True
+
+    return judged({layout: partial(row, layout) for layout in layouts})
 
 
 def steps_of(layout: str, sizes: Sequence[tuple[int, int]], *, stand_in: bool) -> list[str]:
@@ -702,8 +711,8 @@ def versions() -> Iterator[str]:
 PARTS: Final = ("kernel", "beside", "digests", "faults", "speed", "steps", "rows", "ways")
 
 
-def part_of(name: str, pairs: Sequence[str], *, stand_in: bool) -> bool:
-    """Prints a part's table, and returns whether all bytes and tokens were right."""
+def part_of(name: str, pairs: Sequence[str], *, stand_in: bool) -> bool | None:
+    """Prints a part's table. Returns whether all bytes and tokens were right, None where no row had time."""
     device = "cpu" if stand_in else "cuda:0"
     if name == "kernel":
         return kernel_table(device, *((1 << 20, 1 << 22) if stand_in else (256 << 20, 1 << 30)))
@@ -716,35 +725,44 @@ def part_of(name: str, pairs: Sequence[str], *, stand_in: bool) -> bool:
     if name == "rows":
         return rows_table(pairs, stand_in=stand_in)
     if name == "steps":
-        steps_table(stand_in=stand_in)
-    else:
-        ways = BEST if name == "speed" else [way for way in WAYS if way not in BEST]
-        speed_table(ways, [(32, 64), (32, 32)] if stand_in else [(16, 64), (16, 16), (64, 16)], stand_in=stand_in)
-    return True
+        return steps_table(stand_in=stand_in)
+    ways = BEST if name == "speed" else [way for way in WAYS if way not in BEST]
+    return speed_table(ways, [(32, 64), (32, 32)] if stand_in else [(16, 64), (16, 16), (64, 16)], stand_in=stand_in)
 
 
-def all_right(parts: Sequence[str], run: Callable[[str], bool]) -> bool:
-    """Runs the parts while there is time, also after one that fails. Returns whether each that ran was right."""
-    are_right = True
+def all_right(parts: Sequence[str], run: Callable[[str], bool | None]) -> bool:
+    """Runs the parts while there is time, also after one that fails.
+
+    Returns whether something ran and all that ran was right, and says at the end which parts did not run.
+    """
+    results: dict[str, bool | None] = {}
     for part in parts:
+        results[part] = None
         if is_over():
-            print(f"\n{part} was not begun: time is over", flush=True)
             continue
         try:
-            is_right = run(part)
+            results[part] = run(part)
         except Exception:  # of a kernel or an executor that has never run on this card
-            is_right = False
+            results[part] = False
             print(f"\n{part} failed:\n{traceback.format_exc()}", flush=True)
-        are_right &= is_right
         for process in multiprocessing.active_children():  # of rows that did not end
             process.kill()
         with contextlib.suppress(Exception):  # of a context that a kernel has broken
             torch.cuda.empty_cache()
-    return are_right
+    left = [part for part, result in results.items() if result is None]
+    wrong = [part for part, result in results.items() if result is False]
+    if left:
+        print(f"\nno time was left for: {' '.join(left)}")
+    if len(left) == len(results):
+        print("\nnothing was judged")
+        return False
+    verdict = f"WRONG, or it failed: {' '.join(wrong)}" if wrong else "right"
+    print(f"\nbytes and tokens of what ran are {verdict}")
+    return not wrong
 
 
 def main() -> int:
-    """Prints the tables. Returns 1 if a byte or token was wrong, or a part failed."""
+    """Prints the tables. Returns 1 if a byte or token was wrong, something failed, or nothing had time to run."""
     parser = argparse.ArgumentParser(prog="python -m tests.engines.gpu", description=__doc__)
     parser.add_argument("part", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--stand-in", action="store_true", help="try the judge itself on a CPU")
@@ -766,9 +784,7 @@ def main() -> int:
         logging.getLogger("nixl").setLevel(logging.WARNING)
     card = "stand-in on a CPU" if stand_in else torch.cuda.get_device_name(0)
     print(f"{card}, {', '.join(versions())}, {datetime.date.today()}")
-    is_right = all_right(parts, lambda part: part_of(part, options.pair, stand_in=stand_in))
-    print(f"\nbytes and tokens of what ran are {'right' if is_right else 'WRONG, or a part failed'}")
-    return int(not is_right)
+    return int(not all_right(parts, lambda part: part_of(part, options.pair, stand_in=stand_in)))
 
 
 if __name__ == "__main__":

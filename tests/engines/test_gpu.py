@@ -6,13 +6,14 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm import EngineArgs
 from vllm.config import CUDAGraphMode
 
 from tests.engines import gpu
-from tests.engines.gpu import LLAMA_8B, all_right, speed_settings, steps_settings
+from tests.engines.gpu import LLAMA_8B, all_right, judged, speed_settings, steps_settings
 
 
 @pytest.fixture(autouse=True)
@@ -81,5 +82,46 @@ def test_nothing_begins_when_time_is_over(monkeypatch: pytest.MonkeyPatch, capsy
     def run(part: str) -> bool:
         raise AssertionError(part)
 
-    assert all_right(["kernel"], run)
-    assert "kernel was not begun" in capsys.readouterr().out
+    assert not all_right(["kernel", "rows"], run)
+    said = capsys.readouterr().out
+    assert "no time was left for: kernel rows" in said
+    assert "nothing was judged" in said
+    assert "right" not in said
+
+
+def test_what_did_not_run_is_not_right(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A part whose table has no row is not counted, and one that failed counts, also where others are right."""
+    results = {"kernel": True, "speed": None, "rows": False}
+    assert all_right(["kernel", "speed"], results.get)
+    said = capsys.readouterr().out
+    assert "no time was left for: speed" in said
+    assert "what ran are right" in said
+    assert not all_right(["speed"], results.get)
+    assert not all_right([*results], results.get)
+    assert "WRONG, or it failed: rows" in capsys.readouterr().out
+
+
+def test_rows_of_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row that fails is wrong and does not stop those after it; rows that had no time are neither."""
+
+    def fails() -> tuple[str, bool]:
+        raise RuntimeError("an illegal memory access")
+
+    assert judged({"first": fails, "second": lambda: ("| second | 7 |", True)}) is False
+    assert "| first | failed: an illegal memory access |\n| second | 7 |" in capsys.readouterr().out
+    assert judged({"second": lambda: ("| second | 7 |", True)}) is True
+    monkeypatch.setattr(gpu, "is_over", lambda: True)
+    assert judged({"first": fails}) is None
+    assert "| first | not begun: time is over |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["speed", "steps", "ways"])
+def test_engines_that_fail_are_not_right(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of times alone too: what was timed has to have moved, and to have started."""
+
+    def failing(*args: Any, **options: Any) -> list[str]:
+        raise RuntimeError("decode computed the prompt")
+
+    monkeypatch.setattr(gpu, "speed_of", failing)
+    monkeypatch.setattr(gpu, "steps_of", failing)
+    assert gpu.part_of(part, (), stand_in=True) is False
