@@ -6,8 +6,9 @@ it has failed, with an error. A failed one is forgotten at once, so that the nex
 engine shakes hands again.
 
 - peer.P1: An engine offers workers of its own name alone.
-- peer.P2: Another start of an engine takes its place only if the start before does not answer any
-  more. So starts of one engine shake hands one after the other.
+- peer.P2: Another start of an engine takes the place of an earlier one only if that one does not
+  answer any more. It does not wait for the end of a handshake with the earlier one, which may hang
+  for all its time: that handshake fails as soon as the other start is ready.
 - peer.P3: At most :data:`MAX_HANDSHAKES` handshakes are under way. Other engines wait for one.
 - peer.P4: What an engine offers is read and planned within a :class:`kvplan.Budget`, all its
   workers together, and one engine at a time.
@@ -125,12 +126,13 @@ class PeerEngine:
     """An engine to read from, since the first request to it came; the last one at ``used_at``.
 
     Its ``handshake``, which began at ``began_at``, waits or is under way while it has neither a
-    ``plan`` nor an ``error``.
+    ``plan`` nor an ``error``. The handshakes with ``earlier`` starts of the engine had begun then.
     """
 
     source: Source
     used_at: float
     began_at: float = 0.0
+    earlier: tuple[Source, ...] = ()
     handshake: Pending[PeerPlan] | None = None
     plan: PeerPlan | None = None
     error: KVPlanError | None = None
@@ -218,14 +220,13 @@ class PeerEngines:
             del self._peers[source]
 
     def _begin_handshake(self, peer: PeerEngine) -> None:
-        """Begin a handshake, unless it has to wait for a different one, by peer.P2 and peer.P3."""
+        """Begin a handshake, unless too many are under way, by peer.P3."""
         self._handshakes = [handshake for handshake in self._handshakes if not handshake.done]
-        starts = self._other_starts(peer)
-        is_first = all(start.plan is not None or start.handshake is None for start in starts)
-        if is_first and len(self._handshakes) < MAX_HANDSHAKES:
-            earlier = [start.source for start in starts if start.plan is not None]
+        if len(self._handshakes) < MAX_HANDSHAKES:
+            begun = [start for start in self._other_starts(peer) if start.handshake is not None]
+            peer.earlier = tuple(start.source for start in begun)
             peer.began_at = self._system.monotonic()
-            peer.handshake = self._shake_hands(peer.source, earlier)
+            peer.handshake = self._shake_hands(peer.source, peer.earlier)
             self._handshakes.append(peer.handshake)
 
     def _other_starts(self, peer: PeerEngine) -> list[PeerEngine]:
@@ -316,6 +317,9 @@ class PeerEngines:
         if peer.handshake is None:
             self._begin_handshake(peer)
             return False
+        if peer.error is not None:
+            self._fail(peer, peer.error)
+            return True
         if not peer.handshake.done:
             if self._system.monotonic() - peer.began_at <= self._handshake.timeout_s:
                 return False
@@ -377,12 +381,24 @@ class PeerEngines:
         return plan
 
     def _forget_older(self, newest: PeerEngine) -> None:
-        """Forget earlier starts of an engine, and engines that were not read from for long."""
-        earlier = self._other_starts(newest)
+        """Forget other starts of an engine, and engines that were not read from for long.
+
+        Handshakes with earlier starts fail when they are looked at next.
+        """
+        others = self._other_starts(newest)
         for peer in [*self._peers.values()]:
-            is_old = peer in earlier or self._system.monotonic() - peer.used_at > MAX_AGE_S
-            if is_old and peer.plan is not None:
+            is_old = self._system.monotonic() - peer.used_at > MAX_AGE_S
+            if peer.plan is not None and (is_old or peer in others):
                 self._forget(peer, peer.plan)
+            elif peer.source in newest.earlier:
+                peer.error = KVPlanError(
+                    "PEER",
+                    f"shake hands with {peer.source}",
+                    expected="an answer before another start of the engine is ready",
+                    got="none",
+                    hint="it has restarted since it computed the request",
+                    source=peer.source,
+                )
 
     def _forget(self, peer: PeerEngine, plan: PeerPlan) -> None:
         """Forget an engine, and disconnect those of its workers that no other start replaces."""

@@ -659,23 +659,68 @@ def test_an_engine_offers_its_own_workers_alone(one: Callable[..., World]) -> No
     assert world.connected == ["prefill/0", "prefill/1"]
 
 
-def test_starts_of_one_engine_shake_hands_one_after_the_other() -> None:
-    """Of two sources under one name, the first is connected before the second is asked."""
+def test_of_two_starts_that_answer_the_first_is_read() -> None:
+    """Two sources under one name shake hands side by side; the second asks the first, and is refused."""
     (local,) = engine("decode")
     world, held = World(local, engine("prefill")), threading.Event()
     world.answer = lambda source: held.wait(60)
     world.reads.begin(world.read("a"))
     world.reads.begin(world.read("b", source_of(start="2")))
     until = time.monotonic() + 10
-    while not world.fetched and time.monotonic() < until:
+    while len(world.fetched) < 2 and time.monotonic() < until:
         assert world.reads.poll() == []
-    for _ in range(50):
-        assert world.reads.poll() == []
-    assert [source.start for source in world.fetched] == ["1"]
+    assert {source.start for source in world.fetched} == {"1", "2"}
     held.set()
     results = world.until(2)
     assert results["a"].error is None
     assert "which still answers" in str(results["b"].error)
+    assert world.connected == ["prefill/0"]
+
+
+def test_a_start_does_not_wait_for_the_handshake_with_an_earlier_one(one: Callable[..., World]) -> None:
+    """Where that hangs, requests of the new start are read, and those of the earlier one fail, answer or not."""
+    world, held = one(), threading.Event()
+    world.answer = lambda source: held.wait(60) if [*world.fetched].count(source) == 1 and source.start == "1" else None
+    world.reads.begin(world.read("old"))
+    until = time.monotonic() + 10
+    while not world.fetched and time.monotonic() < until:
+        assert world.reads.poll() == []
+    world.gone = {"1"}
+    world.reads.begin(world.read("new", source_of(start="2")))
+    results = world.until(2)
+    assert results["new"].error is None
+    assert "expected an answer before another start of the engine is ready, got none" in str(results["old"].error)
+    world.gone = set()
+    held.set()
+    world.reads.begin(world.read("newer", source_of(start="2")))
+    assert world.until(1)["newer"].error is None
+    assert world.connected == ["prefill/0", "prefill/1"]
+    assert [(result.source.start, result.error is None) for result in world.handshakes] == [("2", True), ("1", False)]
+
+
+def test_a_late_answer_of_an_earlier_start_does_not_fail_the_next_one(one: Callable[..., World]) -> None:
+    """It was sent before the engine died: the next start, which shakes hands meanwhile, asks whether it lives."""
+    world, held, checked = one(), threading.Event(), threading.Event()
+    num_asked = {"1": 0, "2": 0}
+
+    def answer(source: Source) -> None:
+        num_asked[source.start] += 1
+        if (source.start, num_asked["1"]) == ("1", 1):
+            held.wait(60)
+        elif source.start == "1":
+            checked.wait(60)
+            raise KVPlanError("PEER", "reach", expected="an answer", got="none")
+
+    world.answer = answer
+    for name, start in (("old", "1"), ("new", "2")):
+        world.reads.begin(world.read(name, source_of(start=start)))
+    until = time.monotonic() + 10
+    while num_asked["1"] < 2 and time.monotonic() < until:
+        assert world.reads.poll() == []
+    held.set()
+    assert world.until(1)["old"].error is None
+    checked.set()
+    assert world.until(1)["new"].error is None
 
 
 def test_few_handshakes_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import attrs
 import pytest
 
 from kvplan.testing.simulation import EngineRequest, FleetOutcome, LeaseConnector, Scenario, Simulation, Site, shrink
-from kvplan.testing.simulation.fleet import MakeConnector
+from kvplan.testing.simulation.fleet import QUICK_S, MakeConnector
+from kvplan.testing.simulation.network import Disturbance
 from kvplan.testing.simulation.scenario import Arrival, Death, Incident, Member, Visit
 
 MEMBERS = (Member("prefill-0"), Member("decode-0"))
@@ -41,6 +42,16 @@ def test_an_engine_that_dies_takes_its_requests_with_it() -> None:
     assert trace.count("prefill-0  dies") == 1
     assert trace.count("prefill-0  start 2") == 1
     assert "request-0 " not in trace
+
+
+def test_a_restarted_engine_is_read_when_the_network_has_healed() -> None:
+    """The handshake with its earlier start, whose question was lost, has 30 s and does not hold it up."""
+    cut = Disturbance(1.0, 20.0, "decode-0", "prefill-0", loss=1.0)
+    later = attrs.evolve(ARRIVAL, at=21.0, name="request-1")
+    outcome = outcome_of(ARRIVAL, cut, Death(5.0, "prefill-0", 6.0), later)
+    assert outcome.rule == ""
+    (ended,) = (line for line in outcome.trace if "request-1/0 is right" in line)
+    assert float(ended.split()[0]) < later.at + QUICK_S
 
 
 def test_an_image_at_another_position_makes_another_prompt() -> None:
