@@ -96,7 +96,7 @@ class MemoryOwner:
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether the memory is where it was, with as many bytes."""
+        """Whether the memory is where it was, with as many bytes."""
         # storages count their bytes by a function, tensors and arrays do not
         if hasattr(self.memory, "nbytes") and callable(self.memory.nbytes):
             present = _storage_range(self.memory)

@@ -98,7 +98,7 @@ class Head:
 
     @property
     def num_bytes(self) -> int:
-        """Return the length of the body. Raises ValueError for what is no length."""
+        """The length of the body. Raises ValueError for what is no length."""
         text = self.lines.get("content-length", "0")
         if not (text.isdigit() and len(text) <= 12):
             raise ValueError("a malformed length")

@@ -130,7 +130,7 @@ class _Room:
 
     @property
     def num_bytes(self) -> int:
-        """Return the memory that the room needs, none without entries."""
+        """The memory that the room needs, none without entries."""
         return _room_bytes(self.attempts)
 
 

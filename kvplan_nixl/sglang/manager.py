@@ -78,10 +78,10 @@ class Manager(BaseKVManager):
         self.prefill_info_table: dict[str, Any] = {}
 
     def register_to_bootstrap(self) -> None:
-        """Register nothing: a handoff says where the offers are."""
+        """SGLang calls this when it starts. A handoff says where the offers are."""
 
     def try_ensure_parallel_info(self, address: str) -> bool:
-        """Return yes, whatever prefill's sizes are: its offers say them."""
+        """SGLang asks whether it knows a prefill engine's sizes. Its offers say them later."""
         self.prefill_info_table[address] = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
         return True
 
@@ -191,7 +191,7 @@ class Manager(BaseKVManager):
         return windows
 
     def submit_prefill_recompute(self, *_: Any, **__: Any) -> None:
-        """Recompute nothing: receivers of retracted requests have failed."""
+        """SGLang calls this for retracted requests, whose receivers have failed here."""
 
     def is_abort_release_safe(self, room: int, required_acks: int) -> bool:
         """Return whether no byte of a request can move any more."""
@@ -199,7 +199,7 @@ class Manager(BaseKVManager):
         return not self.rank.is_written(room)
 
     def clear_deferred_abort_state(self, room: int) -> None:
-        """Clear nothing: no state of an abort is kept."""
+        """SGLang calls this when it frees an aborted request's pages. Nothing is kept of it."""
 
 
 def serve_rooms(host: str, port: int) -> BootstrapServer:

@@ -94,7 +94,7 @@ class PrefillRank(Rank):
         return publisher
 
     def is_written(self, room: int) -> bool:
-        """Return no: readers write nothing here."""
+        """Decode reads, and writes nothing here."""
         return False
 
     def _note_ended(self) -> None:
@@ -324,5 +324,4 @@ class Sender(BaseKVSender):
         raise self._error
 
     def get_transfer_metric(self) -> KVTransferMetric:
-        """Return no figures."""
         return KVTransferMetric()

@@ -81,12 +81,12 @@ class RankMemory:
 
     @property
     def is_first(self) -> bool:
-        """Return whether the rank is the first one of its engine."""
+        """Whether the rank is the first one of its engine."""
         return self.info.rank == 0
 
     @property
     def token_group(self) -> str:
-        """Return the name of the group whose pages hold all positions."""
+        """The name of the group whose pages hold all positions."""
         return self.executor.worker.groups[0].name
 
     def token_tables(self, pages: Sequence[int], first: int = 0) -> dict[str, Blocks]:
@@ -100,7 +100,7 @@ class RankMemory:
 
     @property
     def is_first_of_stage(self) -> bool:
-        """Return whether the rank is the first one of its pipeline stage."""
+        """Whether the rank is the first one of its pipeline stage."""
         return self.info.tp_rank == 0 and self.cp_rank == 0
 
     def block_tables(

@@ -263,18 +263,16 @@ class KvplanStore(HiCacheStorage):
     # SGLang's older interface names a page by its hash alone, which no store has.
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
-        """Return no page."""
+        return None
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[None]:
-        """Return no page."""
         return [None] * len(keys)
 
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Return no: nothing is saved."""
         return False
 
     def batch_set(
@@ -284,11 +282,9 @@ class KvplanStore(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Return no: nothing is saved."""
         return False
 
     def exists(self, key: str) -> bool:
-        """Return no: no page has a hash for its name."""
         return False
 
 

@@ -71,7 +71,7 @@ class BlockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return False: sleep mode would release memory that NIXL has registered."""
+        """Sleep mode would release memory that NIXL has registered."""
         return False
 
     # In the scheduler

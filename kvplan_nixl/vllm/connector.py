@@ -74,7 +74,7 @@ class KvplanConnector(BlockConnector):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Return yes: a read has the state after its last position, whatever states are cached."""
+        """A read has the state after its last position, whatever states are cached."""
         return True
 
     def shutdown(self) -> None:
