@@ -240,6 +240,12 @@ def test_the_oracle_shares_no_code_with_the_planner(module: str) -> None:
     assert {room(other) for other in modules_of_ours(module, typed=False)} <= shared
 
 
+def test_the_stages_of_a_plan_know_no_budget() -> None:
+    """What runs the stages counts what the next one lists, and so does the cost of a plan, for a hostile peer's."""
+    knowing = {module for module in MODULES if room(module) == "plan" and "budget" in modules_of_ours(module)}
+    assert knowing == {f"plan.{name}" for name in ("cost", "estimate", "mesh", "pairs", "transfer")}
+
+
 @pytest.mark.parametrize("line", ["def f():\n    import json", "x = lambda: __import__\ndef g():\n    from a import b"])
 def test_late_imports_would_be_found(line: str) -> None:
     """The check above sees an import inside a function."""

@@ -1,7 +1,8 @@
 """Estimates: what a plan spends of its budget, counted before anything of that size is listed.
 
 Each function counts what the stage after it lists: the workers, the cells of a destination, and the
-runs and rows between two workers. Nothing else in this package knows a budget.
+runs and rows between two workers. :mod:`kvplan.plan.pairs` calls them between the stages, which
+know no budget.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from kvplan._arrays import Ints
 from kvplan.budget import Budget
 from kvplan.describe.axes import most_segments
 from kvplan.describe.blocks import POSITION_END
@@ -109,6 +111,12 @@ def spend_on_runs(budget: Budget, cells: Sequence[Cell]) -> None:
                 num_joined += number * pairs
     budget.spend(sum(num_pairs.values()), "block pairs", RUN_BYTES, "pair blocks")
     budget.spend(min(num_joined, MAX_JOINED), "runs of a period", 2 * RUN_BYTES, "join runs")
+
+
+def spend_on_rows(budget: Budget, destination: Worker, rows: Iterable[Ints]) -> None:
+    """Spend what the rows of both tables of a pair cost."""
+    number = sum(map(len, rows))
+    budget.spend(number, "rows", ROW_BYTES, f"plan for {destination.label}")
 
 
 def _groups(cell: Cell) -> tuple[Group, Group]:

@@ -19,9 +19,9 @@ from kvplan.budget import Budget
 from kvplan.describe.worker import Key, Worker
 from kvplan.plan.cells import Cell, cells
 from kvplan.plan.estimate import (
-    ROW_BYTES,
     spend_on_cells,
     spend_on_geometry,
+    spend_on_rows,
     spend_on_runs,
     spend_on_workers,
 )
@@ -106,8 +106,7 @@ class PairPlanner:
             self._planned[geometry.key] = planned
         # Rows of an equal geometry begin elsewhere: they are moved by the difference.
         shift = geometry.base_offset - planned.base_offset
-        num_rows = sum(map(len, planned.rows))
-        self._budget.spend(num_rows, "rows", ROW_BYTES, f"plan for {assignment.destination.label}")
+        spend_on_rows(self._budget, assignment.destination, planned.rows)
         tables = (
             Table.at(assignment.destination, planned.rows[0], shift[0]),
             Table.at(assignment.source, planned.rows[1], shift[1]),
