@@ -1,6 +1,16 @@
 """kvplan_nixl: moves the bytes of kvplan's plans in real memory, through NIXL.
 
-Its names load on first use, so that ``python -m kvplan_nixl`` can say which package is missing.
+The packages are ``vllm`` and ``sglang``, one engine's connectors each, over ``serving``, which runs
+:mod:`kvplan.protocol` and stores. Between them are the modules of this folder, by what they do::
+
+    transfers over NIXL        agent, backends, rows, envelope, executor, events
+    memory of the same host    cma, mapping, mapped, kernel
+    copies, zeros, digests     rearrange, calibrate, digest, digest_kernel
+    what connectors share      settings, identity, weights, reads, mover
+    for operators              doctor, probe
+
+All calls of NIXL are in ``agent``. The names below load on first use, so that ``python -m
+kvplan_nixl`` can say which package is missing.
 """
 
 import importlib

@@ -311,6 +311,14 @@ def test_a_module_with_effects_imports_only_rooms_below(module: str) -> None:
     assert unordered(module, EFFECTS[module].read_text()) == set()
 
 
+def test_the_package_names_each_module_of_its_folder() -> None:
+    """Its opening sorts them by what they do: a reader finds more than twenty files there."""
+    opening = ast.get_docstring(ast.parse(EFFECTS["__init__"].read_text())) or ""
+    named = re.findall(r"\w+", " ".join(re.findall(r"^    .{27}(.*)", opening, re.MULTILINE)))
+    here = [module for module in EFFECTS if not re.search(r"\.|__", module) and module not in ROOMS_ABOVE]
+    assert sorted(named) == sorted(here)
+
+
 def test_what_modules_may_import_beyond_their_room_is_imported() -> None:
     """An exception that is needed no more is none."""
     for module, names in MORE.items():
