@@ -381,6 +381,12 @@ class Geometry:
         """Bytes per element."""
         return ITEMSIZE[self.dtype]
 
+    @property
+    def content_sizes(self) -> dict[str, int]:
+        """The logical tensor's global size by axis name, without the token axis; 1 is listed too."""
+        sizes = global_sizes(self.axes)
+        return {axis: size for axis, size in sizes.items() if axis != TOKEN}
+
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """The logical tensor's global size by axis name.

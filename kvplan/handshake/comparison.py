@@ -15,7 +15,7 @@ import attrs
 
 from kvplan._checks import wrong_type
 from kvplan._text import FEW, brief_repr, count, fold
-from kvplan.describe.axes import Axis, global_sizes
+from kvplan.describe.axes import Axis
 from kvplan.describe.model import differing
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker, checked_names
@@ -225,7 +225,7 @@ def _facts(stored: StoredViews) -> dict[str, list[str]]:
 def _facts_of(geometry: Geometry) -> Iterator[tuple[str, str]]:
     """Yield the fields of a geometry and their values in words."""
     group = geometry.group
-    sizes = {axis: size for axis, size in global_sizes(geometry.axes).items() if axis != TOKEN}
+    sizes = geometry.content_sizes
     values = "tokens" if group.tokens_per_slot == 1 else f"{group.tokens_per_slot} tokens a slot"
     yield "group kind", "states" if group.tokens_per_block is None else values
     yield "dtype", geometry.dtype

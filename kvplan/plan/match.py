@@ -27,7 +27,6 @@ import numpy as np
 
 from kvplan._arrays import Bools, Ints, distinct
 from kvplan._text import FEW, few
-from kvplan.describe.axes import global_sizes
 from kvplan.describe.model import model_values
 from kvplan.describe.views import TOKEN, Geometry, Group
 from kvplan.describe.worker import Worker
@@ -406,8 +405,8 @@ def _check_tensor(
         if has_bytes and destination_view.itemsize == source_view.itemsize:
             error = error.with_hint("if their bytes mean the same, describe both sides as uint8")
         raise error
-    needed_sizes = _sizes_but_tokens(destination_view)
-    sent_sizes = _sizes_but_tokens(source_view)
+    needed_sizes = destination_view.content_sizes
+    sent_sizes = source_view.content_sizes
     for axis, size in needed_sizes.items():
         if sent_sizes.get(axis, size) != size:
             raise differ("SIZE", f"the size of axis {axis!r}", size, sent_sizes[axis])
@@ -424,8 +423,3 @@ def _kind(group: Group) -> str:
     if group.tokens_per_slot == 1:
         return "token group"
     return f"group of one value for {group.tokens_per_slot} tokens"
-
-
-def _sizes_but_tokens(geometry: Geometry) -> dict[str, int]:
-    sizes = global_sizes(geometry.axes)
-    return {axis: size for axis, size in sizes.items() if axis != TOKEN}
