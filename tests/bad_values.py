@@ -351,7 +351,7 @@ def calls() -> Calls:
     yield "protocol.Leases", Leases, {"system": SYSTEM, "lease_s": 1.5}
     leases = Leases(Driver())
     yield "protocol.Leases.grant", leases.grant, {"request": "r", "first_s": 9.5}
-    for action in ("claim", "end"):
+    for action in ("claim", "release"):
         yield f"protocol.Leases.{action}", getattr(leases, action), {"lease": "r 0", "reader": "d"}
     yield "protocol.Leases.is_valid", leases.is_valid, {"lease": "r 0"}
     door = {"port": 0, "bind": None, "system": SYSTEM}
@@ -359,7 +359,7 @@ def calls() -> Calls:
     yield "protocol.Listener", closed(Listener), served
     yield "protocol.Claims", closed(Claims), {"logger": LOGGER, "system": SYSTEM}
     claims = Claims(LOGGER, Answered(lambda _, message: answer_claims(leases, "a", message)))
-    for action in ("begin", "end", "refusal"):
+    for action in ("claim", "release", "refusal"):
         claim = {"source": SOURCE, "lease": "r 0", "reader": "d"}
         yield f"protocol.Claims.{action}", getattr(claims, action), claim
     yield "protocol.Claims.ask", claims.ask, {"source": SOURCE, "lease": "r 0"}

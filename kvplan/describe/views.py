@@ -383,7 +383,7 @@ class Geometry:
 
     @property
     def content_sizes(self) -> dict[str, int]:
-        """The logical tensor's global size by axis name, without the token axis; 1 is listed too."""
+        """The logical tensor's global size by axis name, the token axis left out."""
         sizes = global_sizes(self.axes)
         return {axis: size for axis, size in sizes.items() if axis != TOKEN}
 

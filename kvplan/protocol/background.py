@@ -31,8 +31,8 @@ class Background:
         self._waiting: deque[tuple[Callable[[], Awaitable[Any]], Pending[Any]]] = deque()
         self._num_running = 0
 
-    def begin(self, run: Callable[[], Awaitable[T]]) -> Pending[T]:
-        """Run a coroutine function when its turn comes. Any thread may call this."""
+    def submit(self, run: Callable[[], Awaitable[T]]) -> Pending[T]:
+        """Run a coroutine function when it is its turn. Any thread may call this."""
         pending = Pending[T]()
         with self._lock:
             self._waiting.append((run, pending))

@@ -177,7 +177,7 @@ def answer_claims(leases: Leases, start: str, message: ClaimMessage) -> ClaimAns
         )
     return ClaimAnswer(
         claims=tuple(leases.claim(lease, reader) for lease, reader in message.claims),
-        done=tuple(leases.end(lease, reader) for lease, reader in message.done),
+        done=tuple(leases.release(lease, reader) for lease, reader in message.done),
         asks=tuple(leases.is_valid(lease) for lease in message.asks),
     )
 
@@ -212,11 +212,11 @@ class SourceClaims:
         self._unsent: dict[str, list[Pending[None]]] = {}
         self._sent: dict[str, list[Pending[None]]] = {}
 
-    def begin(self, claim: Claim, now: float) -> None:
+    def claim(self, claim: Claim, now: float) -> None:
         """Claim a lease, and renew the claim until it ends."""
         self._due_at[claim] = now
 
-    def end(self, claim: Claim) -> None:
+    def release(self, claim: Claim) -> None:
         """End a claim, also one that was refused or never sent."""
         self._due_at.pop(claim, None)
         # The engine has nothing to end of a claim that it refused.
@@ -324,19 +324,19 @@ class Claims:
         self.num_refused: int = 0
         self.num_unanswered: int = 0
 
-    def begin(self, source: Source, lease: str, reader: str) -> None:
-        """Claim a lease until :meth:`end`. Raises ``RANGE`` for claims on too many engines."""
+    def claim(self, source: Source, lease: str, reader: str) -> None:
+        """Claim a lease until :meth:`release`. Raises ``RANGE`` for claims on too many engines."""
         claim = _checked_claim(lease, reader)
         with self._lock:
-            self._claims_on(source).begin(claim, self._system.monotonic())
+            self._claims_on(source).claim(claim, self._system.monotonic())
 
-    def end(self, source: Source, lease: str, reader: str) -> None:
-        """End a claim: the reader is done, or will not read."""
+    def release(self, source: Source, lease: str, reader: str) -> None:
+        """End a claim, since the reader is done or will not read."""
         claim = _checked_claim(lease, reader)
         instance(Source, source, "source")
         # Where nothing can be sent, the lease expires unless another reader renews it.
         with self._lock, suppress(KVPlanError):
-            self._claims_on(source).end(claim)
+            self._claims_on(source).release(claim)
 
     def ask(self, source: Source, lease: str) -> Pending[None]:
         """Ask once whether a lease is valid.

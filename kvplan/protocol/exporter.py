@@ -144,7 +144,7 @@ class Exporter:
     >>> exporter.publish("request 1", 32, lambda: blocks, str).num_tokens
     32
     >>> handoff = exporter.finish("request 1", 40, blocks, str)
-    >>> exporter.leases.end(handoff.lease, "decode"), exporter.step().released
+    >>> exporter.leases.release(handoff.lease, "decode"), exporter.step().released
     (True, ('request 1',))
     """
 
@@ -190,8 +190,8 @@ class Exporter:
         """Return whether others may read a request, now or when it is computed."""
         return request in self._requests
 
-    def begin(self, request: str, num_found: int) -> None:
-        """Note that a request begins to be computed, after so many positions of a prefix cache."""
+    def note_found(self, request: str, num_found: int) -> None:
+        """Note how many positions of a request the prefix cache had when its computation began."""
         self._requests[request].num_found = num_found
 
     def publish(

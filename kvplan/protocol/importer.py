@@ -97,10 +97,10 @@ TRANSITIONS: Final[Mapping[tuple[ImportState, ImportEvent], ImportState]] = Mapp
 
 
 class HoldsClaims(Protocol):
-    """Holds the leases of other engines: :class:`~kvplan.protocol.Claims`."""
+    """Claims the leases of other engines: :class:`~kvplan.protocol.Claims`."""
 
-    def begin(self, source: Source, lease: str, reader: str) -> None: ...
-    def end(self, source: Source, lease: str, reader: str) -> None: ...
+    def claim(self, source: Source, lease: str, reader: str) -> None: ...
+    def release(self, source: Source, lease: str, reader: str) -> None: ...
     def refusal(self, source: Source, lease: str, reader: str) -> KVPlanError | None: ...
 
 
@@ -319,7 +319,7 @@ class Importer:
 
     def _hold(self, request: str, handoff: Handoff) -> None:
         if self._claims is not None:
-            self._claims.begin(handoff.source, handoff.lease, self._name_of(request))
+            self._claims.claim(handoff.source, handoff.lease, self._name_of(request))
         self.num_claims += 1
 
     # What the engine asks, and does
@@ -380,7 +380,7 @@ class Importer:
         self.end(request)
         return gap
 
-    def begin(
+    def read(
         self,
         request: str,
         local: Mapping[str, Blocks],
@@ -441,7 +441,7 @@ class Importer:
             # nothing is delivered afterwards
             self._rooms.unsubscribe(reader)
         if record.found is not None and self._claims is not None:
-            self._claims.end(record.found.handoff.source, record.found.handoff.lease, reader)
+            self._claims.release(record.found.handoff.source, record.found.handoff.lease, reader)
 
     def step(self) -> list[PartialRead]:
         """Return what workers do next. Do this in each step of the engine."""

@@ -99,9 +99,9 @@ class Leases:
     >>> lease = leases.grant("request 1")
     >>> leases.claim(lease, "decode 1"), leases.claim(lease, "decode 2")
     (True, True)
-    >>> leases.end(lease, "decode 1"), leases.take_ended().done
+    >>> leases.release(lease, "decode 1"), leases.take_ended().done
     (True, ())
-    >>> leases.end(lease, "decode 2"), leases.take_ended().done
+    >>> leases.release(lease, "decode 2"), leases.take_ended().done
     (True, ('request 1',))
     >>> leases.claim(lease, "decode 3"), leases.num_refused
     (False, 1)
@@ -218,7 +218,7 @@ class Leases:
         with self._lock:
             return not self._is_refused(lease)
 
-    def end(self, lease: str, reader: str) -> bool:
+    def release(self, lease: str, reader: str) -> bool:
         """End the claim of a reader that is done or will not read.
 
         Returns whether the lease was valid until now.

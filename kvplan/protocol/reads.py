@@ -278,7 +278,7 @@ class Reads:
                 job.digest_check = DigestCheck(
                     self._digest,
                     request_of(read, plan.direct, to_block_end=False),
-                    self._fetches.begin(
+                    self._fetches.submit(
                         partial(
                             fetch_digests,
                             read.source,

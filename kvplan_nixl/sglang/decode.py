@@ -254,7 +254,7 @@ class Receiver(BaseKVReceiver):
             assert num_tokens is not None
             self._next_read = (
                 rank.forward_event(),
-                partial(rank.importer.begin, self._name, pages, num_tokens),
+                partial(rank.importer.read, self._name, pages, num_tokens),
             )
             self._begin_read()
         except KVPlanError as error:

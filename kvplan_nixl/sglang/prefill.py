@@ -202,7 +202,7 @@ class Sender(BaseKVSender):
         entry = self._entry(handoff)
         entry["metadata"] = [b64encode(row).decode() for row in self._metadata()]
         until = rank.system.monotonic() + rank.exporter.leases.lease_s
-        self._publisher.begin(partial(self._publish_until, until, entry))
+        self._publisher.submit(partial(self._publish_until, until, entry))
 
     def _publish_early(self, wait_event: Any) -> None:
         """Publish the pages that are computed, when ``wait_event`` says that they are."""
@@ -228,7 +228,7 @@ class Sender(BaseKVSender):
                 return
             await self._publish(entry)
 
-        self._publisher.begin(publish_pages)
+        self._publisher.submit(publish_pages)
 
     def _entry(self, handoff: Handoff) -> dict[str, Any]:
         """Return what decode has to know of this stage's part of the request."""
@@ -316,7 +316,7 @@ class Sender(BaseKVSender):
         self._rank.ended.pop(self._name, None)
         if self._rank.memory.is_first_of_stage:
             # after the request is published
-            self._publisher.begin(self._withdraw)
+            self._publisher.submit(self._withdraw)
 
     def failure_exception(self) -> None:
         """Raise the reason why the request has failed. SGLang clears only those that are right."""

@@ -153,7 +153,7 @@ class KvplanConnector(BlockConnector):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._get_connector_metadata()
         assert isinstance(step, KvplanMetadata)
-        self._worker.begin(step)
+        self._worker.start_step(step)
 
     def wait_for_save(self) -> None:
         """Wait until a host cache has what readers may read after this step."""

@@ -148,8 +148,11 @@ class EngineState:
 
     # What connectors ask
 
-    def begin(self, request: Request, num_cached: int) -> None:
-        """Note what decides a request that begins after positions of the prefix cache."""
+    def note_origin(self, request: Request, num_cached: int) -> None:
+        """Note the weights and adapter of a request that is about to be computed.
+
+        The prefix cache has its first ``num_cached`` positions, which may be older.
+        """
         adapter = request.lora_request
         is_old = self._has_old_weights or (
             adapter is not None and adapter.lora_name in self._old_names
@@ -175,8 +178,8 @@ class EngineState:
         is_first_step = request.request_id in self._loaded and not request.num_output_tokens
         return is_first_step and not self.is_current(request)
 
-    def end(self, request: str) -> None:
-        """Forget a request."""
+    def forget(self, request: str) -> None:
+        """Drop what is known of a request that has ended."""
         self._origins.pop(request, None)
         self._loaded.discard(request)
 

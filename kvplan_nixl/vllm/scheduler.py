@@ -213,7 +213,7 @@ class Scheduler:
         Returns None of a request of which prefill has published nothing yet. An engine computes the
         last token of a prompt itself.
         """
-        self._state.begin(request, num_cached)
+        self._state.note_origin(request, num_cached)
         num_tokens = self._importer.count(
             request.request_id, num_cached, int(request.num_prompt_tokens) - 1
         )
@@ -235,7 +235,7 @@ class Scheduler:
                 )
             return
         self._state.load(name)
-        self._importer.begin(
+        self._importer.read(
             name,
             self._tables.of_ids(blocks.get_block_ids()),
             num_tokens,
@@ -304,7 +304,7 @@ class Scheduler:
         for name in self._rooms:
             request = self._exportable[name]
             if name in begun:
-                self._exporter.begin(name, request.num_computed_tokens)
+                self._exporter.note_found(name, request.num_computed_tokens)
             elif request.status == RequestStatus.RUNNING:
                 self._publish_part(self._exporter, request)
 
@@ -337,7 +337,7 @@ class Scheduler:
         """
         name = request.request_id
         handoff = self._finish(request, ids)
-        self._state.end(name)
+        self._state.forget(name)
         self._exportable.pop(name, None)
         room = self._rooms.pop(name, "")
         if handoff is None:

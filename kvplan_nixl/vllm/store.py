@@ -90,7 +90,7 @@ class KvplanStore(BlockConnector):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         is_saved = self._scheduler.begin_save(request, block_ids)
-        self.state.end(request.request_id)
+        self.state.forget(request.request_id)
         return is_saved, None
 
     def reset_cache(self) -> bool:
@@ -108,7 +108,7 @@ class KvplanStore(BlockConnector):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._get_connector_metadata()
         assert isinstance(step, KvplanStoreMetadata)
-        self._worker.begin(step)
+        self._worker.start_step(step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()

@@ -166,7 +166,7 @@ class StoreScheduler:
         searches = self._searches
         if searches is None:
             return None
-        self._state.begin(request, num_cached)
+        self._state.note_origin(request, num_cached)
         # the prompt alone: nothing is known of the answer
         num_tokens = int(request.num_prompt_tokens)
         # The engine computes the last token of a prompt, for the first one of the answer. What is

@@ -97,8 +97,8 @@ class StoreWorker:
         model = model_text(self._facts)
         return KvplanStoreWorkerMetadata([encode(self._worker)], [model], adapters)
 
-    def begin(self, step: KvplanStoreMetadata) -> None:
-        """Take the work of a step."""
+    def start_step(self, step: KvplanStoreMetadata) -> None:
+        """Queue the loads and saves of a step."""
         for job in step.loads:
             self._loads.put(job)
         for job in step.saves:

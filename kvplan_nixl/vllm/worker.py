@@ -110,8 +110,8 @@ class Worker:
         assert self._executor is not None
         return self._executor.envelope()
 
-    def begin(self, step: KvplanMetadata) -> None:
-        """Begin the reads and compute the digests of a step."""
+    def start_step(self, step: KvplanMetadata) -> None:
+        """Start the reads of a step, and compute its digests."""
         self._released |= step.released
         for request, blocks in step.digests.items():
             self._digests[request] = [self._digest_pinned(request, blocks)]

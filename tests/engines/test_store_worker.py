@@ -84,10 +84,10 @@ def test_a_load_from_a_store_that_hangs_fails(backend: HangingBackend, begun: Ca
     worker, engine = begun()
     (cache,) = engine.caches
     backend.hangs_after = backend.num_calls
-    worker.begin(KvplanStoreMetadata(loads=[job_of("r", cache.client)]))
+    worker.start_step(KvplanStoreMetadata(loads=[job_of("r", cache.client)]))
     assert results_of(worker, "r").failed_recving == {"r"}
     num_calls = backend.num_calls
-    worker.begin(KvplanStoreMetadata(loads=[job_of("s", cache.client)]))
+    worker.start_step(KvplanStoreMetadata(loads=[job_of("s", cache.client)]))
     assert results_of(worker, "s").failed_recving == {"s"}
     assert backend.num_calls == num_calls
     backend.is_answering.set()
@@ -101,7 +101,7 @@ def test_what_waits_is_left_out_in_the_end(backend: HangingBackend, begun: Calla
     (cache,) = engine.caches
     backend.delay_s = STALL_S / 4
     num_calls = backend.num_calls
-    worker.begin(KvplanStoreMetadata(loads=[job_of(f"request {number}", cache.client) for number in range(9)]))
+    worker.start_step(KvplanStoreMetadata(loads=[job_of(f"request {number}", cache.client) for number in range(9)]))
     while backend.num_calls == num_calls:
         time.sleep(0.001)
     worker.close()
@@ -114,10 +114,10 @@ def test_a_request_pins_its_prompt(backend: HangingBackend, begun: Callable[[], 
     (cache,) = engine.caches
     job = job_of("r", cache.client, OTHER_PROMPT)
     for is_pinned, num_left in ((True, 48 // PAGE), (None, 48 // PAGE), (False, 0)):
-        worker.begin(KvplanStoreMetadata(saves=[attrs.evolve(job, is_pinned=is_pinned, pin_stop=48 + PAGE // 2)]))
+        worker.start_step(KvplanStoreMetadata(saves=[attrs.evolve(job, is_pinned=is_pinned, pin_stop=48 + PAGE // 2)]))
         results_of(worker, "r")
         # what follows the results of a save comes before the next one
-        worker.begin(KvplanStoreMetadata(saves=[attrs.evolve(job, request="next")]))
+        worker.start_step(KvplanStoreMetadata(saves=[attrs.evolve(job, request="next")]))
         results_of(worker, "next")
         evict(backend, Limits(max_bytes=0), now_s=time.time())
         assert cache.client.find(job.chain) == num_left * PAGE
@@ -139,10 +139,10 @@ def test_a_load_does_not_wait_for_a_save(
         put(*arguments)
 
     monkeypatch.setattr(backend, "put", hang)
-    worker.begin(KvplanStoreMetadata(saves=[job_of("saved", cache.client, OTHER_PROMPT)]))
+    worker.start_step(KvplanStoreMetadata(saves=[job_of("saved", cache.client, OTHER_PROMPT)]))
     while not is_put:
         time.sleep(0.001)
-    worker.begin(KvplanStoreMetadata(loads=[job_of("loaded", cache.client)]))
+    worker.start_step(KvplanStoreMetadata(loads=[job_of("loaded", cache.client)]))
     first = results_of(worker, "loaded")
     assert (first.finished_sending, first.failed_recving) == (set(), set())
     assert results_of(worker, "saved").finished_sending == {"saved"}

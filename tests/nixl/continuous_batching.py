@@ -168,7 +168,7 @@ class Engine:
         assert self._batches.cache.can_store_request_tokens(RequestState(request, []), len(prompt))
         num_tokens = self._importer.count(request, 0, len(prompt))
         assert num_tokens is not None
-        self._importer.begin(request, self._tables(request), num_tokens)
+        self._importer.read(request, self._tables(request), num_tokens)
         result = self._read()
         self._importer.end(request)
         if result.error is not None:

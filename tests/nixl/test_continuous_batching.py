@@ -51,14 +51,14 @@ def test_pages_of_16_into_pages_of_40(engines: tuple[str, Ask, Engine]) -> None:
         assert decode.generate(prompt, NEW) == alone
         prefilled = prefill("prefill", f"request {length}", prompt)
         handoff = Handoff.of_params(prefilled[1], decode.key)
-        decode.claims.begin(handoff.source, handoff.lease, "all readers")
+        decode.claims.claim(handoff.source, handoff.lease, "all readers")
         for left_out in kinds:
             assert decode.decode(f"without {left_out}", prompt, prefilled, NEW, left_out) != alone
         assert decode.decode(f"request {length}", prompt, prefilled, NEW) == alone
         with pytest.raises(KVPlanError, match="PROMPT"):
             decode.decode("another prompt", prompt[::-1], prefilled, NEW)
         assert prefill("free") == ()
-        decode.claims.end(handoff.source, handoff.lease, "all readers")
+        decode.claims.release(handoff.source, handoff.lease, "all readers")
         until = time.monotonic() + TIMEOUT_S
         while not (released := prefill("free")):
             assert time.monotonic() < until

@@ -103,11 +103,11 @@ class Decode:
             remote=handoff.blocks,
             tokens={"attn": (10, 40)},
         )
-        self.claims.begin(handoff.source, handoff.lease, "r")
+        self.claims.claim(handoff.source, handoff.lease, "r")
         self.reads.begin(read)
         (ended,) = until(self.reads.poll)
         assert self.pipeline is None or ended.error is not None or self.pipeline.num_chunks > 0
-        self.claims.end(handoff.source, handoff.lease, "r")
+        self.claims.release(handoff.source, handoff.lease, "r")
         return ended
 
     def token(self, position: int) -> np.ndarray:

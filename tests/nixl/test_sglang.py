@@ -500,7 +500,7 @@ def test_a_lease_is_claimed_though_nobody_polls(
 ) -> None:
     """While SGLang is paused, or resumes what it has retracted, it polls no receiver."""
     claimed = threading.Event()
-    monkeypatch.setattr(decode.manager.rank.claims, "begin", lambda *_: claimed.set())
+    monkeypatch.setattr(decode.manager.rank.claims, "claim", lambda *_: claimed.set())
     receiver = received(plugin, decode, server)
     sent(plugin, prefill, server)
     assert claimed.wait(10)
@@ -598,11 +598,11 @@ def test_a_part_of_a_prompt_has_the_weights_that_computed_it(
     monkeypatch.setattr(sender, "_publish", lambda entry: versions.append(entry["handoff"]["remote_weights_version"]))
     sender.init(len(THEIRS), 2)
     is_free = threading.Event()
-    sender._publisher.begin(unblocked(is_free.wait))
+    sender._publisher.submit(unblocked(is_free.wait))
     sender.send(torch.tensor(THEIRS[:6]).numpy(), None, 24)
     weights.change()
     is_free.set()
-    waited(sender._publisher.begin(unblocked(lambda: None)))
+    waited(sender._publisher.submit(unblocked(lambda: None)))
     assert versions == [""]
     sender.abort()
 
@@ -881,7 +881,7 @@ def test_a_room_is_free_when_its_request_has_failed(
     until(late, KVPoll.Failed)
     with pytest.raises(KVPlanError, match="LEASE"):
         late.failure_exception()
-    waited(prefill.manager.rank.publisher_of(server.address).begin(unblocked(lambda: None)))
+    waited(prefill.manager.rank.publisher_of(server.address).submit(unblocked(lambda: None)))
     assert ask(server.address, [ROOM]) == {}
     prefill.manager.rank.exporter.leases.lease_s = 30.0
     again = sent(plugin, prefill, server)
@@ -1027,7 +1027,7 @@ def test_pages_of_a_read_that_hangs_stay(
         while not any(job.transfers for job in decode.manager.rank.reads._jobs):
             assert receiver.poll() == KVPoll.Transferring
         hanging.setattr("kvplan.protocol.lease_check.ASK_S", 0.0)
-        prefill.manager.rank.exporter.leases.end(
+        prefill.manager.rank.exporter.leases.release(
             published_to(receiver).lease, decode.manager.rank.importer._name_of(receiver._name)
         )
         until(receiver, KVPoll.Failed)
@@ -1217,7 +1217,7 @@ def test_stages_of_prefill(
         assert receiver.poll() == KVPoll.Bootstrapping
         senders[stage].init(len(THEIRS), 2)
         senders[stage].send(torch.tensor(pages[stage]).numpy(), [], TOKENS)
-        waited(stages[stage].manager.rank.publisher_of(server.address).begin(unblocked(lambda: None)))
+        waited(stages[stage].manager.rank.publisher_of(server.address).submit(unblocked(lambda: None)))
     until(receiver, KVPoll.WaitingForInput)
     receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
     until(receiver, KVPoll.Success)
@@ -1243,7 +1243,7 @@ def test_context_parallelism_of_prefill(
         sender.req = request_of()
         sender.init(len(THEIRS), 2)
         sender.send(torch.tensor(THEIRS).numpy(), [], TOKENS)
-        waited(sender._publisher.begin(unblocked(lambda: None)))
+        waited(sender._publisher.submit(unblocked(lambda: None)))
     until(receiver, KVPoll.WaitingForInput)
     receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
     until(receiver, KVPoll.Success)
@@ -1536,7 +1536,7 @@ def test_few_positions_are_not_published_alone(prefill: Side, chunks: Chunks, mo
     monkeypatch.setattr(chunks.sender, "_publish", publish)
     for start, stop in ((0, 5), (5, 6), (6, 9), (9, 10)):
         chunks.send(start, stop, [] if stop == 10 else None)
-        waited(chunks.sender._publisher.begin(unblocked(lambda: None)))
+        waited(chunks.sender._publisher.submit(unblocked(lambda: None)))
     assert published == [24, TOKENS]
 
 
@@ -1558,14 +1558,14 @@ def test_a_claim_ends_once(
     """However often SGLang clears a receiver."""
     sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
     until(receiver, KVPoll.WaitingForInput)
-    end = decode.manager.rank.claims.end
+    release = decode.manager.rank.claims.release
     ended = []
 
     def count(*claim: Any) -> None:
         ended.append(claim)
-        end(*claim)
+        release(*claim)
 
-    monkeypatch.setattr(decode.manager.rank.claims, "end", count)
+    monkeypatch.setattr(decode.manager.rank.claims, "release", count)
     receiver.clear()
     receiver.clear()
     assert len(ended) == 1
@@ -1584,7 +1584,7 @@ def test_a_chunk_that_waits_is_not_published(chunks: Chunks, monkeypatch: pytest
     monkeypatch.setattr(chunks.sender, "_publish", publish)
     publisher = chunks.sender._publisher
     may_publish = threading.Event()
-    publisher.begin(lambda: may_publish.wait(30))
+    publisher.submit(lambda: may_publish.wait(30))
     chunks.send(0, 5)
     if event == "aborted":
         chunks.sender.abort()
@@ -1592,7 +1592,7 @@ def test_a_chunk_that_waits_is_not_published(chunks: Chunks, monkeypatch: pytest
         stop = 10 if event == "sent as a whole" else 7
         chunks.send(5, stop, [] if stop == 10 else None)
     may_publish.set()
-    waited(publisher.begin(unblocked(lambda: None)))
+    waited(publisher.submit(unblocked(lambda: None)))
     assert published == {"aborted": [], "sent as a whole": [TOKENS], "followed by more": [28]}[event]
 
 
@@ -1654,7 +1654,7 @@ def test_a_request_that_prefill_gives_up(
     with pytest.raises(KVPlanError, match=r"LEASE: .* got one that has ended"):
         chunks.receiver.failure_exception()
     chunks.receiver.clear()
-    waited(prefill.manager.rank.publisher_of(server.address).begin(unblocked(lambda: None)))
+    waited(prefill.manager.rank.publisher_of(server.address).submit(unblocked(lambda: None)))
     assert ask_again(server.address, {f"{ROOM}": ""}) == {}
 
 
@@ -1738,7 +1738,7 @@ def test_a_chunk_that_waited_is_published_unless_a_later_one_is(prefill: Side, c
     """A few positions more, which are not published, do not hold it up."""
     prefill.manager.rank.exporter._early_tokens = 8
     is_free = threading.Event()
-    chunks.sender._publisher.begin(unblocked(is_free.wait))
+    chunks.sender._publisher.submit(unblocked(is_free.wait))
     for start, stop in ((0, 2), (2, 6), (6, 7)):
         chunks.send(start, stop)
     is_free.set()
@@ -1749,13 +1749,13 @@ def test_a_chunk_that_waited_is_published_unless_a_later_one_is(prefill: Side, c
 def test_a_part_is_for_those_who_ask_again(chunks: Chunks, server: BootstrapServer) -> None:
     """A proxy gets whole prompts alone; who has seen a version gets the next one."""
     chunks.send(0, 6)
-    waited(chunks.sender._publisher.begin(unblocked(lambda: None)))
+    waited(chunks.sender._publisher.submit(unblocked(lambda: None)))
     assert ask(server.address, [ROOM]) == {}
     part = ask_again(server.address, {f"{ROOM}": ""})[f"{ROOM}"]
     assert part.entry["handoff"]["remote_num_tokens"] == 24
     assert ask_again(server.address, {f"{ROOM}": part.version}) == {}
     chunks.send(6, 10, [])
-    waited(chunks.sender._publisher.begin(unblocked(lambda: None)))
+    waited(chunks.sender._publisher.submit(unblocked(lambda: None)))
     whole = ask_again(server.address, {f"{ROOM}": part.version})[f"{ROOM}"]
     assert ask(server.address, [ROOM]) == {ROOM: whole.entry}
     assert whole.entry["handoff"]["remote_lease"] == part.entry["handoff"]["remote_lease"]

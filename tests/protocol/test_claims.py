@@ -31,14 +31,14 @@ def yes(message: ClaimMessage) -> ClaimAnswer:
 def test_a_claim_is_renewed_until_it_ends() -> None:
     """It is due when it begins and every RENEW_S; its end is sent once."""
     source_claims = SourceClaims(SOURCE)
-    source_claims.begin(("l", "x"), 3.0)
+    source_claims.claim(("l", "x"), 3.0)
     assert source_claims.next_due(3.0) == 3.0
     message = source_claims.take_message(3.0)
     assert message == ClaimMessage("a1", claims=(("l", "x"),))
     assert source_claims.take_answer(message, yes(message), 3.0) == []
     assert source_claims.next_due(4.0) == 3.0 + RENEW_S
     assert source_claims.take_message(3.0 + RENEW_S).claims == (("l", "x"),)
-    source_claims.end(("l", "x"))
+    source_claims.release(("l", "x"))
     assert source_claims.take_message(4.0) == ClaimMessage("a1", done=(("l", "x"),))
     assert source_claims.next_due(5.0) is None
 
@@ -51,7 +51,7 @@ def test_renewals_come_more_often_than_claims_end() -> None:
 def test_no_answer_is_no_refusal() -> None:
     """A claim without an answer is sent again soon."""
     source_claims = SourceClaims(SOURCE)
-    source_claims.begin(("l", "x"), 0.0)
+    source_claims.claim(("l", "x"), 0.0)
     source_claims.take_failure(source_claims.take_message(0.0), SILENCE, 7.0)
     assert source_claims.next_due(7.0) == 7.0 + RETRY_S
     assert source_claims.refusals == {}
@@ -60,13 +60,13 @@ def test_no_answer_is_no_refusal() -> None:
 def test_a_refused_claim_is_not_sent_again() -> None:
     """It is a refusal until it ends, which the engine is not told."""
     source_claims = SourceClaims(SOURCE)
-    source_claims.begin(("l", "x"), 0.0)
+    source_claims.claim(("l", "x"), 0.0)
     message = source_claims.take_message(0.0)
     (refusal,) = source_claims.take_answer(message, ClaimAnswer((False,), (), ()), 0.0)
     assert "LEASE: cannot read 'l' from prefill at 127.0.0.1:1" in str(refusal)
     assert source_claims.refusals == {("l", "x"): refusal}
     assert source_claims.next_due(0.0) is None
-    source_claims.end(("l", "x"))
+    source_claims.release(("l", "x"))
     assert (source_claims.refusals, source_claims.next_due(0.0)) == ({}, None)
 
 
@@ -74,9 +74,9 @@ def test_a_claim_that_ends_while_it_is_sent_is_forgotten() -> None:
     """Its answer, or none, begins nothing again."""
     for fails in (False, True):
         source_claims = SourceClaims(SOURCE)
-        source_claims.begin(("l", "x"), 0.0)
+        source_claims.claim(("l", "x"), 0.0)
         message = source_claims.take_message(0.0)
-        source_claims.end(("l", "x"))
+        source_claims.release(("l", "x"))
         if fails:
             source_claims.take_failure(message, SILENCE, 0.0)
         else:
@@ -111,7 +111,7 @@ def test_one_engine_that_hangs_delays_no_other() -> None:
         return yes(message)
 
     claims = Claims(LOGGER, Answered(send))
-    claims.begin(Source("frozen", "a1", "127.0.0.1", 2), "l", "x")
+    claims.claim(Source("frozen", "a1", "127.0.0.1", 2), "l", "x")
     waited(claims.ask(SOURCE, "l"))
     hangs.set()
     claims.close()
@@ -120,7 +120,7 @@ def test_one_engine_that_hangs_delays_no_other() -> None:
 def test_a_question_to_one_engine_too_many_is_answered_at_once() -> None:
     """By an error, as the answer of an engine would be: whoever asks waits for no thread."""
     claims = Claims(LOGGER, Answered(lambda _, message: yes(message)), max_sources=1)
-    claims.begin(SOURCE, "l", "x")
+    claims.claim(SOURCE, "l", "x")
     error = error_of(claims.ask(Source("another", "a1", "127.0.0.1", 2), "l"))
     assert isinstance(error, KVPlanError)
     assert error.code == "RANGE"
@@ -131,13 +131,13 @@ def test_a_refusal_is_found_and_logged(caplog: pytest.LogCaptureFixture) -> None
     """Whoever begins a claim can ask later whether it was refused."""
     claims = Claims(LOGGER, Answered(lambda _, message: answer_claims(Leases(Driver()), "a1", message)))
     assert claims.refusal(SOURCE, "l", "x") is None
-    claims.begin(SOURCE, "l", "x")
+    claims.claim(SOURCE, "l", "x")
     until = time.monotonic() + 10
     while (refusal := claims.refusal(SOURCE, "l", "x")) is None and time.monotonic() < until:
         time.sleep(0.001)
     assert refusal is not None
     assert refusal.code == "LEASE"
-    claims.end(SOURCE, "l", "x")
+    claims.release(SOURCE, "l", "x")
     assert claims.refusal(SOURCE, "l", "x") is None
     # it is logged by the thread that has found it, after that
     while "expected a valid lease" not in caplog.text and time.monotonic() < until:
@@ -181,8 +181,8 @@ def test_a_thread_without_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvplan.protocol.claims.IDLE_S", 0.01)
     claims = Claims(LOGGER, Answered(lambda _, message: yes(message)))
     for _ in range(2):
-        claims.begin(SOURCE, "l", "x")
-        claims.end(SOURCE, "l", "x")
+        claims.claim(SOURCE, "l", "x")
+        claims.release(SOURCE, "l", "x")
         until = time.monotonic() + 10
         while claims._by_source and time.monotonic() < until:
             time.sleep(0.005)
@@ -199,8 +199,8 @@ def test_close_sends_what_has_ended() -> None:
         return yes(message)
 
     claims = Claims(LOGGER, Answered(send))
-    claims.begin(SOURCE, "l", "x")
-    claims.end(SOURCE, "l", "x")
+    claims.claim(SOURCE, "l", "x")
+    claims.release(SOURCE, "l", "x")
     claims.close()
     until = time.monotonic() + 10
     while claims._by_source and time.monotonic() < until:
@@ -268,7 +268,7 @@ def test_no_schedule_confirms_what_was_given_away(steps: list[tuple[str, int, in
         elif action == "begin" and network.names:
             claim = network.names[other % len(network.names)], f"{number}"
             begun[number].append(claim)
-            network.by_reader[number].begin(claim, network.clock.now)
+            network.by_reader[number].claim(claim, network.clock.now)
         elif action == "read" and begun[number]:
             lease = begun[number][other % len(begun[number])][0]
             had_its_blocks = lease.partition(" ")[0] not in network.freed
@@ -278,7 +278,7 @@ def test_no_schedule_confirms_what_was_given_away(steps: list[tuple[str, int, in
                 assert had_its_blocks
                 assert lease.partition(" ")[0] not in network.freed
         elif action == "end" and begun[number]:
-            network.by_reader[number].end(begun[number].pop(other % len(begun[number])))
+            network.by_reader[number].release(begun[number].pop(other % len(begun[number])))
         network.free()
     network.clock.now += 2 * LEASE_S
     network.free()
@@ -291,7 +291,7 @@ def test_a_busy_reader_keeps_its_blocks() -> None:
     network = Network()
     network.by_reader = {0: SourceClaims(SOURCE)}
     lease = network.leases.grant("r0")
-    network.by_reader[0].begin((lease, "x"), 0.0)
+    network.by_reader[0].claim((lease, "x"), 0.0)
     for second in range(3600):
         network.clock.now = float(second)
         network.exchange(0, second % 3 == 0)

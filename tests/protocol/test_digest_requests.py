@@ -93,7 +93,7 @@ def test_a_lease_that_is_over_has_no_digests(listener: Listener, leases: Leases)
     request = DigestRequest.of(lease, TOKENS)
     assert listener.digests.ask(request) is None
     listener.digests.put(request, [{"of worker": 0}])
-    assert leases.end(lease, "reader")
+    assert leases.release(lease, "reader")
     with pytest.raises(KVPlanError, match="LEASE: cannot digest 'r "):
         listener.digests.ask(request)
     with pytest.raises(KVPlanError, match="PEER"):

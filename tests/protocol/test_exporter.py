@@ -75,7 +75,7 @@ def test_windows_and_states_come_with_the_whole(world: World) -> None:
     assert world.exporter.num_blocks == 12
     assert world.exporter.blocks_of(whole.lease) == BLOCKS
     assert world.leases.claim(whole.lease, "decode")
-    assert world.leases.end(whole.lease, "decode")
+    assert world.leases.release(whole.lease, "decode")
     ended = world.exporter.step()
     assert (ended.released, world.withdrawn, ended.late) == (("r",), [("room", whole.lease)], {})
     assert (len(world.exporter), world.exporter.num_blocks, world.exporter.blocks_of(whole.lease)) == (0, 0, None)
@@ -84,7 +84,7 @@ def test_windows_and_states_come_with_the_whole(world: World) -> None:
 def test_little_more_is_not_published(world: World) -> None:
     """Nor what a prefix cache had, which another request may still compute."""
     world.exporter.open("r")
-    world.exporter.begin("r", 32)
+    world.exporter.note_found("r", 32)
     assert [world.publish(number) for number in (16, 32)] == [None, None]
     assert world.publish(33).num_tokens == 33
     assert [world.publish(number) for number in (33, 48)] == [None, None]
@@ -118,7 +118,7 @@ def test_a_request_whose_readers_are_done_early_is_computed_for_nobody(world: Wo
     world.exporter.open("r", "room")
     lease = world.publish(40).lease
     assert world.leases.claim(lease, "decode")
-    assert world.leases.end(lease, "decode")
+    assert world.leases.release(lease, "decode")
     if is_seen:
         world.exporter.step()
     assert world.finish() is None
@@ -204,7 +204,7 @@ def test_blocks_are_free_once_and_never_under_a_lease(calls: list[str]) -> None:
         elif call == "claim" and lease:
             world.leases.claim(lease, "decode")
         elif call == "done" and lease:
-            world.leases.end(lease, "decode")
+            world.leases.release(lease, "decode")
         elif call == "wait":
             world.clock.now += 20.0
         elif call == "step":

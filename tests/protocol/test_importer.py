@@ -47,10 +47,10 @@ class World:
     def __attrs_post_init__(self) -> None:
         self.importer = Importer(GROUPS, self, "decode", KEY, rooms=self)
 
-    def begin(self, source: Source, lease: str, reader: str) -> None:
+    def claim(self, source: Source, lease: str, reader: str) -> None:
         self.claimed.append(lease)
 
-    def end(self, source: Source, lease: str, reader: str) -> None:
+    def release(self, source: Source, lease: str, reader: str) -> None:
         self.claimed.remove(lease)
 
     def refusal(self, source: Source, lease: str, reader: str) -> KVPlanError | None:
@@ -75,7 +75,7 @@ class World:
     def allocate(self) -> None:
         num_tokens = self.importer.count("r", 0, 99)
         assert num_tokens is not None
-        self.importer.begin("r", LOCAL, num_tokens)
+        self.importer.read("r", LOCAL, num_tokens)
 
     def spans(self) -> list[Any]:
         """The positions of each part, or its error's code."""
@@ -95,7 +95,7 @@ def test_a_handoff_is_read_at_once(world: World) -> None:
     """All positions of the whole blocks that a window reaches; the claim ends when workers say so."""
     world.importer.claim("r", handoff_of(100, is_whole=True), prompt)
     assert (world.claimed, world.importer.count("r", 16, 99)) == (["l"], 83)
-    world.importer.begin("r", LOCAL, 83, {"swa": 0})
+    world.importer.read("r", LOCAL, 83, {"swa": 0})
     (part,) = world.importer.step()
     assert part.read is not None
     assert (part.read.tokens, part.is_last, part.partial) == ({"attn": (16, 99), "swa": (48, 99)}, True, {})
@@ -117,14 +117,14 @@ def test_a_ring_is_read_as_a_state(world: World) -> None:
         importer.claim("r", handoff.params(KEY), prompt)
         number = importer.count("r", 16, num_tokens)
         assert number is not None
-        importer.begin("r", tables, number)
+        importer.read("r", tables, number)
         (part,) = importer.step()
         assert part.read is not None
         found.append(part.read.tokens)
     assert found == [{"attn": (16, 40), "ring": (0, 40)}, {"attn": (16, 100), "ring": (0, 56)}]
     importer.claim("r", handoff.params(KEY), prompt)
     importer.count("r", 16, 99)
-    importer.begin("r", tables, 83)
+    importer.read("r", tables, 83)
     (part,) = importer.step()
     assert part.error is not None
     assert part.error.code == "TOKENS"  # the ring has overwritten the first position

@@ -77,7 +77,7 @@ def test_blocks_stay_until_the_last_reader_is_done(clock: Clock) -> None:
     assert all(leases.claim(lease, reader) for reader in readers)
     for reader in readers:
         assert leases.take_ended().done == ()
-        assert leases.end(lease, reader)
+        assert leases.release(lease, reader)
     assert leases.take_ended().done == ("r",)
 
 
@@ -87,7 +87,7 @@ def test_a_reader_that_dies_holds_up_nobody_for_long(clock: Clock) -> None:
     lease = leases.grant("r")
     assert leases.claim(lease, "dies")
     assert leases.claim(lease, "reads")
-    assert leases.end(lease, "reads")
+    assert leases.release(lease, "reads")
     assert leases.take_ended() == EndedLeases((), ())
     clock.now = LEASE_S
     assert leases.take_ended().late == ("r",)
@@ -97,13 +97,13 @@ def test_a_lease_that_is_over_does_not_come_back(clock: Clock) -> None:
     """A second reader of a handoff that was read, or of a request of the same name, is refused and counted."""
     leases = Leases(clock, lease_s=LEASE_S)
     lease = leases.grant("r")
-    assert leases.end(lease, "first")
+    assert leases.release(lease, "first")
     assert not leases.claim(lease, "second")
     again = leases.grant("r")
     assert again != lease
     assert not leases.claim(lease, "second")
     assert not leases.is_valid(lease)
-    assert not leases.end(lease, "second")
+    assert not leases.release(lease, "second")
     assert leases.num_refused == 4
     assert leases.is_valid(again)
 
@@ -150,7 +150,7 @@ def test_schedules(steps: list[tuple[str, int, int]]) -> None:
                 assert lease not in over
                 held_until[lease] = max(held_until[lease], clock.now + LEASE_S)
             elif action == "end":
-                leases.end(lease, f"{reader}")
+                leases.release(lease, f"{reader}")
                 held_until[lease] = 0.0  # others may hold it still
         over |= {lease for lease in names if not leases.is_valid(lease)}
     clock.now += 2 * LEASE_S
@@ -226,7 +226,7 @@ def test_a_first_lease_that_ends_early_is_looked_at_in_time(clock: Clock) -> Non
     lease = leases.grant("r", 50 * LEASE_S)
     assert leases.claim(lease, "dies")
     assert leases.claim(lease, "reads")
-    assert leases.end(lease, "reads")
+    assert leases.release(lease, "reads")
     clock.now = LEASE_S
     assert leases.take_ended().late == ("r",)
 

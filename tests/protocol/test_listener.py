@@ -247,13 +247,13 @@ def test_claims_reach_their_engines(listener: Listener, leases: Leases, caplog: 
     """A claim is taken, confirmed and ended over HTTP; an engine that is gone costs a line in the log."""
     claims = Claims(LOGGER, Driver())
     gone = unused()
-    claims.begin(gone, "lost", "x")
+    claims.claim(gone, "lost", "x")
     lease = leases.grant("a")
-    claims.begin(listener.source, lease, "x")
+    claims.claim(listener.source, lease, "x")
     waited(claims.ask(listener.source, lease))
     with pytest.raises(KVPlanError, match="PEER"):
         waited(claims.ask(gone, "lost"))
-    claims.end(listener.source, lease, "x")
+    claims.release(listener.source, lease, "x")
     with pytest.raises(KVPlanError, match="LEASE"):
         waited(claims.ask(listener.source, lease))
     assert leases.take_ended().done == ("a",)

@@ -1342,7 +1342,7 @@ def test_work_in_the_background_comes_in_order() -> None:
         held.wait(10)
         return 6 / number
 
-    results = [background.begin(unblocked(partial(run, number))) for number in (3, 2, 0, 1)]
+    results = [background.submit(unblocked(partial(run, number))) for number in (3, 2, 0, 1)]
     while len(begun) < 2:
         time.sleep(0.001)
     assert begun == [3, 2]
@@ -1352,4 +1352,4 @@ def test_work_in_the_background_comes_in_order() -> None:
     assert error.details["error"] == "ZeroDivisionError"
     assert [waited(results[index]) for index in (0, 1, 3)] == [2, 3, 6]
     assert sorted(begun[2:]) == [0, 1]
-    assert waited(background.begin(unblocked(partial(run, 6)))) == 1
+    assert waited(background.submit(unblocked(partial(run, 6)))) == 1

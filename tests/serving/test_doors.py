@@ -321,7 +321,7 @@ def test_names_are_short(leases: Leases, field: str) -> None:
         ClaimMessage.of_fields(ClaimMessage("a", claims=(claim,)).fields())
     claims = Claims(LOGGER, Driver())
     with pytest.raises(KVPlanError, match="RANGE: cannot claim a lease"):
-        claims.begin(Source("prefill", "a", "127.0.0.1", 1), *claim)
+        claims.claim(Source("prefill", "a", "127.0.0.1", 1), *claim)
 
 
 def test_many_claims_are_sent_in_parts() -> None:
@@ -329,8 +329,8 @@ def test_many_claims_are_sent_in_parts() -> None:
     claims = SourceClaims(Source("prefill", "a", "127.0.0.1", 1))
     names = [f"{number} \U0001f600" * 40 for number in range(400)]
     for name in names:
-        claims.begin((name, "d"), 0.0)
-        claims.end(("done", name))
+        claims.claim((name, "d"), 0.0)
+        claims.release(("done", name))
         claims.ask(name)
     seen: dict[str, list[Any]] = {"claims": [], "done": [], "asks": []}
     while (due := claims.next_due(1.0)) is not None and due <= 1.0:
@@ -359,12 +359,12 @@ def test_forged_handoffs_have_few_threads() -> None:
     claims = Claims(LOGGER, Answered(send), max_sources=3)
     sources = [Source(f"prefill-{number}", "a", "127.0.0.1", 1) for number in range(4)]
     for source in sources[:3]:
-        claims.begin(source, "lease", "d")
+        claims.claim(source, "lease", "d")
     with pytest.raises(KVPlanError, match="RANGE: cannot claim leases of prefill-3"):
-        claims.begin(sources[3], "lease", "d")
+        claims.claim(sources[3], "lease", "d")
     with pytest.raises(KVPlanError, match="RANGE: cannot claim leases of prefill-3"):
         waited(claims.ask(sources[3], "lease"))
-    claims.end(sources[3], "lease", "d")
+    claims.release(sources[3], "lease", "d")
     held.set()
     claims.close()
 
@@ -379,7 +379,7 @@ def test_a_large_fleet_is_not_refused() -> None:
 
     claims = Claims(LOGGER, Answered(send))
     for number in range(1024):
-        claims.begin(Source(f"prefill-{number}", "a", "127.0.0.1", 1), "lease", "d")
+        claims.claim(Source(f"prefill-{number}", "a", "127.0.0.1", 1), "lease", "d")
     assert all(answered.acquire(timeout=30) for _ in range(1024))
     claims.close()
 

@@ -311,11 +311,11 @@ def test_an_adapter_is_as_it_was_loaded(folder: Path) -> None:
 def test_an_adapter_that_is_reloaded_under_a_request_is_not_stored(folder: Path) -> None:
     state, request = state_of(), request_of(SAID, lora_request=lora())
     state.adapters_changed([loaded("old")])
-    state.begin(request, 0)
+    state.note_origin(request, 0)
     assert state.is_current(request)
     state.adapters_changed([loaded("new")])
     assert not state.is_current(request)
-    state.begin(request, 0)
+    state.note_origin(request, 0)
     assert state.is_current(request)
 
 
@@ -326,10 +326,10 @@ def test_blocks_of_an_adapters_name_are_not_those_of_its_new_content() -> None:
         state.adapters_changed([loaded(content, adapter_id)])
     request, other = (request_of(SAID, request_id=name, lora_request=lora(2, name)) for name in ("sql", "other"))
     for each, num_cached, is_current in ((request, 16, False), (request, 0, True), (other, 16, True)):
-        state.begin(each, num_cached)
+        state.note_origin(each, num_cached)
         assert state.is_current(each) == is_current
     state.prefix_cache_reset()
-    state.begin(request, 16)
+    state.note_origin(request, 16)
     assert state.is_current(request)
 
 
@@ -389,7 +389,7 @@ def test_a_request_whose_adapter_was_loaded_too_late_fails(folder: Path, content
     requests = [request_of(SAID, request_id=name, **fields) for name in ("read", "computed", "answered")]
     requests[2].num_output_tokens = 1
     for request in requests:
-        state.begin(request, 0)
+        state.note_origin(request, 0)
         if request.request_id != "computed":
             state.load(request.request_id)
     changes = loaded(old if content == "old" else "another")
@@ -512,7 +512,7 @@ def test_a_reset_that_failed_is_none(core_class: type[Core]) -> None:
     core, request = core_class(*connectors(state)), request_of(SAID)
     for is_reset in (False, True):
         assert core.reset_prefix_cache(is_reset) == is_reset
-        state.begin(request, 16)
+        state.note_origin(request, 16)
         assert state.is_current(request) == is_reset
 
 

@@ -348,7 +348,7 @@ class VllmConnector:
             manager.num_cached_block.clear()
         received, failed = list[str](), dict[str, KVPlanError]()
         for worker in self._workers:
-            worker.begin(metadata)
+            worker.start_step(metadata)
             results = worker.results()
             assert results.finished_sending == metadata.released
             for name in sorted(results.failed_recving):

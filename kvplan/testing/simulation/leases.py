@@ -169,7 +169,7 @@ class LeaseConnector:
             return
         self._requests[request.name] = request
         self._unreported[request.name] = len(self._reads)
-        self._importer.begin(request.name, self._tables(request), num_tokens)
+        self._importer.read(request.name, self._tables(request), num_tokens)
 
     def _tables(self, request: EngineRequest) -> dict[str, Blocks]:
         """Return the block tables of a request; of states the last one counts."""
