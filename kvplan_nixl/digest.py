@@ -44,7 +44,7 @@ from kvplan.protocol.digest import (
 from kvplan.support import Ints, instance, members
 from kvplan_nixl.digest_kernel import DigestKernel, ViewWork, WordTable
 from kvplan_nixl.kernel import has_triton
-from kvplan_nixl.rearrange import Memory, MemoryPlace, memories_of
+from kvplan_nixl.rearrange import Memory, MemoryAddress, memories_of
 
 __all__ = ["cache_digests"]
 
@@ -133,9 +133,9 @@ class WorkerDigests:
         positions = positions_by_group(self._worker, blocks, tokens, context)
         tensors = [self._prepared(*key) for key in self._views_of if key[0] in blocks]
         views = [
-            PlacedView(words, place, positions[tensor.group])
+            PlacedView(words, address, positions[tensor.group])
             for tensor in tensors
-            for words, place in zip(tensor.layout.words, tensor.places, strict=True)
+            for words, address in zip(tensor.layout.words, tensor.addresses, strict=True)
         ]
         return to_json(_digests(tensors, _sums(views), positions))
 
@@ -143,29 +143,29 @@ class WorkerDigests:
         key = (group, name)
         if key not in self._tensors:
             words = []
-            places = []
+            addresses = []
             for view, geometry_number in self._views_of[key]:
-                place = _place(self._memories, self._regions[view.region], view)
-                word_bytes = _word_bytes(view, self._divided, place)
+                address = _address(self._memories, self._regions[view.region], view)
+                word_bytes = _word_bytes(view, self._divided, address)
                 words_key = (geometry_number, word_bytes)
                 if words_key not in self._words_of_geometry:
                     made = ViewWords.of(view, self._divided, word_bytes)
                     self._words_of_geometry[words_key] = made
                 words.append(self._words_of_geometry[words_key])
-                places.append(place)
+                addresses.append(address)
             layout_key = tuple(words)
             if layout_key not in self._layouts:
                 self._layouts[layout_key] = PartLayout.of(layout_key)
             layout = self._layouts[layout_key]
-            self._tensors[key] = PlacedTensor(name, group, layout, tuple(places))
+            self._tensors[key] = PlacedTensor(name, group, layout, tuple(addresses))
         return self._tensors[key]
 
 
-def _place(memories: Iterable[Memory], region: Region, view: View) -> MemoryPlace:
-    """Return the memory that a region is in, and where a view of the region begins in it."""
+def _address(memories: Iterable[Memory], region: Region, view: View) -> MemoryAddress:
+    """Return the address at which a view of a region begins."""
     for memory in memories:
         if memory.has(region):
-            return MemoryPlace(memory, memory.offset_of(region) + view.offset_bytes)
+            return MemoryAddress(memory, memory.offset_of(region) + view.offset_bytes)
     raise KVPlanError(
         "MEMORY",
         f"digest region {region.name!r}",
@@ -175,12 +175,12 @@ def _place(memories: Iterable[Memory], region: Region, view: View) -> MemoryPlac
     )
 
 
-def _word_bytes(view: View, divided: Sequence[str], place: MemoryPlace) -> int:
+def _word_bytes(view: View, divided: Sequence[str], address: MemoryAddress) -> int:
     """Return the widest word, up to 8 bytes, that the view's elements can be read in.
 
     It is as wide as several elements where the packed axis is contiguous, or as part of one.
     """
-    start = (place.memory.address, place.offset_bytes)
+    start = (address.memory.address, address.offset_bytes)
     steps = [axis.stride_bytes for axis in view.axes if axis.extent > 1]
     if view.num_blocks > 1:
         steps.append(view.block_stride_bytes)
@@ -225,7 +225,7 @@ class ViewWords:
 
     @classmethod
     def of(cls, view: View, divided: Sequence[str], word_bytes: int) -> ViewWords:
-        """Return the words of a view that fit its place."""
+        """Return the words of a view that fit its address."""
         order = sorted(view.axes, key=lambda axis: -axis.stride_bytes)
         extents = [axis.extent for axis in order]
         strides = [axis.stride_bytes for axis in order]
@@ -236,7 +236,7 @@ class ViewWords:
             extents.append(view.itemsize // word_bytes)
             strides.append(word_bytes)
         else:
-            # the dimension of the packed axis has words in place of elements
+            # the dimension of the packed axis has words instead of elements
             word_dimension = order.index(contiguous)
             extents[word_dimension] = contiguous.extent * view.itemsize // word_bytes
             strides[word_dimension] = word_bytes
@@ -290,14 +290,14 @@ class ViewWords:
         return WordTable.of(self.extents, self.strides_bytes, self.weights, self.slots, self.parts)
 
     def digests(
-        self, place: MemoryPlace, positions: BlockPositions, arrays: DeviceArrays
+        self, address: MemoryAddress, positions: BlockPositions, arrays: DeviceArrays
     ) -> torch.Tensor:
-        """Return the sums of a view that begins at a place, in the shape of ``parts``."""
+        """Return the sums of a view that begins at an address, in the shape of ``parts``."""
         size = self.word_bytes
-        words = place.memory.words(size)
+        words = address.memory.words(size)
         strides = [stride // size for stride in (self.block_stride_bytes, *self.strides_bytes)]
         shape = (self.num_blocks, *self.extents)
-        blocks = words.as_strided(shape, strides, place.offset_bytes // size)
+        blocks = words.as_strided(shape, strides, address.offset_bytes // size)
         ids = arrays.on(words.device, positions.ids)
         position_keys = arrays.on(words.device, positions.keys)
         weights = arrays.on(words.device, self.weights)
@@ -327,7 +327,7 @@ class PlacedView(NamedTuple):
     """The words of a view, where it is in memory, and the blocks of a request in it."""
 
     words: ViewWords
-    place: MemoryPlace
+    address: MemoryAddress
     positions: BlockPositions
 
 
@@ -335,7 +335,7 @@ def _sums(views: Sequence[PlacedView]) -> Residues:
     """Return the sums of all views, one after another, of each in the order of its parts."""
     if not views:
         return np.empty(0, np.uint64)
-    (device,) = {view.place.memory.device for view in views}
+    (device,) = {view.address.memory.device for view in views}
     kernel = kernel_on(device)
     sums = _sums_by_torch(views) if kernel is None else _sums_by(kernel, views)
     return np.asarray(sums.cpu().numpy().view(np.uint64))
@@ -343,17 +343,18 @@ def _sums(views: Sequence[PlacedView]) -> Residues:
 
 def _sums_by_torch(views: Sequence[PlacedView]) -> torch.Tensor:
     arrays = DeviceArrays()
-    sums = [view.words.digests(view.place, view.positions, arrays) for view in views]
+    sums = [view.words.digests(view.address, view.positions, arrays) for view in views]
     return torch.cat([each.reshape(-1) for each in sums])
 
 
 def _sums_by(kernel: DigestKernel, views: Sequence[PlacedView]) -> torch.Tensor:
     work = []
-    for words, place, positions in views:
-        address = place.memory.address + place.offset_bytes
+    for words, address, positions in views:
         stride = words.block_stride_bytes
         num_parts = words.parts.size
-        work.append(ViewWork(words.table, words.word_bytes, address, stride, positions, num_parts))
+        work.append(
+            ViewWork(words.table, words.word_bytes, address.value, stride, positions, num_parts)
+        )
     return kernel.sums(work)
 
 
@@ -384,9 +385,9 @@ def try_out(kernel: DigestKernel, device: torch.device | str) -> bool:
     view = view_of(cells, "block token head dim", name="a", group=group.name, region=region)
     (memory,) = memories_of([cells])
     positions = BlockPositions.of(group, Blocks([5, 0, 3]), (1, 11), Context())
-    place = MemoryPlace(memory, memory.offset_of(region))
+    address = MemoryAddress(memory, memory.offset_of(region))
     words = [ViewWords.of(view, DIVIDED, word_bytes) for word_bytes in (8, 1)]
-    views = [PlacedView(each, place, positions) for each in words]
+    views = [PlacedView(each, address, positions) for each in words]
     return bool(torch.equal(_sums_by_torch(views), _sums_by(kernel, views)))
 
 
@@ -413,7 +414,7 @@ def _along(values: Ints, dimension: int, dimensions: int) -> Ints:
 
 
 def _coordinates(view: View, order: Sequence[Axis], axis: str, dimensions: int) -> Ints:
-    """Return the coordinate along a named axis at each place of a block, digits together."""
+    """Return the coordinate along a named axis of each element of a block, digits together."""
     coordinates = np.zeros((1,) * dimensions, np.int64)
     finer = 1
     for digit in reversed(view.axes):
@@ -442,10 +443,10 @@ class PartLayout:
     def of(cls, words: tuple[ViewWords, ...]) -> PartLayout:
         """Return the parts of a tensor whose views have these words."""
         numbers = np.concatenate([each.parts.reshape(-1) for each in words])
-        place_coverage = np.concatenate([each.coverage.reshape(-1) for each in words])
+        coverages = np.concatenate([each.coverage.reshape(-1) for each in words])
         parts, indices = np.unique(numbers, return_inverse=True)
         coverage = np.zeros(parts.size, np.uint64)
-        np.add.at(coverage, indices, place_coverage)
+        np.add.at(coverage, indices, coverages)
         is_in_order = np.array_equal(parts, numbers)
         return cls(words, parts, coverage, None if is_in_order else indices)
 
@@ -469,7 +470,7 @@ class PlacedTensor(NamedTuple):
     name: str
     group: str
     layout: PartLayout
-    places: tuple[MemoryPlace, ...]
+    addresses: tuple[MemoryAddress, ...]
 
 
 def _digests(

@@ -60,8 +60,8 @@ if has_triton:
         ids = data + tl.load(view + 4)
         keys = data + tl.load(view + 5)
         num_slots = tl.load(view + 6)
-        places = tl.load(view + 7).to(tl.pointer_type(tl.int64), bitcast=True)
-        place = tl.load(places + tile)
+        part_of_tile = tl.load(view + 7).to(tl.pointer_type(tl.int64), bitcast=True)
+        part = tl.load(part_of_tile + tile)
         at = tile * TILE + tl.arange(0, TILE)
         offset = tl.load(words + at)
         weight = tl.load(words + num_words + at)
@@ -73,7 +73,7 @@ if has_triton:
             # the words that fill up a tile weigh nothing
             word = tl.load(pointers, mask=weight != 0, other=0).to(tl.int64) & MASK
             total += word * tl.load(keys + number * num_slots + slot)
-        tl.atomic_add(sums + tl.load(view + 8) + place, tl.sum(total * weight))
+        tl.atomic_add(sums + tl.load(view + 8) + part, tl.sum(total * weight))
 
     @cache
     def compiled() -> Any:
@@ -85,18 +85,18 @@ if has_triton:
 class WordTable:
     """The words of a block, in tiles: ``numbers`` (3, tiles x tile) are offset, weight and slot.
 
-    ``places`` has the index of each tile's part. Words that fill up a tile have a weight of 0.
+    ``part_of_tile`` has the index of each tile's part. Words that fill up a tile weigh 0.
     """
 
     tile: int
     numbers: Ints
-    places: Ints
+    part_of_tile: Ints
     _copies: dict[torch.device, torch.Tensor] = attrs.field(factory=dict, init=False, repr=False)
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the numbers and then the places, on a device, where they stay."""
+        """Return the numbers and then the parts, on a device, where they stay."""
         if device not in self._copies:
-            flat = np.concatenate([self.numbers.reshape(-1), self.places])
+            flat = np.concatenate([self.numbers.reshape(-1), self.part_of_tile])
             self._copies[device] = torch.from_numpy(flat).to(device)
         return self._copies[device]
 
@@ -113,17 +113,17 @@ class WordTable:
 
         >>> weights, slots = np.full((1, 2), 7, np.uint64), np.array([[0], [1], [2]])
         >>> table = WordTable.of((3, 2), (2, 1), weights, slots, np.zeros((1, 2)))
-        >>> table.places.tolist(), table.numbers[:, [0, 1, 2, 3, 16]].tolist()
+        >>> table.part_of_tile.tolist(), table.numbers[:, [0, 1, 2, 3, 16]].tolist()
         ([0, 1], [[0, 2, 4, 0, 1], [7, 7, 7, 0, 7], [0, 1, 2, 0, 0]])
         """
         offsets = np.zeros((), np.int64)
         for extent, stride in zip(extents, strides_bytes, strict=True):
             offsets = np.add.outer(offsets, np.arange(extent) * stride)
-        place_of_word = np.broadcast_to(np.arange(parts.size).reshape(parts.shape), extents)
-        place_of_word = place_of_word.reshape(-1)
+        part_of_word = np.broadcast_to(np.arange(parts.size).reshape(parts.shape), extents)
+        part_of_word = part_of_word.reshape(-1)
         # words of one part together, as they lie in memory
-        order = np.argsort(place_of_word, kind="stable")
-        counts = np.bincount(place_of_word, minlength=parts.size)
+        order = np.argsort(part_of_word, kind="stable")
+        counts = np.bincount(part_of_word, minlength=parts.size)
         tile = min(MAX_TILE, max(MIN_TILE, 1 << int(counts.max() - 1).bit_length()))
         tiles = -(-counts // tile)
         firsts = np.cumsum(counts) - counts
@@ -173,7 +173,7 @@ class DigestKernel:
             positions = view.positions
             table_address = table.on(self._device).data_ptr()
             of_launch = launches.setdefault((view.word_bytes, table.tile), {})
-            of_shape = of_launch.setdefault((table.places.size, positions.ids.size), [])
+            of_shape = of_launch.setdefault((table.part_of_tile.size, positions.ids.size), [])
             of_shape.append(len(rows) * NUMBERS_OF_VIEW)
             rows.append(
                 (
@@ -242,19 +242,19 @@ class _Data:
         self.size = 0
         self._arrays: list[Ints] = []
         # the arrays are kept, so that no other one gets the id of one
-        self._places: dict[int, tuple[Any, int]] = {}
+        self._offsets: dict[int, tuple[Any, int]] = {}
 
     def add(self, array: Any) -> int:
-        """Return where an array begins: at an even place, so that pointers are aligned alike."""
-        if id(array) not in self._places:
+        """Return where an array begins: at an even index, so that pointers are aligned alike."""
+        if id(array) not in self._offsets:
             if self.size % 2:
                 self._arrays.append(np.zeros(1, np.int64))
                 self.size += 1
-            self._places[id(array)] = (array, self.size)
+            self._offsets[id(array)] = (array, self.size)
             signed = array.view(np.int64) if array.dtype == np.uint64 else array.astype(np.int64)
             self._arrays.append(signed.reshape(-1))
             self.size += signed.size
-        return self._places[id(array)][1]
+        return self._offsets[id(array)][1]
 
     def array(self, first: Ints) -> Ints:
         """Return all of them as one, after the first array."""

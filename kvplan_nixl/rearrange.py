@@ -96,11 +96,16 @@ def set_zero(memories: Iterable[Memory], descriptors: Descriptors) -> None:
             words.index_fill_(0, byte_indices.to(words.device), 0)
 
 
-class MemoryPlace(NamedTuple):
-    """A memory, and how far into it something begins, in bytes."""
+class MemoryAddress(NamedTuple):
+    """An address in a memory, as bytes from its beginning."""
 
     memory: Memory
     offset_bytes: int
+
+    @property
+    def value(self) -> int:
+        """The address as an integer."""
+        return self.memory.address + self.offset_bytes
 
 
 class TorchCopier:
@@ -209,8 +214,8 @@ class TorchCopier:
         self, copy: Copy, destination_rows: BoxRows, source_rows: BoxRows
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return both sides' boxes behind each origin, as tensors of the widest word that fits."""
-        destinations = self._places(copy.destination, destination_rows)
-        sources = self._places(copy.source, source_rows)
+        destinations = self._addresses(copy.destination, destination_rows)
+        sources = self._addresses(copy.source, source_rows)
         # a word divides whatever leads to a run of bytes, and the run
         steps = [destination_rows.stride_bytes, *copy.destination.strides_bytes]
         steps += [source_rows.stride_bytes, *copy.source.strides_bytes]
@@ -222,12 +227,14 @@ class TorchCopier:
             _strided(copy, copy.source, source_rows, sources, word_bytes),
         )
 
-    def _places(self, side: CopySide, rows: BoxRows) -> list[MemoryPlace]:
+    def _addresses(self, side: CopySide, rows: BoxRows) -> list[MemoryAddress]:
         """Return the first box behind each origin of one side."""
-        return [self._place(region, offset + rows.offset_bytes) for region, offset in side.origins]
+        return [
+            self._address(region, offset + rows.offset_bytes) for region, offset in side.origins
+        ]
 
-    def _place(self, region: Region, offset: int) -> MemoryPlace:
-        """Return the place of an offset of a region."""
+    def _address(self, region: Region, offset: int) -> MemoryAddress:
+        """Return the address of an offset of a region."""
         memory = self._memories.get(region.name)
         if memory is None or not memory.has(region):
             raise KVPlanError(
@@ -237,18 +244,18 @@ class TorchCopier:
                 got="none" if memory is None else "one in other memory",
                 region=region.name,
             )
-        return MemoryPlace(memory, memory.offset_of(region) + offset)
+        return MemoryAddress(memory, memory.offset_of(region) + offset)
 
 
 def _strided(
-    copy: Copy, side: CopySide, rows: BoxRows, places: Iterable[MemoryPlace], word_bytes: int
+    copy: Copy, side: CopySide, rows: BoxRows, addresses: Iterable[MemoryAddress], word_bytes: int
 ) -> list[torch.Tensor]:
-    """Return the boxes at each place of one side: (rows, extents of the copy, words of a run)."""
+    """Return the boxes at each address of one side: (rows, extents of the copy, words of a run)."""
     shape = (rows.count, *copy.extents, copy.length_bytes // word_bytes)
     strides = [stride // word_bytes for stride in (rows.stride_bytes, *side.strides_bytes)]
     strides.append(1)
     tensors = list[torch.Tensor]()
-    for memory, offset in places:
+    for memory, offset in addresses:
         words = memory.words(word_bytes)
         tensors.append(words.as_strided(shape, strides, offset // word_bytes))
     return tensors

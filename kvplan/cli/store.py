@@ -20,7 +20,7 @@ from kvplan.cli.options import json_option
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import plan_reads
-from kvplan.protocol.page_reads import of_group, place
+from kvplan.protocol.page_reads import lay_out, of_group
 from kvplan.protocol.page_shards import DIVIDED, NAME_DIGITS, StoredShard
 from kvplan.protocol.pages import PageHeader
 from kvplan_nixl.serving.store import Backend, FileEntry, Limits, evict, open_backend
@@ -358,7 +358,7 @@ def costs_of(worker: Worker, space: ModelEntry) -> tuple[list[PageCost], list[st
             continue
         try:
             workers, _, _ = (
-                place(candidates, "store", 1 << 12, 1 << 40) if candidates else ([], 0, 0)
+                lay_out(candidates, "store", 1 << 12, 1 << 40) if candidates else ([], 0, 0)
             )
             plan = plan_reads(own, workers)
         except KVPlanError as error:

@@ -1,7 +1,7 @@
 """The exporter: which requests an engine pins for readers, and what it publishes of them.
 
 An engine that computes a request for other engines keeps its blocks until they are read. While it
-is computed, the part that is ready may be *published* for a reader that waits. When all of it is
+is computed, what is ready of it may be *published* for a reader that waits. When all of it is
 computed, its blocks are *pinned* until its lease has ended. :data:`TRANSITIONS` is the whole life
 of an exported request:
 

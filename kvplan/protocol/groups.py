@@ -71,7 +71,7 @@ def cache_groups(values: Mapping[str, CacheGroup]) -> Mapping[str, CacheGroup]:
 
 
 def whole_groups(groups: Mapping[str, CacheGroup]) -> list[str]:
-    """Return the names of the groups that keep all positions, of which parts can be read early."""
+    """Return the names of the groups that keep all positions, which can be read early."""
     return [name for name, group in groups.items() if group.keeps_all]
 
 

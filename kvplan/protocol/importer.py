@@ -495,14 +495,14 @@ class Importer:
             del self._reading[request]
             return last_read
         record.move(ImportEvent.PUBLISH)
-        return self._read_part(request, record, found.handoff)
+        return self._read_more(request, record, found.handoff)
 
     def _last(self, request: str, error: KVPlanError) -> PartialRead:
         """Return the last read, which tells workers that a request fails."""
         self._reading.pop(request).move(ImportEvent.REFUSE)
         return PartialRead(request, None, error)
 
-    def _read_part(self, request: str, record: _Import, handoff: Handoff) -> PartialRead | None:
+    def _read_more(self, request: str, record: _Import, handoff: Handoff) -> PartialRead | None:
         """Read what was computed since the last read, of groups that keep all positions.
 
         A block that is not full comes with the next read. None if no block is full.

@@ -82,6 +82,6 @@ class SharedKey:
 
 
 def _signature(secret: bytes, purpose: str, parts: tuple[bytes, ...]) -> str:
-    # The length comes first, so that parts divided at another place have another signature.
+    # The length comes first, so that the same bytes divided otherwise have another signature.
     sized = ((len(part).to_bytes(8, "big"), part) for part in (purpose.encode(), *parts))
     return hmac.digest(secret, b"".join(chain.from_iterable(sized)), hashlib.sha256).hex()

@@ -9,9 +9,9 @@
 - lease.L3: A lease that has ended stays ended. No claim brings it back, since its blocks may be
   another request's, and readers that ask are told. Lease names are unique and cannot be guessed:
   a late message about the first lease of a request does not end the second.
-- lease.L4: The computed part of a request may be read while the rest is computed: its lease has no
+- lease.L4: What is computed of a request may be read while the rest is computed: its lease has no
   deadline before all is computed. The lease of a request that is given up is revoked before its
-  blocks are free, so a reader of a part reads no other part.
+  blocks are free, so a reader that has read its beginning reads no more of it.
 - lease.L5: A lease ends ``max_lease_s`` after its request was computed, even if readers still renew
   their claims: a reader that hangs but goes on renewing would hold blocks for ever.
 """
@@ -170,7 +170,7 @@ class Leases:
     def begin_first(self, lease: str) -> bool:
         """Let the first lease of a request begin, since all of it is computed.
 
-        Returns whether the lease is valid: readers of a part may be done, which ends it.
+        Returns whether the lease is valid: readers of its beginning may be done, which ends it.
         """
         with self._lock:
             if name(lease, "lease") not in self._leases:

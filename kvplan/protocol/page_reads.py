@@ -55,14 +55,14 @@ class PagePlan:
     num_tokens: int | None
 
 
-def place(
+def lay_out(
     shards: Sequence[StoredShard],
     engine_id: str,
     address: int,
     num_bytes: int,
     most_pages: int = POSITION_END,
 ) -> tuple[list[Worker], tuple[int, ...], int]:
-    """Place as many pages as a buffer takes: their workers, offsets, and the number of pages.
+    """Lay out as many pages as a buffer takes: their workers, offsets, and the number of pages.
 
     There are at most ``most_pages``. Raises ``MEMORY`` for a buffer of less than a page.
     """
@@ -214,7 +214,7 @@ class PageReads:
     def _placed(self, own: Worker, shards: Sequence[StoredShard]) -> PagePlan:
         self._num_plans += 1
         engine_id = f"store {own.groups[0].name} {self._num_plans}"
-        workers, offsets, num_pages = self._place(shards, engine_id)
+        workers, offsets, num_pages = self._lay_out(shards, engine_id)
         plan = plan_reads(own, workers)
         return PagePlan(plan, tuple(shards), offsets, num_pages, shards[0].num_tokens)
 
@@ -222,15 +222,15 @@ class PageReads:
         """Plan the writes of a group to its shards of pages. Raises as :func:`shards_of` does."""
         own = of_group(self.worker, group)
         shards = shards_of(own, self.tokens_per_page)
-        workers, offsets, num_pages = self._place(shards, f"store {group.name} pages")
+        workers, offsets, num_pages = self._lay_out(shards, f"store {group.name} pages")
         plan = plan_writes(own, workers)
         return PagePlan(plan, shards, offsets, num_pages, shards[0].num_tokens)
 
-    def _place(
+    def _lay_out(
         self, shards: Sequence[StoredShard], engine_id: str
     ) -> tuple[list[Worker], tuple[int, ...], int]:
-        """Place shards of equally many positions in the buffer, as :func:`place` does."""
+        """Lay out shards of equally many positions in the buffer, as :func:`lay_out` does."""
         # the ends of pages are no positions in a row
         is_end = shards[0].num_tokens not in (None, self.tokens_per_page)
         most_pages = 1 if is_end else POSITION_END
-        return place(shards, engine_id, self._address, self._buffer_bytes, most_pages)
+        return lay_out(shards, engine_id, self._address, self._buffer_bytes, most_pages)

@@ -23,7 +23,7 @@ MAX_TRANSFER_BYTES: Final = 1 << 26
 
 @attrs.frozen(kw_only=True)
 class Read:
-    """The part of a request that a worker reads: block tables of both sides and ranges, by group.
+    """What a worker reads of a request: block tables of both sides and ranges, by group.
 
     Groups that the worker or the source lacks are ignored. The source keeps its blocks under
     ``lease``. With ``to_block_end`` the positions after the last one, up to where a block of either
@@ -83,9 +83,9 @@ def cut(spec: ReadSpec, max_ids: int = MAX_TRANSFER_IDS) -> Iterator[ReadSpec]:
         yield spec
         return
     for start in range(0, spec.local_ids.size, num_ids):
-        part = slice(start, start + num_ids)
-        local_ids = spec.local_ids[part]
-        yield attrs.evolve(spec, local_ids=local_ids, remote_ids=spec.remote_ids[part], shapes=())
+        chunk = slice(start, start + num_ids)
+        local_ids = spec.local_ids[chunk]
+        yield attrs.evolve(spec, local_ids=local_ids, remote_ids=spec.remote_ids[chunk], shapes=())
 
 
 def error_of(read: Read, error: KVPlanError) -> KVPlanError:

@@ -1,8 +1,8 @@
-"""The contents of rooms: entries of requests that are computed in part or as a whole.
+"""The contents of rooms: entries of requests whose prompt is computed as a whole or up to a token.
 
 An entry is a JSON object with a ``handoff``, the parameters of a
 :class:`~kvplan.protocol.Handoff`. An entry of a whole prompt also has one of the
-:data:`WHOLE_KEYS`; an entry without is of a part of the prompt, and more entries follow. A server
+:data:`WHOLE_KEYS`; an entry without is *partial*, and more entries follow. A server
 keeps entries as texts, one for each pipeline stage, and gives each content of a room a new version.
 """
 
@@ -29,7 +29,7 @@ __all__ = [
     "RoomAnswers",
     "RoomTexts",
     "ask_again",
-    "is_part",
+    "is_partial",
 ]
 
 MAX_ASKED: Final = 1 << 10
@@ -175,7 +175,7 @@ class RoomStore:
         self.answers: RoomAnswers = RoomAnswers(self._contents.get, system)
 
     def put(self, room: str, entry: Mapping[str, Any]) -> None:
-        """Publish an entry, in place of the room's earlier one."""
+        """Publish an entry, which replaces the room's earlier one."""
         text = json.dumps(instance(Mapping, entry, "entry of a room"))
         # in one step, since coroutines answer meanwhile
         self._contents[name(room, "room")] = RoomTexts(self._system.token_hex(TOKEN_BYTES), [text])
@@ -229,9 +229,9 @@ async def ask_again(
 
 
 def _merged(room: str, texts: Sequence[str], key: SharedKey) -> Mapping[str, Any]:
-    """Return the entry of the part that has computed least, with the block tables of all parts.
+    """Return the entry of the stage that has computed least, with the block tables of all stages.
 
-    Its ``leases`` are those of all parts. An entry that cannot be read has no handoff, but an
+    Its ``leases`` are those of all stages. An entry that cannot be read has no handoff, but an
     ``error`` that says why.
     """
     try:
@@ -250,7 +250,7 @@ def _merged(room: str, texts: Sequence[str], key: SharedKey) -> Mapping[str, Any
         kept.update(handoff.kept)
     # of those that have computed all, the first one, whose lease is claimed
     progress = [
-        (handoff.num_tokens, not is_part(entry))
+        (handoff.num_tokens, not is_partial(entry))
         for handoff, entry in zip(handoffs, entries, strict=True)
     ]
     slowest = progress.index(min(progress))
@@ -265,8 +265,8 @@ def _merged(room: str, texts: Sequence[str], key: SharedKey) -> Mapping[str, Any
     return {**entries[slowest], "handoff": merged.params(key), "leases": leases}
 
 
-def is_part(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry is of a prompt that is computed in part, so that another follows."""
+def is_partial(entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry is of the beginning of a prompt, so that another entry follows."""
     return instance(Mapping, entry, "entry of a room").keys().isdisjoint(WHOLE_KEYS)
 
 
@@ -279,7 +279,7 @@ def _checked(entry: Any) -> Mapping[str, Any]:
 
 @attrs.frozen
 class Published:
-    """What prefill has published of a request: a part of its prompt, or the whole.
+    """What prefill has published of a request: the beginning of its prompt, or the whole.
 
     ``leases`` are those of all pipeline stages.
     """
@@ -303,8 +303,8 @@ class Published:
         >>> from kvplan.protocol import Source
         >>> key = SharedKey.of(b"a secret of all engines")
         >>> source = Source("prefill", "a1", "10.0.0.1", 5600)
-        >>> part = {"handoff": Handoff(source, "lease 1", 40, "8f2c", {}).params(key)}
-        >>> earlier = Published.of_entry("7", part, key)
+        >>> partial = {"handoff": Handoff(source, "lease 1", 40, "8f2c", {}).params(key)}
+        >>> earlier = Published.of_entry("7", partial, key)
         >>> again = {"handoff": Handoff(source, "lease 2", 40, "8f2c", {}).params(key)}
         >>> Published.of_entry("7", again, key, earlier)
         Traceback (most recent call last):
@@ -324,4 +324,4 @@ class Published:
             expected = f"more of what was published under {earlier.leases[0]!r}"
             hint = "prefill has given it up, and computed it again"
             raise KVPlanError("LEASE", action, expected=expected, got=f"{leases[0]!r}", hint=hint)
-        return cls(handoff, leases, not is_part(entry), entry)
+        return cls(handoff, leases, not is_partial(entry), entry)

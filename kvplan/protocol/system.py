@@ -1,6 +1,6 @@
 """What the protocol asks of the machine that it runs on.
 
-The protocol between engines opens no socket, starts no thread and looks at no clock. Its parts are
+The protocol between engines opens no socket, starts no thread and looks at no clock. It consists of
 plain objects that an engine's own thread calls, and coroutines for what has to wait: an answer from
 another engine, a time, the end of a long computation. Both reach the world through a
 :class:`System` alone. ``kvplan_nixl.serving`` has the real one, which runs all coroutines of a

@@ -25,11 +25,11 @@ DIGEST_BYTES: Final = 16
 MAX_TENSORS: Final = 4096
 """At most so many tensors are sampled."""
 
-MAX_PLACES: Final = 8192
-"""The sampled tensors share so many places evenly, at least two to a tensor."""
+MAX_SAMPLES: Final = 8192
+"""The sampled tensors share so many samples evenly, at least two to a tensor."""
 
-PLACE_BYTES: Final = 4096
-"""The size of a place: a page, since a disk reads no less."""
+SAMPLE_BYTES: Final = 4096
+"""The size of a sample: a page, since a disk reads no less."""
 
 MAX_HEADER_BYTES: Final = 100_000_000
 """The longest header that the safetensors format allows."""
@@ -98,23 +98,23 @@ def fingerprint(folder: Path | str) -> str | None:
     Different digests: another name, dtype or shape of any tensor; another value of any other key of
     ``adapter_config.json``; another byte in a sample, or in a Python file of the folder.
 
-    Up to 8,192 places of 4 KiB are sampled, 32 MiB, spread evenly over tensors, and over each
-    tensor from its first byte to its last; a tensor that its places could cover is read whole.
-    So 290 tensors have 28 places each, and an adapter of at most 32 MiB in tensors of one size
+    Up to 8,192 samples of 4 KiB are read, 32 MiB, spread evenly over tensors, and over each
+    tensor from its first byte to its last; a tensor that its samples could cover is read whole.
+    So 290 tensors have 28 samples each, and an adapter of at most 32 MiB in tensors of one size
     is read whole. Up to 4,096 tensors are all sampled. Of more, tensors whose names differ in
     their numbers alone are a class. Small classes are sampled whole and large ones evenly, so
     a model with 91,000 tensors, most of them experts, has its attention layers sampled whole.
 
     A fine-tune changes most tensors. A merged adapter changes some throughout, perhaps the query
-    and value projections of a few layers, and the sample has places in each of these. Where a
-    change spares a share ``p`` of a tensor's 2-byte elements at random, ``k`` places of it miss
+    and value projections of a few layers, and each of these is sampled. Where a
+    change spares a share ``p`` of a tensor's 2-byte elements at random, ``k`` samples of it miss
     the change with probability ``p ** (2048 * k)``.
 
     A change outside the sample is not seen: of a few rows of an embedding, or of a few experts
     among thousands. Neither are its configuration, its tokenizer, an engine's options, and weights
     and code that an engine loads from elsewhere. One model in two formats has two digests.
     Weights that are not safetensors, such as ``.bin`` or ``.gguf``, count by the name and size
-    of each file and places in it; if a folder also has safetensors, these count alone.
+    of each file and samples of it; if a folder also has safetensors, these count alone.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -288,25 +288,25 @@ def _selection(tensors: Sequence[TensorRecord]) -> Sequence[TensorRecord]:
 
 
 def _samples(tensors: Sequence[TensorRecord]) -> list[bytes]:
-    """Digest some places of each tensor; returns the digests in the order of the tensors."""
-    num_places = MAX_PLACES // max(len(tensors), 1)
+    """Digest samples of each tensor; returns the digests in the order of the tensors."""
+    num_samples = MAX_SAMPLES // max(len(tensors), 1)
     digests: dict[TensorRecord, bytes] = {}
-    by_place = sorted(tensors, key=attrgetter("path", "offset"))
-    for path, members in groupby(by_place, attrgetter("path")):
-        places = {tensor: _places(tensor, num_places) for tensor in members}
+    by_file = sorted(tensors, key=attrgetter("path", "offset"))
+    for path, members in groupby(by_file, attrgetter("path")):
+        ranges = {tensor: _sampled_ranges(tensor, num_samples) for tensor in members}
         with open(path, "rb", buffering=0) as file:
-            # The system fetches all places at once, and not in turn.
-            for offset, num_bytes in chain.from_iterable(places.values()) if HAS_ADVICE else ():
+            # The system fetches all samples at once, and not in turn.
+            for offset, num_bytes in chain.from_iterable(ranges.values()) if HAS_ADVICE else ():
                 os.posix_fadvise(file.fileno(), offset, num_bytes, os.POSIX_FADV_WILLNEED)
-            for tensor in places:
-                digests[tensor] = _sample(file.fileno(), path, places[tensor])
+            for tensor in ranges:
+                digests[tensor] = _sample(file.fileno(), path, ranges[tensor])
     return [digests[tensor] for tensor in tensors]
 
 
-def _sample(descriptor: int, path: str, places: Iterable[tuple[int, int]]) -> bytes:
-    """Digest the bytes of a file at some places."""
+def _sample(descriptor: int, path: str, ranges: Iterable[tuple[int, int]]) -> bytes:
+    """Digest some ranges of a file."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for offset, num_bytes in places:
+    for offset, num_bytes in ranges:
         sample = os.pread(descriptor, num_bytes, offset)
         if len(sample) != num_bytes:
             raise _broken(path, "a file that keeps its size", "a shorter file")
@@ -314,13 +314,13 @@ def _sample(descriptor: int, path: str, places: Iterable[tuple[int, int]]) -> by
     return digest.digest()
 
 
-def _places(tensor: TensorRecord, num_places: int) -> list[tuple[int, int]]:
-    """Return offsets in the file and lengths: a small tensor, or places from end to end of it."""
-    if tensor.num_bytes <= num_places * PLACE_BYTES:
+def _sampled_ranges(tensor: TensorRecord, num_samples: int) -> list[tuple[int, int]]:
+    """Return offsets in the file and lengths: a small tensor, or samples from end to end of it."""
+    if tensor.num_bytes <= num_samples * SAMPLE_BYTES:
         return [(tensor.offset, tensor.num_bytes)]
-    last = tensor.num_bytes - PLACE_BYTES
-    offsets = [last * place // (num_places - 1) for place in range(num_places)]
-    return [(tensor.offset + offset, PLACE_BYTES) for offset in offsets]
+    last = tensor.num_bytes - SAMPLE_BYTES
+    offsets = [last * number // (num_samples - 1) for number in range(num_samples)]
+    return [(tensor.offset + offset, SAMPLE_BYTES) for offset in offsets]
 
 
 def _require_file(path: Path) -> None:

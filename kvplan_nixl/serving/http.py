@@ -3,8 +3,8 @@
 This is the part of HTTP/1.1 that engines need, and no more: a head of a few lines, one
 ``Content-Length``, and a body. Python's own server reads heads of megabytes, keeps a thread for
 each connection, and has no limit for the time of a whole question. A parser such as h11 knows more
-of HTTP than engines say to each other, bounds neither connections nor time, and would take the
-place of forty lines. Everything here runs on the event loop of :mod:`kvplan_nixl.serving.driver`.
+of HTTP than engines say to each other, bounds neither connections nor time, and would replace
+forty lines. Everything here runs on the event loop of :mod:`kvplan_nixl.serving.driver`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_UNREAD_BYTES: Final = 1 << 26
 MAX_REASON_BYTES: Final = 300
 """The length of a refusal's reason that is passed on."""
 
-PART_BYTES: Final = 1 << 18
+CHUNK_BYTES: Final = 1 << 18
 
 CONNECTION_S: Final = 30.0
 """Seconds that a connection has for a question to come and to be answered: offers, slowly."""
@@ -91,10 +91,10 @@ class Head:
             if line is None or line[1].lower() in lines:
                 raise ValueError("a malformed or repeated line")
             lines[line[1].lower()] = line[2].strip()
-        parts = tuple(first.split(" ", 2))
-        if len(parts) != 3 or "transfer-encoding" in lines:
+        words = tuple(first.split(" ", 2))
+        if len(words) != 3 or "transfer-encoding" in lines:
             raise ValueError("another kind of HTTP")
-        return cls(parts, lines)
+        return cls(words, lines)
 
     @property
     def num_bytes(self) -> int:
@@ -191,7 +191,7 @@ class Server:
             self._loop.add_reader(self._socket, self._accept)
 
     def _accept(self) -> None:
-        """Accept a connection, in the place of another one if there are too many."""
+        """Accept a connection, and close another one if there are too many."""
         try:
             connection, (host, *_) = self._socket.accept()
         except BlockingIOError:
@@ -260,7 +260,7 @@ class Server:
         if writer.can_write_eof():
             writer.write_eof()
         # A peer whose question was refused reads the answer when it has sent the rest.
-        while await reader.read(PART_BYTES):
+        while await reader.read(CHUNK_BYTES):
             continue
         return False
 
@@ -357,8 +357,8 @@ class Server:
 def _listening(host: str, port: int, access: Access) -> socket.socket:
     """Return a socket that is bound to one address of a host. Raises ``PEER``."""
     try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = places[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = addresses[0]
         access.check_address(str(address[0]))
         listening = socket.create_server(address, family=family, backlog=BACKLOG)
     except (OSError, UnicodeError) as error:

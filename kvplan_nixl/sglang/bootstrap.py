@@ -3,11 +3,11 @@
 A room is the number that a request has in both engines. Prefill publishes an entry there,
 a JSON object: a ``handoff``, the parameters of a :class:`~kvplan.protocol.Handoff`, and either the
 ``metadata`` that SGLang's prefill sends or the first ``token`` of the answer, which is all that
-another engine's prefill knows. An entry without either is of a prompt that is computed in part, and
-another one follows. The entry is withdrawn when the request has been read.
+another engine's prefill knows. An entry without either is of the beginning of a prompt, and another
+one follows. The entry is withdrawn when the request has been read.
 
 - bootstrap.B1: The server reads no entry. It keeps them as text, for a time, and in bounded memory:
-  a new one is refused where there is no place, and never takes that of another room.
+  when it is full, a new one is refused, and no other is evicted.
 - bootstrap.B2: A room belongs to who published there first, its owner. Nothing else can publish or
   withdraw there.
 - bootstrap.B3: Each pipeline stage of SGLang's prefill has block tables of its own, and publishes
@@ -35,7 +35,7 @@ from kvplan.protocol.room_contents import (
     RoomAnswers,
     RoomTexts,
     ask_again,
-    is_part,
+    is_partial,
 )
 from kvplan.protocol.system import ANSWER_S, MAX_ANSWER_BYTES, TOKEN_BYTES, Route
 from kvplan.support import at_most, integer
@@ -65,7 +65,7 @@ ROOM_END: Final = 1 << 64
 
 @attrs.frozen
 class Stage:
-    """A pipeline stage's place in a room: its index and the number of all, and the attempt."""
+    """A pipeline stage of a room's request: its index, the number of stages, and the attempt."""
 
     room: int
     index: int = 0
@@ -74,8 +74,8 @@ class Stage:
 
     def path(self, action: str, *names: str) -> str:
         """Return the path at which the stage's entry is published or withdrawn."""
-        place = [action, f"{self.room}", f"{self.index}", f"{self.number}", _hashed(self.attempt)]
-        return "/".join(["", *place, *names])
+        room = [f"{self.room}", f"{self.index}", f"{self.number}", _hashed(self.attempt)]
+        return "/".join(["", action, *room, *names])
 
     @classmethod
     def of_path(cls, room: str, index: str, number: str, attempt: str) -> Stage:
@@ -185,9 +185,9 @@ class BootstrapServer:
         self._server.close()
 
     def _publish(self, body: bytes, *segments: str) -> bytes:
-        *place, lease, owner = segments
+        *of_stage, lease, owner = segments
         # the path has everything that the server needs to know
-        stage = Stage.of_path(*place)
+        stage = Stage.of_path(*of_stage)
         # in ASCII, of which each character takes a byte of memory
         entry = _Entry(_token(lease), body.decode("ascii"))
         self._expire()
@@ -201,7 +201,7 @@ class BootstrapServer:
         # All limits are checked before anything changes.
         num_bytes = _num_bytes(entries)
         at_most(MAX_ENTRY_BYTES, num_bytes, "bytes of a room's stages", "publish")
-        # an attempt keeps its place among the room's others
+        # an attempt that is published again stays as old as it was
         attempts = room.attempts | {stage.attempt: entries}
         while len(attempts) > MAX_ATTEMPTS:
             attempts.popitem(last=False)
@@ -229,8 +229,8 @@ class BootstrapServer:
         return room
 
     def _withdraw(self, _: bytes, *segments: str) -> bytes:
-        *place, owner = segments
-        stage = Stage.of_path(*place)
+        *of_stage, owner = segments
+        stage = Stage.of_path(*of_stage)
         room = self._room(stage.room, owner)
         self._num_bytes -= room.num_bytes
         entries = room.attempts.get(stage.attempt, {})
@@ -278,11 +278,11 @@ async def publish(
     ``PEER``.
     """
     owner = owner or system.token_hex(TOKEN_BYTES)
-    place = Stage(room, stage, stages, f"{entry.get('attempt')}")
+    published = Stage(room, stage, stages, f"{entry.get('attempt')}")
     handoff = entry.get("handoff")
     lease = handoff.get("remote_lease") if isinstance(handoff, Mapping) else None
     body = json.dumps(entry).encode()
-    await _post(address, place.path("publish", _hashed(f"{lease}"), owner), body, system)
+    await _post(address, published.path("publish", _hashed(f"{lease}"), owner), body, system)
     return owner
 
 
@@ -297,8 +297,8 @@ async def withdraw(
     system: System,
 ) -> None:
     """Withdraw what an owner has published. Raises ``PEER``."""
-    place = Stage(room, stage, stages, f"{attempt}")
-    await _post(address, place.path("withdraw", owner), b"", system)
+    withdrawn = Stage(room, stage, stages, f"{attempt}")
+    await _post(address, withdrawn.path("withdraw", owner), b"", system)
 
 
 async def ask(
@@ -311,7 +311,7 @@ async def ask(
     names = map(str, rooms)
     answer = await ask_again(address, dict.fromkeys(names, ""), key=key, system=system)
     entries = {int(room): content.entry for room, content in answer.contents.items()}
-    return {room: entry for room, entry in entries.items() if not is_part(entry)}
+    return {room: entry for room, entry in entries.items() if not is_partial(entry)}
 
 
 async def _post(address: str, path: str, body: bytes, system: System) -> None:

@@ -24,8 +24,8 @@ from kvplan import KVPlanError
 from kvplan_nixl.identity import DIGEST_BYTES, FIRST_WEIGHTS
 from kvplan_nixl.serving import fingerprint
 
-PARTS: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-UPDATES: Final = "sglang.srt.managers.scheduler_components.weight_updater"
+UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+MANAGER: Final = "sglang.srt.managers.scheduler_components.weight_updater"
 SCHEDULER: Final = "sglang.srt.managers.scheduler"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 
@@ -142,13 +142,12 @@ def hook_changes() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     loads = ("from_disk", "from_tensor", "from_ipc")
-    parts = [f"update_weights_{source}" for source in loads]
-    hooks = {f"{PARTS}.{part}": (_change, HookType.BEFORE) for part in parts}
+    hooks = {f"{UPDATER}.update_weights_{load}": (_change, HookType.BEFORE) for load in loads}
     hooks |= {
-        f"{PARTS}.load_weights_from_distributed": (_change, HookType.BEFORE),
-        f"{PARTS}.begin_weight_update": (_begin, HookType.BEFORE),
-        f"{PARTS}.end_weight_update": (_end, HookType.AFTER),
-        f"{UPDATES}.SchedulerWeightUpdaterManager.flush_cache_after_weight_update": (
+        f"{UPDATER}.load_weights_from_distributed": (_change, HookType.BEFORE),
+        f"{UPDATER}.begin_weight_update": (_begin, HookType.BEFORE),
+        f"{UPDATER}.end_weight_update": (_end, HookType.AFTER),
+        f"{MANAGER}.SchedulerWeightUpdaterManager.flush_cache_after_weight_update": (
             _flush_after,
             HookType.AFTER,
         ),

@@ -27,7 +27,7 @@ from kvplan_nixl.sglang.rank import PAGED_WITH_TOKENS, RankMemory, gather, logge
 from kvplan_nixl.sglang.settings import settings_of
 
 STATE_KINDS: Final = PAGED_WITH_TOKENS | {"swa", "mamba"}
-"""The parts of a cache besides K and V or latents that are transferred, by SGLang's names."""
+"""The kinds of cache besides K and V or latents that are transferred, by SGLang's names."""
 
 DRAFTING: Final = frozenset({"NONE", "NGRAM", "EAGLE", "EAGLE3", "STANDALONE"})
 """Algorithms of speculative decoding that are served, by SGLang's names."""
@@ -211,10 +211,10 @@ def serve_rooms(host: str, port: int) -> BootstrapServer:
 
 
 def _rank_info(parallel: Any) -> RankInfo:
-    """Return the place of this rank among those with the same requests, which are one engine.
+    """Return the rank among those with the same requests, which are one engine.
 
-    Ranks of context parallelism have the same cache: each computes a part of a prompt, and takes
-    keys and values of the others' parts, ``materialize_full_kv`` in sglang/srt/layers/cp.
+    Ranks of context parallelism have the same cache: each computes some of a prompt's tokens, and
+    gathers K and V of the rest from the others, ``materialize_full_kv`` in sglang/srt/layers/cp.
     """
     rank_in_world = parallel.world_group.rank_in_group
     ranks = gather(parallel, rank_in_world)

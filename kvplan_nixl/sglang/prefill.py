@@ -223,7 +223,7 @@ class Sender(BaseKVSender):
         async def publish_pages() -> None:
             if wait_event is not None:
                 await self._rank.system.work(wait_event.synchronize)
-            # a later part may be published by now, or the request may have ended
+            # more may be published by now, or the request may have ended
             if self._is_aborted or self._is_sent or self._num_published > num_tokens:
                 return
             await self._publish(entry)
@@ -231,7 +231,7 @@ class Sender(BaseKVSender):
         self._publisher.submit(publish_pages)
 
     def _entry(self, handoff: Handoff) -> dict[str, Any]:
-        """Return what decode has to know of this stage's part of the request."""
+        """Return what decode has to know of this stage's layers."""
         # the attempt is equal in all stages
         return {"handoff": handoff.params(self._rank.memory.key), "attempt": self.req.rid}
 

@@ -1,6 +1,6 @@
 """A proxy between vLLM and SGLang: ``python -m kvplan_nixl.sglang.proxy --help``.
 
-It is :mod:`kvplan_nixl.vllm.proxy` with SGLang in the place of one engine. SGLang knows a request
+It is :mod:`kvplan_nixl.vllm.proxy` with SGLang as one of the engines. SGLang knows a request
 by a *room*: a number at a bootstrap server, where its prompt is published. Two SGLang engines need
 no such proxy, since SGLang's own routers send a request to both.
 
@@ -30,7 +30,7 @@ from yarl import URL
 
 from kvplan import KVPlanError
 from kvplan.protocol import Rooms
-from kvplan.protocol.room_contents import is_part
+from kvplan.protocol.room_contents import is_partial
 from kvplan.protocol.system import TOKEN_BYTES
 from kvplan_nixl.serving import Driver
 from kvplan_nixl.settings import Settings, secrets_of_environment
@@ -158,7 +158,7 @@ class FromSglang(_WithRooms):
         published: Future[Mapping[str, Any]] = Future()
 
         def deliver(entry: Mapping[str, Any]) -> bool:
-            is_whole = not is_part(entry)
+            is_whole = not is_partial(entry)
             if is_whole:
                 published.set_result(entry)
             return is_whole
@@ -220,11 +220,13 @@ def main(
     try:
         secrets = secrets_of_environment((), os.environ)
         access = Settings.read_texts(secrets, "the environment").access()
-        places = tuple(f"{url.host_subcomponent}:{url.port}" for url in bootstrap)
-        system = Driver(attrs.evolve(access, servers=places))
+        addresses = tuple(f"{url.host_subcomponent}:{url.port}" for url in bootstrap)
+        system = Driver(attrs.evolve(access, servers=addresses))
         ways: Proxy
         if bootstrap:
-            ways = FromSglang(Engines(prefill), Engines(decode), system=system, bootstraps=places)
+            ways = FromSglang(
+                Engines(prefill), Engines(decode), system=system, bootstraps=addresses
+            )
         else:
             server = BootstrapServer(rooms_host, 0, system=system)
             ways = ToSglang(Engines(prefill), Engines(decode), system=system, server=server)

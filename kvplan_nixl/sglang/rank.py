@@ -52,7 +52,7 @@ class MetadataRow(NamedTuple):
 
 @attrs.frozen(eq=False)
 class RankMemory:
-    """A rank's memory, registered with NIXL, and the rank's place in its engine.
+    """A rank's memory, registered with NIXL, and which rank of its engine it is.
 
     ``args`` are SGLang's KVArgs. ``stage`` of ``num_stages`` is the pipeline stage. ``cp_rank`` is
     that of context parallelism. ``windows`` has the window of each token group, None of full

@@ -77,9 +77,13 @@ class KvplanConnector(BlockConnector):
         """A read has the state after its last position, whatever states are cached."""
         return True
 
+    @property
+    def _half(self) -> Scheduler | Worker:
+        """The half of this process."""
+        return self._scheduler if self._role == KVConnectorRole.SCHEDULER else self._worker
+
     def shutdown(self) -> None:
-        part = self._scheduler if self._role == KVConnectorRole.SCHEDULER else self._worker
-        part.close()
+        self._half.close()
 
     # In the scheduler
 
@@ -168,8 +172,7 @@ class KvplanConnector(BlockConnector):
         return self._worker.take_report()
 
     def get_kv_connector_stats(self) -> KvplanStats | None:
-        part = self._scheduler if self._role == KVConnectorRole.SCHEDULER else self._worker
-        return part.stats.take()
+        return self._half.stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvplanStats:

@@ -196,7 +196,7 @@ class EngineState:
 
         A fact decides the cache from its position on. They are the extra keys of vLLM's prefix
         cache (``generate_block_hash_extra_keys`` in vllm/v1/core/kv_cache_utils.py), with a digest
-        of the adapter's content in place of its name.
+        of the adapter's content instead of its name.
         """
         facts = list[Fact]()
         if request.cache_salt is not None:
@@ -204,9 +204,9 @@ class EngineState:
         if request.lora_request is not None:
             facts.append((0, f"adapter {self.adapter_of(request)}"))
         for feature in request.mm_features:
-            place = feature.mm_position
-            text = f"input {feature.identifier} at {place.offset}, {place.length} positions"
-            facts.append((int(place.offset), text))
+            span = feature.mm_position
+            text = f"input {feature.identifier} at {span.offset}, {span.length} positions"
+            facts.append((int(span.offset), text))
         return facts
 
     def prompt_of(self, request: Request, num_tokens: int) -> str:

@@ -90,7 +90,7 @@ class HostCache:
             filled_ids[group.name] = blocks.ids[is_filled]
             partial_ids[group.name] = blocks.ids[is_filled & ~is_whole]
         self._copy(partial_ids, "d2h")
-        # in addition to those of the request's earlier parts
+        # in addition to those of the request's earlier partial reads
         earlier = self._filled.setdefault(read.request, {})
         for label, ids in filled_ids.items():
             earlier[label] = np.concatenate([earlier.get(label, ids[:0]), ids])

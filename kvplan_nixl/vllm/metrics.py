@@ -175,7 +175,7 @@ KEYS: Final = tuple(dict.fromkeys(key for metric in METRICS for key in metric.ke
 
 @dataclass
 class KvplanStats(KVConnectorStats):
-    """Observations of one part of the connector since they were last taken, in lists by key."""
+    """Observations of one process of the connector since they were last taken, in lists by key."""
 
     def __post_init__(self) -> None:
         # what has been counted of totals that others keep, and the last values of gauges

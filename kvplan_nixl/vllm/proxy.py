@@ -148,12 +148,12 @@ def prefill_body(body: Body) -> Body:
     return {**prompt, "max_tokens": 1, TRANSFER: keep}
 
 
-def parts_of(body: Body) -> list[Body]:
+def bodies_of(body: Body) -> list[Body]:
     """Return a request for each prompt, the request itself where there is one prompt.
 
-    >>> [part["prompt"] for part in parts_of({"prompt": [[5, 6], [7]]})]
+    >>> [each["prompt"] for each in bodies_of({"prompt": [[5, 6], [7]]})]
     [[5, 6], [7]]
-    >>> parts_of({"prompt": [5, 6, 7]})
+    >>> bodies_of({"prompt": [5, 6, 7]})
     [{'prompt': [5, 6, 7]}]
     """
     prompts = body.get("prompt")
@@ -272,17 +272,17 @@ class Proxy:
         return web.Response()
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request for completions or of a chat, if there is place for it."""
+        """Answer a request for completions or of a chat, unless there are too many."""
         if (request.content_length or 0) > MAX_BODY_BYTES:
             return _too_large()
         data = bytearray()
         try:
             try:
-                # what has come counts: a body that is only announced takes the place of no other
+                # what has come counts: a body that is only announced keeps no other out
                 async with asyncio.timeout(BODY_S):
-                    async for piece in request.content.iter_any():
-                        data += piece
-                        self._held_bytes += len(piece)
+                    async for chunk in request.content.iter_any():
+                        data += chunk
+                        self._held_bytes += len(chunk)
                         if len(data) > MAX_BODY_BYTES:
                             return _too_large()
                         if self._held_bytes > MAX_HELD_BYTES:
@@ -290,37 +290,37 @@ class Proxy:
                             return _error(HTTPStatus.SERVICE_UNAVAILABLE, too_many)
                 body = _read_body(data)
                 body.pop(TRANSFER, None)
-                parts = parts_of(body)
-                _check_parts(body, len(parts))
+                bodies = bodies_of(body)
+                _check_number(body, len(bodies))
             except TimeoutError:
                 return _error(HTTPStatus.REQUEST_TIMEOUT, f"expected a body within {BODY_S:g} s")
             except ValueError as error:
                 return _error(HTTPStatus.BAD_REQUEST, str(error))
-            if self._num_asked + len(parts) > MAX_ASKED:
+            if self._num_asked + len(bodies) > MAX_ASKED:
                 return _error(HTTPStatus.SERVICE_UNAVAILABLE, "too many prompts at a time")
-            self._num_asked += len(parts)
+            self._num_asked += len(bodies)
             try:
-                return await self._complete_parts(request, body, parts)
+                return await self._complete_all(request, body, bodies)
             finally:
-                self._num_asked -= len(parts)
+                self._num_asked -= len(bodies)
         finally:
             self._held_bytes -= len(data)
 
-    async def _complete_parts(
-        self, request: web.Request, body: Body, parts: list[Body]
+    async def _complete_all(
+        self, request: web.Request, body: Body, bodies: list[Body]
     ) -> web.StreamResponse:
-        """Answer a request, of which there is a part for each prompt."""
-        is_streamed_list = len(parts) > 1 and body.get("stream")
+        """Answer a request, given a body for each of its prompts."""
+        is_streamed_list = len(bodies) > 1 and body.get("stream")
         if is_streamed_list or any(body.get(key) for key in FOR_DECODE_ALONE):
             return await self._forward(request, self.alone, json=body)
         answer_one = partial(self._answer_at_once if self.listeners else self._answer, request)
-        if len(parts) == 1:
+        if len(bodies) == 1:
             response: web.StreamResponse = await answer_one(
                 body, partial(self._forward_body, request)
             )
             return response
         complete = partial(self._complete, request)
-        answers = await asyncio.gather(*(answer_one(part, complete) for part in parts))
+        answers = await asyncio.gather(*(answer_one(each, complete) for each in bodies))
         return web.json_response(merged(answers))
 
     async def _answer(self, request: web.Request, body: Body, answer: Answering) -> Any:
@@ -342,13 +342,13 @@ class Proxy:
         rank = self._rank_turns[index] % self.prefill_ranks
         self._rank_turns[index] += 1
         listener = self.listeners[index]
-        place = {"do_remote_decode": False, "do_remote_prefill": True} | room
-        place["remote_bootstrap_addr"] = (
+        decode_params = {"do_remote_decode": False, "do_remote_prefill": True} | room
+        decode_params["remote_bootstrap_addr"] = (
             f"http://{listener.host_subcomponent}:{(listener.port or 0) + rank}"
         )
         headers = {RANK: f"{rank}"} if self.prefill_ranks > 1 else {}
         computing = asyncio.create_task(self._compute(request, first_token, prefill, headers))
-        answering = asyncio.ensure_future(answer({**body, TRANSFER: place}))
+        answering = asyncio.ensure_future(answer({**body, TRANSFER: decode_params}))
         try:
             await asyncio.wait((computing, answering), return_when=asyncio.FIRST_COMPLETED)
             if answering.done() or await computing is not None:
@@ -424,7 +424,7 @@ def _read_body(data: bytearray) -> Body:
     return body
 
 
-def _check_parts(body: Body, number: int) -> None:
+def _check_number(body: Body, number: int) -> None:
     """Refuse a list of prompts that grows too much when it is divided. Raises ValueError."""
     if number > MAX_PROMPTS:
         raise ValueError(f"expected at most {MAX_PROMPTS} prompts")

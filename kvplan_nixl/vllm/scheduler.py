@@ -124,7 +124,7 @@ class Scheduler:
     def set_siblings(self, siblings: set[str]) -> None:
         """Take the names of the engine's other connectors, which may store the blocks it fills.
 
-        vLLM's OffloadingConnector stores a block by its hash, also one that has no place in the
+        vLLM's OffloadingConnector stores a block by its hash, also one that is kept out of the
         prefix cache.
         """
         self._importer.siblings = siblings
@@ -132,8 +132,8 @@ class Scheduler:
     def serve_offers(self, envelopes: Sequence[bytes]) -> None:
         """Serve the envelopes of all workers to other engines, if they may read from this one.
 
-        Raises ``WORKER`` where another connector's took their place: vLLM's MultiConnector passes
-        on what the first of its connectors has.
+        Raises ``WORKER`` if there are none: vLLM's MultiConnector passes on the metadata of the
+        first of its connectors that has any.
         """
         settings = self._settings
         if not (self._transfer.is_kv_producer or settings.bidirectional_kv_xfer):
@@ -372,7 +372,7 @@ class Scheduler:
         if self._tables.states and num_tokens < request.num_computed_tokens:
             return None
         # The next turn of a conversation comes when its user has read the answer, and may have
-        # another text in its place.
+        # edited it.
         ttl_s = self._settings.decoder_kv_blocks_ttl
         num_prompt = request.num_prompt_tokens
         prefixes = {}

@@ -603,7 +603,7 @@ def test_what_is_prepared_once_serves_every_request(name: str, monkeypatch: pyte
             prepared = WorkerDigests(held.worker, held.memories)
             assert prepared.of(*requests[0]) == expected[0]
             with monkeypatch.context() as patched:
-                for function in ("_place", "_word_bytes", "_coordinates"):
+                for function in ("_address", "_word_bytes", "_coordinates"):
                     patched.setattr(computation, function, None)
                 assert [prepared.of(*request) for request in requests] == expected
 

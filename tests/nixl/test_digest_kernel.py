@@ -127,8 +127,8 @@ KERNEL_FAULTS = {
     "keys of the first slot": ("number * num_slots + slot", "number * num_slots"),
     "keys of the first block": ("number * num_slots + slot", "slot"),
     "one tile for all": ("tile * TILE + tl.arange", "tl.arange"),
-    "one part for all": ("tl.load(view + 8) + place", "tl.load(view + 8)"),
-    "sums of another view": ("tl.load(view + 8) + place", "place"),
+    "one part for all": ("tl.load(view + 8) + part", "tl.load(view + 8)"),
+    "sums of another view": ("tl.load(view + 8) + part", "part"),
 }
 TABLE_FAULTS = {
     "parts that share tiles": ("starts = (np.cumsum(tiles) - tiles) * tile", "starts = firsts"),

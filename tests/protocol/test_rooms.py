@@ -23,7 +23,7 @@ from kvplan.protocol.room_contents import (
     RoomStore,
     _merged,
     ask_again,
-    is_part,
+    is_partial,
 )
 from kvplan.protocol.rooms import Rooms
 from kvplan_nixl.serving import Driver
@@ -143,7 +143,7 @@ def test_what_one_stage_has_in_part_is_a_part(order: int) -> None:
     ]
     entries[0]["is_whole"] = True
     merged = _merged("a", [json.dumps(entry) for entry in entries[::order]], KEY)
-    assert is_part(merged)
+    assert is_partial(merged)
     assert {*Handoff.of_params(merged["handoff"], KEY).blocks} == {"group0", "group1"}
 
 

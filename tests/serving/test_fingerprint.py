@@ -19,9 +19,9 @@ from kvplan_nixl.serving.fingerprint import (
     INDEX,
     MAX_CONFIG_BYTES,
     MAX_HEADER_BYTES,
-    MAX_PLACES,
+    MAX_SAMPLES,
     MAX_TENSORS,
-    PLACE_BYTES,
+    SAMPLE_BYTES,
     TensorRecord,
     _selection,
     fingerprint,
@@ -298,19 +298,19 @@ def test_large_tensors_are_sampled_from_end_to_end(
 ) -> None:
     """Their first bytes, their last and places between count; a byte between places does not."""
     path = tmp_path / "model.safetensors"
-    gap_bytes = 3 * PLACE_BYTES
-    num_places = MAX_PLACES // 2
-    num_bytes = num_places * (PLACE_BYTES + gap_bytes) - gap_bytes
+    gap_bytes = 3 * SAMPLE_BYTES
+    num_places = MAX_SAMPLES // 2
+    num_bytes = num_places * (SAMPLE_BYTES + gap_bytes) - gap_bytes
     data_offset = sparse(path, {"a": num_bytes, "b": num_bytes})
     lengths = counted_reads(monkeypatch)
     before = fingerprint(tmp_path)
-    assert lengths == [PLACE_BYTES] * MAX_PLACES
-    between = PLACE_BYTES + gap_bytes
-    for offset in (0, PLACE_BYTES - 1, between, 7 * between, num_bytes - 1, num_bytes):
+    assert lengths == [SAMPLE_BYTES] * MAX_SAMPLES
+    between = SAMPLE_BYTES + gap_bytes
+    for offset in (0, SAMPLE_BYTES - 1, between, 7 * between, num_bytes - 1, num_bytes):
         poke(path, data_offset + offset)
         assert fingerprint(tmp_path) != before
         poke(path, data_offset + offset)
-    for offset in (PLACE_BYTES, between - 1):
+    for offset in (SAMPLE_BYTES, between - 1):
         poke(path, data_offset + offset)
     assert fingerprint(tmp_path) == before
 
@@ -323,7 +323,7 @@ def test_many_experts_leave_room_for_attention(
     path = tmp_path / "model.safetensors"
     sizes = {"model.norm.weight": 8}
     for layer in range(10):
-        sizes[f"model.layers.{layer}.self_attn.q_proj.weight"] = 3 * PLACE_BYTES
+        sizes[f"model.layers.{layer}.self_attn.q_proj.weight"] = 3 * SAMPLE_BYTES
         for expert in range(500):
             sizes[f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight"] = 8
             sizes[f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"] = 8

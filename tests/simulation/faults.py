@@ -150,9 +150,9 @@ VLLM_FAULTS = [
 
 VLLM_ROOM_FAULTS = [
     # requests that come to both engines at once
-    Fault("a block that is computed in part is read too", Importer, "_read_part", "handoff.num_tokens // size * size", "-(-handoff.num_tokens // size) * size", seed=47, rule="OWN"),
+    Fault("a block that is computed in part is read too", Importer, "_read_more", "handoff.num_tokens // size * size", "-(-handoff.num_tokens // size) * size", seed=47, rule="OWN"),
     Fault("a part counts as the whole prompt", Importer, "_next", "if found.is_whole:", "if True:", seed=2, rule="OWN"),
-    Fault("parts begin where others have not ended", Importer, "_read_part", "record.starts[group] = stop", "record.starts[group] = stop + size", seed=1, rule="OWN"),
+    Fault("parts begin where others have not ended", Importer, "_read_more", "record.starts[group] = stop", "record.starts[group] = stop + size", seed=1, rule="OWN"),
     Fault("a room serves any prompt", Importer, "_check_entry", "handoff.check_prompt(record.prompt(num_shared))", "pass"),
     Fault("a refused claim is not seen while a request has blocks", Importer, "_check", "if refusal is not None:", "if False:"),
     Fault("the entry of an aborted request stays", Exporter, "abort", "self._withdraw(export.room, export.lease)", "pass", seed=2, rule="GROW"),
@@ -230,7 +230,7 @@ SGLANG_FAULTS = [
     Fault("prefill keeps what nobody reads", PREFILL.PrefillRank, "_note_ended", "for request in ended.released:", "for request in ():", seed=0, rule="END"),
     Fault("the end of a read is not noted", DECODE.DecodeRank, "_note_ended", "self.ended[name] = error", "pass", seed=0, rule="END"),
     # chunks
-    Fault("a page that is computed in part is read", Importer, "_read_part", "handoff.num_tokens // size * size", "-(-handoff.num_tokens // size) * size", seed=5, rule="RIGHT"),
+    Fault("a page that is computed in part is read", Importer, "_read_more", "handoff.num_tokens // size * size", "-(-handoff.num_tokens // size) * size", seed=5, rule="RIGHT"),
     Fault("a chunk counts as the whole prompt", Importer, "_next", "if found.is_whole:", "if True:", seed=1, rule="RIGHT"),
     Fault("a chunk is read while another one is", reads.Reads, "_start_next", "elif reads.waiting and not reads.is_under_way:", "elif reads.waiting:", seed=5, rule="OWN"),
     Fault("a request that is given up keeps its lease", Exporter, "abort", "self.leases.revoke(export.lease)", "pass", seed=38, rule="GROW"),
@@ -242,11 +242,11 @@ SGLANG_FAULTS = [
 ]  # fmt: skip
 
 HYBRID_SGLANG_FAULTS = [
-    Fault("a window counts as read with the chunks before it", Importer, "_read_part", "record.starts[group] = stop", "record.starts = dict.fromkeys(record.starts, stop)", seed=2, rule="OWN", model="windows"),
+    Fault("a window counts as read with the chunks before it", Importer, "_read_more", "record.starts[group] = stop", "record.starts = dict.fromkeys(record.starts, stop)", seed=2, rule="OWN", model="windows"),
     Fault("pages of a window end with those after a cached prefix", DECODE.RankMemory, "block_tables", "-(-num_tokens // self.args.page_size)", "len(pages)", seed=16, rule="RIGHT", model="windows"),
     Fault("pages of a window begin with the prompt", DECODE.RankMemory, "block_tables", "num_pages - len(ids) if", "0 if", seed=1, rule="RIGHT", model="windows"),
     Fault("a state counts as read with the chunks before it", Importer, "_read", "local=local,", "local={group: blocks if group in tokens else Blocks([]) for group, blocks in local.items()},", seed=1, rule="OWN", model="states"),
-    Fault("a state is read before the last chunk", Importer, "_read_part", "local = {group: Blocks([]) for group in record.local}", "local = {group: Blocks([]) if self._groups[group].tokens_per_block else record.local[group] for group in record.local}", seed=1, rule="RIGHT", model="states"),
+    Fault("a state is read before the last chunk", Importer, "_read_more", "local = {group: Blocks([]) for group in record.local}", "local = {group: Blocks([]) if self._groups[group].tokens_per_block else record.local[group] for group in record.local}", seed=1, rule="RIGHT", model="states"),
 ]  # fmt: skip
 
 RESEND_S = 0.5
@@ -324,8 +324,8 @@ FEATURE_ROOM_FAULTS = [
     Fault("a request begins after no prefix", Scheduler, "publish", "self._exporter.note_found(name, request.num_computed_tokens)", "pass", seed=11, rule="OWN", features=BURSTS | ASYNC_STEPS | Feature.NEAR_PROMPTS),
     Fault("a digest leaves out the salt", ENGINE_STATE.EngineState, "facts_of", 'facts.append((0, f"salt {request.cache_salt}"))', "pass", seed=4, rule="OWN", features=Feature.FACTS),
     Fault("a digest leaves out the adapter", ENGINE_STATE.EngineState, "facts_of", 'facts.append((0, f"adapter {self.adapter_of(request)}"))', "pass", seed=2, rule="OWN", features=Feature.FACTS),
-    Fault("a digest leaves out images", ENGINE_STATE.EngineState, "facts_of", "facts.append((int(place.offset), text))", "pass", seed=1, rule="OWN", features=Feature.FACTS),
-    Fault("a digest leaves out where an image is", ENGINE_STATE.EngineState, "facts_of", " at {place.offset}", "", seed=22, rule="OWN", features=Feature.FACTS),
+    Fault("a digest leaves out images", ENGINE_STATE.EngineState, "facts_of", "facts.append((int(span.offset), text))", "pass", seed=1, rule="OWN", features=Feature.FACTS),
+    Fault("a digest leaves out where an image is", ENGINE_STATE.EngineState, "facts_of", " at {span.offset}", "", seed=22, rule="OWN", features=Feature.FACTS),
     Fault("a salt counts after the first token", ENGINE_STATE.EngineState, "prompt_of", "or not position", "and position", seed=2, rule="OWN", features=Feature.FACTS),
     Fault("malformed answers of rooms end their coroutine", rooms.Rooms, "_run", "except KVPlanError as error:", "except KVPlanError as error:\n            if error.code == 'MESSAGE':\n                raise", seed=1, rule="CRASH", features=Feature.GARBLED_MESSAGES),
 ]  # fmt: skip

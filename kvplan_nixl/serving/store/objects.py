@@ -69,8 +69,8 @@ MAX_REASON: Final = 160
 class ObjectBackend:
     """Files of a store as objects of obstore's ``ObjectStore``, rules store.O1 to store.O3.
 
-    ``place`` is what errors call it. A request that fails is not tried again for ``pause_s``, and
-    up to ``at_once`` requests are under way.
+    ``location`` is what errors call it. A request that fails is not tried again for ``pause_s``,
+    and up to ``at_once`` requests are under way.
 
     >>> from obstore.store import MemoryStore
     >>> backend = ObjectBackend(MemoryStore(), "memory")
@@ -79,10 +79,10 @@ class ObjectBackend:
     """
 
     def __init__(
-        self, store: ObjectStore, place: str, *, at_once: int = AT_ONCE, pause_s: float = PAUSE_S
+        self, store: ObjectStore, location: str, *, at_once: int = AT_ONCE, pause_s: float = PAUSE_S
     ) -> None:
         self._store = store
-        self.place: str = checked_text(place, "place of a store")
+        self.location: str = checked_text(location, "location of a store")
         self.at_once: int = integer(at_once, "at_once", low=1)
         self._pause_s = seconds(pause_s, "pause_s")
         self._paused_until_s = 0.0
@@ -112,21 +112,21 @@ class ObjectBackend:
     def _ask(self, verb: str, name: str, request: Callable[[], Returned]) -> Returned | None:
         """Return the answer to a request, ``None`` if it is that nothing is there."""
         if time.monotonic() < self._paused_until_s:
-            raise failed(verb, name, f"an answer of {self.place}", "none a moment ago")
+            raise failed(verb, name, f"an answer of {self.location}", "none a moment ago")
         try:
             return request()
         except FileNotFoundError:
             return None
         except (BaseError, OSError, ValueError) as error:
             self._paused_until_s = time.monotonic() + self._pause_s
-            raise failed(verb, name, f"an answer of {self.place}", _reason(error)) from error
+            raise failed(verb, name, f"an answer of {self.location}", _reason(error)) from error
 
     def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
         """Put an object in one request, rule store.O1."""
         checked_name(name)
         data = b"".join(checked_chunks(chunks))
         if self._ask("write", name, lambda: self._put(name, data)) is None:
-            raise failed("write", name, f"a bucket at {self.place}", "none")
+            raise failed("write", name, f"a bucket at {self.location}", "none")
         return True
 
     def _put(self, name: str, data: bytes) -> PutResult:
