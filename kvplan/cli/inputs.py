@@ -189,20 +189,31 @@ def _read(text: str, subject: str, source: str) -> EngineInput:
 
 def _flags(text: str, subject: str) -> dict[str, Any]:
     """Return the options of an engine by their names, without dashes in front."""
-    logged = re.search(r"non-default args: (\{.*\})", text)
-    if logged:
-        try:
-            options = ast.literal_eval(logged[1])
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            action, got = f"read {subject}", "another text"
-            expected = "non-default args as a dict of plain values"
-            raise KVPlanError("NAME", action, expected=expected, got=got) from None
-        return {key.replace("_", "-"): value for key, value in options.items()}
-    logged = re.search(r"server_args=ServerArgs\((.*)\)", text)
-    if logged:
-        pairs = re.findall(r"\b(\w+)=('[^']*'|[^,]+)", logged[1])
-        values = {key.replace("_", "-"): value.strip("'") for key, value in pairs}
-        return {key: values[key] for key in values if key in FLAGS or key in MODEL_FLAGS}
+    vllm = re.search(r"non-default args: (\{.*\})", text)
+    if vllm:
+        return _logged_by_vllm(vllm[1], subject)
+    sglang = re.search(r"server_args=ServerArgs\((.*)\)", text)
+    return _logged_by_sglang(sglang[1]) if sglang else _on_command_line(text, subject)
+
+
+def _logged_by_vllm(arguments: str, subject: str) -> dict[str, Any]:
+    try:
+        options = ast.literal_eval(arguments)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        action, got = f"read {subject}", "another text"
+        expected = "non-default args as a dict of plain values"
+        raise KVPlanError("NAME", action, expected=expected, got=got) from None
+    return {key.replace("_", "-"): value for key, value in options.items()}
+
+
+def _logged_by_sglang(arguments: str) -> dict[str, Any]:
+    """Return the options that are read: SGLang logs all that it has, most of them defaults."""
+    pairs = re.findall(r"\b(\w+)=('[^']*'|[^,]+)", arguments)
+    values = {key.replace("_", "-"): value.strip("'") for key, value in pairs}
+    return {key: values[key] for key in values if key in FLAGS or key in MODEL_FLAGS}
+
+
+def _on_command_line(text: str, subject: str) -> dict[str, Any]:
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:

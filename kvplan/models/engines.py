@@ -53,32 +53,39 @@ def default_keys(model: Model, engine: str, connector: str = CONNECTOR) -> dict[
     >>> default_keys(Model.shipped("llama-3.1-8b"), VLLM)
     {'layout': 'BLHNC', 'block': '16', 'kv': 'content'}
     """
-    index_block = "64" if _has_index(model) else None
-    keys = {"layout": "LBNHC", "block": index_block or "1"}
-    if engine == SGLANG:
-        if _has(model, KV):
-            keys["kv"] = "split"
-        if model.model_type == "kimi_linear":
-            keys["conv"] = "SD"
-    else:
-        # attention beside recurrent states
-        is_hybrid = len({tensor.paged for tensor in model.tensors}) > 1
-        keys["block"] = AUTO if is_hybrid else index_block or "16"
-        if not _is_mla(model):
-            asked = ASKED_LAYOUTS.get(connector, "LBNHC")
-            keys["layout"] = "LBHNC" if _has_index(model) else asked
-        if _has(model, KV):
-            keys["kv"] = "content"
-        if len(model.groups) > 1:
-            keys["shared"] = "1"
-        if _has(model, STEP) and connector != "NixlConnector":
-            keys["conv"] = "SD"
-        states = {tensor.kind: tensor.dtype for tensor in model.tensors if not tensor.paged}
-        weights = next((dtype for kind, dtype in states.items() if kind != SSM), "bfloat16")
-        if SSM in states and model.model_type not in STATED_STATES and weights != states[SSM]:
-            keys["ssm"] = f"{weights}"
+    keys = _sglang_keys(model) if engine == SGLANG else _vllm_keys(model, connector)
     if any(tensor.plain_axes for tensor in model.tensors) and not model.dtype.startswith("float8"):
         keys["dtype"] = model.dtype
+    return keys
+
+
+def _sglang_keys(model: Model) -> dict[str, str]:
+    keys = {"layout": "LBNHC", "block": "64" if _has_index(model) else "1"}
+    if _has(model, KV):
+        keys["kv"] = "split"
+    if model.model_type == "kimi_linear":
+        keys["conv"] = "SD"
+    return keys
+
+
+def _vllm_keys(model: Model, connector: str) -> dict[str, str]:
+    keys = {"layout": "LBNHC", "block": "64" if _has_index(model) else "16"}
+    # attention beside recurrent states
+    if len({tensor.paged for tensor in model.tensors}) > 1:
+        keys["block"] = AUTO
+    if not _is_mla(model):
+        asked = ASKED_LAYOUTS.get(connector, "LBNHC")
+        keys["layout"] = "LBHNC" if _has_index(model) else asked
+    if _has(model, KV):
+        keys["kv"] = "content"
+    if len(model.groups) > 1:
+        keys["shared"] = "1"
+    if _has(model, STEP) and connector != "NixlConnector":
+        keys["conv"] = "SD"
+    states = {tensor.kind: tensor.dtype for tensor in model.tensors if not tensor.paged}
+    weights = next((dtype for kind, dtype in states.items() if kind != SSM), "bfloat16")
+    if SSM in states and model.model_type not in STATED_STATES and weights != states[SSM]:
+        keys["ssm"] = f"{weights}"
     return keys
 
 
