@@ -1,10 +1,13 @@
-"""What vLLM does not tell its connectors: changed weights, resets, adapters, and released memory.
+"""What vLLM does not tell: changed weights, resets, adapters, released memory, and failed reads.
 
 The engine core changes weights by calls to its workers (``collective_rpc``), and is told a version
 (``set_weight_version``). Connectors hear of neither, and of a reset only if the caller asks for it.
 Workers load an adapter when a request first needs it, or again after it was evicted, and the
 request may end in the same step. With ``enable_cumem_allocator`` the engine core can also release
 the physical memory of the KV cache, which peers read by addresses that NIXL has registered.
+
+Where an engine has several workers, its scheduler hears that one of them could not read a request
+only when all have received it, so a client would wait as long as prefill hangs.
 
 So functions of vLLM are wrapped here, once in each process. They do what they did, and tell the
 connectors of their own engine; those that release memory fail instead. Where a release lacks one of
@@ -33,6 +36,7 @@ from kvplan_nixl.vllm.engine_state import (
     LoadedAdapter,
     changes_of,
 )
+from kvplan_nixl.vllm.metadata import KvplanWorkerMetadata
 from kvplan_nixl.weights import adapter_of
 
 logger = init_logger(f"vllm.{__name__}")
@@ -234,6 +238,8 @@ def _with_reports(method: Any) -> Callable[..., Any]:
         parts = getattr(metadata, "metadata", None) or (metadata,) * len(connectors)
         failed = list[Any]()
         for part in parts:
+            if reports and isinstance(part, KvplanWorkerMetadata) and part.failed:
+                reports.failed_recving = {*reports.failed_recving, *part.failed}
             if changes := changes_of(part):
                 for state in _states(scheduler):
                     state.adapters_changed(changes)

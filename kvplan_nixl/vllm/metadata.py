@@ -47,14 +47,20 @@ class KvplanMetadata(KVConnectorMetadata):
 
 @dataclass
 class KvplanWorkerMetadata(KVConnectorWorkerMetadata):
-    """What workers say of a step: the digests that each has computed, and changes of adapters."""
+    """What workers say of a step: digests, changes of adapters, and the requests that have failed.
+
+    vLLM passes on a failure of one worker only when all have received the request, and bytes may
+    move until then. So workers tell it here too.
+    """
 
     digests: dict[DigestRequest, list[dict[str, Any]]]
     adapters: list[AdapterChanges] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KvplanWorkerMetadata:
         assert isinstance(other, KvplanWorkerMetadata)
         for request, digests in other.digests.items():
             self.digests.setdefault(request, []).extend(digests)
         self.adapters.extend(other.adapters)
+        self.failed |= other.failed
         return self

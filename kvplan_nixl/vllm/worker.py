@@ -58,6 +58,7 @@ class Worker:
         self._key = settings.access().key
         self._claims = Claims(logger, system, settings.max_peers)
         self._released: set[str] = set()
+        self._failed: set[str] = set()
         self._digests: dict[DigestRequest, list[dict[str, Any]]] = {}
         self.stats = KvplanStats()
 
@@ -156,13 +157,13 @@ class Worker:
             return {}
 
     def take_report(self) -> KvplanWorkerMetadata | None:
-        """Return the digests that were computed since the last step, and changes of adapters."""
+        """Return the digests of this step, changes of adapters, and requests that have failed."""
         changes = self.adapters.take()
-        if not self._digests and not changes:
+        if not self._digests and not changes and not self._failed:
             return None
-        digests = self._digests
-        self._digests = {}
-        return KvplanWorkerMetadata(digests, [changes] if changes else [])
+        digests, failed = self._digests, self._failed
+        self._digests, self._failed = {}, set()
+        return KvplanWorkerMetadata(digests, [changes] if changes else [], failed)
 
     def _clear_tail(self, read: Read) -> None:
         """Set to zero the rest of a request's last blocks, as vLLM leaves to connectors."""
@@ -189,10 +190,12 @@ class Worker:
         # vLLM ends a failed request at once. It frees the blocks when finished_recving has it: not
         # while bytes may still move.
         failed = {result.request for result in results if result.error is not None}
+        failed.update(self._reads.late())
+        self._failed |= failed
         return KVConnectorTransferResults(
             finished_sending=released,
             finished_recving={result.request for result in results},
-            failed_recving=failed.union(self._reads.late()),
+            failed_recving=failed,
         )
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from vllm import SamplingParams
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -36,7 +37,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import KVPlanError
@@ -44,6 +45,7 @@ from kvplan.protocol import Handoff, HandshakeResult, ReadResult, Source
 from kvplan.protocol.digest_requests import DigestRequest
 from kvplan_nixl.serving.host_key import host_key
 from kvplan_nixl.vllm import KvplanConnector, register
+from kvplan_nixl.vllm.engine_hooks import _with_reports, _wrap
 from kvplan_nixl.vllm.metadata import KvplanHandshakeMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import METRICS, KvplanPromMetrics, KvplanStats
 from tests.seen_steps import Seen
@@ -293,6 +295,45 @@ def test_digests_reach_the_scheduler(start: Start, monkeypatch: pytest.MonkeyPat
     output = KVConnectorOutput(kv_connector_worker_meta=of_ranks[0].aggregate(of_ranks[1]))
     multi.update_connector_output(output)
     assert [metadata.digests for metadata in taken] == [{asked: [{"rank": 0}, {"rank": 1}]}]
+
+
+@pytest.mark.parametrize("order", [*ORDERS, ("own",)])
+def test_a_failure_of_one_worker_is_told_at_once(order: tuple[str, ...]) -> None:
+    """Another worker still reads: vLLM's aggregator keeps the failure back, and the blocks until both have ended."""
+    workers = [MultiConnector(config_of(order), KVConnectorRole.WORKER, cache_of(None)) for _ in range(2)]
+    if order == ("own",):
+        workers = [worker.sub_connectors[0] for worker in workers]
+    own = [getattr(worker, "sub_connectors", [worker])[order.index("own")] for worker in workers]
+    aggregator, seen = KVOutputAggregator(2), []
+
+    class Seeing:
+        """A scheduler that notes what it is told of requests."""
+
+        def update_from_output(self, scheduled: Any, output: Any) -> dict[int, Any]:
+            reports = output.kv_connector_output
+            seen.append(({*reports.failed_recving}, {*(reports.finished_recving or ())}))
+            return {}
+
+    _wrap(Seeing, "update_from_output", _with_reports)
+
+    def step(*reads: tuple[list[ReadResult], dict[str, KVPlanError]]) -> None:
+        outputs = []
+        for worker, part, (ended, late) in zip(workers, own, reads, strict=True):
+            part._worker._reads = SimpleNamespace(poll=lambda e=ended: e, late=lambda f=late: f, num_held=0)
+            results = worker.get_transfer_results(set())
+            report = KVConnectorOutput(
+                finished_recving=results.finished_recving,
+                failed_recving=results.failed_recving,
+                kv_connector_worker_meta=worker.build_connector_worker_meta(),
+            )
+            outputs.append(ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=report))
+        Seeing().update_from_output(None, aggregator.aggregate(outputs))
+
+    step(([], {"r": ERROR}), ([], {}))
+    step(([ReadResult("r", ERROR)], {}), ([], {}))
+    step(([], {}), ([], {}))
+    step(([], {}), ([ReadResult("r")], {}))
+    assert seen == [({"r"}, set()), ({"r"}, set()), (set(), set()), ({"r"}, {"r"})]
 
 
 def test_workers_name_the_connectors_beside_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
