@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import kvplan
@@ -26,6 +27,7 @@ def doors() -> Iterator[tuple[str, list[str]]]:
 DOORS = dict(doors())
 
 
+@cache
 def tree(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text())
 
@@ -47,7 +49,8 @@ def imports(node: ast.AST, late: bool = False, typed: bool = False) -> Iterator[
             yield from imports(child, late or function, typed or checked)
 
 
-def modules_of_ours(module: str, typed: bool = True) -> set[str]:
+@cache
+def modules_of_ours(module: str, typed: bool = True) -> frozenset[str]:
     """Which modules of kvplan a module imports; ``from kvplan import x`` counts as ``__init__`` unless x is one."""
     found = set()
     for name, _, for_types_only in imports(tree(module)):
@@ -56,4 +59,4 @@ def modules_of_ours(module: str, typed: bool = True) -> set[str]:
             while rest and rest not in MODULES:
                 rest = rest.rpartition(".")[0]
             found.add(rest or "__init__")
-    return found - {module}
+    return frozenset(found - {module})

@@ -25,11 +25,11 @@ def test_an_envelope_comes_out_as_it_went_in() -> None:
     assert Envelope.unpack(GOOD.pack()) == GOOD
 
 
-@pytest.mark.parametrize("length", range(0, len(GOOD.pack()), 7))
-def test_an_envelope_cut_short(length: int) -> None:
+def test_an_envelope_cut_short() -> None:
     """A truncated envelope is refused."""
-    with pytest.raises(PeerError):
-        Envelope.unpack(GOOD.pack()[:length])
+    for length in range(len(GOOD.pack())):
+        with pytest.raises(PeerError):
+            Envelope.unpack(GOOD.pack()[:length])
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,14 @@ def test_rows_outside_the_registered_memory() -> None:
             executor.prepare(plan_reads(there, [boast]))
 
 
-@pytest.mark.parametrize("at", [*range(14, 46), *range(58, len(GOOD.pack()), 5)])
-def test_an_envelope_with_one_byte_changed(at: int) -> None:
+def test_an_envelope_with_one_byte_changed() -> None:
     """A changed byte of the HMAC or of what it covers is found before any of it is read."""
     data = bytearray(GOOD.pack(b"a secret of all engines"))
-    data[at] ^= 1
-    with pytest.raises(PeerError, match="a bad signature"):
-        Envelope.unpack(bytes(data), b"a secret of all engines")
+    for at in range(14, len(data)):
+        data[at] ^= 1
+        with pytest.raises(PeerError, match="a bad signature"):
+            Envelope.unpack(bytes(data), b"a secret of all engines")
+        data[at] ^= 1
 
 
 def test_envelopes_of_another_key() -> None:
