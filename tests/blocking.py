@@ -46,9 +46,9 @@ def exchange(
     return driver.run(driver.exchange(peer, address, path, timeout_s, sent))
 
 
-def ask_again(address: str, versions: Mapping[str, str], access: Access | None = None) -> dict[str, RoomContent]:
+def poll_rooms(address: str, versions: Mapping[str, str], access: Access | None = None) -> dict[str, RoomContent]:
     driver = Driver(access)
-    answer = driver.run(room_contents.ask_again(address, versions, key=driver.access.key, system=driver))
+    answer = driver.run(room_contents.poll_rooms(address, versions, key=driver.access.key, system=driver))
     return {**answer.contents}
 
 

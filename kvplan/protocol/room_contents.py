@@ -26,10 +26,10 @@ __all__ = [
     "ENTRY_BYTES",
     "MAX_QUESTION_BYTES",
     "MAX_ROOM_CHARACTERS",
-    "RoomAnswers",
+    "RoomPolls",
     "RoomTexts",
-    "ask_again",
     "is_partial",
+    "poll_rooms",
 ]
 
 MAX_ASKED: Final = 1 << 10
@@ -74,11 +74,11 @@ class RoomContent:
     __repr__ = brief_repr
 
 
-class RoomAnswers:
-    """Answers questions about rooms: at once if there is something new, or else when there is.
+class RoomPolls:
+    """Answers polls of rooms: at once if there is something new, or else when there is.
 
     ``content_of`` returns the content of a room, None of one that has none. Each answer names the
-    ``start`` of its server, so that who asks notices a restart, which has lost the rooms.
+    ``start`` of its server, so that readers notice a restart, which has lost the rooms.
     """
 
     def __init__(self, content_of: Callable[[str], RoomTexts | None], system: System) -> None:
@@ -97,7 +97,7 @@ class RoomAnswers:
                 signal.set()
 
     async def answer(self, question: bytes, wait_s: str = "0") -> bytes:
-        """Answer what :func:`ask_again` asks, which waits for ``wait_s`` seconds."""
+        """Answer :func:`poll_rooms`, after ``wait_s`` seconds if nothing changes."""
         until = self._system.monotonic() + min(WAIT_S, seconds(float(wait_s), "wait_s"))
         seen = _read_question(question)
         signal = self._system.signal()
@@ -123,7 +123,7 @@ class RoomAnswers:
                         del self._waiting[room]
 
     def _news(self, seen: Mapping[str, str]) -> dict[str, tuple[str, Sequence[str]]]:
-        """What rooms have that the asker has not seen, as much as an answer takes."""
+        """The contents that a reader has not seen, as many as fit an answer."""
         news = dict[str, tuple[str, Sequence[str]]]()
         num_bytes = 0
         # in the order of the question, so that what is left out comes with the next question
@@ -165,21 +165,21 @@ class RoomStore:
     >>> store = RoomStore(driver)
     >>> store.put("transfer 1", {"handoff": {}})
     >>> store.withdraw("transfer 1")
-    >>> driver.run(store.answers.answer(b'{"transfer 1": ""}'))[-12:]
+    >>> driver.run(store.polls.answer(b'{"transfer 1": ""}'))[-12:]
     b'"rooms": {}}'
     """
 
     def __init__(self, system: System) -> None:
         self._system: System = instance(System, system, "system")
         self._contents: dict[str, RoomTexts] = {}
-        self.answers: RoomAnswers = RoomAnswers(self._contents.get, system)
+        self.polls: RoomPolls = RoomPolls(self._contents.get, system)
 
     def put(self, room: str, entry: Mapping[str, Any]) -> None:
         """Publish an entry, which replaces the room's earlier one."""
         text = json.dumps(instance(Mapping, entry, "entry of a room"))
         # in one step, since coroutines answer meanwhile
         self._contents[name(room, "room")] = RoomTexts(self._system.token_hex(TOKEN_BYTES), [text])
-        self.answers.note_change(room)
+        self.polls.note_change(room)
 
     def withdraw(self, room: str) -> None:
         """Withdraw the entry of a room, if it has one."""
@@ -187,8 +187,8 @@ class RoomStore:
 
 
 @attrs.frozen
-class RoomsAnswer:
-    """What rooms have that has changed, by a server that says which start it is."""
+class RoomNews:
+    """The contents of rooms that have changed, from one start of their server."""
 
     start: str
     contents: Mapping[str, RoomContent]
@@ -196,17 +196,18 @@ class RoomsAnswer:
     __repr__ = brief_repr
 
 
-async def ask_again(
+async def poll_rooms(
     address: str,
     versions: Mapping[str, str],
     *,
     wait_s: float = 0.0,
     key: SharedKey,
     system: System,
-) -> RoomsAnswer:
-    """Ask for what rooms have that have changed since their ``versions`` were seen.
+) -> RoomNews:
+    """Ask for the contents of rooms that have changed since their ``versions`` were seen.
 
-    The server waits for ``wait_s`` seconds until there are some. Raises ``PEER`` and ``MESSAGE``.
+    The server holds the question until some have, for ``wait_s`` seconds. Raises ``PEER`` and
+    ``MESSAGE``.
     """
     for room in instance(Mapping, versions, "versions of rooms"):
         num_characters = len(name(room, "room"))
@@ -220,7 +221,7 @@ async def ask_again(
         contents = dict[str, RoomContent]()
         for room, (version, texts) in fields["rooms"].items():
             contents[room] = RoomContent(f"{version}", _merged(room, texts, key))
-        return RoomsAnswer(f"{fields['start']}", contents)
+        return RoomNews(f"{fields['start']}", contents)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         expected = "entries by room"
         raise KVPlanError(

@@ -16,7 +16,7 @@ from kvplan._checks import at_most, having, instance, integer, name, seconds
 from kvplan.errors import KVPlanError
 from kvplan.protocol.claims import MAX_SOURCES
 from kvplan.protocol.keys import SharedKey
-from kvplan.protocol.room_contents import MAX_ASKED, WAIT_S, RoomsAnswer, ask_again
+from kvplan.protocol.room_contents import MAX_ASKED, WAIT_S, RoomNews, poll_rooms
 from kvplan.protocol.system import RETRY_S, Signal, System
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Rooms:
             wait_s = WAIT_S if len(asked) <= MAX_ASKED else 0.0
             try:
                 for start in range(0, len(asked), MAX_ASKED):
-                    question = ask_again(
+                    question = poll_rooms(
                         address,
                         dict(asked[start : start + MAX_ASKED]),
                         wait_s=wait_s,
@@ -165,7 +165,7 @@ class Rooms:
                 versions[subscription.room] = ""
         return versions
 
-    def _deliver(self, address: str, asked: Sequence[_Subscription], answer: RoomsAnswer) -> None:
+    def _deliver(self, address: str, asked: Sequence[_Subscription], answer: RoomNews) -> None:
         """Deliver new entries to the subscribed readers."""
         with self._lock:
             for subscription in asked:

@@ -32,10 +32,10 @@ from kvplan.protocol import Leases, SharedKey, System
 from kvplan.protocol.room_contents import (
     ENTRY_BYTES,
     MAX_QUESTION_BYTES,
-    RoomAnswers,
+    RoomPolls,
     RoomTexts,
-    ask_again,
     is_partial,
+    poll_rooms,
 )
 from kvplan.protocol.system import ANSWER_S, MAX_ANSWER_BYTES, TOKEN_BYTES, Route
 from kvplan.support import at_most, integer
@@ -171,11 +171,11 @@ class BootstrapServer:
         # Used where the server answers, and nowhere else. The oldest room is the first one.
         self._rooms: OrderedDict[int, _Room] = OrderedDict()
         self._num_bytes = 0
-        self._answers = RoomAnswers(self._content_of, system)
+        self._polls = RoomPolls(self._content_of, system)
         routes = {
             "POST /publish": Route(self._publish, MAX_ENTRY_BYTES, num_segments=6),
             "POST /withdraw": Route(self._withdraw, num_segments=5),
-            "POST /ask": Route(self._answers.answer, MAX_QUESTION_BYTES, num_segments=1),
+            "POST /ask": Route(self._polls.answer, MAX_QUESTION_BYTES, num_segments=1),
         }
         self._server = system.serve(host, port, routes)
         self.address: str = f"{host}:{self._server.port}"
@@ -213,7 +213,7 @@ class BootstrapServer:
         room.version = self._system.token_hex(TOKEN_BYTES)
         self._rooms[stage.room] = room
         self._rooms.move_to_end(stage.room)
-        self._answers.note_change(f"{stage.room}")
+        self._polls.note_change(f"{stage.room}")
         return b""
 
     def _room(self, number: int, owner: str) -> _Room:
@@ -309,7 +309,7 @@ async def ask(
     Raises ``PEER`` and ``MESSAGE``.
     """
     names = map(str, rooms)
-    answer = await ask_again(address, dict.fromkeys(names, ""), key=key, system=system)
+    answer = await poll_rooms(address, dict.fromkeys(names, ""), key=key, system=system)
     entries = {int(room): content.entry for room, content in answer.contents.items()}
     return {room: entry for room, entry in entries.items() if not is_partial(entry)}
 

@@ -663,21 +663,22 @@ def asked_for(model: dict[str, Any], port: int, body: dict[str, Any]) -> Any:
 
 
 UNWRITTEN = """
+from kvplan.protocol import rooms
 from kvplan_nixl.sglang import proxy
 from tests.engines.sglang_judge import unwritten
 
-publish, ask_again = proxy.publish, proxy.ask_again
+publish, poll_rooms = proxy.publish, rooms.poll_rooms
 
 def publish_unwritten(address, room, entry, **options):
     return publish(address, room, unwritten(entry), **options)
 
-async def ask_unwritten(address, versions, **options):
-    answer = await ask_again(address, versions, **options)
+async def poll_unwritten(address, versions, **options):
+    answer = await poll_rooms(address, versions, **options)
     for content in answer.contents.values():
         object.__setattr__(content, "entry", unwritten(content.entry))
     return answer
 
-proxy.publish, proxy.ask_again = publish_unwritten, ask_unwritten
+proxy.publish, rooms.poll_rooms = publish_unwritten, poll_unwritten
 proxy.main()
 """
 """The proxy, whose handoffs name blocks that nobody has written."""

@@ -66,3 +66,18 @@ def test_the_plugin_waits_until_it_is_asked() -> None:
         "PrefillBootstrapQueue._init_kv_manager",
         "PrefillBootstrapQueue.create_sender",
     }
+
+
+def test_the_control_of_the_proxies_replaces_what_they_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's control has to serve handoffs of blocks that nobody has written, not to end with an error."""
+    from kvplan.protocol import rooms
+    from kvplan_nixl.sglang import proxy
+    from tests.engines.sglang_judge import UNWRITTEN
+
+    replaced = ((proxy, "publish"), (rooms, "poll_rooms"))
+    for module, name in replaced:
+        monkeypatch.setattr(module, name, getattr(module, name))
+    called: list[str] = []
+    monkeypatch.setattr(proxy, "main", lambda: called.extend(getattr(*each).__name__ for each in replaced))
+    exec(UNWRITTEN, {})
+    assert called == ["publish_unwritten", "poll_unwritten"]

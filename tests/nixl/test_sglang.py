@@ -28,7 +28,7 @@ from kvplan_nixl import Envelope
 from kvplan_nixl.serving import Access, Driver
 from kvplan_nixl.serving.host_key import host_key
 from kvplan_nixl.sglang.bootstrap import BootstrapServer
-from tests.blocking import ask, ask_again, fetch, publish, unblocked, waited
+from tests.blocking import ask, fetch, poll_rooms, publish, unblocked, waited
 from tests.nixl.sglang_names import arguments, made, model_config, record_fields, runner
 
 CONFIG = {
@@ -1655,7 +1655,7 @@ def test_a_request_that_prefill_gives_up(
         chunks.receiver.failure_exception()
     chunks.receiver.clear()
     waited(prefill.manager.rank.publisher_of(server.address).submit(unblocked(lambda: None)))
-    assert ask_again(server.address, {f"{ROOM}": ""}) == {}
+    assert poll_rooms(server.address, {f"{ROOM}": ""}) == {}
 
 
 def test_a_request_that_is_computed_again(
@@ -1727,10 +1727,10 @@ def test_a_chunk_that_is_not_computed_yet_is_not_published(chunks: Chunks, serve
     chunks.sender._early_send_wait_event = SimpleNamespace(synchronize=is_computed.wait)
     chunks.send(0, 6)
     time.sleep(0.05)
-    assert ask_again(server.address, {f"{ROOM}": ""}) == {}
+    assert poll_rooms(server.address, {f"{ROOM}": ""}) == {}
     is_computed.set()
     until(chunks.receiver, KVPoll.WaitingForInput)
-    assert ask_again(server.address, {f"{ROOM}": ""}).keys() == {f"{ROOM}"}
+    assert poll_rooms(server.address, {f"{ROOM}": ""}).keys() == {f"{ROOM}"}
     chunks.receiver.clear()
 
 
@@ -1746,17 +1746,17 @@ def test_a_chunk_that_waited_is_published_unless_a_later_one_is(prefill: Side, c
     assert published_to(chunks.receiver).num_tokens == 24
 
 
-def test_a_part_is_for_those_who_ask_again(chunks: Chunks, server: BootstrapServer) -> None:
+def test_a_partial_entry_is_for_those_who_poll(chunks: Chunks, server: BootstrapServer) -> None:
     """A proxy gets whole prompts alone; who has seen a version gets the next one."""
     chunks.send(0, 6)
     waited(chunks.sender._publisher.submit(unblocked(lambda: None)))
     assert ask(server.address, [ROOM]) == {}
-    part = ask_again(server.address, {f"{ROOM}": ""})[f"{ROOM}"]
+    part = poll_rooms(server.address, {f"{ROOM}": ""})[f"{ROOM}"]
     assert part.entry["handoff"]["remote_num_tokens"] == 24
-    assert ask_again(server.address, {f"{ROOM}": part.version}) == {}
+    assert poll_rooms(server.address, {f"{ROOM}": part.version}) == {}
     chunks.send(6, 10, [])
     waited(chunks.sender._publisher.submit(unblocked(lambda: None)))
-    whole = ask_again(server.address, {f"{ROOM}": part.version})[f"{ROOM}"]
+    whole = poll_rooms(server.address, {f"{ROOM}": part.version})[f"{ROOM}"]
     assert ask(server.address, [ROOM]) == {ROOM: whole.entry}
     assert whole.entry["handoff"]["remote_lease"] == part.entry["handoff"]["remote_lease"]
     chunks.receiver.clear()

@@ -87,7 +87,7 @@ def test_what_is_withdrawn_is_gone(listener: Listener, leases: Leases) -> None:
     listener.withdraw("", requests["s"].lease)
     found = [listener.digests.ask(request) for request in requests.values()]
     assert found == [None, None, [{"of": "t"}]]
-    answer = json.loads(Driver().run(listener.rooms.answers.answer(b'{"7": "", "8": ""}')))
+    answer = json.loads(Driver().run(listener.rooms.polls.answer(b'{"7": "", "8": ""}')))
     assert answer["rooms"].keys() == {"8"}
 
 

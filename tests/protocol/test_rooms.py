@@ -19,11 +19,11 @@ from kvplan.protocol import rooms as module
 from kvplan.protocol.room_contents import (
     Published,
     RoomContent,
-    RoomsAnswer,
+    RoomNews,
     RoomStore,
     _merged,
-    ask_again,
     is_partial,
+    poll_rooms,
 )
 from kvplan.protocol.rooms import Rooms
 from kvplan_nixl.serving import Driver
@@ -49,14 +49,14 @@ class Server(Driver):
     def token_hex(self, num_bytes: int) -> str:
         return f"version {self.num_versions}"
 
-    async def ask(self, address: str, versions: Mapping[str, str], **_: object) -> RoomsAnswer:
+    async def ask(self, address: str, versions: Mapping[str, str], **_: object) -> RoomNews:
         assert address == SERVER
         self.asked.append(dict(versions))
-        answer = json.loads(await self.store.answers.answer(json.dumps(versions).encode()))
+        answer = json.loads(await self.store.polls.answer(json.dumps(versions).encode()))
         contents = {
             room: RoomContent(version, json.loads(texts[0])) for room, (version, texts) in answer["rooms"].items()
         }
-        return RoomsAnswer(self.epoch, contents)
+        return RoomNews(self.epoch, contents)
 
     def wait(self, num_questions: int) -> None:
         """Wait until it was asked some times more."""
@@ -70,7 +70,7 @@ class Server(Driver):
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     server = Server()
-    monkeypatch.setattr(module, "ask_again", server.ask)
+    monkeypatch.setattr(module, "poll_rooms", server.ask)
     return server
 
 
@@ -182,12 +182,12 @@ def listener() -> Iterator[Listener]:
 def test_a_question_waits_for_news(listener: Listener) -> None:
     """It was asked every 10 ms, by each of hundreds of ranks; now an answer comes when there is one, or in the end."""
     driver, address = Driver(), listener.source.address
-    asking = partial(ask_again, address, {"a": ""}, key=driver.access.key, system=driver)
+    asking = partial(poll_rooms, address, {"a": ""}, key=driver.access.key, system=driver)
     assert driver.run(asking(wait_s=0.05)).contents == {}
-    answers: list[RoomsAnswer] = []
+    answers: list[RoomNews] = []
     thread = threading.Thread(target=lambda: answers.append(driver.run(asking(wait_s=10.0))))
     thread.start()
-    while not listener.rooms.answers._waiting:
+    while not listener.rooms.polls._waiting:
         time.sleep(0.001)
     listener.rooms.put("b", {})
     time.sleep(0.05)
@@ -195,34 +195,34 @@ def test_a_question_waits_for_news(listener: Listener) -> None:
     listener.rooms.put("a", {"handoff": {}, "is_whole": True})
     thread.join(5)
     assert [answer.contents["a"].entry for answer in answers] == [{"handoff": {}, "is_whole": True}]
-    assert not listener.rooms.answers._waiting
+    assert not listener.rooms.polls._waiting
 
 
 def test_a_reader_asks_once_until_there_is_news(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """And again, for all rooms together, as soon as another one is wanted."""
     asked: list[Mapping[str, str]] = []
 
-    async def ask(address: str, versions: Mapping[str, str], **options: Any) -> RoomsAnswer:
+    async def ask(address: str, versions: Mapping[str, str], **options: Any) -> RoomNews:
         asked.append(dict(versions))
-        return await ask_again(address, versions, **options)
+        return await poll_rooms(address, versions, **options)
 
-    monkeypatch.setattr(module, "ask_again", ask)
+    monkeypatch.setattr(module, "poll_rooms", ask)
     rooms, taken = Rooms(logging.getLogger("test"), KEY, Driver()), list[Any]()
     rooms.subscribe("r", "a", listener.source.address, into(taken))
-    while not listener.rooms.answers._waiting:
+    while not listener.rooms.polls._waiting:
         time.sleep(0.001)
     rooms.subscribe("s", "b", listener.source.address, into(taken))
-    while {*listener.rooms.answers._waiting} != {"a", "b"}:
+    while {*listener.rooms.polls._waiting} != {"a", "b"}:
         time.sleep(0.001)
     time.sleep(0.1)
     # the first one may not have been sent before the second room was wanted
     assert [{*versions} for versions in asked][-1] == {"a", "b"}
     assert len(asked) <= 2
     # what was asked first has gone, since its connection has ended
-    assert {len(signals) for signals in listener.rooms.answers._waiting.values()} == {1}
+    assert {len(signals) for signals in listener.rooms.polls._waiting.values()} == {1}
     rooms.unsubscribe("r")
     rooms.unsubscribe("s")
-    while listener.rooms.answers._waiting:
+    while listener.rooms.polls._waiting:
         time.sleep(0.001)
 
 
@@ -230,10 +230,10 @@ def test_few_questions_are_held(listener: Listener, monkeypatch: pytest.MonkeyPa
     """One more is answered at once."""
     monkeypatch.setattr(room_contents, "MAX_WAITING", 1)
     driver, address = Driver(), listener.source.address
-    asking = partial(ask_again, address, {"a": ""}, key=driver.access.key, system=driver)
+    asking = partial(poll_rooms, address, {"a": ""}, key=driver.access.key, system=driver)
     thread = threading.Thread(target=lambda: driver.run(asking(wait_s=10.0)))
     thread.start()
-    while not listener.rooms.answers._waiting:
+    while not listener.rooms.polls._waiting:
         time.sleep(0.001)
     assert driver.run(asking(wait_s=10.0)).contents == {}
     assert thread.is_alive()
@@ -254,7 +254,7 @@ def test_few_questions_are_held(listener: Listener, monkeypatch: pytest.MonkeyPa
 def test_a_question_has_few_rooms_and_short_names(question: Any, code: str) -> None:
     """A server keeps them while it waits: 1 MiB of versions that were lists took 22 MB, in each of 512 questions."""
     driver = Driver()
-    answers = RoomStore(driver).answers
+    answers = RoomStore(driver).polls
     with pytest.raises(KVPlanError) as refused:
         driver.run(answers.answer(json.dumps(question).encode()))
     assert refused.value.code == code

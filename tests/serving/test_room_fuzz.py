@@ -137,13 +137,13 @@ def test_any_order_of_questions(acts: list[Any], clock: Clock, server: Bootstrap
             question = json.dumps(seen).encode()
             if any(not isinstance(version, str) for version in seen.values()):
                 with pytest.raises(KVPlanError, match="TYPE: cannot read version of a room"):
-                    server._answers.answer(question).send(None)
+                    server._polls.answer(question).send(None)
                 continue
             if any(not room.isdecimal() for room in seen):
                 with pytest.raises(ValueError, match="invalid literal"):
-                    server._answers.answer(question).send(None)
+                    server._polls.answer(question).send(None)
                 continue
-            answer = json.loads(at_once(server._answers.answer(question)))["rooms"]
+            answer = json.loads(at_once(server._polls.answer(question)))["rooms"]
             assert {room: texts for room, (_, texts) in answer.items()} == {
                 room: plain.texts(room) for room in seen if plain.texts(room)
             }
