@@ -114,8 +114,8 @@ class _Export:
 class EndedExports:
     """The leases that have ended since the last step.
 
-    The blocks of ``released`` requests are free. Those in ``late`` were never claimed, or longer
-    than a lease may be held: their errors say which. ``num_stale`` claims came for leases that were
+    The blocks of ``released`` requests are free. The leases of those in ``late`` expired, or lasted
+    longer than any may: their errors say which. ``num_stale`` claims came for leases that were
     over: their requests fail.
     """
 
@@ -276,7 +276,7 @@ class Exporter:
         return self._handoff(export, groups, prompt, read_from, prefixes, weights_version)
 
     def abort(self, request: str) -> None:
-        """Export a request no more, and fail its readers."""
+        """Stop exporting a request. Its readers fail."""
         export = self._requests.get(request)
         if export is None:
             return
@@ -287,7 +287,7 @@ class Exporter:
         self._forget(request)
 
     def step(self) -> EndedExports:
-        """Return what has ended since the last step. Do this in each step of the engine."""
+        """Return what has ended since the last step. Call it in each step of the engine."""
         ended = self.leases.take_ended()
         released = []
         late = dict[str, KVPlanError]()
@@ -328,7 +328,7 @@ class Exporter:
         return (*ended,)
 
     def reset(self) -> None:
-        """Free all that is pinned with the next step: its bytes are of no use. Readers fail."""
+        """End all leases: the next step releases what is pinned, and readers fail."""
         self.leases.end_all()
 
     def blocks_of(self, lease: str) -> Mapping[str, Blocks] | None:

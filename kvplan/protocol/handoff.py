@@ -238,7 +238,7 @@ class Handoff:
     def first_kept(self, group: str, attended: int) -> int:
         """Return the position from which on a group of a reader finds all positions and blocks.
 
-        Where the source calls its groups otherwise, it is the last position up to ``attended`` from
+        If the source names its groups differently, it is the last position up to ``attended`` from
         which on any group has them. The reader's group attends to positions from ``attended`` on,
         which the source has: its own group there begins no later.
 

@@ -16,8 +16,8 @@ A request is *ending* when workers were told of its last read, or that none foll
 until they say that no byte of it can move, which is END. A request that is refused may get blocks
 all the same, as engines that have promised its tokens do; then workers are told that it fails.
 
-The importer has no thread and no socket. It gives claims to ``claims`` and questions to ``rooms``,
-which keep them up; a connector tells it what the engine does and hands the partial reads that
+The importer has no thread and no socket: ``claims`` renews its claims, and ``rooms`` polls the
+servers of its rooms. A connector tells it what the engine does and hands the partial reads that
 :meth:`Importer.step` returns to a :class:`~kvplan.protocol.Reads` of each worker. Entries of rooms
 are handled on the event loop's thread, since an engine that is paused polls nothing while leases
 end. All other calls come from the engine's thread.
@@ -418,7 +418,7 @@ class Importer:
             self._partial_reads.append(self._last(request, error))
 
     def finish(self, request: str) -> Mapping[str, int]:
-        """Read no more of a request with which the engine is done, and drop it if none is read.
+        """Stop reading a request that the engine is done with, and drop it if none of it is read.
 
         Returns what :attr:`read_from` has of it. A request whose bytes may move is dropped by
         :meth:`end`.
@@ -444,7 +444,7 @@ class Importer:
             self._claims.release(record.found.handoff.source, record.found.handoff.lease, reader)
 
     def step(self) -> list[PartialRead]:
-        """Return what workers do next. Do this in each step of the engine."""
+        """Return what workers do next. Call it in each step of the engine."""
         for request, record in [*self._reading.items()]:
             try:
                 self._check(request, record)

@@ -77,9 +77,8 @@ class _Lease:
 class EndedLeases:
     """Requests whose blocks may be freed.
 
-    All readers of those in ``done`` are done, or all leases were ended. Of those in ``late`` no
-    reader has renewed a claim in time, or, of those in ``old`` too, for longer than a lease may
-    last.
+    In ``done`` are those that all readers are done with, or whose lease the engine ended. In
+    ``late`` are those whose lease has expired; it has lasted as long as any may in ``old``, too.
     """
 
     done: tuple[str, ...]
@@ -154,7 +153,7 @@ class Leases:
         return lease
 
     def _drop(self, lease: str) -> _Lease | None:
-        """Drop a lease that has ended, and with the last one all times at which to look."""
+        """Drop a lease that has ended, and all times to look at leases once there are none."""
         dropped = self._leases.pop(lease, None)
         if not self._leases:
             self._dues.clear()
@@ -182,7 +181,7 @@ class Leases:
             return True
 
     def revoke(self, lease: str) -> bool:
-        """End a lease whose blocks are not to be read any more; :meth:`take_ended` is silent of it.
+        """End a lease whose blocks are not to be read any more. :meth:`take_ended` leaves it out.
 
         Returns whether a reader has claimed it, which fails.
 

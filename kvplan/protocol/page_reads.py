@@ -97,7 +97,7 @@ class PageReads:
     """Plans the reads of one worker from pages of a store.
 
     ``attended`` has a function for each group that does not attend to all positions before a
-    token. Pages are read into a buffer of ``buffer_bytes`` at ``address``; who only searches needs
+    token. Pages are read into a buffer of ``buffer_bytes`` at ``address``; a search needs
     none.
     """
 

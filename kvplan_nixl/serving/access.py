@@ -41,7 +41,6 @@ MAX_NONCES: Final = 1 << 16
 MAX_SERVERS: Final = 1 << 10
 """Servers whose challenges a reader remembers. Another one costs a further exchange."""
 
-
 THIS_MACHINE: Final = ("127.0.0.1", "::1", "localhost")
 
 
@@ -61,7 +60,7 @@ class Asked:
 
 @attrs.frozen
 class Proof:
-    """The proof that a question comes from somebody who knows the key, by rule access.D2."""
+    """The proof that a question comes from a holder of the key, by rule access.D2."""
 
     server: str
     challenge: str

@@ -6,6 +6,10 @@ connection whose question was answered stays open for :data:`KEEP_S`, unless the
 :data:`MAX_KEPT` others are open. Nothing rests on it: each question is signed by itself, and names
 the server to which its connection leads.
 
+The client is an asyncio protocol, since a kept connection closes at once when its server ends it,
+or sends what nothing asked for. A stream would show that to the next question, and ``http.client``
+blocks a thread and has no limit for the time of a whole answer.
+
 A server may end a kept connection while a question is on its way to it. That question is asked once
 more, over a new connection. The server may have answered it already, so all questions between
 engines may be asked twice: a lost answer to a claim makes its reader ask again, too.

@@ -1,7 +1,7 @@
 """Fingerprints: digests of weights, which tell apart two models that are served under one name.
 
-They are of the tensors, and of Python code beside them. A model's configuration is no part of them:
-an engine may run other values than the file has, so kvplan_nixl.identity has it key by key.
+They cover the tensors, and the Python code next to them, but not a model's configuration: an engine
+may run other values than the file has, so :mod:`kvplan_nixl.identity` compares it key by key.
 """
 
 from __future__ import annotations

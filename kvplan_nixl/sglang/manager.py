@@ -1,4 +1,4 @@
-"""The manager: what SGLang makes in each rank, and asks about all requests of it."""
+"""The manager: an object that SGLang makes in each rank, and asks about the rank's requests."""
 
 from __future__ import annotations
 

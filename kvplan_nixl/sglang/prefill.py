@@ -32,13 +32,14 @@ from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
 
 MAX_PUBLISHERS: Final = 64
-"""Bootstrap servers in which requests are published at a time, each on a thread."""
+"""Bootstrap servers in which requests are published at a time."""
 
 
 class PrefillRank(Rank):
     """A rank of prefill. The engine's first one serves the offers of all ranks, and has the leases.
 
-    ``gather`` returns a value of each rank of the engine, which all make theirs at once.
+    All ranks of the engine make theirs at once, since each calls ``gather``, which returns the
+    values of all.
     """
 
     def __init__(
@@ -319,7 +320,7 @@ class Sender(BaseKVSender):
             self._publisher.submit(self._withdraw)
 
     def failure_exception(self) -> None:
-        """Raise the reason why the request has failed. SGLang clears only those that are right."""
+        """Raise the reason why the request has failed, and clear it, which SGLang does not."""
         self.clear()
         raise self._error
 

@@ -32,7 +32,7 @@ and K and V of layers without it."""
 
 
 def gather(parallel: Any, value: Any) -> list[Any]:
-    """Return a value of each rank that has the same requests as this one, which all call it.
+    """Return the values that all ranks with the same requests as this one call it with.
 
     With DP attention SGLang's engine is several of them: each has requests and a cache of its own.
     """

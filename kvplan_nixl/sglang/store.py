@@ -39,7 +39,7 @@ from kvplan_nixl.sglang.identity import facts_of
 from kvplan_nixl.sglang.rank import logger
 from kvplan_nixl.sglang.store_prompts import PromptPages
 
-PLACE: Final = "hicache_storage_backend_extra_config"
+OPTION: Final = "hicache_storage_backend_extra_config"
 
 OF_SGLANG: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
 """The names in that configuration by which SGLang makes a storage."""
@@ -64,7 +64,7 @@ class KvplanStore(HiCacheStorage):
         self._config = storage_config
         extra = storage_config.extra_config or {}
         values = {label: extra[label] for label in extra.keys() - OF_SGLANG}
-        self._settings = StoreSettings.read(values, PLACE)
+        self._settings = StoreSettings.read(values, OPTION)
         if not extra.get("interface_v1"):
             raise store_refusal("interface_v1", "1", "0, with which SGLang copies each page")
         self._check_engine()

@@ -34,9 +34,9 @@ class KvplanHandshakeMetadata(KVConnectorHandshakeMetadata):
 class KvplanMetadata(KVConnectorMetadata):
     """The work of all workers in one step.
 
-    ``partial_reads`` are done. ``saves`` are blocks by group that others may read from main memory
-    once this step has computed them. ``digests`` are to be computed, of the blocks by group of each
-    request. The blocks of ``released`` requests are free.
+    Workers start the ``partial_reads``, and compute ``digests`` of the blocks by group of each
+    request. ``saves`` are blocks by group that others may read from main memory once this step has
+    computed them. The blocks of ``released`` requests are free.
     """
 
     partial_reads: list[PartialRead] = field(default_factory=list)

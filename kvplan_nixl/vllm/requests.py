@@ -1,4 +1,4 @@
-"""What the parameters of vLLM's requests say to the connectors: who else takes part.
+"""The parameters of vLLM's requests: from which engine, or for which, a request is computed.
 
 A router may send a request to prefill and to decode at once, with a transfer id: prefill publishes
 what it has computed of it in the *room* of that name, at its listener, whose address the router

@@ -21,7 +21,7 @@ from kvplan import KVPlanError
 from kvplan.support import integer, name, seconds, shown
 from kvplan_nixl.settings import ModelNames, Settings, secrets_of_environment, setting, switch
 
-PLACE: Final = "kv_connector_extra_config"
+OPTION: Final = "kv_connector_extra_config"
 
 HONOURED: Final = frozenset(
     {
@@ -38,7 +38,7 @@ HONOURED: Final = frozenset(
 HINTS: Final = MappingProxyType(
     {
         "kv_buffer_device": "leave it out; KvplanConnector alone takes cpu instead",
-        "kv_port": f"the listener's port is VLLM_NIXL_SIDE_CHANNEL_PORT, or port in {PLACE}",
+        "kv_port": f"the listener's port is VLLM_NIXL_SIDE_CHANNEL_PORT, or port in {OPTION}",
         "enable_permute_local_kv": "leave it out: kvplan reads caches of any layout",
     }
 )
@@ -114,7 +114,7 @@ def settings_of(config: VllmConfig) -> ConnectorSettings:
         "port": envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
         **_renamed(transfer.kv_connector_extra_config),
     }
-    settings = ConnectorSettings.read(values, PLACE)
+    settings = ConnectorSettings.read(values, OPTION)
     port = settings.port and settings.port + config.parallel_config.data_parallel_index
     return attrs.evolve(settings, port=port)
 
@@ -153,7 +153,7 @@ def _renamed(extra: Mapping[str, Any]) -> dict[str, Any]:
         if label in values:
             raise KVPlanError(
                 "SETTING",
-                f"read {PLACE}",
+                f"read {OPTION}",
                 expected=f"{label} once",
                 got=f"another name of it too, {shown(given_name)}",
             )

@@ -38,7 +38,7 @@ logger = init_logger(f"vllm.{__name__}")
 PIN: Final = "kvplan_pin"
 """The ``kv_transfer_params`` of a request say with it that its prompt stays in the store.
 
-Its value is a secret of the client: who does not know it cannot take the pin away.
+Its value is a secret of the client, without which nobody can take the pin away.
 """
 
 UNPIN: Final = "kvplan_unpin"
@@ -137,7 +137,7 @@ class StoreScheduler:
         )
 
     def close(self) -> None:
-        """Begin no further search, and no eviction."""
+        """Start no further search, and no eviction."""
         if self._eviction is not None:
             self._eviction.close()
         if self._searches is not None:

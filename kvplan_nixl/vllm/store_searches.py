@@ -26,7 +26,7 @@ AT_HAND_S: Final = 0.002
 
 @attrs.frozen
 class _Search:
-    """A search that was begun for a request after some positions."""
+    """A search for the pages of a request after its first ``start`` positions."""
 
     start: int
     began_s: float
@@ -48,7 +48,7 @@ class StoreSearches:
         attended: Mapping[str, Attended],
         timeout_s: float,
     ) -> None:
-        # all threads ask the same readers, which have to see a part of a page once
+        # all threads share these readers, so each reads a shard's description once
         self._readers = []
         for worker in workers:
             # the scheduler names groups of two units where layers decide which one they have
@@ -92,7 +92,7 @@ class StoreSearches:
             search.stop.cancel()
 
     def close(self) -> None:
-        """Begin no further search."""
+        """Start no further search."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _find(self, chain: Chain, start: int) -> int:

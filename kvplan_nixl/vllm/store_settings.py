@@ -12,7 +12,7 @@ from kvplan_nixl.backends import UCX, Backends
 from kvplan_nixl.settings import StoreSettings, backends_of, setting, store_refusal
 from kvplan_nixl.vllm.description import check_kinds, is_state, specs_of
 from kvplan_nixl.vllm.drafts import WITH_CACHE
-from kvplan_nixl.vllm.settings import PLACE, check_engine, check_transfer
+from kvplan_nixl.vllm.settings import OPTION, check_engine, check_transfer
 
 
 @attrs.frozen(kw_only=True)
@@ -32,7 +32,7 @@ def store_settings_of(config: VllmConfig) -> VllmStoreSettings:
     transfer = config.kv_transfer_config
     assert transfer is not None
     check_transfer(transfer)
-    settings = VllmStoreSettings.read(transfer.kv_connector_extra_config, PLACE)
+    settings = VllmStoreSettings.read(transfer.kv_connector_extra_config, OPTION)
     # a page may be evicted or damaged, which must not fail a request
     policy = transfer.kv_load_failure_policy
     if policy != "recompute":

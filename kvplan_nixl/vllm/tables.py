@@ -73,7 +73,7 @@ class BlockTables:
         self._managers = managers
 
     def num_missing(self, num_tokens: int) -> int:
-        """Return how many blocks are free too few for so many positions. Below 0, some are left."""
+        """Return how many more blocks so many positions need than are free, negative if fewer."""
         sizes = [self.block_sizes[group] for group in self.positioned]
         needed = sum(-(-num_tokens // size) for size in sizes) + len(self.states)
         num_free: int = self._managers[0].block_pool.get_num_free_blocks()

@@ -30,7 +30,7 @@ class StoreReader(PageReads):
     """Finds the pages of a store that one worker can read. Any number of threads may use it.
 
     ``attended`` has a function for each group that does not attend to all positions before a
-    token. Pages are read into a buffer of ``buffer_bytes`` at ``address``; who only searches needs
+    token. Pages are read into a buffer of ``buffer_bytes`` at ``address``; a search needs
     none. ``num_steps`` grows while pages are found, read, written, moved, or noted as used.
 
     >>> from kvplan import Model
