@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.real_memory import PeerProcess, placed
 from kvplan import Blocks, Model, ReadSpec, TransferPlan, Worker, plan_reads
 from kvplan.plan.bind import MAX_IDS
-from kvplan.protocol import Claims, Connections, Read, Reads, Source
+from kvplan.protocol import Claims, Connections, PartialRead, Read, Reads, Source
 from kvplan.protocol import read as read_module
 from kvplan.protocol.listener import Offers
 from kvplan.protocol.read import MAX_TRANSFER_IDS
@@ -190,7 +190,7 @@ def in_steps() -> None:
                 tokens={"attn": (0, 4 * blocks)},
             )
             began_at = time.perf_counter()
-            steps = [partial(reads.begin, request)]
+            steps = [partial(reads.submit, PartialRead(request.request, request))]
             results: list[Any] = []
             times_ms = []
             while not results:

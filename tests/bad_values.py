@@ -55,6 +55,7 @@ from kvplan.protocol import (
     Handshakes,
     Leases,
     Listener,
+    PartialRead,
     Read,
     Reads,
     Source,
@@ -370,8 +371,7 @@ def calls() -> Calls:
     given = {"worker": OURS, "executor": started()[0], "logger": LOGGER, "connections": Connections(**HOOKS)}
     given |= {"digest": HOOKS["connect"], "system": SYSTEM}
     yield "protocol.Reads", Reads, {**given, "claims": claims}
-    yield "protocol.Reads.begin", reads().begin, {"read": Read(**read)}
-    yield "protocol.Reads.fail", reads().fail, {"request": "r", "error": KVPlanError("TYPE", "", expected="", got="")}
+    yield "protocol.Reads.submit", reads().submit, {"partial_read": PartialRead("r", Read(**read))}
 
 
 def closed(made: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,7 +36,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvplan._checks import having, instance, integer, name
+from kvplan._checks import having, instance, integer
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Status, Transfer
@@ -126,32 +126,24 @@ class Reads:
         self._changed: dict[Job, None] = {}
         self._results: list[ReadResult] = []
 
-    def take(self, partial_read: PartialRead) -> None:
-        """Do what an importer says of a request."""
-        if partial_read.read is not None:
-            self.begin(partial_read.read, is_last=partial_read.is_last)
-        elif partial_read.error is not None:
-            self.fail(partial_read.request, partial_read.error, is_last=partial_read.is_last)
+    def submit(self, partial_read: PartialRead) -> None:
+        """Read some of a request, or report that it fails, as an importer has returned it.
 
-    def begin(self, read: Read, *, is_last: bool = True) -> None:
-        """Read a request, or some of it: partial reads of a request run one after the other.
-
-        :meth:`poll` reports the request after the one that ``is_last``.
+        Partial reads of a request run one after the other, and :meth:`poll` reports the request
+        after the one that ``is_last``. One with an error is reported when what is under way has
+        ended, and later ones are not read.
         """
-        instance(Read, read, "read")
-        reads = self._requests.setdefault(read.request, RequestReads())
-        reads.has_last = instance(bool, is_last, "is_last")
-        reads.waiting.append(read)
-        self._start_next(reads)
+        request = instance(PartialRead, partial_read, "partial read").request
+        reads = self._requests.setdefault(request, RequestReads())
+        reads.has_last = partial_read.is_last
+        if partial_read.error is not None:
+            self._refuse(request, reads, partial_read.error)
+        elif partial_read.read is not None:
+            reads.waiting.append(partial_read.read)
+            self._start_next(reads)
 
-    def fail(self, request: str, error: KVPlanError, *, is_last: bool = True) -> None:
-        """Report a request that cannot be read, when what is under way has ended.
-
-        Unless this ``is_last``, more partial reads may come; none of them is done.
-        """
-        reads = self._requests.setdefault(name(request, "name of a request"), RequestReads())
-        instance(KVPlanError, error, "error of a read")
-        reads.has_last = instance(bool, is_last, "is_last")
+    def _refuse(self, request: str, reads: RequestReads, error: KVPlanError) -> None:
+        """Let a request fail that cannot be read, when what is under way has ended."""
         reads.waiting.clear()
         if reads.is_under_way:
             reads.error = reads.error or error

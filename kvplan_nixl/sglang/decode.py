@@ -136,7 +136,7 @@ class DecodeRank(Rank):
 
     def _start_reads(self) -> None:
         for partial_read in self.importer.step():
-            self.reads.take(partial_read)
+            self.reads.submit(partial_read)
 
     def _note_ended(self) -> None:
         """Take the reads that have ended, and those that have failed while bytes may move."""

@@ -120,10 +120,9 @@ class Worker:
             try:
                 if partial_read.read is not None:
                     self._make_room(partial_read.read)
+                self._reads.submit(partial_read)
             except KVPlanError as error:
-                self._reads.fail(partial_read.request, error, is_last=partial_read.is_last)
-            else:
-                self._reads.take(partial_read)
+                self._reads.submit(attrs.evolve(partial_read, read=None, error=error))
 
     def _make_room(self, read: Read) -> None:
         """Prepare the blocks of a read before any byte of it moves: it writes into the same."""

@@ -45,7 +45,7 @@ class Notes:
             lambda _, request, blocks, count: [request.request_id] if count else [],
             "queue",
         )
-        before(Reads, "begin", lambda _, read: [read.request], "step")
+        before(Reads, "submit", lambda _, partial: [partial.request] if partial.read else [], "step")
         poll = Reads.poll
         step = LLMEngine.step
 

@@ -181,7 +181,7 @@ class Engine:
     def _read(self) -> ReadResult:
         """Read what the importer says, until no byte can move any more."""
         for part in self._importer.step():
-            self._reads.take(part)
+            self._reads.submit(part)
         until = time.monotonic() + TIMEOUT_S
         while not (ended := self._reads.poll()):
             assert time.monotonic() < until, "the read does not end"

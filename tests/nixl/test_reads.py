@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvplan import Blocks, Group, Region, Worker, view_of
-from kvplan.protocol import Claims, Handoff, Handshakes, Leases, Listener, Read, ReadResult, prompt_digest
+from kvplan.protocol import Claims, Handoff, Handshakes, Leases, Listener, PartialRead, Read, ReadResult, prompt_digest
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.kernel import with_staging
 from kvplan_nixl.reads import make_reads, pipeline_of
@@ -104,7 +104,7 @@ class Decode:
             tokens={"attn": (10, 40)},
         )
         self.claims.claim(handoff.source, handoff.lease, "r")
-        self.reads.begin(read)
+        self.reads.submit(PartialRead("r", read))
         (ended,) = until(self.reads.poll)
         assert self.pipeline is None or ended.error is not None or self.pipeline.num_chunks > 0
         self.claims.release(handoff.source, handoff.lease, "r")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvplan import Blocks, KVPlanError
-from kvplan.protocol import Read, ReadResult, Reads, Source
+from kvplan.protocol import PartialRead, Read, ReadResult, Reads, Source
 
 ERROR = KVPlanError("TRANSFER", "read", expected="bytes", got="none")
 OTHER = KVPlanError("LEASE", "read", expected="a lease", got="none")
@@ -19,6 +19,12 @@ class Noted(Reads):
         self._results = []
         self.begun: list[tuple[str, int]] = []
         self.overdue: dict[str, KVPlanError] = {}
+
+    def add(self, read: Read, *, is_last: bool = True) -> None:
+        self.submit(PartialRead(read.request, read, is_last=is_last))
+
+    def fail(self, request: str, error: KVPlanError, *, is_last: bool = True) -> None:
+        self.submit(PartialRead(request, None, error, is_last))
 
     def _begin(self, read: Read) -> None:
         self.begun.append((read.request, read.tokens["attn"][0]))
@@ -57,10 +63,10 @@ def read(first: int, request: str = "r") -> Read:
 
 def test_a_part_begins_when_the_one_before_has_ended(reads: Noted) -> None:
     """Other requests go on meanwhile; the result has the bytes and times of all reads."""
-    reads.begin(read(0), is_last=False)
-    reads.begin(read(8), is_last=False)
-    reads.begin(read(16))
-    reads.begin(read(0, "other"))
+    reads.add(read(0), is_last=False)
+    reads.add(read(8), is_last=False)
+    reads.add(read(16))
+    reads.add(read(0, "other"))
     assert reads.begun == [("r", 0), ("other", 0)]
     reads.end("r")
     reads.end("other")
@@ -76,24 +82,24 @@ def test_a_part_begins_when_the_one_before_has_ended(reads: Noted) -> None:
 
 def test_a_request_waits_for_its_last_part(reads: Noted) -> None:
     """Nothing is under way, and still its blocks are not free."""
-    reads.begin(read(0), is_last=False)
+    reads.add(read(0), is_last=False)
     reads.end("r")
     assert reads.poll() == []
-    reads.begin(read(8))
+    reads.add(read(8))
     reads.end("r")
     assert [result.request for result in reads.poll()] == ["r"]
 
 
 def test_a_part_that_fails(reads: Noted) -> None:
     """Is said at once, and others of the request are not read; it ends with its last part."""
-    reads.begin(read(0), is_last=False)
-    reads.begin(read(8), is_last=False)
+    reads.add(read(0), is_last=False)
+    reads.add(read(8), is_last=False)
     reads.end("r", ERROR)
     assert reads.poll() == []
     assert (reads.late(), reads.late()) == ({"r": ERROR}, {})
-    reads.begin(read(16), is_last=False)
+    reads.add(read(16), is_last=False)
     assert (reads.poll(), reads.begun) == ([], [("r", 0)])
-    reads.begin(read(24))
+    reads.add(read(24))
     (result,) = reads.poll()
     assert (result.request, result.error, reads.begun) == ("r", ERROR, [("r", 0)])
     assert reads.late() == {}
@@ -102,8 +108,8 @@ def test_a_part_that_fails(reads: Noted) -> None:
 @pytest.mark.parametrize("is_under_way", [False, True])
 def test_a_request_that_is_given_up(reads: Noted, is_under_way: bool) -> None:
     """Ends when what is under way has, and what waits is not read."""
-    reads.begin(read(0), is_last=False)
-    reads.begin(read(8), is_last=False)
+    reads.add(read(0), is_last=False)
+    reads.add(read(8), is_last=False)
     if not is_under_way:
         reads.end("r")
         reads.poll()
@@ -120,7 +126,7 @@ def test_a_request_that_is_given_up(reads: Noted, is_under_way: bool) -> None:
 
 def test_a_request_that_is_given_up_when_it_has_failed(reads: Noted) -> None:
     """Ends with the first reason, at once."""
-    reads.begin(read(0), is_last=False)
+    reads.add(read(0), is_last=False)
     reads.end("r", ERROR)
     reads.poll()
     reads.fail("r", OTHER)
@@ -132,14 +138,14 @@ def test_a_part_that_cannot_be_read(reads: Noted) -> None:
     """Of a request that never was read; others may follow."""
     reads.fail("r", ERROR, is_last=False)
     assert (reads.poll(), reads.late()) == ([], {"r": ERROR})
-    reads.begin(read(8))
+    reads.add(read(8))
     assert [result.error for result in reads.poll()] == [ERROR]
     reads.fail("again", OTHER)
     assert [(result.request, result.error) for result in reads.poll()] == [("again", OTHER)]
 
 
 def test_a_late_part_is_late_once(reads: Noted) -> None:
-    reads.begin(read(0), is_last=False)
+    reads.add(read(0), is_last=False)
     reads.overdue["r"] = ERROR
     assert reads.late() == {"r": ERROR}
     reads.end("r", ERROR)

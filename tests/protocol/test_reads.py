@@ -19,7 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError, Status, Transfer, Worker, decode, encode, plan_reads
-from kvplan.protocol import Claims, Connections, HandshakeResult, Handshakes, Read, ReadResult, Reads, Source
+from kvplan.protocol import (
+    Claims,
+    Connections,
+    HandshakeResult,
+    Handshakes,
+    PartialRead,
+    Read,
+    ReadResult,
+    Reads,
+    Source,
+)
 from kvplan.protocol.background import Background
 from kvplan.protocol.digest_requests import DigestRequest
 from kvplan.protocol.lease_check import ASK_S
@@ -174,6 +184,12 @@ class World:
             system=self.watch,
         )
 
+    def submit(self, read: Read) -> None:
+        self.reads.submit(PartialRead(read.request, read))
+
+    def fail(self, request: str, error: KVPlanError) -> None:
+        self.reads.submit(PartialRead(request, None, error))
+
     def connect(self, offer: bytes) -> None:
         worker = decode(offer)
         if self.known.get(worker.key) != offer or worker.key in self.executor.lost:
@@ -251,14 +267,14 @@ def one(request: pytest.FixtureRequest) -> Callable[..., World]:
 def test_a_request_is_read_from_every_worker_that_has_a_part(one: Callable[..., World]) -> None:
     """Heads come from both sources, into the positions of the range and no others; workers are connected once."""
     world = one()
-    world.reads.begin(world.read(tokens={"attn": (0, 10)}))
+    world.submit(world.read(tokens={"attn": (0, 10)}))
     assert world.until(1)["r"].error is None
     heads = np.moveaxis(world.cache()[[2, 8, 4]], 2, 0)  # block, kv, head, token, dim -> by head
     for head, rank in enumerate([0, 0, 1, 1]):
         tokens = np.moveaxis(heads[head], 2, 1).reshape(12, -1)
         assert (tokens[:10] == rank + 1).all()
         assert (tokens[10:] == 0).all()
-    world.reads.begin(world.read("again"))
+    world.submit(world.read("again"))
     world.until(1)
     assert world.connected == ["prefill/0", "prefill/1"]
     assert len(world.fetched) == 1
@@ -268,11 +284,11 @@ def test_a_request_is_read_from_every_worker_that_has_a_part(one: Callable[..., 
 def test_a_result_has_the_figures_of_a_read(one: Callable[..., World]) -> None:
     """What has moved, how, and when: posted first, then transferred, then known to be right."""
     world = one()
-    world.reads.begin(world.read("first"))
+    world.submit(world.read("first"))
     world.until(1)
     seconds = itertools.count(1.0)  # each look at the clock takes one
     world.watch.clocks.append(seconds.__next__)
-    world.reads.begin(world.read())
+    world.submit(world.read())
     began = next(seconds)
     result = world.until(1)["r"]
     assert 0 < result.post_seconds < result.transfer_seconds < result.seconds <= next(seconds)
@@ -281,7 +297,7 @@ def test_a_result_has_the_figures_of_a_read(one: Callable[..., World]) -> None:
     started = world.executor.started[len(world.executor.started) // 2 :]
     assert result.num_descriptors == sum(transfer.spec.num_descriptors for transfer in started) > 0
     assert result.num_bytes == 10 * 4 * 16 * 2
-    world.reads.begin(world.read("bad", remote={"attn": Blocks([7, 3, 99])}))
+    world.submit(world.read("bad", remote={"attn": Blocks([7, 3, 99])}))
     failed = world.until(1)["bad"]
     assert (failed.num_bytes, failed.num_descriptors, failed.is_staged) == (0, 0, False)
 
@@ -289,12 +305,12 @@ def test_a_result_has_the_figures_of_a_read(one: Callable[..., World]) -> None:
 def test_an_error_says_what_was_to_be_read(one: Callable[..., World], caplog: pytest.LogCaptureFixture) -> None:
     """Whatever fails, and wherever, has the request and its source in the log and in the error's details."""
     world = one()
-    world.reads.begin(world.read("bind", remote={"attn": Blocks([7, 3, 99])}))
-    world.reads.fail("refused", KVPlanError("BLOCKS", "read", expected="blocks", got="none", group="attn"))
+    world.submit(world.read("bind", remote={"attn": Blocks([7, 3, 99])}))
+    world.fail("refused", KVPlanError("BLOCKS", "read", expected="blocks", got="none", group="attn"))
     # an error of a plan has a source of its own: the value of the source's side
     dtypes = {"destination": "bfloat16", "source": "float8_e4m3fn"}
     world.answer = raising(KVPlanError("DTYPE", "pair", expected="an answer", got="none", **dtypes))
-    world.reads.begin(world.read("shake", source_of("other")))
+    world.submit(world.read("shake", source_of("other")))
     errors = {name: result.error for name, result in world.until(3).items()}
     for name, engine_id in (("bind", "prefill"), ("shake", "other")):
         error = errors[name]
@@ -310,7 +326,7 @@ def test_handshakes_are_told(one: Callable[..., World], caplog: pytest.LogCaptur
     """Each has one result, with the time that it took; a fault in one has its traceback in the log."""
     world = one()
     world.answer = raising(ZeroDivisionError("odd"))
-    world.reads.begin(world.read("a"))
+    world.submit(world.read("a"))
     error = world.until(1)["a"].error
     assert error is not None
     assert error.details["read_from"] == source_of()
@@ -319,12 +335,12 @@ def test_handshakes_are_told(one: Callable[..., World], caplog: pytest.LogCaptur
     assert "in answer" in caplog.text
     caplog.clear()
     world.answer = raising(KVPlanError("PEER", "reach", expected="an answer", got="none"))
-    world.reads.begin(world.read("b"))
+    world.submit(world.read("b"))
     world.until(1)
     assert "Traceback" not in caplog.text
     world.answer = lambda source: None
     for name in "cd":
-        world.reads.begin(world.read(name))
+        world.submit(world.read(name))
     world.until(2)
     fault, silent, right = world.handshakes
     assert (str(fault.error), fault.source, fault.plan_seconds) == (str(error), source_of(), 0.0)
@@ -334,13 +350,13 @@ def test_handshakes_are_told(one: Callable[..., World], caplog: pytest.LogCaptur
 
 
 def test_nothing_waits() -> None:
-    """While an engine does not answer, begin and poll return, and another engine's request is read."""
+    """While an engine does not answer, submit and poll return, and another engine's request is read."""
     (local,) = engine("decode")
     world = World(local, engine("slow"), engine("prefill"))
     held = threading.Event()
     world.answer = lambda source: held.wait(60) if source.engine_id == "slow" else None
-    world.reads.begin(world.read("slow", source_of("slow")))
-    world.reads.begin(world.read("quick"))
+    world.submit(world.read("slow", source_of("slow")))
+    world.submit(world.read("quick"))
     assert {*world.until(1)} == {"quick"}
     held.set()
     assert world.until(1)["slow"].error is None
@@ -351,13 +367,13 @@ def test_an_engine_that_never_answers_fails_its_requests(one: Callable[..., Worl
     world, held = one(timeout_s=0.05), threading.Event()
     world.answer = lambda source: held.wait(60)
     for name in "ab":
-        world.reads.begin(world.read(name))
+        world.submit(world.read(name))
     failed = world.until(2)
     assert {*failed} == {"a", "b"}
     assert "PEER: cannot shake hands with prefill" in str(failed["a"].error)
     held.set()
     world.reads._peers._handshake = attrs.evolve(world.reads._peers._handshake, timeout_s=30)
-    world.reads.begin(world.read("c"))
+    world.submit(world.read("c"))
     assert world.until(1)["c"].error is None
 
 
@@ -370,18 +386,18 @@ def test_a_request_does_not_fail_with_an_old_handshake(one: Callable[..., World]
     came_at = {"first": 0.0, "at once": 0.9, "later": 29.0}
     for name, seconds in came_at.items():
         now[0] = seconds
-        world.reads.begin(world.read(name))
+        world.submit(world.read(name))
     now[0] = 30.1
     failed = world.until(2)
     assert {*failed} == {"first", "at once"}
     assert all(result.error is not None for result in failed.values())
     # one that finds no engine again fails
-    world.reads.begin(world.read("last"))
+    world.submit(world.read("last"))
     now[0] = 62.0
     assert {name: result.error is not None for name, result in world.until(2).items()} == {"later": True, "last": True}
-    world.reads.begin(world.read("again"))
+    world.submit(world.read("again"))
     now[0] = 70.0
-    world.reads.begin(world.read("right"))
+    world.submit(world.read("right"))
     world.answer = lambda source: None
     now[0] = 92.1
     failed = world.until(2)
@@ -401,12 +417,12 @@ def test_a_failed_handshake_is_tried_again(one: Callable[..., World], error: Exc
     """Whatever goes wrong fails the requests that wait, with a code; the next request shakes hands again."""
     world = one()
     world.answer = raising(error)
-    world.reads.begin(world.read("a"))
+    world.submit(world.read("a"))
     result = world.until(1)["a"]
     assert result.error is not None
     assert result.error.code == "PEER"
     world.answer = lambda source: None
-    world.reads.begin(world.read("b"))
+    world.submit(world.read("b"))
     assert world.until(1)["b"].error is None
 
 
@@ -414,7 +430,7 @@ def test_an_engine_of_another_model_is_refused() -> None:
     """What can't be planned fails as planning refuses it."""
     (local,) = engine("decode")
     world = World(local, engine("prefill", layers=1))
-    world.reads.begin(world.read())
+    world.submit(world.read())
     error = world.until(1)["r"].error
     assert error is not None
     assert error.code == "TENSOR"
@@ -423,8 +439,8 @@ def test_an_engine_of_another_model_is_refused() -> None:
 def test_a_request_that_cannot_be_bound_fails_alone(one: Callable[..., World]) -> None:
     """Blocks outside the source's pool fail one request; the next one is read."""
     world = one()
-    world.reads.begin(world.read("a", remote={"attn": Blocks([7, 3, 99])}))
-    world.reads.begin(world.read("b"))
+    world.submit(world.read("a", remote={"attn": Blocks([7, 3, 99])}))
+    world.submit(world.read("b"))
     results = world.until(2)
     assert "BLOCKS" in str(results["a"].error)
     assert results["b"].error is None
@@ -436,7 +452,7 @@ def test_groups_of_other_workers_are_ignored(one: Callable[..., World]) -> None:
     world = one()
     other = {"of another stage": Blocks([1])}
     read = world.read()
-    world.reads.begin(
+    world.submit(
         attrs.evolve(
             read,
             local={**read.local, **other},
@@ -459,7 +475,7 @@ def slow_posts(monkeypatch: pytest.MonkeyPatch) -> World:
     (local,) = engine("decode", order="NH")
     world = World(local, engine("prefill", tp=2))
     world.fill()
-    world.reads.begin(world.read("first"))
+    world.submit(world.read("first"))
     world.until(1)
     for transfers in (world.executor.started, world.executor.released):
         transfers.clear()
@@ -497,7 +513,7 @@ def test_a_step_hands_over_some_of_a_large_read(monkeypatch: pytest.MonkeyPatch,
     world.fill()
     world.executor.at_once = at_once
     # the read begins with a transfer, and each poll has one more
-    world.reads.begin(world.read())
+    world.submit(world.read())
     numbers = [len(world.executor.started)]
     while not (results := world.reads.poll()):
         numbers.append(len(world.executor.started))
@@ -513,7 +529,7 @@ def test_reads_that_begin_in_one_step_share_its_time(monkeypatch: pytest.MonkeyP
     """The second read hands over its first transfer when the first one has handed over all."""
     world = slow_posts(monkeypatch)
     for name in ("a", "b"):
-        world.reads.begin(world.read(name))
+        world.submit(world.read(name))
     results = world.until(2)
     assert [result.error for result in results.values()] == [None, None]
     requests = [transfer.request for transfer in world.executor.started]
@@ -528,7 +544,7 @@ def test_a_read_that_has_failed_hands_over_no_more(monkeypatch: pytest.MonkeyPat
         raise KVPlanError("PEER", "start", expected="a connection", got="none")
 
     world = slow_posts(monkeypatch)
-    world.reads.begin(world.read())
+    world.submit(world.read())
     assert world.reads.poll() == []
     if reason == "transfer":
         world.executor.broken = {("prefill", 0), ("prefill", 1)}
@@ -548,10 +564,10 @@ def test_a_read_that_has_failed_hands_over_no_more(monkeypatch: pytest.MonkeyPat
 def test_a_failed_request_ends_when_no_byte_can_move(one: Callable[..., World], code: str) -> None:
     """Where one transfer fails and the other runs, the request stays open; then it fails, and is released."""
     world = one()
-    world.reads.begin(world.read("first"))
+    world.submit(world.read("first"))
     world.until(1)
     world.executor.broken, world.executor.code, world.executor.held = {("prefill", 0)}, code, True
-    world.reads.begin(world.read())
+    world.submit(world.read())
     for _ in range(20):
         assert world.reads.poll() == []
     world.executor.held = False
@@ -561,7 +577,7 @@ def test_a_failed_request_ends_when_no_byte_can_move(one: Callable[..., World], 
     assert len(world.executor.released) == len(world.executor.started)
     num_handshakes = len(world.fetched)
     world.executor.broken = set()
-    world.reads.begin(world.read("next"))
+    world.submit(world.read("next"))
     assert world.until(1)["next"].error is None
     assert len(world.fetched) == num_handshakes + 1
 
@@ -570,10 +586,10 @@ def test_a_lost_worker_is_connected_again(one: Callable[..., World]) -> None:
     """After a peer is lost, its worker is connected again, and the others stay as they are."""
     world = one()
     world.executor.broken, world.executor.code = {("prefill", 1)}, "PEER"
-    world.reads.begin(world.read("a"))
+    world.submit(world.read("a"))
     world.until(1)
     world.executor.broken = set()
-    world.reads.begin(world.read("b"))
+    world.submit(world.read("b"))
     assert world.until(1)["b"].error is None
     assert world.connected == ["prefill/0", "prefill/1", "prefill/1"]
 
@@ -585,20 +601,20 @@ def test_a_late_failure_forgets_the_connection_that_is_lost() -> None:
     """
     (local,) = engine("decode")
     world = World(local, engine("prefill"))
-    world.reads.begin(world.read("first"))
+    world.submit(world.read("first"))
     world.until(1)
     world.executor.code, world.executor.held = "PEER", True
     for name in ("early", "late"):
-        world.reads.begin(world.read(name))
+        world.submit(world.read(name))
     world.executor.failing = {"early"}
     world.until(1)
-    world.reads.begin(world.read("ready"))
+    world.submit(world.read("ready"))
     while world.reads._waiting:
         world.reads.poll()
     world.executor.failing = {"late"}
     assert {*world.until(1)} == {"late"}
     assert world.executor.lost == {("prefill", 0)}
-    world.reads.begin(world.read("next"))
+    world.submit(world.read("next"))
     world.executor.held = False
     assert world.until(2)["next"].error is None
     assert not world.executor.lost
@@ -607,7 +623,7 @@ def test_a_late_failure_forgets_the_connection_that_is_lost() -> None:
 def test_a_restarted_engine_takes_the_place_of_the_old_one(one: Callable[..., World]) -> None:
     """Another start of an engine is another peer: new offers, new connections, and nothing of the old ones."""
     world = one()
-    world.reads.begin(world.read("a"))
+    world.submit(world.read("a"))
     world.until(1)
     moved_to = [
         attrs.evolve(worker, regions=[attrs.evolve(r, address=r.address + (1 << 40)) for r in worker.regions])
@@ -616,7 +632,7 @@ def test_a_restarted_engine_takes_the_place_of_the_old_one(one: Callable[..., Wo
     world.engines["prefill"] = tuple(moved_to)
     world.network.workers.update({worker.key: worker for worker in moved_to})
     world.gone = {"1"}
-    world.reads.begin(world.read("b", source_of(start="2")))
+    world.submit(world.read("b", source_of(start="2")))
     world.until(1)
     assert world.connected == ["prefill/0", "prefill/1", "not prefill/0", "not prefill/1", "prefill/0", "prefill/1"]
 
@@ -624,12 +640,12 @@ def test_a_restarted_engine_takes_the_place_of_the_old_one(one: Callable[..., Wo
 def test_nobody_takes_the_name_of_an_engine_that_answers(one: Callable[..., World]) -> None:
     """A handoff of another source under the name of a live engine is refused, and the engine is read from as before."""
     world = one()
-    world.reads.begin(world.read("a"))
+    world.submit(world.read("a"))
     world.until(1)
-    world.reads.begin(world.read("forged", attrs.evolve(source_of(start="forged"), port=666)))
+    world.submit(world.read("forged", attrs.evolve(source_of(start="forged"), port=666)))
     error = str(world.until(1)["forged"].error)
     assert "expected an engine with a name of its own, got that of prefill at prefill.1:1, which still answers" in error
-    world.reads.begin(world.read("b"))
+    world.submit(world.read("b"))
     assert world.until(1)["b"].error is None
     assert world.connected == ["prefill/0", "prefill/1"]
 
@@ -639,7 +655,7 @@ def test_a_peer_keeps_the_offers_of_workers_that_bytes_come_from() -> None:
     local, _ = engine("decode", tp=2)
     world = World(local, engine("prefill", tp=2))
     world.fill()
-    world.reads.begin(world.read("a"))
+    world.submit(world.read("a"))
     assert world.until(1)["a"].error is None
     (peer,) = world.reads._peers._peers.values()
     assert peer.plan is not None
@@ -649,12 +665,12 @@ def test_a_peer_keeps_the_offers_of_workers_that_bytes_come_from() -> None:
 def test_an_engine_offers_its_own_workers_alone(one: Callable[..., World]) -> None:
     """An engine that offers workers under the name of another one is refused, and the other is read from as before."""
     world = one()
-    world.reads.begin(world.read("a"))
+    world.submit(world.read("a"))
     world.until(1)
     world.engines["forged"] = world.engines["prefill"]
-    world.reads.begin(world.read("forged", source_of("forged")))
+    world.submit(world.read("forged", source_of("forged")))
     assert "PEER: cannot shake hands with forged" in str(world.until(1)["forged"].error)
-    world.reads.begin(world.read("b"))
+    world.submit(world.read("b"))
     assert world.until(1)["b"].error is None
     assert world.connected == ["prefill/0", "prefill/1"]
 
@@ -664,8 +680,8 @@ def test_of_two_starts_that_answer_the_first_is_read() -> None:
     (local,) = engine("decode")
     world, held = World(local, engine("prefill")), threading.Event()
     world.answer = lambda source: held.wait(60)
-    world.reads.begin(world.read("a"))
-    world.reads.begin(world.read("b", source_of(start="2")))
+    world.submit(world.read("a"))
+    world.submit(world.read("b", source_of(start="2")))
     until = time.monotonic() + 10
     while len(world.fetched) < 2 and time.monotonic() < until:
         assert world.reads.poll() == []
@@ -681,18 +697,18 @@ def test_a_start_does_not_wait_for_the_handshake_with_an_earlier_one(one: Callab
     """Where that hangs, requests of the new start are read, and those of the earlier one fail, answer or not."""
     world, held = one(), threading.Event()
     world.answer = lambda source: held.wait(60) if [*world.fetched].count(source) == 1 and source.start == "1" else None
-    world.reads.begin(world.read("old"))
+    world.submit(world.read("old"))
     until = time.monotonic() + 10
     while not world.fetched and time.monotonic() < until:
         assert world.reads.poll() == []
     world.gone = {"1"}
-    world.reads.begin(world.read("new", source_of(start="2")))
+    world.submit(world.read("new", source_of(start="2")))
     results = world.until(2)
     assert results["new"].error is None
     assert "expected an answer before another start of the engine is ready, got none" in str(results["old"].error)
     world.gone = set()
     held.set()
-    world.reads.begin(world.read("newer", source_of(start="2")))
+    world.submit(world.read("newer", source_of(start="2")))
     assert world.until(1)["newer"].error is None
     assert world.connected == ["prefill/0", "prefill/1"]
     assert [(result.source.start, result.error is None) for result in world.handshakes] == [("2", True), ("1", False)]
@@ -713,7 +729,7 @@ def test_a_late_answer_of_an_earlier_start_does_not_fail_the_next_one(one: Calla
 
     world.answer = answer
     for name, start in (("old", "1"), ("new", "2")):
-        world.reads.begin(world.read(name, source_of(start=start)))
+        world.submit(world.read(name, source_of(start=start)))
     until = time.monotonic() + 10
     while num_asked["1"] < 2 and time.monotonic() < until:
         assert world.reads.poll() == []
@@ -731,7 +747,7 @@ def test_few_handshakes_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     world, held = World(local, *map(engine, names)), threading.Event()
     world.answer = lambda source: held.wait(60)
     for name in names:
-        world.reads.begin(world.read(name, source_of(name)))
+        world.submit(world.read(name, source_of(name)))
     until = time.monotonic() + 10
     while len(world.fetched) < 2 and time.monotonic() < until:
         assert world.reads.poll() == []
@@ -757,7 +773,7 @@ def test_one_engine_is_planned_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 
     world.reads._peers._connections = attrs.evolve(world.reads._connections, open_offer=meet)
     for name in names:
-        world.reads.begin(world.read(name, source_of(name)))
+        world.submit(world.read(name, source_of(name)))
     assert [result.error for result in world.until(2).values()] == [None, None]
 
 
@@ -767,7 +783,7 @@ def test_an_engine_is_planned_within_a_budget() -> None:
     world = World(local, engine("prefill", tp=2))
     few_bytes = len(encode(engine("prefill", tp=2)[0])) * 300
     world.reads._peers._handshake = Handshakes(budget_bytes=few_bytes)
-    world.reads.begin(world.read())
+    world.submit(world.read())
     error = world.until(1)["r"].error
     assert error is not None
     assert error.code == "RANGE"
@@ -777,10 +793,10 @@ def test_an_engine_is_planned_within_a_budget() -> None:
 def test_a_request_that_finds_its_connection_lost_shakes_hands_again(one: Callable[..., World]) -> None:
     """If somebody else has taken a worker's connection, the next request makes another one, and is right."""
     world = one()
-    world.reads.begin(world.read("a"))
+    world.submit(world.read("a"))
     world.until(1)
     world.executor._prepared.clear()
-    world.reads.begin(world.read("b"))
+    world.submit(world.read("b"))
     assert world.until(1)["b"].error is None
     assert len(world.fetched) == 2
 
@@ -789,12 +805,12 @@ def test_a_request_that_finds_its_connection_lost_shakes_hands_again(one: Callab
 def test_a_request_whose_connection_is_lost_is_read_again(one: Callable[..., World], code: str) -> None:
     """A connection that was lost while nothing was read shows it only when bytes are to move."""
     world = one()
-    world.reads.begin(world.read("a"))
+    world.submit(world.read("a"))
     world.until(1)
     world.executor.failing, world.executor.code = {"b"}, code
     world.answer = lambda source: world.executor.failing.clear()
     world.cache()[...] = 0
-    world.reads.begin(world.read("b"))
+    world.submit(world.read("b"))
     assert world.until(1)["b"].error is None
     assert len(world.fetched) == 2
     assert np.count_nonzero(world.cache()[2]) > 0
@@ -803,11 +819,11 @@ def test_a_request_whose_connection_is_lost_is_read_again(one: Callable[..., Wor
 def test_a_read_of_which_a_part_is_done_is_repeated_as_a_whole(one: Callable[..., World]) -> None:
     """Of several workers only one may have lost its connection."""
     world = one()
-    world.reads.begin(world.read("a"))
+    world.submit(world.read("a"))
     world.until(1)
     world.executor.broken = {("prefill", 1)}
     world.answer = lambda source: world.executor.broken.clear()
-    world.reads.begin(world.read("b"))
+    world.submit(world.read("b"))
     assert world.until(1)["b"].error is None
     assert len(world.fetched) == 2
 
@@ -815,11 +831,11 @@ def test_a_read_of_which_a_part_is_done_is_repeated_as_a_whole(one: Callable[...
 def test_a_read_that_has_lost_its_lease_is_not_read_again(one: Callable[..., World]) -> None:
     """Its blocks may have another request's bytes at the source."""
     world = one()
-    world.reads.begin(world.read("a"))
+    world.submit(world.read("a"))
     world.until(1)
     world.executor.held = True
     world.sources.over.add("lease of b")
-    world.reads.begin(world.read("b"))
+    world.submit(world.read("b"))
     clock = world.watch.clocks[-1]
     world.watch.clocks.append(lambda: clock() + ASK_S)
     for _ in range(3):
@@ -838,14 +854,14 @@ def test_a_request_has_failed_while_its_bytes_may_move(one: Callable[..., World]
     It is not read again, since its client was told, and it keeps its blocks until no byte can move.
     """
     world = one()
-    world.reads.begin(world.read("a"))
+    world.submit(world.read("a"))
     world.until(1)
     world.executor.copying, world.executor.code = {"b"}, "PEER"
-    world.reads.begin(world.read("b"))
+    world.submit(world.read("b"))
     while not (late := world.reads.late()):
         assert world.reads.poll() == []
     assert (late["b"].code, world.reads.late()) == ("PEER", {})
-    world.reads.begin(world.read("c", local={"attn": Blocks([1, 3, 5])}))
+    world.submit(world.read("c", local={"attn": Blocks([1, 3, 5])}))
     assert world.until(1)["c"].error is None
     assert len(world.fetched) == 2
     assert not world.executor.released[-1].error
@@ -860,14 +876,14 @@ def test_a_request_has_failed_while_its_bytes_may_move(one: Callable[..., World]
 def test_a_request_shakes_hands_again_only_once(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is lost as soon as it is connected is not asked for ever: the request fails."""
     world = one()
-    world.reads.begin(world.read("a"))
+    world.submit(world.read("a"))
     world.until(1)
 
     def start(*_: object, **__: object) -> NoReturn:
         raise KVPlanError("PEER", "start", expected="a connected worker", got="none")
 
     monkeypatch.setattr(world.executor, "start", start)
-    world.reads.begin(world.read("b"))
+    world.submit(world.read("b"))
     error = world.until(1)["b"].error
     assert error is not None
     assert error.code == "PEER"
@@ -878,7 +894,7 @@ def test_only_workers_with_a_part_are_connected() -> None:
     """A worker whose heads are all on one source connects to that source alone."""
     _, local = engine("decode", tp=2)
     world = World(local, engine("prefill", tp=2))
-    world.reads.begin(world.read())
+    world.submit(world.read())
     assert world.until(1)["r"].error is None
     assert world.connected == ["prefill/1"]
 
@@ -886,14 +902,14 @@ def test_only_workers_with_a_part_are_connected() -> None:
 def test_a_restart_with_fewer_workers(one: Callable[..., World]) -> None:
     """An engine that restarts with one worker in place of two leaves no connection to the second behind."""
     world = one()
-    world.reads.begin(world.read("a"))
+    world.submit(world.read("a"))
     world.until(1)
     world.engines["prefill"] = engine("prefill", tp=1)
     world.gone = {"1"}
     world.network = world.executor.network = FakeNetwork([world.local, *world.engines["prefill"]])
     if world.pipeline is not None:
         world.pipeline._copier = FakeCopier(world.network.memory, world.local.key)
-    world.reads.begin(world.read("b", source_of(start="2")))
+    world.submit(world.read("b", source_of(start="2")))
     assert world.until(1)["b"].error is None
     assert world.connected[2:] == ["not prefill/0", "not prefill/1", "prefill/0"]
 
@@ -902,14 +918,14 @@ def test_an_engine_that_is_not_read_from_is_forgotten(monkeypatch: pytest.Monkey
     """An engine that was not read from for an hour is disconnected when another one comes, and can come again."""
     (local,) = engine("decode")
     world = World(local, engine("prefill"), engine("other"))
-    world.reads.begin(world.read("a"))
+    world.submit(world.read("a"))
     world.until(1)
     monkeypatch.setattr("kvplan.protocol.peer_engines.MAX_AGE_S", -1.0)
-    world.reads.begin(world.read("b", source_of("other")))
+    world.submit(world.read("b", source_of("other")))
     world.until(1)
     monkeypatch.undo()
     assert world.connected == ["prefill/0", "not prefill/0", "other/0"]
-    world.reads.begin(world.read("c"))
+    world.submit(world.read("c"))
     assert world.until(1)["c"].error is None
     assert world.connected == ["prefill/0", "not prefill/0", "other/0", "prefill/0"]
 
@@ -920,7 +936,7 @@ def test_a_request_of_an_earlier_start_fails_alone(one: Callable[..., World]) ->
     gone = KVPlanError("PEER", "shake hands", expected="start 1", got="start 2")
     world.answer = lambda source: raising(gone)(source) if source.start == "1" else None
     for name, start in (("new", "2"), ("old", "1"), ("newer", "2")):
-        world.reads.begin(world.read(name, source_of(start=start)))
+        world.submit(world.read(name, source_of(start=start)))
     results = world.until(3)
     assert [name for name, result in results.items() if result.error] == ["old"]
     assert [source.start for source in world.fetched].count("2") == 1
@@ -930,7 +946,7 @@ def test_a_request_whose_lease_is_over_has_failed(one: Callable[..., World]) -> 
     """What arrived may be another request's bytes, however well the transfer went: the source is asked afterwards."""
     world = one()
     world.sources.over = {"lease of r"}
-    world.reads.begin(world.read())
+    world.submit(world.read())
     assert "LEASE: cannot read: expected a valid lease" in str(world.until(1)["r"].error)
     assert world.sources.asked == ["lease of r"]
 
@@ -938,12 +954,12 @@ def test_a_request_whose_lease_is_over_has_failed(one: Callable[..., World]) -> 
 def test_the_source_is_asked_after_the_last_byte(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer from before the last byte says nothing about what came after it."""
     world = one()
-    world.reads.begin(world.read("first"))
+    world.submit(world.read("first"))
     world.until(1)
     world.sources.asked.clear()
     monkeypatch.setattr("kvplan.protocol.lease_check.ASK_S", 0.0)
     world.executor.held = True
-    world.reads.begin(world.read())
+    world.submit(world.read())
     for _ in range(5):
         assert world.reads.poll() == []
     assert len(world.sources.asked) >= 4
@@ -958,11 +974,11 @@ def test_the_source_is_asked_after_the_last_byte(one: Callable[..., World], monk
 def test_a_request_that_loses_its_lease_is_late(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is late once, as soon as it has failed, and reported when no byte of it can move. Others go on."""
     world = one()
-    world.reads.begin(world.read("first"))
+    world.submit(world.read("first"))
     world.until(1)
     world.executor.held = True
-    world.reads.begin(world.read("hangs"))
-    world.reads.begin(world.read("waits"))
+    world.submit(world.read("hangs"))
+    world.submit(world.read("waits"))
     assert (world.reads.poll(), world.reads.late()) == ([], {})
     monkeypatch.setattr("kvplan.protocol.lease_check.ASK_S", 0.0)
     world.sources.over = {"lease of hangs"}
@@ -980,7 +996,7 @@ def test_a_silent_source_is_asked_again(one: Callable[..., World], monkeypatch: 
     world = one()
     monkeypatch.setattr("kvplan.protocol.lease_check.RETRY_S", 0.0)
     world.sources.silent = True
-    world.reads.begin(world.read())
+    world.submit(world.read())
     while len(world.sources.asked) < 3:
         assert world.reads.poll() == []
     world.sources.silent = False
@@ -990,13 +1006,13 @@ def test_a_silent_source_is_asked_again(one: Callable[..., World], monkeypatch: 
 def test_a_step_continues_what_has_changed(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a read to which nothing has happened since the last step, its transfers are looked at, and nothing else."""
     world = one()
-    world.reads.begin(world.read("first"))
+    world.submit(world.read("first"))
     world.until(1)
     now = time.monotonic()
     world.watch.clocks.append(lambda: now)
     world.executor.held = True
     for number in range(5):
-        world.reads.begin(world.read(f"r{number}"))
+        world.submit(world.read(f"r{number}"))
     continued: list[str] = []
     poll_job = world.reads._poll_job
 
@@ -1023,10 +1039,10 @@ def test_silence_counts_from_the_last_answer(one: Callable[..., World]) -> None:
     """A source that was heard of a while ago is not gone as soon as one question has no answer."""
     world, now = one(), [0.0]
     world.watch.clocks.append(lambda: now[0])
-    world.reads.begin(world.read("first"))
+    world.submit(world.read("first"))
     world.until(1)
     world.executor.held = True
-    world.reads.begin(world.read())
+    world.submit(world.read())
     for now[0] in (0.0, 6.0, 12.0, 18.0):
         world.reads.poll()
     world.sources.silent = True
@@ -1048,11 +1064,11 @@ def test_a_source_that_stays_silent_is_gone(
 ) -> None:
     """After a while its requests fail, also those whose bytes have all come; where bytes may move, they are late."""
     world = one()
-    world.reads.begin(world.read("first"))
+    world.submit(world.read("first"))
     world.until(1)
     world.executor.held = held
     world.sources.silent = True
-    world.reads.begin(world.read())
+    world.submit(world.read())
     world.reads.poll()
     later = time.monotonic() + 100
     world.watch.clocks.append(lambda: later)
@@ -1071,7 +1087,7 @@ def test_a_range_of_which_no_digest_can_be_asked_fails_its_request() -> None:
     world = World(local, engine("prefill", tp=2), digest=lambda arrived: arrived["tokens"])
     world.computed.set()
     for request in ("before", "after"):
-        world.reads.begin(world.read(request, tokens={"attn": (0, 1 << 60)}))
+        world.submit(world.read(request, tokens={"attn": (0, 1 << 60)}))
         assert "RANGE: cannot" in str(world.until(1)[request].error)
 
 
@@ -1088,19 +1104,19 @@ def test_what_has_arrived_is_compared(monkeypatch: pytest.MonkeyPatch, caplog: p
         )
 
     monkeypatch.setattr("kvplan.protocol.reads.mismatch", compare)
-    world.reads.begin(world.read(to_block_end=True))
+    world.submit(world.read(to_block_end=True))
     for _ in range(50):
         assert world.reads.poll() == []
     world.computed.set()
     assert world.until(1)["r"].error is None
     assert [(request.lease, request.tokens) for request in world.digested] == [("lease of r", (("attn", (0, 10)),))]
-    world.reads.begin(world.read("spoilt", tokens={"attn": (0, 9)}))
+    world.submit(world.read("spoilt", tokens={"attn": (0, 9)}))
     assert "expected equal digests, got others" in str(world.until(1)["spoilt"].error)
     monkeypatch.setattr("kvplan.protocol.reads.mismatch", lambda *_: KVPlanError("COVER", "", expected="", got=""))
-    world.reads.begin(world.read("elsewhere"))
+    world.submit(world.read("elsewhere"))
     assert world.until(1)["elsewhere"].error is None
     assert "request 'elsewhere': digests are not compared: COVER" in caplog.text
-    world.reads.begin(world.read("gone"))
+    world.submit(world.read("gone"))
     assert "MESSAGE: cannot check" in str(world.until(1)["gone"].error)
 
 
@@ -1111,7 +1127,7 @@ def test_a_last_block_moves_whole_where_it_may(ours: int, theirs: int) -> None:
     world = World(local, engine("prefill", tokens=theirs))
     end = min(-(-10 // size) * size for size in (ours, theirs))
     for stop, to_block_end in ((10, True), (end, False), (10, False)):
-        world.reads.begin(world.read(tokens={"attn": (0, stop)}, to_block_end=to_block_end))
+        world.submit(world.read(tokens={"attn": (0, stop)}, to_block_end=to_block_end))
         assert world.until(1)["r"].error is None
     whole, same, exact = (transfer.spec.local_ids.size for transfer in world.executor.released)
     assert whole == same < exact
@@ -1131,7 +1147,7 @@ def test_engines_share_a_staging_region() -> None:
     assert world.pipeline is not None
     for number, name in enumerate(("prefill", "other") * 2):
         local = {"attn": Blocks([number])}
-        world.reads.begin(world.read(f"{number}", source_of(name), local=local, tokens={"attn": (0, 4)}))
+        world.submit(world.read(f"{number}", source_of(name), local=local, tokens={"attn": (0, 4)}))
     ended = world.until(4)
     assert {result.error for result in ended.values()} == {None}
     assert {result.num_bytes for result in ended.values()} == {4 * 4 * 16 * 2}
@@ -1149,7 +1165,7 @@ def test_a_staged_read_that_has_lost_its_lease_begins_no_further_chunk(monkeypat
     world = World(with_staging(local, 1 << 10), engine("prefill", order="NH"), rates=rates)
     assert world.pipeline is not None
     world.executor.held = True
-    world.reads.begin(world.read())
+    world.submit(world.read())
     while not world.executor.started:
         assert world.reads.poll() == []
     num_chunks = world.pipeline.num_chunks
@@ -1168,23 +1184,23 @@ def test_what_hangs_in_the_staging_region_holds_up_no_other_engine(monkeypatch: 
     world = two_engines()
     assert world.pipeline is not None
     for name in ("prefill", "other"):
-        world.reads.begin(world.read(name, source_of(name)))
+        world.submit(world.read(name, source_of(name)))
         world.until(1)
     world.executor.silent = {"prefill"}
-    world.reads.begin(world.read("hangs"))
-    world.reads.begin(world.read("other", source_of("other"), local={"attn": Blocks([1, 3, 6])}))
+    world.submit(world.read("hangs"))
+    world.submit(world.read("other", source_of("other"), local={"attn": Blocks([1, 3, 6])}))
     for _ in range(20):
         assert world.reads.poll() == []
     monkeypatch.setattr("kvplan.protocol.reads.STALL_S", 0.01)
     assert world.until(1)["other"].error is None
     assert (np.moveaxis(world.cache()[[1, 3]], 2, 0).reshape(4, -1) == np.arange(1, 5)[:, None]).all()
     world.sources.over = {"lease of expired"}
-    world.reads.begin(world.read("expired", source_of("other")))
+    world.submit(world.read("expired", source_of("other")))
     assert "LEASE" in str(world.until(1)["expired"].error)
     assert world.pipeline.num_chunks == 3
     world.executor.silent = set()
     assert world.until(1)["hangs"].error is None
-    world.reads.begin(world.read("staged", source_of("other")))
+    world.submit(world.read("staged", source_of("other")))
     assert world.until(1)["staged"].error is None
     assert world.pipeline.num_chunks == 4
 
@@ -1193,7 +1209,7 @@ def test_a_direct_plan_is_taken_where_it_is_faster() -> None:
     """Engines of one layout leave the staging region alone, and so do plans too large to count."""
     (local,) = engine("decode")
     world = World(with_staging(local), engine("prefill"))
-    world.reads.begin(world.read())
+    world.submit(world.read())
     assert world.until(1)["r"].error is None
     assert world.pipeline is not None
     assert world.pipeline.num_chunks == 0
@@ -1207,7 +1223,7 @@ def test_a_staging_region_that_is_too_small_is_told(caplog: pytest.LogCaptureFix
         caplog.clear()
         rates = Rates("here", 0.0, 1e-3, 0.0, 0.0, 0.0)
         world = World(with_staging(local, size), engine("prefill", order="NH"), rates=rates)
-        world.reads.begin(world.read())
+        world.submit(world.read())
         assert world.until(1)["r"].error is None
         assert ("is not staged: direct: " in caplog.text) == is_told
         assert ("expected a staging region of at least" in caplog.text) == is_told
@@ -1219,7 +1235,7 @@ def test_measured_rates_decide_what_is_staged(copy_s: float, num_chunks: int) ->
     (local,) = engine("decode", order="HN")
     rates = Rates("here", 0.0, 1e-3, 0.0, copy_s, 0.0)
     world = World(with_staging(local), engine("prefill", order="NH"), rates=rates)
-    world.reads.begin(world.read())
+    world.submit(world.read())
     assert world.until(1)["r"].error is None
     assert world.pipeline is not None
     assert world.pipeline.num_chunks == num_chunks
@@ -1234,7 +1250,7 @@ def test_a_plan_that_is_too_large_to_compare(monkeypatch: pytest.MonkeyPatch, co
 
     monkeypatch.setattr("kvplan.protocol.peer_engines.choice_of", refuse)
     world = two_engines()
-    world.reads.begin(world.read())
+    world.submit(world.read())
     error = world.until(1)["r"].error
     assert (None if error is None else error.code) == expected
 
@@ -1242,10 +1258,10 @@ def test_a_plan_that_is_too_large_to_compare(monkeypatch: pytest.MonkeyPatch, co
 def test_a_request_whose_transfers_were_cancelled_has_failed(one: Callable[..., World]) -> None:
     """As by an executor that is closed, or an engine that is disconnected: bytes may be missing."""
     world = one()
-    world.reads.begin(world.read("first"))
+    world.submit(world.read("first"))
     world.until(1)
     world.executor.held = True
-    world.reads.begin(world.read())
+    world.submit(world.read())
     assert world.reads.poll() == []
     for transfer in world.executor.started[-2:]:
         transfer.status = Status.CANCELLED
@@ -1256,14 +1272,14 @@ def test_a_connection_is_lost_by_a_transfer_that_fails_without_an_error(one: Cal
     """An executor has to say why; where it does not, the next request still makes another connection."""
     world = one()
     world.executor.held = True
-    world.reads.begin(world.read())
+    world.submit(world.read())
     while len(world.executor.started) < 2:
         world.reads.poll()
     for transfer in world.executor.started:
         transfer.status = Status.FAILED
     assert "expected all its bytes, got a failed transfer" in str(world.until(1)["r"].error)
     world.executor.held = False
-    world.reads.begin(world.read("next"))
+    world.submit(world.read("next"))
     assert world.until(1)["next"].error is None
     assert len(world.fetched) == 2
 
@@ -1271,7 +1287,7 @@ def test_a_connection_is_lost_by_a_transfer_that_fails_without_an_error(one: Cal
 def test_a_request_that_was_refused_is_reported(one: Callable[..., World]) -> None:
     """A request that can't be read, for a reason of the caller, is reported like any other."""
     world = one()
-    world.reads.fail("r", KVPlanError("TOKENS", "read", expected="10", got="9"))
+    world.fail("r", KVPlanError("TOKENS", "read", expected="10", got="9"))
     assert world.until(1)["r"].error is not None
 
 
@@ -1323,7 +1339,7 @@ def test_exactly_the_positions_of_the_range_arrive(
             tokens={"attn": (low, stop)},
             to_block_end=to_block_end,
         )
-        world.reads.begin(read)
+        world.submit(read)
         assert world.until(1)["r"].error is None
         for view in local.views:
             memory = world.network.memory.array(world.local, view)

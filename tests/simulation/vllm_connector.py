@@ -17,7 +17,7 @@ from zlib import crc32
 import attrs
 
 from kvplan.errors import KVPlanError
-from kvplan.protocol import Read, ReadResult, Reads
+from kvplan.protocol import PartialRead, Read, ReadResult, Reads
 from kvplan.protocol.exporter import ExportState
 from kvplan.protocol.keys import SharedKey
 from kvplan.protocol.leases import LEASE_S
@@ -138,12 +138,18 @@ class NamedReads(Reads):
 
     errors: dict[str, KVPlanError]
 
-    def begin(self, read: Read, *, is_last: bool = True) -> None:
+    def submit(self, partial_read: PartialRead) -> None:
+        read = partial_read.read
+        if read is not None:
+            partial_read = attrs.evolve(partial_read, read=self.named(read))
+        super().submit(partial_read)
+
+    def named(self, read: Read) -> Read:
         names = {f"group{index}": group.name for index, group in enumerate(self.worker.groups)}
         local = {names[key]: table for key, table in read.local.items()}
         remote = {names[key]: table for key, table in read.remote.items()}
         tokens = {names[key]: positions for key, positions in read.tokens.items()}
-        super().begin(attrs.evolve(read, local=local, remote=remote, tokens=tokens), is_last=is_last)
+        return attrs.evolve(read, local=local, remote=remote, tokens=tokens)
 
     def poll(self) -> list[ReadResult]:
         results = super().poll()

@@ -226,7 +226,7 @@ class LeaseConnector:
                 request = self._requests[part.request]
                 request.num_partial[group] = whole.first_whole // self._tokens_per_block
             for reads in self._reads:
-                reads.take(part)
+                reads.submit(part)
 
     def _digest_exported(self) -> None:
         """Compute the digests that readers ask for."""
