@@ -25,7 +25,8 @@ from kvplan import KVPlanError
 from kvplan.describe.model import model_text
 from kvplan_nixl.identity import Identity
 from kvplan_nixl.vllm.engine_hooks import watch_adapters, watch_engine
-from kvplan_nixl.vllm.identity import HARMLESS, STATED, check_models, identity_of
+from kvplan_nixl.vllm.identity import check_models, identity_of
+from kvplan_nixl.vllm.options import HARMLESS, STATED
 from kvplan_nixl.vllm.settings import ConnectorSettings
 
 SETTINGS = ConnectorSettings()

@@ -16,6 +16,7 @@ import pytest
 
 from kvplan import KVPlanError
 from kvplan_nixl.settings import Settings
+from kvplan_nixl.sglang.options import NO_FACTS, STATED
 from tests.engines.models import build
 
 STANDINS = Path(__file__).with_name("standins")
@@ -139,7 +140,7 @@ def test_each_option_changes_the_identity_or_has_a_reason(facts: Read, monkeypat
     monkeypatch.setattr(identity, "get_server_args", lambda: arguments)
     monkeypatch.setattr(identity, "record_fields", lambda _: fields)
     names = {field.name for field in fields}
-    listed = [*identity.STATED, *identity.NO_FACTS]
+    listed = [*STATED, *NO_FACTS]
     assert len(listed) == len({*listed})
     assert {*listed} <= names, "SGLang has no such option any more"
     before = identity.facts_of(NAMES)
