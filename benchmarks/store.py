@@ -1,19 +1,22 @@
 """What a store costs: ``python -m benchmarks.store rates|index|searches|buckets``.
 
-``rates``: bytes per second saved and loaded by the length of prompts, beside ``cp`` and ``cat`` of the same files and,
-where vLLM is installed, its ExampleConnector, each the median of alternating rounds. ``index``: memory and time of
-searches among many pages. ``searches``: how searches grow with the pages of a prompt that has them for full attention,
-but not for windows. ``buckets``: saves, loads and searches in a bucket beside a folder; an S3-compatible server has to
-run, which AWS's variables of the environment name, and ``--bucket`` is the URL of a bucket in it.
+``rates``: bytes per second saved and loaded by the length of prompts, beside ``cp`` and ``cat`` of the same files
+and, where vLLM and LMCache are installed, the ExampleConnector and the disk backend, each the median of alternating
+rounds. ``index``: memory and time of searches among many pages. ``searches``: how searches grow with the pages of a
+prompt that has them for full attention, but not for windows. ``buckets``: saves, loads and searches in a bucket
+beside a folder; an S3-compatible server has to run, which AWS's variables of the environment name, and ``--bucket``
+is the URL of a bucket in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import resource
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,6 +38,7 @@ from kvplan_nixl.serving.store import Backend, FileBackend, MemoryBackend, Store
 PAGE: Final = 64
 ROUNDS: Final = 9
 VLLM_CONNECTORS: Final = "vllm.distributed.kv_transfer.kv_connector.v1"
+LMCACHE: Final = "lmcache.v1"
 
 
 def in_memory(worker: Worker) -> tuple[Worker, list[np.ndarray[Any, Any]]]:
@@ -103,27 +107,66 @@ def example_connector(prompt: Prompt, folder: Path) -> Callable[[], None]:
     return lambda: connector.start_load_kv(context)
 
 
+def lmcache_disk(prompt: Prompt, folder: Path) -> Callable[[], None]:
+    """What loads the prompt by LMCache's disk backend, which has saved it, in chunks of 256 tokens into its buffers."""
+    torch, utils = map(import_module, ("torch", "lmcache.utils"))
+    settings, metadata, memory = (
+        import_module(f"{LMCACHE}.{name}") for name in ("config", "metadata", "memory_management")
+    )
+    cpu, disk = (import_module(f"{LMCACHE}.storage_backend.local_{name}_backend") for name in ("cpu", "disk"))
+    size_gb = prompt.num_bytes / 1e9 + 1
+    of_disk = {"local_disk": f"file://{folder}/", "max_local_disk_size": size_gb}
+    config = settings.LMCacheEngineConfig.from_defaults(local_cpu=False, max_local_cpu_size=size_gb, **of_disk)
+    of_engine = metadata.LMCacheMetadata("m", 1, 1, 0, 0, torch.bfloat16, (len(prompt.arrays), 2, 256, 8, 128))
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    buffers = cpu.LocalCPUBackend(config, of_engine, "cpu")
+    backend = disk.LocalDiskBackend(config, loop, buffers, "cpu", None, of_engine)
+    shape = torch.Size([2, len(prompt.arrays), 256, 1024])
+    keys, chunks = [], []
+    num_bytes = 256 * 2 * 1024 * 2  # of a chunk in one layer
+    for number in range(prompt.span["attn"][1] // 256):
+        keys.append(utils.CacheEngineKey("m", 1, 0, number, torch.bfloat16))
+        chunks.append(buffers.allocate(shape, torch.bfloat16, memory.MemoryFormat.KV_2LTD))
+        layers = [array[number * num_bytes : (number + 1) * num_bytes] for array in prompt.arrays]
+        chunks[-1].tensor.view(torch.uint8).reshape(-1).copy_(torch.from_numpy(np.concatenate(layers)))
+    saved: list[Any] = []
+    backend.batched_submit_put_task(keys, chunks, None, saved.append)
+    while len(saved) < len(keys):
+        time.sleep(0.001)
+
+    def drop(chunks: Sequence[Any]) -> None:
+        for chunk in chunks:
+            chunk.ref_count_down()
+
+    drop(chunks)
+    return lambda: drop(backend.batched_get_blocking(keys))
+
+
 def print_rates(folder: Path, sizes: Sequence[int]) -> None:
     """Print the rates of saving and loading prompts, and of reading and copying the same files, by their lengths."""
-    print("| tokens | MB | saved | loaded | `cp -r` | `cat` | ExampleConnector | loaded / `cp -r`, each round |")
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|")
-    store, copied, example = (folder / name for name in ("kv", "copy", "example"))
+    print(
+        "| tokens | MB | saved | loaded | `cp -r` | `cat` | ExampleConnector | LMCache | loaded / `cp -r`, each round |"
+    )
+    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    store, copied, example, chunks = (folder / name for name in ("kv", "copy", "example", "chunks"))
     for num_tokens in sizes:
         prompt = Prompt.of(num_tokens)
         client = StoreClient(FileBackend(store), prompt.worker)
         chain = client.chain(range(num_tokens))
         saved = timed(client.save, chain, prompt.tables, prompt.span)
         peer = example_connector(prompt, example) if find_spec("vllm") else None
+        lmcache = lmcache_disk(prompt, chunks) if find_spec("lmcache") else None
         rounds: list[list[float]] = []
         for _ in range(ROUNDS):
             # alternating, since others may use the machine
             seconds = [timed(client.load, chain, prompt.tables, prompt.span)]
             seconds += [timed(shell, f"cp -r {store} {copied}")]
             seconds += [timed(shell, f"find {store} -type f -exec cat {{}} + > /dev/null")]
-            seconds += [timed(peer) if peer else np.inf]
+            seconds += [timed(other) if other else np.inf for other in (peer, lmcache)]
             rounds.append(seconds)
             shutil.rmtree(copied)
-        for used in (store, example):
+        for used in (store, example, chunks):
             shutil.rmtree(used, ignore_errors=True)
         times = [saved, *(float(np.median(each)) for each in zip(*rounds, strict=True))]
         rates = [f"{prompt.num_bytes / s / 1e6:,.0f} MB/s" for s in times]

@@ -84,8 +84,9 @@ class Certificate:
 def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certificate:
     """Prove that every request of a plan, or of plans that belong together, moves the right bytes.
 
-    It takes some time once, like planning, and none in ``bind``. The plan of one writer proves what
-    it writes; the plans of all writers, or a mesh, also prove that no byte is missing.
+    It takes some time once, like planning, and none in ``bind``: time and memory grow with the
+    least common multiple of both block sizes. The plan of one writer proves what it writes; the
+    plans of all writers, or a mesh, also prove that no byte is missing.
 
     >>> from kvplan import Model, certify, plan_reads
     >>> model = Model.shipped("qwen2.5-1.5b")
