@@ -50,7 +50,13 @@ ENGINES: Final[Mapping[str, tuple[str, str]]] = {
     "vLLM, blocks of 64": ("vllm,block=64", "vllm,block=64"),
     "vLLM, LBHNC": ("vllm,layout=LBHNC", "vllm,layout=LBHNC"),
     "vLLM, LBNHC": ("vllm,layout=LBNHC", "vllm,layout=LBNHC"),
+    "vLLM, BHLNC on prefill": ("vllm,layout=BHLNC", "vllm"),
+    "vLLM 16 to 64, BHLNC on prefill": ("vllm,block=16,layout=BHLNC", "vllm,block=64"),
+    "vLLM, BHLNC": ("vllm,layout=BHLNC", "vllm,layout=BHLNC"),
     "SGLang, pages of 64": ("sglang,block=64", "sglang,block=64"),
+    "SGLang, pages of 64, HND on prefill": ("sglang,block=64,layout=LBHNC", "sglang,block=64"),
+    "vLLM to SGLang": ("vllm", "sglang,block=64"),
+    "vLLM to SGLang, BHLNC on prefill": ("vllm,layout=BHLNC", "sglang,block=64"),
 }
 
 TP: Final = ((1, 1), (1, 2), (2, 1), (4, 8), (8, 4), (1, 8))

@@ -11,6 +11,9 @@ on. All pages are as large as the largest one, so any group can use any block; t
 which. This is how attention layers and states, or layers of different windows, get their blocks
 from one pool. If a layer of a group has several pages (the keys of an indexer, scales in a region
 of their own), each takes a numbered page.
+
+If heads are outside layers, a block has no pages: each head has the rows of all layers of its
+group. Then groups share a block only if their layers are of one shape.
 """
 
 from __future__ import annotations
@@ -56,17 +59,20 @@ def place_pools(
     """Return the views of all pools, and the size of each region in bytes.
 
     A pool has a page for each of its layers. ``shared`` pools use the same memory. Raises
-    ``LAYOUT`` if their pages are not contiguous.
+    ``LAYOUT`` if their pages are neither contiguous nor of one shape.
     """
     layouts = {pool: _layout_of(layout, pages[0]) for pool, pages in pools.items()}
     page_bytes = 0
-    num_pages = 0
+    block_bytes = 0
     first_page = dict.fromkeys(pools, 0)
     if shared and pools:
         _check_shareable(layout, pools)
         # All pages are as large as the largest, so that any pool can use them.
         page_bytes = max(page_stride(layouts[pool], pages[0]) for pool, pages in pools.items())
         first_page, num_pages = _number_pages(pools)
+        block_bytes = num_pages * page_bytes
+        if "H" not in layout.inside:  # the layers of a head side by side, without gaps
+            page_bytes = 0
     views: list[View] = []
     sizes: dict[str, int] = {}
     for pool, pages in pools.items():
@@ -83,7 +89,7 @@ def place_pools(
             pages,
             num_blocks,
             page_bytes=page_bytes,
-            num_pages=num_pages,
+            block_bytes=block_bytes,
             first_page=first_page[pool],
         )
         views += pool_views
@@ -99,11 +105,23 @@ def _layout_of(layout: Layout, page: Page) -> Layout:
 
 
 def _check_shareable(layout: Layout, pools: Mapping[str, Sequence[Page]]) -> None:
-    """Raise ``LAYOUT`` if a page is not contiguous, so that no other pool can use its memory."""
+    """Raise ``LAYOUT`` if a page is not contiguous, so that no other pool can use its memory.
+
+    Pools that are alike can, where each is all that its group has.
+    """
+    shapes = {
+        tuple((tensor.dtype, tensor.axes) for tensor in pages[0].tensors)
+        for pages in pools.values()
+    }
+    groups = {next(pages[0].tensors).group for pages in pools.values()}
+    are_alike = len(shapes) == 1 and len(groups) == len(pools)
     has_loose_kernel_blocks = layout.kernel_tokens is not None and not layout.order.startswith("L")
-    if "H" not in layout.inside or has_loose_kernel_blocks:
+    if ("H" not in layout.inside and not are_alike) or has_loose_kernel_blocks:
         action = f"place pools {', '.join(pools)} in the same memory"
-        expected = "heads inside layer and block, and kernel blocks inside a layer's block"
+        expected = (
+            "heads inside layer and block, or groups of one shape; and kernel blocks inside a "
+            "layer's block"
+        )
         got = f"layout {layout.order}, kernel_tokens {layout.kernel_tokens}"
         raise layout_error(action, expected, got, layout=layout.order)
 
@@ -130,7 +148,7 @@ def place_pool(
     num_blocks: int,
     *,
     page_bytes: int = 0,
-    num_pages: int = 0,
+    block_bytes: int = 0,
     first_page: int = 0,
 ) -> tuple[tuple[View, ...], dict[str, int]]:
     """Return the views of the tensors of one pool, and the size in bytes of each region.
@@ -138,7 +156,8 @@ def place_pool(
     Each page is one layer of the pool, and all have equal shapes. A region is named after its page
     if ``L`` is the slowest dimension, else after the ``pool``; ``split`` appends ``.k`` and ``.v``.
     So that pools of unequal pages can share their memory, a page takes at least ``page_bytes``, a
-    block has at least ``num_pages`` pages, and these layers are the pages from ``first_page`` on.
+    block of all layers at least ``block_bytes``, and these layers are the pages from ``first_page``
+    on.
     Raises ``LAYOUT`` if the pages differ in shape, if tensors of a section differ in heads or
     slots, or if blocks do not divide into kernel blocks.
 
@@ -159,16 +178,16 @@ def place_pool(
         # Each page is the only one of its region.
         pages_of_region = {page.name: [page] for page in pages}
         first_page = 0
-        num_pages = 1
+        block_bytes = 0
     views: list[View] = []
     sizes: dict[str, int] = {}
     for region, region_pages in pages_of_region.items():
         _check_equal(region, region_pages)
-        num_layers = max(num_pages, first_page + len(region_pages))
+        num_layers = first_page + len(region_pages)
         for suffix, page in _kv_parts(layout, region_pages[0]):
             outer_axes = _outer(layout, region, page, num_layers, num_blocks)
             placed_page = _inner(layout, region, page)
-            around = _around(layout, outer_axes, placed_page.size_bytes, page_bytes)
+            around = _around(layout, outer_axes, placed_page.size_bytes, page_bytes, block_bytes)
             sizes[region + suffix] = around.size_bytes
             # All layers have the axes of the first one, at offsets of their own.
             for layer, layer_page in enumerate(region_pages, first_page):
@@ -399,8 +418,13 @@ class _PoolAxes:
     size_bytes: int
 
 
-def _around(layout: Layout, outer: list[Axis], size_bytes: int, page_bytes: int) -> _PoolAxes:
-    """Return the dimensions around a page, which takes ``page_bytes`` at least."""
+def _around(
+    layout: Layout, outer: list[Axis], size_bytes: int, page_bytes: int, block_bytes: int
+) -> _PoolAxes:
+    """Return the dimensions around a page.
+
+    A page takes at least ``page_bytes``, and a block of all layers ``block_bytes``.
+    """
     order = layout.order
     fastest = LAYER if order.index("L") > order.index("B") else BLOCK
     axes: list[Axis] = []
@@ -410,7 +434,7 @@ def _around(layout: Layout, outer: list[Axis], size_bytes: int, page_bytes: int)
         if axis.name == fastest:
             size_bytes = max(size_bytes, page_bytes)
         if axis.name == BLOCK:
-            size_bytes += layout.pad_bytes
+            size_bytes = max(size_bytes, block_bytes) + layout.pad_bytes
         if axis.name in (LAYER, BLOCK):
             strides[axis.name] = size_bytes
         else:

@@ -311,6 +311,30 @@ def dots3_note(tp: int, block: int = 64) -> Caches:
     return caches
 
 
+def plain(tp: int, block: int = 16) -> Caches:
+    """Llama: K and V of each layer, in all positions."""
+    return _attending(tp, block, windows=0)
+
+
+def windows(tp: int, block: int = 16) -> Caches:
+    """Gemma-3 or gpt-oss: K and V of equal shape in all layers, of which more have a window than have not."""
+    return _attending(tp, block, windows=5)
+
+
+def _attending(tp: int, block: int, windows: int) -> Caches:
+    caches: Caches = {}
+    heads, dim = 4, 32
+    fields = {"block_size": block, "num_kv_heads": max(1, heads // tp), "head_size": dim, "dtype": torch.bfloat16}
+    for layer in range(windows + 3):
+        spec = (
+            interface.SlidingWindowSpec(**fields, sliding_window=100)
+            if layer < windows
+            else interface.FullAttentionSpec(**fields)
+        )
+        caches[f"model.layers.{layer}.self_attn.attn"] = Cached(spec, 4 * dim, heads=heads, backend="FLASH_ATTN")
+    return caches
+
+
 MODELS: dict[str, Callable[..., Caches]] = {
     "DeepSeek-V4": deepseek_v4,
     "DeepSeek-V4.1": deepseek_v41,
@@ -370,16 +394,20 @@ def allocated(cache: Any, layout: str, seed: int) -> tuple[Any, dict[str, Any]]:
 
 
 class Placed(NamedTuple):
-    """Where the blocks of a layer are: the first one's offset, and the bytes from block to block."""
+    """Where the blocks of a layer are: the first one's offset, and the bytes from block to block.
+
+    ``layers`` is how many layers have their blocks side by side, this one among them.
+    """
 
     offset: int
     stride: int
+    layers: int = 1
 
 
 def places(cache: Any) -> dict[str, Placed]:
     """Where each layer is, as a ``KVCacheConfig`` says."""
     return {
-        name: Placed(tensor.offset + number * tensor.layer_stride, tensor.block_stride)
+        name: Placed(tensor.offset + number * tensor.layer_stride, tensor.block_stride, len(tensor.layers))
         for tensor in cache.kv_cache_tensors
         for number, name in enumerate(tensor.layers)
     }
@@ -397,6 +425,8 @@ def row_bytes(
         yield page + rows * cached.values + row * cached.scales, cached.scales
     elif order == "HN":
         yield page + (head * rows + row) * cached.values, cached.values
+    elif order == "LN":  # each head has the rows of all layers
+        yield page + (head * placed.layers * rows + row) * cached.values, cached.values
     else:
         yield page + (row * heads + head) * cached.values, cached.values
 

@@ -12,7 +12,9 @@ import torch
 from vllm.config import ModelConfig
 from vllm.v1 import kv_cache_interface as interface
 from vllm.v1.attention.backends import utils
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvplan_nixl.vllm import base
@@ -145,3 +147,46 @@ def test_other_reasons() -> None:
     asked = LayoutRequest("BLHNC", "a block of all layers is contiguous")
     assert asked.note("LHBNC", "LHBNC") == "KV cache layout LHBNC, by VLLM_KV_CACHE_LAYOUT=LHBNC"
     assert "vLLM's choice" in LayoutRequest(None, "latents").note("LBNHC", None)
+
+
+def hybrid_specs() -> list[Any]:
+    """What Granite 4.0 H keeps: K and V of heads, and a state, padded to pages of one size."""
+    attention = interface.FullAttentionSpec(block_size=400, num_kv_heads=4, head_size=128, dtype=torch.bfloat16)
+    state = interface.MambaSpec(
+        block_size=400, shapes=((48, 64, 128),), dtypes=(torch.bfloat16,), page_size_padded=attention.page_size_bytes
+    )
+    return [attention, state]
+
+
+def window_specs() -> list[Any]:
+    """What Gemma-3 keeps: K and V of equal shape, of all positions or of a window."""
+    fields = {"block_size": 16, "num_kv_heads": 4, "head_size": 128, "dtype": torch.bfloat16}
+    return [
+        interface.FullAttentionSpec(**fields),
+        interface.SlidingWindowSpec(**fields, sliding_window=1024),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("supported", "specs", "is_taken"),
+    [
+        (None, [], True),
+        (None, window_specs(), True),
+        (None, hybrid_specs(), False),
+        (["LBHNC", "BLHNC"], [], False),  # FlashInfer on Blackwell
+        (["LBNHC"], [], False),
+    ],
+)
+def test_heads_outside_layers_by_the_operator(
+    supported: list[str] | None, specs: list[Any], is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention and Triton read BHLNC. Where a backend or a model's caches do not, vLLM does not start."""
+    if supported is None:
+        backends = [FlashAttentionBackend, TritonAttentionBackend]
+        supported = [layout.name for layout in utils.get_supported_kv_cache_layouts(backends)]
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BHLNC")
+    if is_taken:
+        assert utils.resolve_kv_cache_layout(config(), [supported], specs) is KVCacheLayout.BHLNC
+    else:
+        with pytest.raises(ValueError, match="VLLM_KV_CACHE_LAYOUT=BHLNC does not satisfy every supported set"):
+            utils.resolve_kv_cache_layout(config(), [supported], specs)

@@ -307,6 +307,28 @@ def test_layouts(model: str, layouts: tuple[str, str]) -> None:
     assert moved(Engine("prefill", make, 1, layouts[0]), Engine("decode", make, 2, layouts[1]), 700)
 
 
+@pytest.mark.parametrize("make", [specs.plain, specs.windows])
+@pytest.mark.parametrize(
+    ("layouts", "ranks", "blocks"),
+    [
+        (("BHLNC", "BHLNC"), (1, 2), (16, 16)),
+        (("BHLNC", "BHLNC"), (4, 8), (16, 64)),
+        (("BHLNC", "BLHNC"), (2, 4), (16, 16)),
+        (("BHLNC", "LBNHC"), (1, 4), (64, 16)),
+        (("BLHNC", "BHLNC"), (2, 1), (16, 16)),
+    ],
+)
+def test_heads_outside_layers(
+    make: Callable[..., Caches], layouts: tuple[str, str], ranks: tuple[int, int], blocks: tuple[int, int]
+) -> None:
+    """vLLM's BHLNC: heads of a block side by side, each with all layers of its group."""
+    prefill, decode = (
+        Engine(name, partial(make, block=block), tp, layout)
+        for name, block, tp, layout in zip(("prefill", "decode"), blocks, ranks, layouts, strict=True)
+    )
+    assert moved(prefill, decode, 200)
+
+
 def _runs(indices: Any) -> list[tuple[int, int]]:
     """The ranges of ascending indices."""
     parts = np.split(indices, np.flatnonzero(np.diff(indices) > 1) + 1)

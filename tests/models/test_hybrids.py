@@ -134,6 +134,40 @@ def test_layers_in_groups_of_equal_number_share_a_pool(model: str, groups: dict[
     assert report.ok, str(report)
 
 
+WINDOWS = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 7,
+    "hidden_size": 96,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "sliding_window": 64,
+    "layer_types": [*(["sliding_attention"] * 4), "full_attention", "sliding_attention", "full_attention"],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_groups_of_one_shape_share_a_pool_in_any_layout(order: str) -> None:
+    """Layers with and without a window, as in Gemma-3 and gpt-oss, whatever is inside of what."""
+    model = Model.from_config(WINDOWS)
+    destinations = model.engine("decode", tp=2, layout=order, shared=True, num_blocks=24)
+    sources = model.engine("prefill", tp=4, layout=order, tokens_per_block=24, shared=True, num_blocks=24, pad=8)
+    report = moved(destinations, sources, (5, 70))
+    assert report.ok, str(report)
+
+
+def test_each_head_has_the_layers_of_its_group() -> None:
+    """In vLLM's BHLNC groups lie over each other, and heads of a smaller group are nearer to each other."""
+    (worker,) = Model.from_config(WINDOWS).engine("e", layout="BHLNC", shared=True, num_blocks=3)
+    rows = 16 * 2 * 16 * 2
+    found = {}
+    for group, layers in (("swa", 5), ("attn", 2)):
+        views = [view for view in worker.views if view.group == group]
+        assert [view.offset_bytes for view in views] == [number * rows for number in range(layers)]
+        found[group] = {(view.region, view.block_stride_bytes, view.axes[0].stride_bytes) for view in views}
+    assert found == {"swa": {("pool", 4 * 5 * rows, 5 * rows)}, "attn": {("pool", 4 * 5 * rows, 2 * rows)}}
+
+
 def test_groups_of_unequal_windows_share_a_pool() -> None:
     """Layers with other heads and other blocks share memory, as in Gemma-4."""
     model = Model.shipped("gemma-4-31b")
