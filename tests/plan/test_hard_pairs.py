@@ -92,6 +92,8 @@ def test_every_byte_of_a_hard_pair_is_right(model: str, src: str, dst: str) -> N
         ("qwen3-0.6b", "layout=LBHNC", "layout=BLHNC", {65536: 28 * 4}),
         ("qwen3-0.6b", "layout=BHLNC", "tp=4,layout=BHLNC", {28 * 16384: 4 * 4}),
         ("qwen3-0.6b", "tp=4,layout=BHLNC", "tp=2,layout=BHLNC", {28 * 16384: 4 * 4}),
+        ("qwen3-0.6b", "layout=BHLNC", "pp=2,layout=BHLNC", {14 * 8192: 2 * 8 * 4}),
+        ("qwen3-0.6b", "layout=BLHNC", "pp=2,layout=BLHNC", {14 * 65536: 2 * 4}),
         ("gpt-oss-120b", "layout=BHLNC,shared=1", "tp=8,layout=BHLNC,shared=1", {18 * 4096: 2 * 8 * 4}),
         ("qwen3-235b-a22b", "tp=8", "tp=2", {8192: 4 * 94 * 4}),
         ("deepseek-v3", "tp=2,block=64", "tp=1,block=64", {73728: 61}),
