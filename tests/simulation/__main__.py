@@ -26,11 +26,13 @@ from tests.simulation.faults import (
     SGLANG_FAULTS,
     STAGE_FAULTS,
     STAGING_FAULTS,
+    STORE_FAULTS,
     VLLM_FAULTS,
     VLLM_ROOM_FAULTS,
 )
 from tests.simulation.sglang_connector import sglang_fleets
 from tests.simulation.staged_connector import StagedConnector
+from tests.simulation.store_connector import StoreFleets
 from tests.simulation.verified_connector import VerifiedConnector
 from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
 
@@ -50,6 +52,7 @@ def main(num_seeds: int = 100, part: str = "") -> None:
     planted += [(Simulation(LeaseConnector), fault) for fault in FEATURE_FAULTS]
     planted += [(vllm_room_fleets(), fault) for fault in FEATURE_ROOM_FAULTS]
     planted += [(Simulation(VllmConnector), fault) for fault in FEATURE_VLLM_FAULTS]
+    planted += [(StoreFleets(), fault) for fault in STORE_FAULTS]
     for simulation, fault in planted:
         if part not in fault.name:
             continue

@@ -25,6 +25,7 @@ from kvplan.protocol import (
     importer,
     leases,
     listener,
+    page_keys,
     peer_engines,
     reads,
     room_contents,
@@ -34,14 +35,24 @@ from kvplan.protocol.digest_requests import DigestRequests
 from kvplan.protocol.exporter import Exporter
 from kvplan.protocol.importer import Importer
 from kvplan.protocol.lease_check import LeaseCheck
+from kvplan.protocol.page_keys import Chain
 from kvplan.staging import Pipeline
 from kvplan.staging.plan import FreeBlocks
 from kvplan.testing.simulation import MODELS, Feature, Scenario, Stages, engine, fabric
 from kvplan.testing.simulation.catalog import NO_STAGES
 from kvplan.testing.simulation.features import NO_FEATURES
 from kvplan.testing.simulation.leases import LeaseConnector
+from kvplan_nixl.serving.store import StoreClient, page_files, stalls
 from tests.simulation.sglang_connector import BOOTSTRAP, DECODE, MANAGER, PREFILL
-from tests.simulation.vllm_connector import DESCRIPTION, ENGINE_STATE, SCHEDULER, TABLES, WORKER
+from tests.simulation.vllm_connector import (
+    DESCRIPTION,
+    ENGINE_STATE,
+    SCHEDULER,
+    STORE_SCHEDULER,
+    STORE_WORKER,
+    TABLES,
+    WORKER,
+)
 
 
 @attrs.frozen
@@ -328,4 +339,25 @@ FEATURE_ROOM_FAULTS = [
     Fault("a digest leaves out where an image is", ENGINE_STATE.EngineState, "facts_of", " at {span.offset}", "", seed=22, rule="OWN", features=Feature.FACTS),
     Fault("a salt counts after the first token", ENGINE_STATE.EngineState, "prompt_of", "or not position", "and position", seed=2, rule="OWN", features=Feature.FACTS),
     Fault("malformed answers of rooms end their coroutine", rooms.Rooms, "_run", "except KVPlanError as error:", "except KVPlanError as error:\n            if error.code == 'MESSAGE':\n                raise", seed=1, rule="CRASH", features=Feature.GARBLED_MESSAGES),
+]  # fmt: skip
+
+STORE = Feature.STORE
+STORE_FAULTS = [
+    # keys
+    Fault("a key leaves out the facts", ENGINE_STATE.EngineState, "store_facts_of", "[*first, *self.facts_of(request)]", "first", seed=0, rule="OWN", features=STORE | Feature.FACTS),
+    Fault("a key leaves out the version of the weights", ENGINE_STATE.EngineState, "store_facts_of", "if version", "if False", seed=3, rule="OWN", features=STORE | Feature.UPDATES),
+    Fault("a fact counts from the next page on", page_keys, "_texts_by_page", "texts[position // tokens_per_page]", "texts[position // tokens_per_page + 1]", seed=0, rule="OWN", features=STORE | Feature.FACTS),
+    Fault("a key is of one page alone", Chain, "of", "hashlib.sha256(digest)", "hashlib.sha256(b'')", seed=3, rule="OWN", features=STORE | Feature.NEAR_PROMPTS),
+    Fault("a key leaves out the last token of a page", Chain, "of", "8 * (page + 1) * size]", "8 * (page + 1) * size - 8]", seed=0, rule="OWN", features=STORE | Feature.NEAR_PROMPTS),
+    # pages and shards
+    Fault("a file gets the shard of another rank", StoreClient, "_files", "page_plan.offsets, strict", "page_plan.offsets[::-1], strict", seed=1, rule="OWN", features=STORE),
+    Fault("the last blocks of a window alone are loaded", STORE_SCHEDULER.StoreScheduler, "begin_load", "self._attended[group](stop)", "self._attended[group](stop) + self._tables.block_sizes[group]", seed=2, rule="OWN", model="windows", features=STORE),
+    Fault("a state inside a page has the key of its end", STORE_SCHEDULER.StoreScheduler, "begin_save", "if request.num_computed_tokens == chain.num_tokens == num_tokens:", "num_tokens = chain.num_tokens\n    if True:", seed=1, rule="OWN", model="states", features=STORE),
+    # loads and saves
+    Fault("a page that was evicted after the search is left out", StoreClient, "_runs", "if page_plan is None:\n", "if page_plan is None:\n            start += 1\n            continue\n", seed=4, rule="OWN", features=STORE),
+    Fault("a file that was evicted before the read is left out", StoreClient, "_read_file", "self.backend.delete(file.name)\n        raise", "self.backend.delete(file.name)\n        return", seed=8, rule="OWN", features=STORE),
+    Fault("a file's digest is not compared", page_files, "read_page", "if digest.hexdigest() != header.digest:", "if False:", seed=8, rule="OWN", features=STORE),
+    Fault("a load that has failed is told as done", STORE_WORKER.StoreWorker, "_load", "self._results.failed_recving.add(job.request)", "pass", seed=1, rule="OWN", features=STORE),
+    Fault("a save is told before its bytes are read", STORE_SCHEDULER.StoreScheduler, "begin_save", "    return True", "    return False", seed=0, rule="CLAIM", features=STORE),
+    Fault("a client that was given up moves its bytes", stalls.StallGuard, "call", "client.abandon()", "pass", seed=1, rule="GIVEN", features=STORE),
 ]  # fmt: skip

@@ -43,6 +43,7 @@ from tests.simulation.faults import (
     SGLANG_FAULTS,
     STAGE_FAULTS,
     STAGING_FAULTS,
+    STORE_FAULTS,
     TWO_STAGES,
     VLLM_FAULTS,
     VLLM_ROOM_FAULTS,
@@ -435,6 +436,7 @@ def test_the_page_counts_the_faults_that_are_found() -> None:
         [*STAGING_FAULTS, *DIGEST_FAULTS],
         [*FEATURE_FAULTS, *FEATURE_VLLM_FAULTS, *FEATURE_ROOM_FAULTS],
         [*SENT_AGAIN_FAULTS, *SENT_AGAIN_ROOM_FAULTS, *SENT_AGAIN_SGLANG_FAULTS],
+        STORE_FAULTS,
     )
     page = (ROOT / "docs" / "how-to" / "simulation.md").read_text()
     rows = re.findall(r"^\| [^|]+ \| (\d+) of (\d+) \| [^|]+ \|$", page, re.MULTILINE)

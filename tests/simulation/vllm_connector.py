@@ -46,9 +46,9 @@ class RequestStatus(enum.Enum):
 class TransferResults:
     """The fields of vLLM's ``KVConnectorTransferResults``."""
 
-    finished_sending: set[str]
-    finished_recving: set[str]
-    failed_recving: set[str]
+    finished_sending: set[str] = attrs.field(factory=set)
+    finished_recving: set[str] = attrs.field(factory=set)
+    failed_recving: set[str] = attrs.field(factory=set)
 
 
 @dataclasses.dataclass
@@ -79,8 +79,13 @@ VALUES = {
 }
 
 
-SCHEDULER, WORKER, DESCRIPTION, TABLES, ENGINE_STATE = stand_in(
-    "vllm", ("scheduler", "worker", "description", "tables", "engine_state"), VALUES
+SCHEDULER, WORKER, DESCRIPTION, TABLES, ENGINE_STATE, STORE_SCHEDULER, STORE_SEARCHES, STORE_WORKER = stand_in(
+    "vllm",
+    (
+        *("scheduler", "worker", "description", "tables", "engine_state"),
+        *("store_scheduler", "store_searches", "store_worker"),
+    ),
+    VALUES,
 )
 ADAPTERS = ("adapter a", "adapter b", "adapter a, changed", "adapter b, changed")
 """The adapters of requests in fleets with facts."""
@@ -125,7 +130,7 @@ def cache_of(kinds: Iterable[str], block_size: int, window: int = 0, *, is_zeroe
 def config_of(engine_id: str, *, is_producer: bool = True, caches_prefixes: bool = True, num_drafts: int = 0) -> Any:
     """Return the part of vLLM's configuration that a connector reads."""
     return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(is_kv_producer=is_producer, engine_id=engine_id),
+        kv_transfer_config=SimpleNamespace(is_kv_producer=is_producer, is_kv_consumer=True, engine_id=engine_id),
         cache_config=SimpleNamespace(enable_prefix_caching=caches_prefixes),
         num_prefill_lookahead_tokens=num_drafts,
         model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
@@ -244,6 +249,7 @@ class VllmConnector:
         window = max((group.window or 0 for group in site.groups if not group.is_state), default=0)
         cache = cache_of(kinds, self._block_size, window)
         config = config_of(site.workers[0].engine_id)
+        self._config, self._cache = config, cache
         settings = SCHEDULER.ConnectorSettings(
             host=host.name,
             port=PORT,
@@ -321,6 +327,10 @@ class VllmConnector:
         return number
 
     def begin_read(self, request: EngineRequest, num_tokens: int) -> None:
+        self._scheduler.begin_read(self._seen(request), self._table(request, num_tokens), num_tokens)
+
+    def _table(self, request: EngineRequest, num_tokens: int) -> Any:
+        """Return the blocks of a request as vLLM shows them, those of its prefix cache with a hash."""
         num_cached = (request.num_computed - num_tokens) // self._block_size
         tables = [
             [
@@ -332,8 +342,7 @@ class VllmConnector:
             ]
             for group in self._groups
         ]
-        table = SimpleNamespace(blocks=tables, get_block_ids=lambda: self._ids(request))
-        self._scheduler.begin_read(self._seen(request), table, num_tokens)
+        return SimpleNamespace(blocks=tables, get_block_ids=lambda: self._ids(request))
 
     def _ids(self, request: EngineRequest) -> tuple[list[int], ...]:
         """Return the ids of a request's blocks, by group."""

@@ -80,7 +80,8 @@ class EngineRequest:
     ``reads_windows`` the request reads all that it needs of windows and states: of the prefix cache
     it gets positions before them. The last ``num_in_flight`` of the ``num_computed`` positions are
     those that steps under way compute, and the next step computes ``num_scheduled`` more. To read
-    it has taken ``read_s``, since ``began_at``.
+    it has taken ``read_s``, since ``began_at``. With ``is_saved`` its blocks stay when it has
+    ended, until the connector releases them.
     """
 
     name: str
@@ -104,6 +105,7 @@ class EngineRequest:
     num_found: int = 0
     was_preempted: bool = False
     is_aborted: bool = False
+    is_saved: bool = False
 
     def __attrs_post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
@@ -176,13 +178,15 @@ class StepReport:
 
     Of ``received`` requests no byte can move any more, ``failed`` have errors, and nobody reads the
     blocks of those that are ``released``. The blocks in ``saves`` are copied to main memory, by
-    group, when the step has computed; without it others read the blocks themselves.
+    group, when the step has computed; without it others read the blocks themselves. Of requests to
+    be ``recomputed`` no byte can move any more, and the engine uses none of those that have come.
     """
 
     received: Sequence[str] = ()
     failed: Mapping[str, KVPlanError] = attrs.field(factory=dict)
     released: Sequence[str] = ()
     saves: Mapping[str, Collection[int]] | None = None
+    recomputed: Sequence[str] = ()
 
 
 class Connector(Protocol):
@@ -618,7 +622,7 @@ class Engine:
             request = self.requests.get(name)
             if request is not None and request.phase in (Phase.READING, Phase.WAITING):
                 self._end(request, error, is_wanted=False)
-        for name in report.received:
+        for name in (*report.received, *report.recomputed):
             # its request has ended before
             if name in self._landing:
                 self._free(self._landing.pop(name))
@@ -626,6 +630,10 @@ class Engine:
             request = self.requests.get(name)
             if request is None or request.phase is not Phase.READING:
                 raise BrokenRuleError("REPORT", f"{name} is received, which is not read")
+            if name in report.recomputed:
+                self._trace(self.host.name, f"{name} is to be computed")
+                self._take_blocks(request)
+                continue
             request.phase = Phase.RUNNING
             request.read_s = self.host.loop.now - request.began_at
             self._trace(self.host.name, f"{name} is received")
@@ -638,7 +646,7 @@ class Engine:
             self._trace(self.host.name, f"{name} is released: blocks {_words(self._lent[name])}")
             self._kept.pop(name, None)
             self._free(self._lent.pop(name))
-        return bool(report.failed or report.received or report.released)
+        return bool(report.failed or report.received or report.released or report.recomputed)
 
     def _compute(self) -> bool:
         """Compute the next positions of all requests that run."""
@@ -788,12 +796,16 @@ class Engine:
         ]
         request = running[-1] if running else needy
         self._trace(self.host.name, f"{request.name} is preempted")
-        self._free_computed(request)
         request.was_preempted = True
+        self._take_blocks(request)
+        return request
+
+    def _take_blocks(self, request: EngineRequest) -> None:
+        """Take the blocks of a request, which begins again."""
+        self._free_computed(request)
         request.blocks = {group.name: [] for group in self._groups}
         request.num_computed = 0
         request.phase = Phase.WAITING
-        return request
 
     def _free_computed(self, request: EngineRequest) -> None:
         """Free the blocks of a request, as soon as no step under way writes into them."""
@@ -815,9 +827,9 @@ class Engine:
         if is_landing:
             self._landing[request.name] = request.blocks
             self._check_landing(request.name, request.blocks)
-        elif params is not None:
+        elif params is not None or request.is_saved:
             self._lent[request.name] = request.blocks
-            if not request.is_for_another:
+            if not (request.is_for_another or request.is_saved):
                 self._kept[request.name] = 0
         else:
             self._free_computed(request)

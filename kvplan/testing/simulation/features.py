@@ -75,11 +75,18 @@ class Feature(enum.Flag):
     UPDATES = enum.auto()
     """Operators load other weights into all engines, one after the other, or reset caches."""
 
+    STORE = enum.auto()
+    """Engines save what they have computed in a store, and load prefixes from it.
+
+    Prompts come again, to other engines, when caches have forgotten them, and for a while the store
+    is slow, fails, or damages files. It is of connectors that have a store: no swarm draws it."""
+
     @classmethod
     def of(cls, seed: int) -> Feature:
-        """Draw the features of a seed: each with a chance of a third."""
+        """Draw the features of a seed: each but :attr:`STORE` with a chance of a third."""
         draw = random.Random(f"{seed} features")
-        return reduce(or_, [feature for feature in cls if draw.random() < 1 / 3], cls(0))
+        drawn = [feature for feature in cls if feature is not cls.STORE and draw.random() < 1 / 3]
+        return reduce(or_, drawn, cls(0))
 
 
 NO_FEATURES: Final = Feature(0)

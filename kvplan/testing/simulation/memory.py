@@ -179,6 +179,10 @@ class LabelledMemory:
                     cells = self._groups[group].of_block(block)
                     self.exported[cells] = self.cells[cells]
 
+    def cells_of_block(self, group: str, block: int) -> Ints:
+        """Return the cells of a block, (positions, bytes)."""
+        return self._groups[group].of_block(block)
+
     def is_landing(self, group: str, block: int) -> bool:
         """Return whether a byte may still land in a block."""
-        return bool(self.landing[self._groups[group].of_block(block)].any())
+        return bool(self.landing[self.cells_of_block(group, block)].any())

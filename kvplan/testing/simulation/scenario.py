@@ -201,7 +201,26 @@ class Update:
         return ()
 
 
-Incident = Arrival | Death | Freeze | Rival | Update | Disturbance | Trouble
+@attrs.frozen
+class StoreTrouble:
+    """What calls of a store suffer between two times: they take up to ``delay_s`` longer.
+
+    They fail with the probability ``fails``, and files are written damaged with ``damages``.
+    """
+
+    begins_at: float
+    ends_at: float
+    delay_s: float = 0.0
+    fails: float = 0.0
+    damages: float = 0.0
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return no engine: one may be left out."""
+        return ()
+
+
+Incident = Arrival | Death | Freeze | Rival | Update | Disturbance | Trouble | StoreTrouble
 """Something that a scenario may do without: a failure is shrunk by leaving incidents out."""
 
 
@@ -217,8 +236,8 @@ class Scenario:
     def may_fail(self, code: str) -> bool:
         """Return whether what goes wrong excuses that a request fails with the code of an error.
 
-        Slow transfers excuse nothing, and a network that is disturbed for a moment no lease that
-        ends, unless clocks are so far apart that renewals are too few.
+        Slow transfers and a store excuse nothing, and a network that is disturbed for a moment no
+        lease that ends, unless clocks are so far apart that renewals are too few.
         """
         for incident in self.incidents:
             if isinstance(incident, Disturbance):
@@ -227,7 +246,7 @@ class Scenario:
             elif isinstance(incident, Trouble):
                 is_excuse = incident.breaks or incident.refuses > 0
             else:
-                is_excuse = not isinstance(incident, Arrival)
+                is_excuse = not isinstance(incident, Arrival | StoreTrouble)
             if is_excuse:
                 return True
         return False
@@ -279,14 +298,14 @@ def _disturbed(incident: Incident) -> Iterator[tuple[float, float]]:
         yield incident.at, incident.ends_at
     elif isinstance(incident, Update):
         yield incident.at, HEALED_S
-    elif isinstance(incident, Disturbance) or (
+    elif isinstance(incident, Disturbance | StoreTrouble) or (
         isinstance(incident, Trouble) and (incident.breaks or incident.refuses)
     ):
         yield incident.begins_at, incident.ends_at
 
 
 def _begin_of(incident: Incident) -> float:
-    if isinstance(incident, Disturbance | Trouble):
+    if isinstance(incident, Disturbance | Trouble | StoreTrouble):
         return incident.begins_at
     return incident.at
 
@@ -500,6 +519,38 @@ def _with_restarts(scenario: Scenario, draw: random.Random) -> Scenario:
     return attrs.evolve(scenario, incidents=(*scenario.incidents, *deaths))
 
 
+def _with_store(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Let prompts come again, with other ends and to other engines, and the store have troubles."""
+    kinds = ({"delay_s": 1.0}, {"delay_s": 30.0}, {"fails": 0.2}, {"damages": 0.5})
+    troubles = []
+    for _ in range(draw.choice((0, 1, 2, 3))):
+        begins_at = HEALED_S / 2 * draw.random()
+        ends_at = begins_at + 15 * draw.random()
+        troubles.append(StoreTrouble(begins_at, ends_at, **draw.choice(kinds)))
+    arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
+    names = [member.name for member in scenario.members if member.name.startswith("prefill")]
+    again = []
+    for number in range(draw.randint(4, 12) if arrivals else 0):
+        first = draw.choice(arrivals)
+        num_shared = draw.randint(len(first.tokens) // 2, len(first.tokens))
+        ending = [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 8))]
+        at = first.at + draw.choice((0.1, 2.0, 20.0)) * draw.random()
+        if troubles and draw.random() < 0.5:
+            trouble = draw.choice(troubles)
+            at = trouble.begins_at + (trouble.ends_at - trouble.begins_at) * draw.random()
+        later = attrs.evolve(
+            first,
+            at=min(at, HEALED_S - 1),
+            name=f"request-s{number}",
+            tokens=(*first.tokens[:num_shared], *ending)[:MAX_TOKENS],
+            prefill=draw.choice(names),
+            visits=tuple(attrs.evolve(visit, tokens=None) for visit in first.visits),
+            turns=(),
+        )
+        again.append(later)
+    return attrs.evolve(scenario, incidents=(*scenario.incidents, *again, *troubles))
+
+
 _CHANGES: Final = MappingProxyType(
     {
         Feature.LOST_ENGINES: _with_lost_engines,
@@ -513,6 +564,7 @@ _CHANGES: Final = MappingProxyType(
         Feature.TURNS: _with_turns,
         Feature.REPEATS: _arrivals(_with_repeats),
         Feature.UPDATES: _with_updates,
+        Feature.STORE: _with_store,
     }
 )
 

@@ -1,0 +1,410 @@
+"""vLLM's store beside its connector in a simulation: its scheduler's part, its workers' threads, and their clients.
+
+All of the product's code runs: searches, saves, loads, files with their digests, eviction, and guards of calls that
+stall. Threads take turns by the virtual clock (:mod:`tests.simulation.virtual_threads`). The bytes of a page are the
+labels of the cells that were saved, so what is loaded has the labels of the tokens that it is of.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+from zlib import crc32
+
+import attrs
+import numpy as np
+
+from kvplan.describe import Axis, Blocks, Range, Region, View, Worker
+from kvplan.describe.views import ITEMSIZE
+from kvplan.plan import ReadSpec
+from kvplan.protocol import keeping
+from kvplan.protocol.page_keys import Chain
+from kvplan.testing.simulation import EngineRequest, Feature, FleetOutcome, Scenario, Simulation, Site, StepReport
+from kvplan.testing.simulation.catalog import GroupShape
+from kvplan.testing.simulation.fleet import MakeParams
+from kvplan.testing.simulation.memory import LabelledMemory
+from kvplan.testing.simulation.scenario import StoreTrouble
+from kvplan_nixl.identity import Identity
+from kvplan_nixl.serving.store import (
+    BackgroundEviction,
+    MemoryBackend,
+    MemoryMover,
+    StoreClient,
+    backends,
+    client,
+    eviction,
+    parallel,
+    readers,
+    stalls,
+)
+from tests.simulation.virtual_threads import (
+    THREADING,
+    TIME,
+    WORLD,
+    VirtualPool,
+    VirtualQueue,
+)
+from tests.simulation.vllm_connector import (
+    ADAPTERS,
+    ENGINE_STATE,
+    STORE_SCHEDULER,
+    STORE_SEARCHES,
+    STORE_WORKER,
+    VllmConnector,
+)
+
+LABEL_BYTES = 8
+BUFFER_BYTES = 1 << 16
+STALL_S = 3.0
+LOOK_S = 2.0
+CALL_S = 0.002
+"""Seconds that a call of the store may take, and a move of bytes, where nothing is wrong."""
+
+PAGES = (4, 6, 20)
+"""Tokens per page: fewer than a window, or more; blocks of some engines do not divide them."""
+
+MAX_BYTES = (0, 0, 60_000, 200_000)
+"""Limits within which engines keep the store, 0 for none."""
+
+
+class VirtualBackend(MemoryBackend):
+    """A store of all engines of a fleet, whose calls take a while, and more if something is wrong."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._draw = random.Random(f"{scenario.seed} store")
+        self.tokens_per_page = self._draw.choice(PAGES)
+        self.max_bytes = self._draw.choice(MAX_BYTES)
+        is_small = self._draw.random() < 0.3
+        super().__init__(max_bytes=100_000 if is_small else None)
+        self._troubles = [item for item in scenario.incidents if isinstance(item, StoreTrouble)]
+
+    def _present(self) -> list[StoreTrouble]:
+        assert WORLD.host is not None
+        now = WORLD.host.loop.now
+        return [trouble for trouble in self._troubles if trouble.begins_at <= now < trouble.ends_at]
+
+    def _wait(self, verb: str, name: str) -> None:
+        """Let a call take its time, or fail."""
+        slow_s = max((each.delay_s for each in self._present()), default=0.0)
+        # most calls are quick, also then
+        WORLD.pause(CALL_S * self._draw.random() + slow_s * self._draw.random() ** 12)
+        if any(self._draw.random() < each.fails for each in self._present()):
+            raise backends.failed(verb, name, "an answer", "an error")
+
+    def put(self, name: str, chunks: Sequence[backends.FileBytes]) -> bool:
+        self._wait("write", name)
+        data = b"".join(chunks)
+        if any(self._draw.random() < each.damages for each in self._present()):
+            # of the data rather than the header
+            index = len(data) - 1 - self._draw.randrange(len(chunks[-1]))
+            flipped = data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :]
+            data = self._draw.choice((data[:index], flipped, flipped))
+        return super().put(name, [data])
+
+    def get(self, name: str, num_bytes: int | None = None) -> bytes | None:
+        self._wait("read", name)
+        return super().get(name, num_bytes)
+
+    def delete(self, name: str) -> bool:
+        self._wait("delete", name)
+        return super().delete(name)
+
+    def files(self, page: str) -> tuple[str, ...]:
+        self._wait("list", page)
+        return super().files(page)
+
+    def touch(self, pages: Sequence[str], used_s: float, first_page: int = 0) -> None:
+        self._wait("touch", "pages")
+        super().touch(pages, used_s, first_page)
+
+
+class VirtualMover(MemoryMover):
+    """Moves the bytes of one spec after another, each of which takes a while."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+
+    def move(self, specs: Sequence[ReadSpec]) -> None:
+        for spec in specs:
+            WORLD.pause(CALL_S * self._draw.random())
+            super().move([spec])
+
+
+class VirtualClient(StoreClient):
+    """A client that says in which blocks bytes may land: those of a load, until it ends or the client is given up."""
+
+    memory: LabelledMemory
+    groups_of: Mapping[str, GroupShape]
+    _cells: Sequence[int] = ()
+
+    def load(self, chain: Chain, tables: Mapping[str, Blocks], positions: Mapping[str, Range]) -> None:
+        cells = list[int]()
+        for name, (start, stop) in positions.items():
+            group, table = self.groups_of[name], tables[name]
+            size = group.tokens_per_block
+            is_loaded = (table.ordinals * size < stop) & ((table.ordinals + 1) * size > start)
+            blocks = table.ids if group.is_state else table.ids[is_loaded]
+            cells += [
+                cell for block in blocks for cell in self.memory.cells_of_block(group.name, int(block)).ravel().tolist()
+            ]
+        self._cells = cells
+        self.memory.landing[cells] += 1
+        try:
+            super().load(chain, tables, positions)
+        finally:
+            self._let_go()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self.memory.landing[[*self._cells]] -= 1
+        self._cells = ()
+
+
+class VirtualStoreWorker(STORE_WORKER.StoreWorker):  # type: ignore[misc, name-defined]
+    """A worker's part, whose clients move the labels of a memory."""
+
+    memory: LabelledMemory
+    groups: Sequence[GroupShape]
+    draw: random.Random
+
+    def _client(self) -> StoreClient:
+        made: VirtualClient = super()._client()
+        made._mover = VirtualMover(self.draw)
+        made.memory = self.memory
+        made.groups_of = {f"group{index}": group for index, group in enumerate(self.groups)}
+        return made
+
+
+def label_worker(worker: Worker, memory: LabelledMemory, groups: Sequence[GroupShape]) -> Worker:
+    """The worker of the labels in a memory: each byte of a worker is an item of eight bytes.
+
+    Its groups have the names that vLLM's connector gives them, and say how many positions they keep.
+    """
+    first = memory.cells.ctypes.data
+    regions = []
+    for region in worker.regions:
+        (cell,) = memory.cells_of(np.array([[region.address, 1]], np.uint64))
+        regions.append(Region(region.name, first + LABEL_BYTES * int(cell), LABEL_BYTES * region.size_bytes))
+    names = {group.name: f"group{index}" for index, group in enumerate(groups)}
+    widened = attrs.evolve(
+        worker,
+        regions=regions,
+        groups=[attrs.evolve(group, name=names[group.name]) for group in worker.groups],
+        views=[label_view(view, names[view.group]) for view in worker.views],
+    )
+    kept = {names[group.name]: group.window - 1 for group in groups if group.window and not group.is_state}
+    return keeping(widened, kept)
+
+
+def label_view(view: View, group: str) -> View:
+    """The view of the labels of a view's bytes."""
+    axes = [attrs.evolve(axis, stride_bytes=LABEL_BYTES * axis.stride_bytes) for axis in view.axes]
+    axes.append(Axis("byte", 0, ITEMSIZE[view.dtype], ITEMSIZE[view.dtype], LABEL_BYTES))
+    return attrs.evolve(
+        view,
+        group=group,
+        dtype="uint64",
+        axes=axes,
+        block_stride_bytes=LABEL_BYTES * view.block_stride_bytes,
+        offset_bytes=LABEL_BYTES * view.offset_bytes,
+    )
+
+
+class StoreConnector(VllmConnector):
+    """``kvplan_nixl.vllm``'s connectors to other engines and to a store, as vLLM's MultiConnector has them.
+
+    The first one that has positions of a request loads them, and blocks of a request that has ended stay until both
+    have done with them. ``is_first`` is whether the store is asked first.
+    """
+
+    def __init__(self, site: Site, *, backend: VirtualBackend) -> None:
+        super().__init__(site)
+        self._host = site.host
+        draw = random.Random(site.host.token_hex(8))
+        self._is_first = draw.random() < 0.5
+        facts = {"model": "that of all engines"}
+        self._store_state = ENGINE_STATE.EngineState(Identity(facts, site.host.token_hex))
+        for name in ADAPTERS:
+            loaded = ENGINE_STATE.LoadedAdapter(crc32(name.encode()), name, f"content of {name}")
+            self._store_state.adapter_added(loaded, is_replaced=False)
+        settings = STORE_WORKER.VllmStoreSettings(
+            folder="store",
+            tokens_per_page=backend.tokens_per_page,
+            buffer_bytes=BUFFER_BYTES,
+            stall_s=STALL_S,
+            max_bytes=backend.max_bytes,
+        )
+        self._chosen: dict[str, bool] = {}
+        self._num_holders = Counter[str]()
+        self._exported = set[str]()
+        self._num_loaded, self._num_saved = Counter[str](), Counter[str]()
+        self._failed = set[str]()
+        with WORLD.on(self._host):
+            self._store = STORE_SCHEDULER.StoreScheduler(self._config, self._cache, settings, self._store_state)
+            self._store_workers = []
+            for described, executor in zip(site.workers, site.executors, strict=True):
+                worker = VirtualStoreWorker(self._config, self._cache, settings, facts)
+                worker.memory, worker.groups, worker.draw = executor.port.memory, site.groups, draw
+                worker.register(label_worker(described, worker.memory, site.groups))
+                self._store_workers.append(worker)
+
+    def _name_weights(self) -> None:
+        if self._weights() != self._version:
+            self._store_state.weights_named(self._weights())
+            self._store_state.prefix_cache_reset()
+        super()._name_weights()
+
+    def reset(self) -> None:
+        super().reset()
+        self._store_state.prefix_cache_reset()
+        self._store_state.store_reset()
+
+    def count_readable(self, request: EngineRequest, num_cached: int) -> int | None:
+        self._name_weights()
+        number = 0
+        for is_store in (self._is_first, not self._is_first):
+            if is_store:
+                with WORLD.on(self._host):
+                    found = self._store.count_tokens_to_load(self._seen(request), num_cached)
+            else:
+                found = super().count_readable(request, num_cached)
+            if found is None:
+                return None
+            if found and not number:
+                number = found
+                self._chosen[request.name] = is_store
+        return number
+
+    def begin_read(self, request: EngineRequest, num_tokens: int) -> None:
+        is_store = self._chosen.pop(request.name, False) and num_tokens > 0
+        super().begin_read(request, 0 if is_store else num_tokens)
+        with WORLD.on(self._host):
+            table = self._table(request, num_tokens)
+            self._store.begin_load(self._seen(request), table, num_tokens if is_store else 0)
+
+    def step(self) -> StepReport:
+        report = super().step()
+        with WORLD.on(self._host):
+            loaded = self._step_store()
+        released = [name for name in (*report.released, *self._take_saved()) if self._let_go(name)]
+        again = [name for name in loaded if name in self._failed]
+        self._failed.difference_update(again)
+        received = [*report.received, *(name for name in loaded if name not in again)]
+        return attrs.evolve(report, received=received, released=released, recomputed=again)
+
+    def _step_store(self) -> list[str]:
+        """Let the workers begin what the scheduler says, and return the requests that all have loaded, or tried to."""
+        self._store_state.step_begun()
+        metadata = self._store.take_step()
+        ended = list[str]()
+        reports = []
+        for worker in self._store_workers:
+            worker.begin(metadata)
+            results = worker.results()
+            self._failed |= results.failed_recving
+            self._num_saved.update(sorted(results.finished_sending))
+            for name in sorted(results.finished_recving):
+                self._num_loaded[name] += 1
+                if self._num_loaded[name] == len(self._store_workers):
+                    del self._num_loaded[name]
+                    ended.append(name)
+            reports.append(worker.take_report())
+        offers = [offer for report in reports if report for offer in report.offers]
+        if offers:
+            self._store.set_offers(offers)
+        return ended
+
+    def _take_saved(self) -> list[str]:
+        """Return the requests that all workers have saved since the last step."""
+        saved = [name for name, number in self._num_saved.items() if number == len(self._store_workers)]
+        for name in saved:
+            del self._num_saved[name]
+        return saved
+
+    def _let_go(self, name: str) -> bool:
+        """Note that one connector has done with a request's blocks, and return whether both have."""
+        self._num_holders[name] -= 1
+        if self._num_holders[name]:
+            return False
+        del self._num_holders[name]
+        return True
+
+    def finish(self, request: EngineRequest) -> Mapping[str, Any] | None:
+        params = super().finish(request)
+        self._chosen.pop(request.name, None)
+        with WORLD.on(self._host):
+            request.is_saved = self._store.begin_save(self._seen(request), self._ids(request))
+        self._store_state.end(request.name)
+        if params is not None:
+            self._exported.add(request.name)
+        if request.is_saved or params is not None:
+            self._num_holders[request.name] = request.is_saved + (params is not None)
+        return params
+
+    def is_promised(self, request: str) -> bool:
+        if request not in self._exported:
+            return False
+        self._exported.remove(request)
+        return super().is_promised(request)
+
+
+class StoreFleets(Simulation):
+    """Fleets of vLLM's engines; those with the feature ``STORE`` have one beside them."""
+
+    def __init__(self, make_params: MakeParams | None = None, **settings: Any) -> None:
+        super().__init__(VllmConnector, make_params, **settings)
+
+    def run(self, scenario: Scenario) -> FleetOutcome:
+        if Feature.STORE not in scenario.features:
+            return super().run(scenario)
+        backend = VirtualBackend(scenario)
+        self.backend = backend
+        self._make_connector = partial(StoreConnector, backend=backend)
+        try:
+            with virtual_store(backend, scenario.seed):
+                return super().run(scenario)
+        finally:
+            self._make_connector = VllmConnector
+
+
+@contextmanager
+def virtual_store(backend: VirtualBackend, seed: int) -> Iterator[None]:
+    """Let the store's code open one backend, and its threads and clocks be those of a simulation."""
+    look = partial(BackgroundEviction, look_s=LOOK_S)
+    replaced: dict[Any, dict[str, Any]] = {
+        backends: {"time": TIME},
+        readers: {"time": TIME},
+        client: {"time": TIME, "threading": THREADING},
+        stalls: {"time": TIME, "threading": THREADING},
+        parallel: {"ThreadPoolExecutor": VirtualPool},
+        eviction: {
+            "time": TIME,
+            "threading": THREADING,
+            "random": random.Random(f"{seed} eviction"),
+            "BackgroundEviction": look,
+        },
+        STORE_SEARCHES: {"time": TIME, "ThreadPoolExecutor": VirtualPool, "wait": lambda *_: None},
+        STORE_SCHEDULER: {"open_backend": lambda _: backend},
+        STORE_WORKER: {
+            "time": TIME,
+            "threading": THREADING,
+            "SimpleQueue": VirtualQueue,
+            "open_backend": lambda _: backend,
+            "StoreClient": VirtualClient,
+            "worker_of": lambda _config, _cache, worker, _settings: worker,
+        },
+    }
+    with ExitStack() as stack:
+        for module, values in replaced.items():
+            for name, value in values.items():
+                stack.enter_context(patch.object(module, name, value))
+        stack.callback(WORLD.end)
+        yield

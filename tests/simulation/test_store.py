@@ -1,0 +1,110 @@
+"""Fleets with a store: all rules hold, and faults of the store's machines are found that no fleet without one shows."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvplan.testing.simulation import MODELS, Feature, Scenario, shrink
+from kvplan_nixl.serving.store import StoreClient
+from tests.simulation.faults import RESEND_S, STORE_FAULTS, Fault
+from tests.simulation.store_connector import StoreFleets
+from tests.simulation.virtual_threads import WORLD
+from tests.simulation.vllm_connector import ROOM_TOKENS_PER_STEP, make_params
+
+NUM_SEEDS = 4
+NUM_SWARM_SEEDS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet() -> Iterator[None]:
+    """Connectors log each fault that they suffer."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def fleets() -> StoreFleets:
+    return StoreFleets()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often clients have saved and loaded, and how it went."""
+    counter = Counter[str]()
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any) -> Any:
+            try:
+                returned = call(*arguments)
+            except BaseException as error:
+                counter[f"{name} {getattr(error, 'code', type(error).__name__)}"] += 1
+                raise
+            counter[name] += 1
+            counter[f"{name} new"] += returned or 0
+            return returned
+
+        return counting
+
+    for name in ("save", "load"):
+        monkeypatch.setattr(StoreClient, name, counted(name, getattr(StoreClient, name)))
+    return counter
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_all_rules_hold_beside_a_store(fleets: StoreFleets, calls: Counter[str], model: str) -> None:
+    """Of which pages leave, files are damaged, and calls fail, hang, or end with their writer."""
+    for seed in range(NUM_SEEDS):
+        outcome = fleets.run(Scenario.of(seed, MODELS[model], features=Feature.STORE))
+        assert outcome.rule == "", str(outcome)
+    assert calls["save new"] > 20 * NUM_SEEDS
+    assert calls["load"]
+    # the threads of dead engines, and idle ones, have ended
+    assert not WORLD.threads
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_all_rules_hold_in_a_swarm_beside_a_store(model: str) -> None:
+    """Also where requests come to both engines at once."""
+    rooms = StoreFleets(make_params, tokens_per_step=ROOM_TOKENS_PER_STEP, resend_s=RESEND_S)
+    for seed in range(NUM_SWARM_SEEDS):
+        simulation = rooms if seed % 2 else StoreFleets()
+        outcome = simulation.run(Scenario.of(seed, MODELS[model], features=Feature.of(seed) | Feature.STORE))
+        assert outcome.rule == "", str(outcome)
+
+
+def test_no_other_swarm_draws_a_store() -> None:
+    assert not any(Feature.STORE in Feature.of(seed) for seed in range(100))
+
+
+@pytest.mark.parametrize("fault", STORE_FAULTS, ids=[fault.name for fault in STORE_FAULTS])
+def test_a_fault_of_the_store_is_found(fleets: StoreFleets, fault: Fault) -> None:
+    """The seed that shows it breaks the rule, but neither without the fault nor without the store."""
+    with fault.planted():
+        assert fleets.run(fault.scenario).rule == fault.rule
+        features = fault.features & ~Feature.STORE
+        assert fleets.run(Scenario.of(fault.seed, MODELS[fault.model], features=features)).rule == ""
+    assert fleets.run(fault.scenario).rule == ""
+
+
+def test_a_seed_is_one_run(fleets: StoreFleets) -> None:
+    """Though threads search, save, load and evict."""
+    scenario = Scenario.of(0, features=Feature.STORE)
+    assert fleets.run(scenario).trace == fleets.run(scenario).trace
+
+
+def test_a_failure_of_a_store_is_shrunk(fleets: StoreFleets) -> None:
+    (fault,) = (fault for fault in STORE_FAULTS if fault.name == "a key leaves out the last token of a page")
+    with fault.planted():
+        outcome = fleets.run(fault.scenario)
+        shrunk = shrink(fleets, outcome)
+        assert shrunk.rule == outcome.rule
+        assert fleets.run(shrunk.scenario).trace == shrunk.trace
+    assert len(shrunk.scenario.incidents) < len(outcome.scenario.incidents) / 2
+    assert Feature.STORE in shrunk.scenario.features
+    assert fleets.run(shrunk.scenario).rule == ""
