@@ -266,7 +266,7 @@ class Client:
         connection.on_end = partial(self._forget, connection, access, address)
 
     def _forget(self, connection: _Connection, access: Access, address: str) -> None:
-        """Keep a connection no longer, which is used or has ended."""
+        """Drop a kept connection, which is used now or has ended."""
         kept = self._kept[access, address]
         kept.pop(connection).cancel()
         self._num_kept -= 1

@@ -98,7 +98,7 @@ _PROCESSES: Final[list[_Process]] = []
 
 
 def _process() -> _Process:
-    """What this process has, which a fork does not inherit."""
+    """The loop of this process. A fork makes its own, since it inherits no threads."""
     with _LOCK:
         if not _PROCESSES or _PROCESSES[0].pid != os.getpid():
             _PROCESSES[:] = [_Process()]

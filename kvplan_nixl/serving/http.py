@@ -105,7 +105,7 @@ class Head:
         return int(text)
 
     def quoted(self, line: str) -> str:
-        """Return what a line says under the scheme of this module, nothing if it has another."""
+        """Return the credentials in a line, empty if they are of another scheme."""
         scheme, _, text = self.lines.get(line, "").partition(" ")
         return text if scheme == SCHEME else ""
 

@@ -458,7 +458,7 @@ async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse
         return web.Response(status=error.status, text=error.text, content_type="application/json")
     # an engine that answers with something else than JSON is no better than one that does not
     except (ClientError, json.JSONDecodeError) as error:
-        return _error(HTTPStatus.BAD_GATEWAY, _told(error))
+        return _error(HTTPStatus.BAD_GATEWAY, _reason_of(error))
     finally:
         request.app[BUSY].discard(request.protocol)
         request.app[IDLE_SINCE].pop(request.protocol, None)
@@ -486,7 +486,7 @@ async def serve(app: web.Application, host: str, port: int, started: str) -> Non
 
 
 def is_own_fault(record: logging.LogRecord) -> bool:
-    """Return whether a line of the log is no client's doing, as a malformed request is."""
+    """Return whether a log record is about something other than a client's malformed request."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
@@ -521,8 +521,8 @@ def _error_body(status: HTTPStatus, text: str) -> Body:
     return {"error": error}
 
 
-def _told(error: Exception) -> str:
-    """Return what a client hears of an engine without an answer; aiohttp would begin with ssl."""
+def _reason_of(error: Exception) -> str:
+    """Return why an engine does not answer, for the client; aiohttp's text begins with ssl."""
     if not isinstance(error, ClientConnectorError) or not error.os_error.errno:
         return str(error)
     # the errors of names and of TLS have numbers of their own, and texts that are enough

@@ -306,10 +306,10 @@ class Scheduler:
             if name in begun:
                 self._exporter.note_found(name, request.num_computed_tokens)
             elif request.status == RequestStatus.RUNNING:
-                self._publish_part(self._exporter, request)
+                self._publish_early(self._exporter, request)
 
-    def _publish_part(self, exporter: Exporter, request: Request) -> None:
-        """Publish a request as far as steps that have ended have computed it, but for its end."""
+    def _publish_early(self, exporter: Exporter, request: Request) -> None:
+        """Publish what steps that have ended have computed of a request, unless that is all."""
         name = request.request_id
         num_tokens = request.num_computed_tokens - request.num_in_flight_tokens
         if num_tokens >= request.num_prompt_tokens:

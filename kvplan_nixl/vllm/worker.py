@@ -119,13 +119,14 @@ class Worker:
         for partial_read in step.partial_reads:
             try:
                 if partial_read.read is not None:
-                    self._make_room(partial_read.read)
-                self._reads.submit(partial_read)
+                    self._prepare_blocks(partial_read.read)
             except KVPlanError as error:
                 self._reads.submit(attrs.evolve(partial_read, read=None, error=error))
+            else:
+                self._reads.submit(partial_read)
 
-    def _make_room(self, read: Read) -> None:
-        """Prepare the blocks of a read before any byte of it moves: it writes into the same."""
+    def _prepare_blocks(self, read: Read) -> None:
+        """Copy or zero what a read leaves of its blocks, before any of its bytes arrives."""
         if self._host_cache is not None:
             self._host_cache.begin_read(read, self._reads.worker.groups)
         if self._cache.needs_kv_cache_zeroing:

@@ -63,9 +63,9 @@ class FileEntry:
 
 @attrs.frozen
 class Unfinished:
-    """What writers that ended had begun: how many files were deleted, and the bytes of the others.
+    """Files that are not whole: how many were deleted, since their writers have ended.
 
-    Among those are files that are being written.
+    ``left_bytes`` are those of the others, which may still be written.
     """
 
     num_deleted: int
@@ -111,7 +111,7 @@ class Backend(Protocol):
     def touch(self, pages: Sequence[str], used_s: float, first_page: int = 0) -> None:
         """Note when pages of a prefix were used, in seconds of the epoch, rule store.S5.
 
-        ``first_page`` is the place of the first of them in the prefix. Pins keep their times.
+        ``first_page`` is the index of the first of them in the prefix. Pins keep their times.
         """
 
     def entries(self, faults: list[str] | None = None) -> Iterator[FileEntry]:

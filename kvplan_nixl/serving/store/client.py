@@ -64,8 +64,8 @@ class _FileMemory:
 class StoreClient(StoreReader):
     """Saves the cache of one worker in a store, and loads it. Use it from one thread at a time.
 
-    The mover copies between the cache and ``buffer_bytes`` of host memory. ``shares`` is that of
-    :func:`shards_of`. ``faults`` counts by code what has gone wrong without an error.
+    The mover copies between the cache and ``buffer_bytes`` of host memory. ``faults`` counts
+    by code what has gone wrong without an error.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ MAX_LOOKING_SHARE: Final = 0.05
 
 @attrs.frozen
 class Limits:
-    """What a store may hold: bytes in all, bytes of each model, and for how long it is not used.
+    """What a store may hold: bytes, bytes of each model, and pages unused for ``max_age_s``.
 
     ``max_pinned_bytes`` are those of pages that stay because they are pinned.
     """

@@ -2,10 +2,10 @@
 
 A call of a folder in a network may hang for minutes, and nothing ends it.
 
-- store.W1: A call that makes no step for a while is given up: it is left to its thread, which
-  nobody waits for, and its client, of which nobody else uses the buffer.
-- store.W2: That client moves no byte any more, so the blocks are the engine's at once.
-- store.W3: Then nothing is asked for a while, nor while too many calls hang.
+- store.W1: A call that makes no step for a while is abandoned, with its thread and its client: no
+  other client uses that one's buffer.
+- store.W2: An abandoned client moves no byte any more, so the blocks are free for other requests.
+- store.W3: After that the store is left alone for a while, and as long as too many calls hang.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ ClientKind = TypeVar("ClientKind", bound=Client)
 class StallGuard(Generic[ClientKind]):
     """Calls a client of a store, and gives up what has stalled. Use it from one thread at a time.
 
-    ``make_client`` makes the first client, and another one for each that is given up. A call is, if
-    it makes no step for ``stall_s``; then others fail without one for ``pause_s``.
+    A call that makes no step for ``stall_s`` is abandoned with its client, and calls in the next
+    ``pause_s`` fail at once. ``make_client`` makes the first client, and each later one.
 
     >>> from kvplan import Model
     >>> from kvplan_nixl.serving.store import MemoryBackend, StoreReader
