@@ -233,22 +233,22 @@ def test_a_run_of_the_pure_rooms_touches_nothing_outside() -> None:
     assert list(seen_events()) == []
 
 
-@pytest.mark.parametrize(
-    "planted, event",
-    [
-        ("open('/dev/null').close()", "open"),
-        ("__import__('socket').socket().close()", "socket.__new__"),
-        ("__import__('os').listdir('.')", "os.listdir"),
-        ("__import__('os').system('true')", "os.system"),
-        ("threading.Thread(target=int).start()", "threading.Thread.start"),
-        ("time.monotonic()", "time.monotonic"),
-        ("random.random()", "random.random"),
-        ("np.random.default_rng()", "np.random.default_rng"),
-    ],
-)
-def test_what_a_run_touches_would_be_seen(planted: str, event: str) -> None:
+PLANTED = {
+    "open": "open('/dev/null').close()",
+    "socket.__new__": "__import__('socket').socket().close()",
+    "os.listdir": "__import__('os').listdir('.')",
+    "os.system": "__import__('os').system('true')",
+    "threading.Thread.start": "threading.Thread(target=int).start()",
+    "time.monotonic": "time.monotonic()",
+    "random.random": "random.random()",
+    "np.random.default_rng": "np.random.default_rng()",
+}
+"""What touches the world outside, by the event that says so."""
+
+
+def test_what_a_run_touches_would_be_seen() -> None:
     """The run above reports what is planted in it."""
-    assert event in {event for event, _ in seen_events(planted)}
+    assert PLANTED.keys() <= {event for event, _ in seen_events("; ".join(PLANTED.values()))}
 
 
 FIELD = type(vars(collections.namedtuple("Pair", "first"))["first"])
