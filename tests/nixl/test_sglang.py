@@ -258,6 +258,17 @@ def sent(plugin: SimpleNamespace, prefill: Side, server: BootstrapServer, room: 
     return sender
 
 
+def computed(
+    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer, states: Sequence[Any] = (), **changes: Any
+) -> Any:
+    """A request that prefill has computed at once."""
+    sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
+    sender.req = request_of(**changes)
+    sender.init(len(THEIRS), 2)
+    sender.send(torch.tensor(THEIRS).numpy(), [*states], TOKENS)
+    return sender
+
+
 def request_of(num_tokens: int = TOKENS, **changes: Any) -> SimpleNamespace:
     """SGLang's request."""
     facts = ("lora_id", "cache_salt", "input_embeds", "token_type_ids", "positional_embed_overrides")
@@ -297,6 +308,12 @@ def until(ends: Any, state: int) -> None:
         time.sleep(0.001)
 
 
+def allocated(receiver: Any, pages: Sequence[int] = OURS, cached: int = 0, states: Sequence[Any] = ()) -> None:
+    """Give a request pages, when prefill has published it."""
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.send_metadata(torch.tensor(pages).numpy(), 3, [*states], cached)
+
+
 @pytest.mark.parametrize("cached", [0, 16])
 def test_a_request_is_read(
     plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, cached: int
@@ -305,8 +322,7 @@ def test_a_request_is_read(
     receiver = received(plugin, decode, server)
     assert receiver.poll() == KVPoll.Bootstrapping
     sender = sent(plugin, prefill, server)
-    until(receiver, KVPoll.WaitingForInput)
-    receiver.send_metadata(torch.tensor(OURS[cached // 16 :]).numpy(), 3, [], cached)
+    allocated(receiver, OURS[cached // 16 :], cached)
     until(receiver, KVPoll.Success)
     ours, theirs = decode.rows(OURS), prefill.rows(THEIRS)
     assert torch.equal(ours[:, :, cached:], theirs[:, :, cached:])
@@ -338,8 +354,7 @@ def test_pages_are_read_into_after_the_forward_that_may_write_them(
     decode.queue.scheduler.forward_stream = forwards = Forwards()
     receiver = received(plugin, decode, server)
     sent(plugin, prefill, server)
-    until(receiver, KVPoll.WaitingForInput)
-    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    allocated(receiver)
     for _ in range(50):
         assert receiver.poll() == KVPoll.WaitingForInput
         time.sleep(0.001)
@@ -359,48 +374,11 @@ def test_pages_are_read_into_after_the_forward_that_may_write_them(
         assert torch.equal(decode.rows(OURS), prefill.rows(THEIRS))
 
 
-@pytest.mark.parametrize("is_stage", [False, True])
-def test_a_window_is_read_by_whole_pages(
-    plugin: SimpleNamespace, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch, *, is_stage: bool
-) -> None:
-    """Both sides keep the window's pages alone: decode's larger ones begin before prefill's, which are read whole.
-
-    The groups of a pipeline stage of prefill have other names than decode's.
-    """
-    decode = Side(plugin, "decode", 16, 7)
-    if is_stage:
-        described = plugin.manager.worker_of
-        of_stage = plugin.manager._with_own_groups
-        monkeypatch.setattr(plugin.manager, "worker_of", lambda *pool: of_stage(described(*pool), 0))
-    prefill = Side(plugin, "prefill", 4, 7)
-    assert ("swa.pp0" in prefill.manager.rank.memory.windows) == is_stage
-    for memory in (prefill.k, prefill.v):
-        memory.copy_(torch.randn(memory.shape))
-    first = TOKENS - 7
-    theirs, ours = [*range(20, 30)], [6, 2, 5]
-    sender, receiver = plugin.prefill.Sender(prefill.manager, server.address, ROOM), received(plugin, decode, server)
-    sender.req = request_of()
-    sender.init(len(THEIRS), 2)
-    sender.send(torch.tensor(THEIRS).numpy(), [torch.tensor(theirs[first // 4 :]).numpy()], TOKENS)
-    until(receiver, KVPoll.WaitingForInput)
-    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [torch.tensor(ours[first // 16 :]).numpy()], 0)
-    until(receiver, KVPoll.Success)
-    assert torch.equal(decode.rows(OURS)[:, 1], prefill.rows(THEIRS)[:, 1])
-    kept = first // 4 * 4
-    assert torch.equal(decode.rows(ours)[:, 0, kept:], prefill.rows(theirs)[:, 0, kept:])
-    assert not decode.rows(ours)[:, 0, :kept].any()
-    receiver.clear()
-
-
 def moved(plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, *states: Any) -> Any:
     """A receiver that has begun to read what prefill has computed. Both sides list their pages for each state too."""
-    sender, receiver = plugin.prefill.Sender(prefill.manager, server.address, ROOM), received(plugin, decode, server)
-    sender.req = request_of()
-    sender.init(len(THEIRS), 2)
-    theirs, ours = torch.tensor(THEIRS).numpy(), torch.tensor(OURS).numpy()
-    sender.send(theirs, [theirs for _ in states], TOKENS)
-    until(receiver, KVPoll.WaitingForInput)
-    receiver.send_metadata(ours, 3, [ours for _ in states], 0)
+    computed(plugin, prefill, server, [torch.tensor(THEIRS).numpy() for _ in states])
+    receiver = received(plugin, decode, server)
+    allocated(receiver, states=[torch.tensor(OURS).numpy() for _ in states])
     return receiver
 
 
@@ -476,8 +454,7 @@ def test_a_request_is_staged_where_layouts_leave_short_runs(
     for memory in (prefill.k, prefill.v):
         memory.copy_(torch.randn(memory.shape))
     sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
-    until(receiver, KVPoll.WaitingForInput)
-    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    allocated(receiver)
     until(receiver, KVPoll.Success)
     assert torch.equal(decode.rows(OURS), prefill.rows(THEIRS))
     receiver.clear()
@@ -491,22 +468,6 @@ def test_a_request_is_staged_where_layouts_leave_short_runs(
     assert [found.get("staging", 0) for found in sizes] == [0, staging_bytes]
 
 
-def test_a_lease_is_claimed_though_nobody_polls(
-    plugin: SimpleNamespace,
-    prefill: Side,
-    decode: Side,
-    server: BootstrapServer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """While SGLang is paused, or resumes what it has retracted, it polls no receiver."""
-    claimed = threading.Event()
-    monkeypatch.setattr(decode.manager.rank.claims, "claim", lambda *_: claimed.set())
-    receiver = received(plugin, decode, server)
-    sent(plugin, prefill, server)
-    assert claimed.wait(10)
-    receiver.clear()
-
-
 def test_another_engine_knows_the_first_token_alone(
     plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
 ) -> None:
@@ -517,23 +478,10 @@ def test_another_engine_knows_the_first_token_alone(
     )
     decode.metadata.output_ids[3] = 1
     receiver = received(plugin, decode, server)
-    until(receiver, KVPoll.WaitingForInput)
-    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    allocated(receiver)
     until(receiver, KVPoll.Success)
     assert decode.metadata.output_ids[3].tolist() == [7] + [0] * 15
     assert decode.metadata.bootstrap_room[3, 0] == ROOM
-
-
-def test_another_length_is_refused(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
-) -> None:
-    """Prefill has computed one position less than decode's prompt has: a page more or less would not show it."""
-    sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server, TOKENS + 1)
-    until(receiver, KVPoll.Failed)
-    with pytest.raises(Exception, match="TOKENS: cannot read request 5: expected at least 38 positions, got 37 "):
-        receiver.failure_exception()
-    receiver.clear()
-    assert sender.poll() == KVPoll.Transferring  # what it has computed is for another reader
 
 
 def test_weights_of_another_version_are_refused(
@@ -559,32 +507,6 @@ def test_weights_of_another_version_are_refused(
     until(sender, KVPoll.Success)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_weights_without_a_name_are_no_other_engines(
-    plugin: SimpleNamespace,
-    prefill: Side,
-    decode: Side,
-    server: BootstrapServer,
-    monkeypatch: pytest.MonkeyPatch,
-    role: str,
-) -> None:
-    """SGLang says "default" after an update without a version too."""
-    weights = plugin.changes.Weights()
-    monkeypatch.setattr(getattr(plugin, role), "WEIGHTS", weights)
-    if role == "decode":
-        monkeypatch.setitem(plugin.manager.DecodeRank.__init__.__globals__, "WEIGHTS", weights)
-    weights.change()
-    weights.flush()
-    sender = sent(plugin, prefill, server)
-    published(server)
-    receiver = received(plugin, decode, server)
-    until(receiver, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match=r"^MODEL: .* weights_version .*unnamed [0-9a-f]{32}"):
-        receiver.failure_exception()
-    receiver.clear()
-    sender.clear()
-
-
 def test_a_part_of_a_prompt_has_the_weights_that_computed_it(
     plugin: SimpleNamespace, prefill: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -607,36 +529,15 @@ def test_a_part_of_a_prompt_has_the_weights_that_computed_it(
     sender.abort()
 
 
-def test_windows_that_are_kept_on_one_side_are_refused_for_short_prompts_too(
-    plugin: SimpleNamespace, decode: Side, server: BootstrapServer
-) -> None:
-    """Decode keeps all layers in one pool, so it needs positions that prefill has freed, for its prefix cache."""
-    prefill = Side(plugin, "prefill", 4, TOKENS + 1)
-    states = [torch.tensor(THEIRS).numpy()]
-    sender, receiver = plugin.prefill.Sender(prefill.manager, server.address, ROOM), received(plugin, decode, server)
-    sender.req = request_of()
-    sender.init(len(THEIRS), 2)
-    sender.send(torch.tensor(THEIRS).numpy(), states, TOKENS)
-    until(receiver, KVPoll.WaitingForInput)
-    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
-    until(receiver, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match=r"^GROUP: .* keeps all positions, got .* 'swa' keeps the last 38 positions"):
-        receiver.failure_exception()
-    receiver.clear()
-
-
 def test_windows_that_decode_alone_keeps_are_read(
     plugin: SimpleNamespace, prefill: Side, server: BootstrapServer
 ) -> None:
     """Prefill has one pool, which keeps all positions."""
     decode = Side(plugin, "decode", 16, 7)
-    sender, receiver = plugin.prefill.Sender(prefill.manager, server.address, ROOM), received(plugin, decode, server)
-    sender.req = request_of()
-    sender.init(len(THEIRS), 2)
-    sender.send(torch.tensor(THEIRS).numpy(), [], TOKENS)
-    until(receiver, KVPoll.WaitingForInput)
+    computed(plugin, prefill, server)
+    receiver = received(plugin, decode, server)
     first, ours = TOKENS - 7, [6, 2, 5]
-    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [torch.tensor(ours[first // 16 :]).numpy()], 0)
+    allocated(receiver, states=[torch.tensor(ours[first // 16 :]).numpy()])
     until(receiver, KVPoll.Success)
     assert torch.equal(decode.rows(OURS)[:, 1], prefill.rows(THEIRS)[:, 1])
     assert torch.equal(decode.rows(ours)[:, 0, first:], prefill.rows(THEIRS)[:, 0, first:])
@@ -667,18 +568,6 @@ def test_a_reader_needs_what_its_layers_attend_to(
     assert json.loads(worker.extensions)["kvplan.windows"] == {"swa": window}
 
 
-def test_a_prompt_without_its_last_token_is_refused_with_the_reason(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
-) -> None:
-    """VLLM's prefill stops there, for each prompt of a model with windows."""
-    sent(plugin, prefill, server)
-    receiver = received(plugin, decode, server, TOKENS + 1)
-    until(receiver, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match=r"^TOKENS: .* expected at least 38 positions, got 37 .* set whole_prompt"):
-        receiver.failure_exception()
-    receiver.clear()
-
-
 @pytest.mark.parametrize("lora_id, state", [("one", KVPoll.WaitingForInput), ("two", KVPoll.Failed)])
 def test_an_adapter_is_its_content(
     plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, lora_id: str, state: int
@@ -686,10 +575,7 @@ def test_an_adapter_is_its_content(
     """SGLang's id says its name and path."""
     for name, content in (("sql", "5f"), ("one", "5f"), ("two", "c0")):
         plugin.changes.ADAPTERS.note(name, content)
-    sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
-    sender.req = request_of(lora_id="sql")
-    sender.init(len(THEIRS), 2)
-    sender.send(torch.tensor(THEIRS).numpy(), [], TOKENS)
+    computed(plugin, prefill, server, lora_id="sql")
     receiver = received(plugin, decode, server, lora_id=lora_id)
     until(receiver, state)
     receiver.clear()
@@ -744,45 +630,6 @@ def test_an_adapter_of_tensors_is_their_content(plugin: SimpleNamespace) -> None
         changes.note_tensors(ref, {"a": torch.full((2, 2), value)}, {"lora_alpha": scale})
         contents.add(changes.ADAPTERS.content_of(ref.lora_id))
     assert len(contents) == 3
-
-
-@pytest.mark.parametrize("entry", [{}, {"handoff": 3}, {"handoff": {}}])
-def test_no_handoff(plugin: SimpleNamespace, decode: Side, server: BootstrapServer, entry: dict[str, Any]) -> None:
-    """What a stranger has published fails the request, and nothing else."""
-    publish(server.address, ROOM, entry)
-    receiver = received(plugin, decode, server)
-    until(receiver, KVPoll.Failed)
-    receiver.clear()
-
-
-def test_a_handoff_without_a_token(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
-) -> None:
-    """Nothing says how the answer begins."""
-    sender = sent(plugin, prefill, server)
-    publish(server.address, ROOM, {"handoff": published(server)["handoff"]}, owner=prefill.manager.rank.owner)
-    receiver = received(plugin, decode, server)
-    until(receiver, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match="expected less than 37 positions, got 37"):
-        receiver.failure_exception()
-    receiver.clear()
-    sender.abort()
-
-
-def test_a_token_of_another_size_is_refused(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
-) -> None:
-    """Its rows are not those of this engine's SGLang: nothing is written into them."""
-    sent(plugin, prefill, server)
-    entry = {**published(server), "metadata": ["AAAA"]}
-    publish(server.address, ROOM, entry, owner=prefill.manager.rank.owner)
-    receiver = received(plugin, decode, server)
-    until(receiver, KVPoll.WaitingForInput)
-    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
-    until(receiver, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match=r"SIZE: cannot read the first token .* got \[3\]"):
-        receiver.failure_exception()
-    receiver.clear()
 
 
 def test_claims_that_come_too_late_are_logged_once(prefill: Side, caplog: pytest.LogCaptureFixture) -> None:
@@ -848,26 +695,6 @@ def test_another_prompt_is_not_served(
     until(right, KVPoll.WaitingForInput)
     right.clear()
     until(sender, KVPoll.Success)
-
-
-def test_a_room_serves_one_request_at_a_time(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
-) -> None:
-    """Children of one request have one room, on both sides: all but the first fail at once, and it is read."""
-    receivers = [received(plugin, decode, server) for _ in range(3)]
-    senders = [sent(plugin, prefill, server)]
-    senders += [plugin.prefill.Sender(prefill.manager, server.address, ROOM) for _ in range(2)]
-    for refused in (*receivers[1:], *senders[1:]):
-        assert refused.poll() == KVPoll.Failed
-        with pytest.raises(KVPlanError, match="NAME: cannot open room 5: expected a room of its own"):
-            refused.failure_exception()
-        refused.clear()
-    until(receivers[0], KVPoll.WaitingForInput)
-    receivers[0].send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
-    until(receivers[0], KVPoll.Success)
-    receivers[0].clear()
-    until(senders[0], KVPoll.Success)
-    senders[0].clear()
 
 
 def test_a_room_is_free_when_its_request_has_failed(
@@ -946,23 +773,6 @@ def test_a_window_of_single_tokens_has_no_prefix_cache(
         decode.manager.start(decode.queue)
 
 
-def test_a_room_is_read_once(plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer) -> None:
-    """A second request of the room finds what was published for the first, whose pages may be another's by now."""
-    sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
-    until(receiver, KVPoll.WaitingForInput)
-    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
-    until(receiver, KVPoll.Success)
-    receiver.clear()
-    until(sender, KVPoll.Success)
-    late = received(plugin, decode, server)
-    until(late, KVPoll.WaitingForInput)
-    late.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
-    until(late, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match="LEASE"):
-        late.failure_exception()
-    late.clear()
-
-
 def test_a_room_that_was_cleared_is_another_s(
     plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
 ) -> None:
@@ -984,8 +794,7 @@ def test_pages_of_an_aborted_request_stay_while_it_is_read(
 ) -> None:
     """On decode until its bytes have moved, on prefill until decode is done."""
     sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
-    until(receiver, KVPoll.WaitingForInput)
-    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    allocated(receiver)
     receiver.abort()
     sender.abort()
     assert (receiver.conclude_state, receiver.abort_notified) == (None, True)
@@ -1002,8 +811,7 @@ def test_pages_that_are_none_fail_their_request(
 ) -> None:
     """What cannot be read fails its request, no other one, and keeps no page: no byte of it moves."""
     sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
-    until(receiver, KVPoll.WaitingForInput)
-    receiver.send_metadata(torch.tensor([-1, *OURS[1:]]).numpy(), 3, [], 0)
+    allocated(receiver, [-1, *OURS[1:]])
     assert receiver.poll() == KVPoll.Failed
     assert not receiver.abort_notified
     assert decode.manager.is_abort_release_safe(ROOM, 0)
@@ -1047,22 +855,6 @@ def test_pages_of_a_read_that_hangs_stay(
     receiver.clear()
     assert not decode.manager.rank.ended
     until(sender, KVPoll.Success)
-
-
-def test_a_request_that_nobody_reads(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
-) -> None:
-    """Its pages are free when its lease has ended; decode gives up a request that nobody computes."""
-    prefill.manager.rank.exporter.leases.lease_s = decode.manager.rank.importer._timeout_s = 0.05
-    sender = sent(plugin, prefill, server)
-    until(sender, KVPoll.Failed)
-    with pytest.raises(Exception, match=r"expected a reader that claims it within 0\.05 s, got none"):
-        sender.failure_exception()
-    receiver = plugin.decode.Receiver(decode.manager, server.address, ROOM + 1)
-    receiver.req = request_of()
-    receiver.init(0)
-    until(receiver, KVPoll.Failed)
-    receiver.clear()
 
 
 MALFORMED = {
@@ -1218,8 +1010,7 @@ def test_stages_of_prefill(
         senders[stage].init(len(THEIRS), 2)
         senders[stage].send(torch.tensor(pages[stage]).numpy(), [], TOKENS)
         waited(stages[stage].manager.rank.publisher_of(server.address).submit(unblocked(lambda: None)))
-    until(receiver, KVPoll.WaitingForInput)
-    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    allocated(receiver)
     until(receiver, KVPoll.Success)
     for i in range(2):
         assert torch.equal(decode.rows(OURS)[:, i], stages[i].rows(pages[i])[:, i])
@@ -1244,8 +1035,7 @@ def test_context_parallelism_of_prefill(
         sender.init(len(THEIRS), 2)
         sender.send(torch.tensor(THEIRS).numpy(), [], TOKENS)
         waited(sender._publisher.submit(unblocked(lambda: None)))
-    until(receiver, KVPoll.WaitingForInput)
-    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    allocated(receiver)
     until(receiver, KVPoll.Success)
     assert torch.equal(decode.rows(OURS), first.rows(THEIRS))
     assert [sender.poll() for sender in senders] == [KVPoll.Success, KVPoll.Transferring]
@@ -1362,26 +1152,6 @@ def test_stages_that_do_not_agree(server: BootstrapServer) -> None:
         assert ask(server.address, [ROOM, ROOM + 1]) == {ROOM + 1: {"token": 3}}
 
 
-def test_with_a_key_stages_are_signed(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stage signs its own tables, and decode gets all of them, signed."""
-    access = Access(key=KEY)
-    server = BootstrapServer("127.0.0.1", 0, system=Driver(access))
-    monkeypatch.setenv("KVPLAN_KEY", SECRET.decode())
-    stages = two_ranks(plugin, monkeypatch, "prefill", 4)
-    senders = [plugin.prefill.Sender(stage.manager, server.address, ROOM) for stage in stages]
-    for sender in senders:
-        sender.req = request_of()
-        sender.init(len(THEIRS), 2)
-        sender.send(torch.tensor(THEIRS).numpy(), [], TOKENS)
-    while not (entries := ask(server.address, [ROOM], access)):
-        time.sleep(0.001)
-    handoff = Handoff.of_params(entries[ROOM]["handoff"], KEY)
-    assert handoff.blocks.keys() == {"attn.pp0", "attn.pp1"}
-    with pytest.raises(KVPlanError, match=r"PEER: .* got status 401"):
-        ask(server.address, [ROOM])
-    server.close()
-
-
 def test_a_client_chooses_no_bootstrap_server(plugin: SimpleNamespace) -> None:
     """Prefill posted handoff and first token to any address, and 300 requests held 300 threads for 30 s."""
     prefill = Side(plugin, "prefill", 4)
@@ -1408,8 +1178,7 @@ def test_engines_with_a_key(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyP
     prefill.k.fill_(3)
     receiver = received(plugin, decode, server)
     sender = sent(plugin, prefill, server)
-    until(receiver, KVPoll.WaitingForInput)
-    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    allocated(receiver)
     until(receiver, KVPoll.Success)
     assert torch.equal(decode.rows(OURS), prefill.rows(THEIRS))
     assert ask(server.address, [ROOM], access).keys() == {ROOM}
@@ -1468,10 +1237,9 @@ class Chunks:
         num_tokens = min(stop * 4, TOKENS) - start * 4
         self.sender.send(torch.tensor(THEIRS[start:stop]).numpy(), states, num_tokens)
 
-    def read(self, cached: int = 0) -> None:
+    def read(self) -> None:
         """Let decode read what is published, until nothing moves."""
-        until(self.receiver, KVPoll.WaitingForInput)
-        self.receiver.send_metadata(torch.tensor(OURS[cached // 16 :]).numpy(), 3, [], cached)
+        allocated(self.receiver)
         self.settle()
 
     def settle(self) -> None:
@@ -1509,69 +1277,6 @@ def test_a_chunk_is_read_before_the_next_one(prefill: Side, decode: Side, chunks
     until(chunks.sender, KVPoll.Success)
 
 
-@pytest.mark.parametrize("cached, first_read", [(0, 0), (16, 16), (32, 32)])
-def test_chunks_begin_where_decode_s_prefix_ends(
-    prefill: Side, decode: Side, chunks: Chunks, cached: int, first_read: int
-) -> None:
-    """Also if the prefix reaches further than what is computed."""
-    chunks.send(0, 5)
-    chunks.read(cached)
-    chunks.send(5, 10, [])
-    until(chunks.receiver, KVPoll.Success)
-    ours, theirs = decode.rows(OURS), prefill.rows(THEIRS)
-    assert torch.equal(ours[:, :, first_read:], theirs[:, :, first_read:])
-    assert not ours[:, :, :first_read].any()
-    chunks.receiver.clear()
-
-
-def test_few_positions_are_not_published_alone(prefill: Side, chunks: Chunks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two reads of little take longer than one."""
-    prefill.manager.rank.exporter._early_tokens = 24
-    published = []
-
-    def publish(entry: dict[str, Any]) -> bool:
-        published.append(entry["handoff"]["remote_num_tokens"])
-        return True
-
-    monkeypatch.setattr(chunks.sender, "_publish", publish)
-    for start, stop in ((0, 5), (5, 6), (6, 9), (9, 10)):
-        chunks.send(start, stop, [] if stop == 10 else None)
-        waited(chunks.sender._publisher.submit(unblocked(lambda: None)))
-    assert published == [24, TOKENS]
-
-
-def test_a_room_that_is_refused_is_asked_for_no_more(
-    plugin: SimpleNamespace, decode: Side, server: BootstrapServer
-) -> None:
-    """Its request fails, whatever is published afterwards."""
-    receiver = received(plugin, decode, server)
-    importer = decode.manager.rank.importer
-    record = importer._requests[receiver._name]
-    assert importer._take(receiver._name, record, {"error": "prefill has failed"}) is True
-    until(receiver, KVPoll.Failed)
-    receiver.clear()
-
-
-def test_a_claim_ends_once(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However often SGLang clears a receiver."""
-    sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
-    until(receiver, KVPoll.WaitingForInput)
-    release = decode.manager.rank.claims.release
-    ended = []
-
-    def count(*claim: Any) -> None:
-        ended.append(claim)
-        release(*claim)
-
-    monkeypatch.setattr(decode.manager.rank.claims, "release", count)
-    receiver.clear()
-    receiver.clear()
-    assert len(ended) == 1
-    until(sender, KVPoll.Success)
-
-
 @pytest.mark.parametrize("event", ["aborted", "sent as a whole", "followed by more"])
 def test_a_chunk_that_waits_is_not_published(chunks: Chunks, monkeypatch: pytest.MonkeyPatch, event: str) -> None:
     """When it could be, the request was given up, or something newer is there."""
@@ -1594,82 +1299,6 @@ def test_a_chunk_that_waits_is_not_published(chunks: Chunks, monkeypatch: pytest
     may_publish.set()
     waited(publisher.submit(unblocked(lambda: None)))
     assert published == {"aborted": [], "sent as a whole": [TOKENS], "followed by more": [28]}[event]
-
-
-def test_a_window_comes_with_the_last_chunk(plugin: SimpleNamespace, server: BootstrapServer) -> None:
-    """Prefill gives up its earlier pages while it computes."""
-    prefill, decode = Side(plugin, "prefill", 4, 7), Side(plugin, "decode", 16, 7)
-    for memory in (prefill.k, prefill.v):
-        memory.copy_(torch.randn(memory.shape))
-    chunks = Chunks(plugin, prefill, decode, server)
-    theirs, ours = [*range(20, 30)], [6, 2, 5]
-    chunks.send(0, 6)
-    until(chunks.receiver, KVPoll.WaitingForInput)
-    chunks.receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [torch.tensor(ours[1:]).numpy()], 0)
-    chunks.settle()
-    assert torch.equal(decode.rows(OURS)[:, 1, :16], prefill.rows(THEIRS)[:, 1, :16])
-    assert not decode.rows(ours)[:, 0].any()
-    chunks.send(6, 10, [torch.tensor(theirs[7:]).numpy()])
-    until(chunks.receiver, KVPoll.Success)
-    assert torch.equal(decode.rows(OURS)[:, 1], prefill.rows(THEIRS)[:, 1])
-    assert torch.equal(decode.rows(ours)[:, 0, 28:], prefill.rows(theirs)[:, 0, 28:])
-    chunks.receiver.clear()
-
-
-def test_stages_publish_chunks(
-    plugin: SimpleNamespace, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One is ahead of the other: what both have computed is read."""
-    stages = two_ranks(plugin, monkeypatch, "prefill", 4)
-    both = [Chunks(plugin, stage, decode, server) for stage in stages]
-    both[1].receiver.clear()
-    receiver = both[0].receiver
-    both[0].send(0, 5)
-    both[0].send(5, 10, [])
-    assert receiver.poll() == KVPoll.Bootstrapping
-    both[1].send(0, 5)
-    both[0].read()
-    assert torch.equal(decode.rows(OURS)[:, 0, :16], stages[0].rows(THEIRS)[:, 0, :16])
-    assert not decode.rows(OURS)[:, :, 16:].any()
-    both[1].send(5, 10, [])
-    until(receiver, KVPoll.Success)
-    for i in range(2):
-        assert torch.equal(decode.rows(OURS)[:, i], stages[i].rows(THEIRS)[:, i])
-    receiver.clear()
-    until(both[0].sender, KVPoll.Success)
-    assert both[1].sender.poll() == KVPoll.Success
-
-
-def test_a_request_that_prefill_gives_up(
-    prefill: Side, decode: Side, chunks: Chunks, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its pages are another request's at once: its lease has ended, its room empty, and decode fails."""
-    monkeypatch.setattr("kvplan.protocol.claims.RENEW_S", 0.01)
-    chunks.send(0, 6)
-    chunks.read()
-    lease = published_to(chunks.receiver).lease
-    chunks.sender.abort()
-    assert not prefill.manager.rank.exporter.leases.is_valid(lease)
-    until(chunks.receiver, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match=r"LEASE: .* got one that has ended"):
-        chunks.receiver.failure_exception()
-    chunks.receiver.clear()
-    waited(prefill.manager.rank.publisher_of(server.address).submit(unblocked(lambda: None)))
-    assert poll_rooms(server.address, {f"{ROOM}": ""}) == {}
-
-
-def test_a_request_that_is_computed_again(
-    plugin: SimpleNamespace, prefill: Side, chunks: Chunks, server: BootstrapServer
-) -> None:
-    """Its early pages may have been another request's in between: decode takes no page of the second attempt."""
-    chunks.send(0, 6)
-    chunks.read()
-    chunks.sender.abort()
-    sent(plugin, prefill, server)
-    until(chunks.receiver, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match=r"LEASE: cannot read request 5: expected more of what was published under"):
-        chunks.receiver.failure_exception()
-    chunks.receiver.clear()
 
 
 @pytest.mark.parametrize("is_polled", [False, True])
@@ -1704,21 +1333,6 @@ def test_a_request_that_both_give_up_leaves_nothing(prefill: Side, decode: Side,
     prefill.manager.rank.poll()
     assert not prefill.manager.rank.ended
     assert not decode.manager.rank._rooms_read
-
-
-def test_prefill_that_computes_no_further(chunks: Chunks) -> None:
-    """Decode waits for the next chunk as long as for the first one."""
-    chunks.send(0, 6)
-    chunks.read()
-    subscription = chunks.receiver._rank.importer._rooms._by_reader[
-        chunks.receiver._rank.importer._name_of(chunks.receiver._name)
-    ]
-    assert time.monotonic() < subscription.until < time.monotonic() + 10
-    subscription.until = time.monotonic()
-    until(chunks.receiver, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match=r"PEER: .* expected prefill to compute it within 10 s"):
-        chunks.receiver.failure_exception()
-    chunks.receiver.clear()
 
 
 def test_a_chunk_that_is_not_computed_yet_is_not_published(chunks: Chunks, server: BootstrapServer) -> None:
