@@ -106,15 +106,15 @@ class Connections:
 class PeerPlan:
     """The plan by which a worker reads from an engine: directly, or as ``staged`` says.
 
-    ``not_staged`` says why staging was left out, if it was. ``offers`` has the offer of each of the
-    engine's workers with which bytes are exchanged: with the keys to its memory they are long, and
-    fleets are large. To open all and to plan took ``seconds``.
+    ``remark`` is what an operator should know of it, if anything. ``offers`` has the offer of each
+    of the engine's workers with which bytes are exchanged: with the keys to its memory they are
+    long, and fleets are large. To open all and to plan took ``seconds``.
     """
 
     offers: Mapping[Key, bytes]
     direct: TransferPlan
     staged: StagedPlan | None = None
-    not_staged: str = ""
+    remark: str = ""
     seconds: float = 0.0
 
     def __repr__(self) -> str:
@@ -258,7 +258,7 @@ class PeerEngines:
         workers = await self._system.work(partial(self._open, source, offers, budget))
         for start in earlier:
             await self._refuse_beside(source, start)
-        plan, not_staged = await self._system.work(partial(self._fastest_plan, workers, budget))
+        plan, remark = await self._system.work(partial(self._fastest_plan, workers, budget))
         staged = plan if isinstance(plan, StagedPlan) else None
         direct = plan.direct if isinstance(plan, StagedPlan) else plan
         check_kept(direct)
@@ -266,7 +266,7 @@ class PeerEngines:
         keys = [worker.key for worker in workers]
         by_key = {key: offer for key, offer in zip(keys, offers, strict=True) if key in moving}
         seconds = self._system.monotonic() - fetched_at
-        return PeerPlan(by_key, direct, staged, not_staged, seconds)
+        return PeerPlan(by_key, direct, staged, remark, seconds)
 
     def _open(self, source: Source, offers: Sequence[bytes], budget: Budget) -> list[Worker]:
         """Return the workers in offers."""
@@ -295,7 +295,10 @@ class PeerEngines:
     def _fastest_plan(
         self, workers: list[Worker], budget: Budget
     ) -> tuple[TransferPlan | StagedPlan, str]:
-        """Return the plan that takes the least time, within a budget, and why none is staged."""
+        """Return the plan that takes the least time, within a budget, and a remark on it.
+
+        The remark says why nothing can be staged, or how much more is read than is needed.
+        """
         if self._pipeline is None:
             return self._connections.plan(self._worker, workers, budget=budget), ""
         shared = DirectReads.of(self._worker, workers, (), budget)
@@ -309,7 +312,12 @@ class PeerEngines:
             return shared.direct, ""
         if len(choice.options) == 1 and choice.refused:
             refusals = "; ".join(dict.fromkeys(map(str, choice.refused.values())))
-            return choice.best.plan, f"{choice.best} of {USUAL_TOKENS:,} tokens; {refusals}"
+            cost = f"{choice.best} of {USUAL_TOKENS:,} tokens"
+            return choice.best.plan, f"is not staged: {cost}; {refusals}"
+        needed = min(option.num_bytes for option in choice.options)
+        if choice.best.num_bytes > needed:
+            amplification = f"{choice.best.num_bytes / needed:.3g} bytes for each byte needed"
+            return choice.best.plan, f"is read in whole blocks, {amplification}"
         return choice.best.plan, ""
 
     def _advance(self, peer: PeerEngine) -> bool:
@@ -345,8 +353,8 @@ class PeerEngines:
             return True
         peer.plan = plan
         self._logger.info("%s: %r", peer.source, plan)
-        if plan.not_staged:
-            self._logger.info("%s is not staged: %s", peer.source, plan.not_staged)
+        if plan.remark:
+            self._logger.info("%s %s", peer.source, plan.remark)
         return True
 
     def _fail(self, peer: PeerEngine, error: KVPlanError) -> None:

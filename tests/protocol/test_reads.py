@@ -1229,6 +1229,19 @@ def test_a_staging_region_that_is_too_small_is_told(caplog: pytest.LogCaptureFix
         assert ("expected a staging region of at least" in caplog.text) == is_told
 
 
+def test_what_is_read_beyond_need_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Operators learn that whole blocks bring heads of other ranks, of which another layout would bring none."""
+    caplog.set_level("INFO")
+    rates = Rates("here", 0.0, 1e-3, 0.0, 0.0, 0.0)
+    for tp, told in [(1, ""), (2, "2"), (4, "4")]:
+        caplog.clear()
+        world = World(with_staging(engine("decode", tp=tp, order="NH")[0]), engine("prefill", order="NH"), rates=rates)
+        world.submit(world.read())
+        assert world.until(1)["r"].error is None
+        assert ("is read in whole blocks" in caplog.text) == bool(told)
+        assert not told or f"is read in whole blocks, {told} bytes for each byte needed" in caplog.text
+
+
 @pytest.mark.parametrize(("copy_s", "num_chunks"), [(0.0, 1), (9.0, 0)])
 def test_measured_rates_decide_what_is_staged(copy_s: float, num_chunks: int) -> None:
     """Where a copy takes long, the same engines are read directly."""
