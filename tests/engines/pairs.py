@@ -158,6 +158,9 @@ PAIRS = {
     "llama, prefill freezes under reads": Pair(
         "llama", side(), side(), "prefill_freezes_under_reads", lease_s=30, transports="tcp"
     ),
+    "llama TP 1->2, prefill freezes under reads": Pair(
+        "llama", side(), side(tp=2), "prefill_freezes_under_reads", lease_s=30, transports="tcp"
+    ),
     "llama, decode dies": Pair("llama", side(), side(), "decode_dies", lease_s=30),
     "llama 32->64 TP 1->2, two hosts": Pair("llama", side(32, **ON_HOSTS), side(64, tp=2, **ON_HOSTS), "on_two_hosts"),
     "llama 32->64, slow link": Pair("llama", side(32, **ON_HOSTS), side(64, **ON_HOSTS), "on_a_slow_link"),
