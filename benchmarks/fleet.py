@@ -5,6 +5,10 @@ registered memory, is stood in for by as many bytes of metadata. Figures are pro
 held, a peer: the time of the first half of the handshakes, and the memory of the others, since tracing memory takes
 time. Offers are fetched apart, over loopback with a key, in the time of both ends: as they are, and as they would be
 without the metadata of workers that the rank does not read. ``benchmarks.doors`` has what a message takes.
+
+A second table has what a step of the rank takes with many reads under way, where nothing has happened to them since the
+last step: their bytes still move, or have moved and the source has not yet said that the lease was valid. What NIXL
+takes to look at a transfer is left out.
 """
 
 from __future__ import annotations
@@ -19,14 +23,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any, Final
 
-from kvplan import Model, Worker, decode, encode
-from kvplan.protocol import Connections, Leases, Listener, Source
+from kvplan import Blocks, Model, Status, Transfer, Worker, decode, encode
+from kvplan.plan import ReadSpec
+from kvplan.protocol import Connections, Leases, Listener, PartialRead, Read, Reads, Source
 from kvplan.protocol.listener import Offers, fetch
 from kvplan.protocol.peer_engines import PeerEngines
+from kvplan.protocol.system import Pending
+from kvplan.testing import FakeExecutor, FakeNetwork
 from kvplan_nixl.serving import Access, Driver
 
 PEERS: Final = 32
 FETCHES: Final = 40
+STEPS: Final = 31
 ACCESS: Final = Access(key=b"a secret of all engines")
 METADATA_BYTES_PER_REGION: Final = 1600
 """130 kB of NIXL's metadata for the 80 regions of a worker, over InfiniBand."""
@@ -90,7 +98,77 @@ def fetch_ms(offers: Sequence[bytes]) -> float:
         return (time.process_time() - began) * 1e3 / FETCHES
 
 
+class Moving(FakeExecutor):
+    """Moves bytes once it ``may_move`` them."""
+
+    may_move = False
+    num_started = 0
+
+    def start(self, spec: ReadSpec, request: str) -> Transfer:
+        """Return a transfer, and count it."""
+        self.num_started += 1
+        return super().start(spec, request)
+
+    def poll(self, transfer: Transfer) -> Status:
+        """Return how far the transfer is."""
+        return super().poll(transfer) if self.may_move else transfer.status
+
+
+class Unanswered:
+    """In place of claims: no source has answered yet."""
+
+    def ask(self, source: Source, lease: str) -> Pending[None]:
+        """Return an answer that is outstanding."""
+        return Pending()
+
+
+def step_ms(reads: Reads) -> float:
+    """Return the milliseconds of processor time of a step."""
+    times = []
+    for _ in range(STEPS):
+        began = time.process_time()
+        reads.poll()
+        reads.late()
+        times.append((time.process_time() - began) * 1e3)
+    return statistics.median(times)
+
+
+def print_steps() -> None:
+    """Print a table: what a step takes, by the number of reads under way."""
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
+    model = Model.from_config(config, "m")
+    (local,), (remote,) = model.engine("decode", num_blocks=9), model.engine("prefill", num_blocks=9)
+    tables = {"attn": Blocks([1])}
+    source = Source("prefill", "1", "prefill", 1)
+    print("\n| reads under way | ms, bytes move | ms, bytes have moved |\n|---:|---:|---:|")
+    for number in (100, 1000, 10_000):
+        executor = Moving(FakeNetwork([local, remote]), local)
+        claims: Any = Unanswered()
+        system = Offering({"prefill": [offer_of(remote)]})
+        logger = logging.getLogger("fleet")
+        reads = Reads(local, executor, logger, connections=CONNECTIONS, claims=claims, system=system)
+        names = [f"request {each}" for each in range(number)]
+        for name in names:
+            span = {"attn": (0, 16)}
+            read = Read(request=name, source=source, lease=name, local=tables, remote=tables, tokens=span)
+            reads.submit(PartialRead(name, read))
+        while executor.num_started < number:
+            reads.poll()
+            time.sleep(0.001)
+        moving_ms = step_ms(reads)
+        executor.may_move = True
+        reads.poll()
+        executor.may_move = False
+        print(f"| {number:,} | {moving_ms:.2f} | {step_ms(reads):.2f} |", flush=True)
+
+
 def main() -> None:
+    """Print both tables."""
+    print_peers()
+    print_steps()
+
+
+def print_peers() -> None:
     """Print a table: bytes, processor time and memory of a peer."""
     print(
         "| model, TP of decode and prefill | offers, kB: all, needed | fetched, ms: all, needed | ms | held, kB "
