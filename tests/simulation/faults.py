@@ -316,7 +316,16 @@ FEATURE_FAULTS += [
     Fault("leases stay valid when a cache is reset", Leases, "end_all", "self._leases.clear()", "pass", seed=0, rule="GROW", features=Feature.UPDATES),
     Fault("gaps of a table move to its end", handoff, "_table_values", "blocks.ordinals - blocks.first", "range(len(blocks.ids))", seed=1, rule="RIGHT", model="windows", features=Feature.SINKS),
 ]  # fmt: skip
+FEATURE_FAULTS += [
+    Fault("names may be of any length", claims, "_checked_claim", 'at_most(MAX_NAME_BYTES, num_bytes, f"bytes of a {subject}", "claim a lease")', "pass", seed=3, rule="REFUSE", features=Feature.BAD_FIELDS),
+    Fault("the longest name is refused", claims, "_checked_claim", "at_most(MAX_NAME_BYTES,", "at_most(MAX_NAME_BYTES - 1,", seed=0, rule="REFUSE", features=Feature.BAD_FIELDS),
+    Fault("names of rooms may be of any length", room_contents, "_read_question", 'at_most(MAX_ROOM_CHARACTERS, len(room), "characters of a room\'s name", action)', "pass", seed=0, rule="REFUSE", features=Feature.BAD_FIELDS),
+    Fault("a handoff has any number of prefixes", handoff, "_read_prefixes", "len(pairs) > MAX_PREFIXES", "False", seed=12, rule="REFUSE", features=Feature.BAD_FIELDS),
+    Fault("a handoff keeps positions of a group that it lacks", Handoff, "__attrs_post_init__", "if group not in tables:", "if False:", seed=14, rule="REFUSE", features=Feature.BAD_FIELDS),
+    Fault("a block is read in part that another connector stores", Importer, "_check_siblings", "if self.siblings:", "if False:", seed=1, rule="OWN", model="windows", features=Feature.SIBLINGS),
+]  # fmt: skip
 FEATURE_VLLM_FAULTS = [
+    Fault("the importer hears of no sibling", Scheduler, "set_siblings", "self._importer.siblings = siblings", "pass", seed=1, rule="OWN", model="windows", features=Feature.SIBLINGS),
     Fault("answers are lent as prompts are", Scheduler, "_finish", "first_s=None if is_computed(request) else ttl_s", "first_s=None", seed=0, rule="END", features=TURNS),
     Fault("no answer gives way", Scheduler, "_give_way", "given = exporter.give_way(num_blocks)", "given = ()", seed=0, rule="END", features=TURNS),
     Fault("answers give way once", Scheduler, "end_exports", "self._giving_way.difference_update(requests)", "pass", seed=0, rule="END", features=TURNS),
@@ -326,6 +335,8 @@ FEATURE_VLLM_FAULTS = [
     Fault("workers are not told what to copy", Scheduler, "take_step", "KvplanMetadata(self._importer.step(), self._saves)", "KvplanMetadata(self._importer.step(), {})", seed=0, rule="OWN", features=Feature.HOST_COPIES),
 ]  # fmt: skip
 FEATURE_ROOM_FAULTS = [
+    Fault("a request waits though its claim was refused", Importer, "_check", "if refusal is not None:", "if False:", seed=0, rule="END", features=BURSTS | PREEMPTION),
+    Fault("a child takes the room of another one", Exporter, "open", "if room in self._rooms:", "if False:", seed=1, rule="LINGER", features=Feature.CHILDREN),
     Fault("the lease of a preempted request stays valid", Scheduler, "publish", "self._exporter.revoke(name)", "pass", seed=4, rule="OWN", features=BURSTS | PREEMPTION),
     Fault("a revoked lease stays valid", Exporter, "revoke", "is_claimed = self.leases.revoke(export.lease)", "is_claimed = True", seed=0, rule="GROW", features=BURSTS | PREEMPTION),
     Fault("the entry of a preempted request stays", Exporter, "revoke", "self._withdraw(export.room, export.lease)", "pass", seed=0, rule="GROW", features=BURSTS | PREEMPTION),

@@ -273,6 +273,7 @@ class VllmConnector:
             for _ in kinds
         ]
         self._scheduler.set_managers(self._managers)
+        self._scheduler.set_siblings({*site.siblings})
         self._scheduler.serve_offers(site.offers)
         self._weights, self._version = site.weights, ""
         self._workers = [WORKER.Worker(config, cache, settings, host) for _ in site.workers]

@@ -17,7 +17,6 @@ seed 1: all rules hold (581 steps; requests: 4 LEASE, 1 PROMPT, 25 right)
 
 from kvplan.testing.simulation.catalog import MODELS, GroupShape, Shape, Stages
 from kvplan.testing.simulation.engine import (
-    BrokenRuleError,
     Connector,
     EngineRequest,
     Site,
@@ -28,6 +27,7 @@ from kvplan.testing.simulation.fleet import FleetOutcome, Simulation
 from kvplan.testing.simulation.leases import LeaseConnector, Promises
 from kvplan.testing.simulation.scenario import Scenario
 from kvplan.testing.simulation.shrink import shrink
+from kvplan.testing.simulation.tasks import BrokenRuleError
 
 __all__ = [
     "MODELS",

@@ -27,6 +27,7 @@ from kvplan.testing.simulation.fabric import Fabric, Port, VirtualCopier, Virtua
 from kvplan.testing.simulation.features import Feature
 from kvplan.testing.simulation.memory import CellLabels, LabelledMemory, Numbers, prefix_labels
 from kvplan.testing.simulation.network import Host
+from kvplan.testing.simulation.tasks import BrokenRuleError
 
 TOKENS_PER_STEP: Final = 16
 """Positions of one request that an engine computes in a step, by default."""
@@ -47,14 +48,6 @@ SLICE_IDS: Final = 5
 
 Tables = dict[str, list[int]]
 """The blocks of a request by cache group, in the order of its positions."""
-
-
-class BrokenRuleError(AssertionError):
-    """A rule of the simulation does not hold: ``rule`` names it."""
-
-    def __init__(self, rule: str, message: str) -> None:
-        super().__init__(f"{rule}: {message}")
-        self.rule = rule
 
 
 class Phase(enum.Enum):
@@ -223,6 +216,7 @@ class Site:
     ``max_transfer_ids``. With ``keeps_answers`` the blocks of an answer are handed over too, for
     the next turn of its conversation. With ``has_copies`` others read copies of blocks, which are
     those that each :class:`StepReport` says. The engine computes with ``weights`` of a version.
+    Its ``siblings`` are other connectors, which store each full block of a request that is read.
     """
 
     host: Host
@@ -236,6 +230,7 @@ class Site:
     keeps_answers: bool = False
     has_copies: bool = False
     weights: Callable[[], str] = str
+    siblings: frozenset[str] = frozenset()
 
     def connections(self, executor: VirtualExecutor) -> Connections:
         """Return how workers of other engines become known to an executor of this one."""
@@ -347,6 +342,7 @@ class Engine:
         self._is_preempted = Feature.PREEMPTION in features
         self._has_copies = Feature.HOST_COPIES in features
         self._keeps_sinks = Feature.SINKS in features
+        self._stores_blocks = Feature.SIBLINGS in features
         self._is_ahead = self._is_async or self._is_preempted or self._has_copies
         # what is scheduled, the steps under way, and blocks that are free when one of them ends
         self._chunks: list[_PromptChunk] = []
@@ -396,6 +392,7 @@ class Engine:
                 keeps_answers,
                 self._has_copies,
                 lambda: self._version,
+                frozenset({"store"} if self._stores_blocks else ()),
             )
         )
         self._interval_s = 0.0
@@ -637,6 +634,8 @@ class Engine:
             request.phase = Phase.RUNNING
             request.read_s = self.host.loop.now - request.began_at
             self._trace(self.host.name, f"{name} is received")
+            if self._stores_blocks:
+                self._check_stored(request)
             self._register(request, 0, request.num_computed)
         for name in report.released:
             if name not in self._lent:
@@ -647,6 +646,23 @@ class Engine:
             self._kept.pop(name, None)
             self._free(self._lent.pop(name))
         return bool(report.failed or report.received or report.released or report.recomputed)
+
+    def _check_stored(self, request: EngineRequest) -> None:
+        """Refuse to store a full block of which some positions are not those of the request."""
+        size = self._tokens_per_block
+        for group, memory in itertools.product(self._groups, self._memories):
+            # a state is stored as it is, after its last position
+            if group.is_state:
+                continue
+            table = request.blocks[group.name]
+            for ordinal in range(request.num_computed // size):
+                span = (ordinal * size, (ordinal + 1) * size)
+                if table[ordinal] == NULL_BLOCK:
+                    continue
+                wrong = memory.wrong_position(group.name, table, request.labels, *span)
+                if wrong is not None:
+                    message = f"position {wrong[0]} of {request.name} is stored, which was not read"
+                    raise BrokenRuleError("OWN", message)
 
     def _compute(self) -> bool:
         """Compute the next positions of all requests that run."""

@@ -75,6 +75,17 @@ class Feature(enum.Flag):
     UPDATES = enum.auto()
     """Operators load other weights into all engines, one after the other, or reset caches."""
 
+    BAD_FIELDS = enum.auto()
+    """Servers get messages, and readers signed handoffs, of which one field breaks its format.
+
+    They are refused. Messages at the limits of their format come too, and are answered."""
+
+    SIBLINGS = enum.auto()
+    """Engines have another connector, which stores each full block that was read."""
+
+    CHILDREN = enum.auto()
+    """Requests ask for several answers: their children come at once, with the same parameters."""
+
     STORE = enum.auto()
     """Engines save what they have computed in a store, and load prefixes from it.
 

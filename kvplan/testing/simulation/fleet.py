@@ -8,7 +8,8 @@ These rules hold in every step, or the simulation ends with an error that names 
 - END: each request ends, right or with an error of kvplan, within :data:`END_S` and a lease for
   each request of the fleet: so long may blocks stay that others wait for. One of which a transfer
   has failed ends in the step that sees it, also if bytes may still land. One that is read from
-  an engine that dies ends within :data:`LOST_S` of its own engine's clock.
+  an engine that dies ends within :data:`LOST_S` of its own engine's clock. One that is read when
+  its engine hears that it holds no lease ends within :data:`REFUSED_S`, where all else is quiet.
 - RIGHT: a request that is read once, soon and to its end does not fail without an excuse: a fault
   that explains its error.
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right. Where
@@ -18,6 +19,8 @@ These rules hold in every step, or the simulation ends with an error that names 
   more than :data:`LOST_S` after the last byte has landed.
 - FREE: when all requests have ended and all leases are over, all blocks are free.
 - GROW: then no connector remembers a request, and no coroutine runs.
+- REFUSE: a server refuses messages that break their format and answers others; a request whose
+  handoff breaks it is not read.
 - REPORT: a connector reports nothing of a request that is neither read nor exported.
 - CRASH: no coroutine and no step of an engine ends with an error.
 """
@@ -25,6 +28,7 @@ These rules hold in every step, or the simulation ends with an error that names 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 import traceback
@@ -42,14 +46,15 @@ from kvplan._checks import integer
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan
+from kvplan.protocol.lease_check import ASK_S
 from kvplan.protocol.leases import LEASE_S
+from kvplan.protocol.system import ANSWER_S
 from kvplan.testing.simulation.catalog import Catalog
 from kvplan.testing.simulation.engine import (
     LOST_S,
     STEP_S,
     TOKENS_PER_STEP,
     BlockPool,
-    BrokenRuleError,
     Connector,
     Engine,
     EngineRequest,
@@ -58,6 +63,8 @@ from kvplan.testing.simulation.engine import (
 )
 from kvplan.testing.simulation.fabric import Fabric, Trouble, VirtualCopier, VirtualExecutor
 from kvplan.testing.simulation.features import Feature
+from kvplan.testing.simulation.leases import KEY
+from kvplan.testing.simulation.malformed import bad_handoff
 from kvplan.testing.simulation.memory import NUMBER_BITS, Numbers
 from kvplan.testing.simulation.network import MALFORMED, Disturbance, Host, Network
 from kvplan.testing.simulation.scenario import (
@@ -73,13 +80,16 @@ from kvplan.testing.simulation.scenario import (
     Update,
     Visit,
 )
-from kvplan.testing.simulation.tasks import TaskLoop
+from kvplan.testing.simulation.tasks import BrokenRuleError, TaskLoop
 
 END_S: Final = 150.0
 """Seconds within which a request ends, beside freezes and a lease for each request."""
 
 QUICK_S: Final = 4.5
 """Seconds of the slowest clock within which a request is read long after the last fault."""
+
+REFUSED_S: Final = ASK_S + 2 * ANSWER_S
+"""Seconds of the slowest clock within which a request ends whose claim was refused."""
 
 LINGER_S: Final = 5.0
 """Seconds of the slowest clock for which blocks stay after the last reader, if nothing is wrong."""
@@ -214,8 +224,10 @@ class Fleet:
         self._make_params = make_params
         self._tokens_per_step = tokens_per_step
         self._params: list[Mapping[str, Any]] = []
+        self._family_params: dict[str, Mapping[str, Any]] = {}
         self._forgery = random.Random(f"{scenario.seed} forgery")
         self._handoffs: list[Mapping[str, Any]] = []
+        self._breach_random = random.Random(f"{scenario.seed} bad handoffs")
         # the requests with an earlier one's parameters, and when prefill has computed each
         self._repeated: set[str] = set()
         self._computed_at: dict[str, float] = {}
@@ -318,7 +330,31 @@ class Fleet:
             self.scenario.features,
             self._versions.get(member.name, ""),
         )
+        host.hearers.append(partial(self._hear, self._engines[host.name]))
         self._trace(host.name, f"start {number}")
+
+    def _hear(self, engine: Engine, path: str, sent: bytes, answer: bytes) -> None:
+        """Expect the end of requests of which an engine hears that their claims are refused."""
+        if path != "/claims":
+            return
+        try:
+            are_valid = json.loads(answer)["claims"]
+            claims = [*zip(json.loads(sent)["claims"], are_valid, strict=True)]
+        except (ValueError, TypeError, KeyError):
+            # somebody has garbled it
+            return
+        for (_, reader), is_valid in claims:
+            request = engine.requests.get(reader.rpartition(" ")[2])
+            if is_valid is False and request is not None and request.phase is Phase.READING:
+                check = partial(self._check_refusal, engine, request, self.loop.now)
+                self.loop.at(self.loop.now + REFUSED_S / self._slowest, check)
+
+    def _check_refusal(self, engine: Engine, request: EngineRequest, since: float) -> None:
+        """Refuse to read on long after the reader has heard that it holds no lease."""
+        is_quiet = self.scenario.is_quiet(since - SETTLE_S / self._slowest, self.loop.now)
+        if request.phase is Phase.READING and is_quiet and not engine.host.is_dead:
+            message = f"{request.name} waits, whose claim was refused in {engine.host.name}"
+            raise BrokenRuleError("END", message)
 
     def _step_s_of(self, member: Member) -> float:
         """Return how long a step of an engine takes that computes."""
@@ -365,7 +401,18 @@ class Fleet:
         # an answer is kept for a while only, and gives way
         is_gone = arrival.name in self._turns and error.code == "LEASE"
         is_repeated = is_gone or arrival.name in self._repeated
+        if self._is_unstorable(error):
+            return True
         return is_repeated or self._is_slow(arrival) or self.scenario.may_fail(error.code)
+
+    def _is_unstorable(self, error: KVPlanError) -> bool:
+        """Return whether a request fails since a block of it would be stored that lacks bytes.
+
+        Where all blocks are of one size, none lacks bytes.
+        """
+        sizes = {member.shape.tokens_per_block for member in self.scenario.members}
+        has_siblings = Feature.SIBLINGS in self.scenario.features
+        return has_siblings and len(sizes) > 1 and error.code == "BLOCKS"
 
     def _is_slow(self, arrival: Arrival) -> bool:
         """Return whether the readers of a request have waited long for prefill."""
@@ -490,6 +537,9 @@ class Fleet:
         """Return the parameters that a proxy makes for both engines, None if prefill makes them."""
         if self._make_params is None:
             return None
+        if arrival.child_of in self._family_params:
+            self._repeated.add(arrival.name)
+            return self._family_params[arrival.child_of]
         params = self._make_params(prefill.host.name, self._random)
         # when faults are over, nobody makes the same parameters twice
         while params in self._params and self.loop.now >= HEALED_S:
@@ -497,6 +547,7 @@ class Fleet:
         if params in self._params:
             self._repeated.add(arrival.name)
         self._params.append(params)
+        self._family_params[arrival.name] = params
         return params
 
     def _visit_all(
@@ -541,6 +592,7 @@ class Fleet:
         facts = arrival.facts if visit.facts is None else visit.facts
         request = self._request(name, tokens, arrival.num_answer, ended, facts)
         request.params = self._as_it_comes(arrival, params)
+        self._send_malformed(engine, request, params)
         self._submit(engine, request, visit.patience_s)
 
     def _check_quick(self, readers: _Readers, request: EngineRequest) -> None:
@@ -607,6 +659,40 @@ class Fleet:
         self._repeated.add(arrival.name)
         return {**params, key: draw.choice(values)}
 
+    def _send_malformed(
+        self, engine: Engine, request: EngineRequest, params: Mapping[str, Any]
+    ) -> None:
+        """Send a few requests like one before it, with handoffs that break their format."""
+        has_handoff = "remote_signature" in params and params.get("remote_block_ids")
+        if Feature.BAD_FIELDS not in self.scenario.features or not has_handoff:
+            return
+        draw = self._breach_random
+        for number in range(draw.choice((0, 1, 3)) if self.loop.now < HEALED_S else 0):
+            name = f"{request.name}/malformed-{number}"
+            handoff = bad_handoff(params, KEY.sign, draw)
+            self._send_refused(engine, name, request, handoff)
+
+    def _send_refused(
+        self, engine: Engine, name: str, like: EngineRequest, params: Mapping[str, Any]
+    ) -> None:
+        """Send a request that must be refused."""
+
+        def ended(answer: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
+            self._check_refused(engine, refused)
+
+        refused = self._request(name, (*like.tokens,), 1, ended, like.facts)
+        refused.params = params
+        self._submit(engine, refused, None)
+
+    def _check_refused(self, engine: Engine, request: EngineRequest) -> None:
+        """Refuse to read, or to wait long for, a request whose handoff breaks its format."""
+        if not request.began_at or engine.host.thaws_at > request.began_at:
+            return
+        is_quick = (self.loop.now - request.began_at) * self._slowest <= QUICK_S
+        if request.is_complete or not is_quick:
+            message = f"{request.name} is read, whose handoff breaks its format: {request.params}"
+            raise BrokenRuleError("REFUSE", message)
+
     def _engine_of(self, name: str) -> Engine:
         """Return the engine that a request comes to: half of them to a rival, while it lives."""
         engine = self._engines[name]
@@ -649,7 +735,8 @@ class Fleet:
         errors = dict[str, KVPlanError | None]()
 
         def note(arrival: Arrival, error: KVPlanError | None) -> None:
-            errors[arrival.name] = None if self._is_slow(arrival) else error
+            is_excused = self._is_slow(arrival) or (error and self._is_unstorable(error))
+            errors[arrival.name] = None if is_excused else error
 
         living = [name for name, engine in self._engines.items() if not engine.host.is_dead]
         for prefill in living:

@@ -110,6 +110,7 @@ class LeaseConnector:
         self._importer = Importer(
             groups, claims, reader, KEY, weights=site.weights, to_block_end=True
         )
+        self._importer.siblings |= site.siblings
         self._arrived: dict[str, EngineRequest] = {}
         self._has_copies = site.has_copies
         self._keeps_answers = site.keeps_answers

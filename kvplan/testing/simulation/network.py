@@ -14,7 +14,8 @@ import attrs
 from kvplan.errors import KVPlanError
 from kvplan.protocol.system import Route, Signal, System
 from kvplan.testing.simulation.features import NO_FEATURES, Feature
-from kvplan.testing.simulation.tasks import FOREVER, Task, TaskLoop
+from kvplan.testing.simulation.malformed import breach_of
+from kvplan.testing.simulation.tasks import FOREVER, BrokenRuleError, Task, TaskLoop
 
 T = TypeVar("T")
 
@@ -96,6 +97,8 @@ class Network:
         self.loop = loop
         self._has_strays = Feature.GARBLED_MESSAGES in features
         self._stray_random = random.Random(f"{seed} strays")
+        self._has_breaches = Feature.BAD_FIELDS in features
+        self._breach_random = random.Random(f"{seed} breaches")
         self.disturbances = disturbances
         self._random = random.Random(f"{seed} network")
         self.servers: dict[str, VirtualServer] = {}
@@ -138,6 +141,29 @@ class Network:
 
         self.loop.at(self.loop.now + 0.01 * draw.random(), deliver)
 
+    def send_breach(self, address: str, path: str, sent: bytes) -> None:
+        """Send a message with a field that breaks its format, sometimes, which must be refused."""
+        draw = self._breach_random
+        if not self._has_breaches or draw.random() > 0.3:
+            return
+        breach = breach_of(path, sent, draw)
+        if breach is None:
+            return
+        path, message, is_right = breach
+
+        def check(answer: tuple[int, bytes]) -> None:
+            if (answer[0] == 200) != is_right:
+                text = f"{address} answers {answer[0]} at {path} to {message[:200]!r}"
+                raise BrokenRuleError("REFUSE", text)
+
+        def deliver() -> None:
+            server = self.servers.get(address)
+            # only some servers have each page
+            if server is not None and server.has_page(path):
+                server.answer(path, message, check)
+
+        self.loop.at(self.loop.now + 0.01 * draw.random(), deliver)
+
     def garble(self, source: str, target: str, answer: bytes) -> bytes:
         """Return an answer as it comes to the host that has asked."""
         now = self.loop.now
@@ -170,6 +196,10 @@ class VirtualServer:
         # another start may listen at the address
         if self.host.network.servers.get(self.address) is self:
             del self.host.network.servers[self.address]
+
+    def has_page(self, path: str) -> bool:
+        """Return whether there is an answer to what is sent to a path."""
+        return f"POST /{path.split('/')[1]}" in self.routes
 
     def answer(
         self, path: str, sent: bytes | None, reply: Callable[[tuple[int, bytes]], None]
@@ -240,8 +270,9 @@ class Host(System):
     """The machine of one start of an engine, with a clock of its own.
 
     The clock runs at ``rate`` and began at ``offset_s``. A frozen host does nothing, and hears
-    later what was sent to it; a dead one never again. Addresses that a request names pass
-    ``check``.
+    later what was sent to it; a dead one never again. The ``witnesses`` learn of a message and its
+    answer when the host gives it, the ``hearers`` when the host gets it. Addresses that a request
+    names pass ``check``.
     """
 
     name: str
@@ -250,6 +281,7 @@ class Host(System):
     rate: float = 1.0
     offset_s: float = 0.0
     witnesses: list[Callable[[str, bytes, bytes], None]] = attrs.field(factory=list)
+    hearers: list[Callable[[str, bytes, bytes], None]] = attrs.field(factory=list)
     check: Callable[[str], object] = lambda _: None
     _state: dict[str, float] = attrs.field(
         factory=lambda: {"dead": 0.0, "frozen_until": 0.0, "spent": 0.0}
@@ -359,6 +391,7 @@ class Host(System):
         )
         if sent is not None:
             self.network.send_stray(address, path, sent)
+            self.network.send_breach(address, path, sent)
         # the time of this host's clock
         deadline = self.loop.now + timeout_s / self.rate
         # a task may be woken before its answer has come
@@ -372,6 +405,8 @@ class Host(System):
             got = exchange.reason or f"status {exchange.answer and exchange.answer[0]}"
             expected = f"an answer within {timeout_s:g} s"
             raise KVPlanError("PEER", f"reach {peer}", expected=expected, got=got)
+        for hearer in self.hearers:
+            hearer(path, sent or b"", exchange.answer[1])
         return exchange.answer[1]
 
     def _arrive(

@@ -93,7 +93,7 @@ class Arrival:
 
     Its client aborts prefill after ``patience_s``. Its ``turns`` follow each answer that is kept.
     A second ``attempt`` is another request of the same name, which comes when the engine has freed
-    the blocks of the first one.
+    the blocks of the first one. A child comes with the parameters of the request ``child_of``.
     """
 
     at: float
@@ -106,6 +106,7 @@ class Arrival:
     facts: tuple[tuple[int, str], ...] = ()
     turns: tuple[Turn, ...] = ()
     attempt: int = 0
+    child_of: str = ""
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -131,6 +132,7 @@ class Arrival:
             patience_s=None,
             turns=tuple(turns),
             attempt=0,
+            child_of="",
         )
 
     @property
@@ -495,6 +497,24 @@ def _with_repeats(arrivals: list[Arrival], draw: random.Random) -> list[Arrival]
     return repeated
 
 
+def _with_children(arrivals: list[Arrival], draw: random.Random) -> list[Arrival]:
+    """Give some requests one or two children, of which each wants an answer of its own."""
+    families = list[Arrival]()
+    for arrival in arrivals:
+        families.append(arrival)
+        if arrival.attempt or draw.random() < 0.5:
+            continue
+        for number in range(draw.choice((1, 2))):
+            at = min(arrival.at + draw.choice((0.0, 0.0, 0.05)) * draw.random(), HEALED_S - 1)
+            name = f"{arrival.name}-{number}"
+            num_answer = draw.randint(1, arrival.num_answer)
+            child = attrs.evolve(
+                arrival, at=at, name=name, num_answer=num_answer, turns=(), child_of=arrival.name
+            )
+            families.append(child)
+    return families
+
+
 def _with_updates(scenario: Scenario, draw: random.Random) -> Scenario:
     """Let two or three updates begin when requests are there, and end before all faults do."""
     arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
@@ -563,6 +583,7 @@ _CHANGES: Final = MappingProxyType(
         Feature.RESTARTS: _with_restarts,
         Feature.TURNS: _with_turns,
         Feature.REPEATS: _arrivals(_with_repeats),
+        Feature.CHILDREN: _arrivals(_with_children),
         Feature.UPDATES: _with_updates,
         Feature.STORE: _with_store,
     }

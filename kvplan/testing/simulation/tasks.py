@@ -16,6 +16,14 @@ import attrs
 FOREVER: Final = float("inf")
 
 
+class BrokenRuleError(AssertionError):
+    """A rule of the simulation does not hold: ``rule`` names it."""
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(f"{rule}: {message}")
+        self.rule = rule
+
+
 @attrs.define(eq=False)
 class Event:
     """Something that happens at a time, unless it is cancelled."""
