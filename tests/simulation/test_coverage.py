@@ -45,7 +45,7 @@ WHY_UNCALLED = {
     "no other connectors, and a fleet makes the copies in main memory": (
         *("Scheduler.set_siblings", "Worker.save", "Worker.set_copies"),
     ),
-    "vLLM's stand-in compares no digests": ("Scheduler.take_digests", "Worker.take_report"),
+    "vLLM's stand-in compares no digests": ("Scheduler.take_digests",),
     "a proxy's address is right": ("Importer.refuse",),
     "SGLang's stand-in has no use for it": (
         *("Exporter.is_open", "PrefillRank.is_written", "Receiver.ensure_abort_notified"),

@@ -367,6 +367,9 @@ class VllmConnector:
             worker.start_step(metadata)
             results = worker.results()
             assert results.finished_sending == metadata.released
+            # the scheduler hears of failures by the worker's report too
+            report = worker.take_report()
+            assert results.failed_recving == (set() if report is None else report.failed)
             for name in sorted(results.failed_recving):
                 failed.setdefault(name, worker._reads.errors[name])
             # vLLM waits for the reports of all workers
