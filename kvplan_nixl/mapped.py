@@ -1,10 +1,10 @@
 """MappedExecutor: reads and writes a peer's memory, mapped into this process, by a kernel.
 
-It is a :class:`~kvplan_nixl.executor.NixlExecutor`, beside whose envelope travel handles of the
-worker's memory, signed like the rest. Where a peer is on this host and all regions of its handles
-can be mapped, bytes move by one kernel that has the plan (:mod:`kvplan_nixl.kernel`), and a request
-lists no descriptor ids. With other peers they move through NIXL. Notices, connections and the rules
-of both are the same:
+It is a :class:`~kvplan_nixl.executor.NixlExecutor` whose envelope also has handles of the worker's
+memory, signed like the rest. Where a peer is on this host and all regions of its handles can be
+mapped, bytes move by one kernel that has the plan (:mod:`kvplan_nixl.kernel`), and a request lists
+no descriptor ids. With other peers they move through NIXL. Connections are the same for both, and
+so are the rules, with these:
 
 - nixl.P1: A copy runs to its end: a transfer that is cancelled, or whose peer is disconnected by
   force, stays RUNNING until the copy no longer touches memory. :meth:`MappedExecutor.close` waits

@@ -3,10 +3,9 @@
 An engine's own objects know addresses, shapes and strides, and which layers share a block table.
 The model knows which tensors a layer caches, and a :class:`RankInfo` which part of them this worker
 holds. :func:`vllm_model` and :func:`sglang_model` read a model off a running engine, so no
-configuration is needed. The
-functions here read the objects by their attributes and import no engine, so any object with the
-same attributes works. They refuse objects that contradict the model or each other, with both
-values.
+configuration is needed. The functions here read the objects by their attributes and import no
+engine, so any object with the same attributes works. They refuse objects that contradict the model
+or each other, with both values.
 
 The worker has a group for each block table of the engine, in the engine's order. A group has the
 name that the model gives the group of its first layer (``attn``, ``swa``, ``state``); a second

@@ -432,7 +432,7 @@ def _check_unknown(config: Config, family: Family) -> None:
 
 
 def _is_of_layers(value: Any, num_layers: Any) -> bool:
-    """Return whether a value that nobody knows may say something else of each layer."""
+    """Return whether the value of an unknown key may differ by layer."""
     if isinstance(value, Mapping):
         return bool(value) and all(str(key).isdecimal() for key in value)
     # A pattern such as MEM*M, and no word such as silu.

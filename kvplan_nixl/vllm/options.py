@@ -51,8 +51,8 @@ HARMLESS: Final[Mapping[str, Reasons]] = MappingProxyType(
             "watchdog_config": "when an engine that hangs is ended",
         },
         "ModelConfig": {
-            "runner": "engines that hand over caches generate",
-            "convert": "engines that hand over caches generate",
+            "runner": "of pooling models; an engine that transfers a cache generates",
+            "convert": "of pooling models; an engine that transfers a cache generates",
             "tokenizer": "requests have their tokens",
             "tokenizer_mode": "requests have their tokens",
             "tokenizer_revision": "requests have their tokens",
@@ -88,7 +88,7 @@ HARMLESS: Final[Mapping[str, Reasons]] = MappingProxyType(
             "logits_processors": SAMPLING,
             "io_processor_plugin": REQUESTS,
             "renderer_num_workers": INPUTS,
-            "pooler_config": "engines that hand over caches generate",
+            "pooler_config": "of pooling models; an engine that transfers a cache generates",
         },
         "CacheConfig": {
             "block_size": BLOCKS,
@@ -144,7 +144,7 @@ HARMLESS: Final[Mapping[str, Reasons]] = MappingProxyType(
             "default_mm_loras": "a request has the adapter that it gets by it",
             "specialize_active_lora": KERNEL,
             "enable_mixed_moe_lora_format": KERNEL,
-            "max_lora_cls_labels": "engines that hand over caches generate",
+            "max_lora_cls_labels": "of pooling models; an engine that transfers a cache generates",
         },
         "MultiModalConfig": {
             "language_model_only": "it refuses inputs other than text",
