@@ -51,11 +51,11 @@ from kvplan.protocol import Leases, Listener, Source
 from kvplan.protocol.claims import ClaimMessage, send_claims
 from kvplan.protocol.keys import SharedKey
 from kvplan.protocol.listener import fetch
+from kvplan_nixl.proxy import USAGE
 from kvplan_nixl.serving import Access, Driver, access
 from kvplan_nixl.serving.access import Asked, Proof
 from kvplan_nixl.serving.store import FileBackend, Limits, StoreClient, evict
 from kvplan_nixl.vllm import proxy
-from kvplan_nixl.vllm.proxy import USAGE
 
 PROXY: Final = "proxy"
 KEY: Final = b"a key that attackers lack"

@@ -7,7 +7,7 @@ The packages are ``vllm`` and ``sglang``, one engine's connectors each, over ``s
     memory of the same host    cma, mapping, mapped, kernel
     copies, zeros, digests     rearrange, calibrate, digest, digest_kernel
     what connectors share      settings, identity, weights, reads, mover
-    for operators              doctor, probe
+    for operators              doctor, probe, proxy
 
 All calls of NIXL are in ``agent``. The names below load on first use, so that ``python -m
 kvplan_nixl`` can say which package is missing.

@@ -272,8 +272,9 @@ MORE: dict[str, set[str]] = {
     "digest": {"torch"},
     "digest_kernel": TENSORS,
     "kernel": TENSORS,
+    "proxy": PROXY,
     "vllm.proxy": PROXY,
-    "sglang.proxy": {*PROXY, "vllm.proxy"},
+    "sglang.proxy": PROXY,
 }
 """What some modules import beyond what their room may, each for a reason of its own."""
 

@@ -10,9 +10,9 @@ import pytest
 
 from kvplan import Budget
 from kvplan.protocol import leases, rooms, system
+from kvplan_nixl import proxy
 from kvplan_nixl.serving import access, addresses, http
 from kvplan_nixl.sglang import bootstrap
-from kvplan_nixl.vllm import proxy
 from tests.pages import ROOT
 
 PAGE = (ROOT / "docs" / "SECURITY.md").read_text()

@@ -32,11 +32,11 @@ from kvplan import KVPlanError
 from kvplan.protocol import Rooms
 from kvplan.protocol.room_contents import is_partial
 from kvplan.protocol.system import TOKEN_BYTES
+from kvplan_nixl import proxy
+from kvplan_nixl.proxy import LOGGER, SHARED, TRANSFER, Answering, Body, Engines, Proxy
 from kvplan_nixl.serving import Driver
 from kvplan_nixl.settings import Settings, secrets_of_environment
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish, withdraw
-from kvplan_nixl.vllm import proxy
-from kvplan_nixl.vllm.proxy import LOGGER, TRANSFER, Answering, Body, Engines, Proxy
 
 ROOM_BITS: Final = 62
 """SGLang keeps a room in a signed integer of 64 bits."""
@@ -181,10 +181,7 @@ class FromSglang(_WithRooms):
         return entry
 
 
-SHARED: Final = [each for each in proxy.main.params if each.name in ("prefill", "decode", "port")]
-
-
-@click.command(params=SHARED)
+@click.command(params=[*SHARED])
 @click.option(
     "--bootstrap",
     metavar="HOST:PORT",
@@ -193,7 +190,6 @@ SHARED: Final = [each for each in proxy.main.params if each.name in ("prefill", 
     help="The bootstrap server of each prefill engine, in their order, if SGLang is prefill. "
     "Without it vLLM is prefill, and SGLang decode.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where clients reach it.")
 @click.option(
     "--rooms-host",
     default="127.0.0.1",

@@ -31,16 +31,16 @@ from aiohttp import (
 from aiohttp.test_utils import make_mocked_request
 from click.testing import CliRunner
 
-from kvplan_nixl.vllm.proxy import (
+from kvplan_nixl.proxy import (
     BUSY,
     IDLE_SINCE,
     MAX_BODY_BYTES,
     MAX_IDLE,
     MAX_PARTS,
     MAX_PROMPTS,
-    main,
     refusing,
 )
+from kvplan_nixl.vllm.proxy import main
 from tests.pages import ROOT
 
 NUM_CLIENTS = 300
@@ -166,7 +166,7 @@ class Running:
         """Starts the proxy of a package. Returns the line by which it says that it serves."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.port: int = server.getsockname()[1]
-        limits = f"from kvplan_nixl.vllm import proxy; vars(proxy).update({dict(constants)})"
+        limits = f"from kvplan_nixl import proxy; vars(proxy).update({dict(constants)})"
         code = f"{limits}; from {module}.proxy import main; main()"
         command = [sys.executable, "-c", code, "--port", f"{self.port}", *options]
         for side, ports in (("--prefill", prefills), ("--decode", decodes)):

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from kvplan_nixl.proxy import Engines
 from kvplan_nixl.serving import Driver
 from kvplan_nixl.sglang.bootstrap import BootstrapServer
 from kvplan_nixl.sglang.proxy import ToSglang, main
-from kvplan_nixl.vllm.proxy import Engines
 from tests.blocking import ask, publish
 from tests.serving.test_kept_connections import until
 from tests.serving.test_proxy import Body, Engine, Request, Running, generate, started
