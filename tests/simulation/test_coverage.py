@@ -42,9 +42,7 @@ UNREACHED_TRANSITIONS = {
 WHY_UNCALLED = {
     "it closes an engine, which dies in a fleet": ("Claims.close", "Scheduler.close", "Worker.close"),
     "a stand-in makes the worker's reads, and has no tensors": ("Worker.envelope", "Worker.register"),
-    "no other connectors, and a fleet makes the copies in main memory": (
-        *("Scheduler.set_siblings", "Worker.save", "Worker.set_copies"),
-    ),
+    "a fleet makes the copies in main memory": ("Worker.save", "Worker.set_copies"),
     "vLLM's stand-in compares no digests": ("Scheduler.take_digests",),
     "a proxy's address is right": ("Importer.refuse",),
     "SGLang's stand-in has no use for it": (
