@@ -442,10 +442,11 @@ ROW_PAIRS: Final[Mapping[str, tuple[str, int, int, Mapping[str, str]]]] = {
     "llama 64->16": ("llama", 64, 16, {}),
     "llama 48->64": ("llama", 48, 64, {}),
     "llama 16->64, LBNHC to BLHNC": ("llama", 16, 64, {"VLLM_KV_CACHE_LAYOUT": "LBNHC"}),
+    "llama 16->64, BHLNC to BLHNC": ("llama", 16, 64, {"VLLM_KV_CACHE_LAYOUT": "BHLNC"}),
     "gemma-3 16->64": ("gemma-3", 16, 64, {}),
     "granite-hybrid": ("granite-hybrid", 0, 0, {}),
 }
-"""The model, block sizes of both sides (0: vLLM's own), and prefill's environment."""
+"""The model, block sizes of both sides (0: vLLM's own), and prefill's environment. With one, decode has BLHNC."""
 
 
 def started(stack: ExitStack, name: str, settings: Mapping[str, Any], variables: Mapping[str, str]) -> Any:

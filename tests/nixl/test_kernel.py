@@ -98,7 +98,7 @@ def test_listed_ids_and_torch_move_the_same(case: Case, operation: str, by_torch
 
 
 PAIRS = [
-    ("gemma-3-27b", {"tp": 2, "tokens_per_block": 16}, {"tp": 4, "tokens_per_block": 48}),
+    ("gemma-3-27b", {"tp": 2, "tokens_per_block": 16, "layout": "BHLNC"}, {"tp": 4, "tokens_per_block": 48}),
     ("deepseek-v3.2", {"tokens_per_block": 64}, {"tp": 2, "tokens_per_block": 16}),
     ("granite-4.0-h-tiny", {"tp": 1}, {"tp": 2}),
     ("qwen2.5-1.5b", {"tokens_per_block": 16, "layout": "BLHNC"}, {"tokens_per_block": 64, "layout": "BLHNC"}),
