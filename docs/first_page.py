@@ -1,4 +1,4 @@
-"""What mkdocs does with pages (``hooks`` in ``mkdocs.yml``): the first one is the README, and guides are found first."""
+"""What mkdocs does with pages (``hooks`` in ``mkdocs.yml``): the first is the README, and guides are found first."""
 
 from __future__ import annotations
 
