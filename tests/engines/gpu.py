@@ -160,10 +160,12 @@ def kernel_row(channel: Connection, length: int, total: int, pool: int, device: 
         if device != "cpu":
             torch.cuda.synchronize()
 
+    assert channel.poll(left_s(READ_S[0])), "the source does not start"
+    envelope = channel.recv_bytes()
     try:
         with make_executor(worker_in("reader", memory, length), map_memory=True) as executor:
-            assert channel.poll(left_s(READ_S[0])), "the source does not start"
-            remote = executor.connect(channel.recv_bytes())
+            remote = executor.connect(envelope)
+            assert remote.views[0].block_stride_bytes == length, "the source is behind"
             plan: TransferPlan = plan_reads(executor.worker, [remote])
             executor.prepare(plan)
             is_mapped = isinstance(executor, MappedExecutor) and executor.maps(remote)

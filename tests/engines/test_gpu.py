@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,24 @@ def test_rows_of_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr(gpu, "is_over", lambda: True)
     assert judged({"first": fails}) is None
     assert "| first | not begun: time is over |" in capsys.readouterr().out
+
+
+def test_a_source_that_is_late_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of one row that comes in the time of the next one is not read, and the row after is right again."""
+    pools = [(1 << 16, 512), (1 << 16, 1024), (1 << 16, 2048)]
+    channel, theirs = multiprocessing.Pipe()
+    source = threading.Thread(target=gpu.own_memory, args=(theirs, pools, "cpu"))
+    monkeypatch.setattr(gpu, "READ_S", [0.0])
+    with pytest.raises(AssertionError, match="the source does not start"):
+        gpu.kernel_row(channel, 512, 1 << 14, 1 << 16, "cpu")
+    source.start()
+    monkeypatch.setattr(gpu, "READ_S", [60.0])
+    with pytest.raises(AssertionError, match="the source is behind"):
+        gpu.kernel_row(channel, 1024, 1 << 14, 1 << 16, "cpu")
+    _, is_right = gpu.kernel_row(channel, 1024, 1 << 14, 1 << 16, "cpu")
+    assert is_right
+    channel.close()
+    source.join()
 
 
 @pytest.mark.parametrize("part", ["speed", "steps", "ways"])
