@@ -307,7 +307,7 @@ class StoreConnector(VllmConnector):
         ended = list[str]()
         reports = []
         for worker in self._store_workers:
-            worker.begin(metadata)
+            worker.start_step(metadata)
             results = worker.results()
             self._failed |= results.failed_recving
             self._num_saved.update(sorted(results.finished_sending))
@@ -342,7 +342,7 @@ class StoreConnector(VllmConnector):
         self._chosen.pop(request.name, None)
         with WORLD.on(self._host):
             request.is_saved = self._store.begin_save(self._seen(request), self._ids(request))
-        self._store_state.end(request.name)
+        self._store_state.forget(request.name)
         if params is not None:
             self._exported.add(request.name)
         if request.is_saved or params is not None:

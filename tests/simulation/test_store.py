@@ -95,7 +95,9 @@ def test_a_fault_of_the_store_is_found(fleets: StoreFleets, fault: Fault) -> Non
 def test_a_seed_is_one_run(fleets: StoreFleets) -> None:
     """Though threads search, save, load and evict."""
     scenario = Scenario.of(0, features=Feature.STORE)
-    assert fleets.run(scenario).trace == fleets.run(scenario).trace
+    outcome = fleets.run(scenario)
+    assert outcome.rule == "", str(outcome)
+    assert fleets.run(scenario).trace == outcome.trace
 
 
 def test_a_failure_of_a_store_is_shrunk(fleets: StoreFleets) -> None:
