@@ -16,13 +16,15 @@ pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
 
 PROBE = """
 import inspect, json, sys
+from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES as choices
 from sglang.srt.disaggregation import decode, prefill, utils
 from sglang.srt.managers import disagg_service
+from sglang.srt.model_executor.model_runner_components import weight_updater
 from sglang.srt.plugins import load_plugins
 
 def everything():
     found = {}
-    for module in (decode, prefill, utils, disagg_service):
+    for module in (decode, prefill, utils, disagg_service, weight_updater):
         for name, value in vars(module).items():
             found[f"{module.__name__}.{name}"] = value
             if inspect.isclass(value) and value.__module__ == module.__name__:
@@ -33,14 +35,25 @@ def changed(before):
     now = everything()
     return sorted(name.rpartition("sglang.srt.")[2] for name in now if before.get(name) is not now[name])
 
+def classes(backend):
+    return [utils.get_kv_class(backend, kind).__name__ for kind in utils.KVClassType if kind.name != "BOOTSTRAP_SERVER"]
+
 before = everything()
-members = list(utils.TransferBackend)
+members, fake = [*utils.TransferBackend], classes(utils.TransferBackend.FAKE)
 load_plugins()
 loaded = changed(before)
-same = list(utils.TransferBackend) == members
+same = [*utils.TransferBackend] == members and classes(utils.TransferBackend.FAKE) == fake
 imported = sorted(name for name in sys.modules if name.startswith(("nixl", "kvplan")))
-asked = utils.TransferBackend("kvplan").value
-print(json.dumps({"loaded": loaded, "same": same, "imported": imported, "asked": [asked, *changed(before)]}))
+try:
+    utils.TransferBackend("another")
+except ValueError:
+    unknown = changed(before)
+asked = utils.TransferBackend("kvplan")
+print(json.dumps({
+    "loaded": loaded, "same": same, "imported": imported, "unknown": unknown, "choice": choices[-1],
+    "asked": [asked.name, asked.value, asked is utils.TransferBackend("kvplan")],
+    "hooked": changed(before), "classes": classes(asked),
+}))
 """
 
 
@@ -59,13 +72,18 @@ def test_the_plugin_waits_until_it_is_asked() -> None:
     ]
     assert probed["same"]
     assert probed["imported"] == ["kvplan_nixl", "kvplan_nixl.sglang"]
-    assert probed["asked"][0] == "kvplan"
-    assert {*probed["asked"][1:]} - {*probed["loaded"]} == {
+    assert probed["unknown"] == probed["loaded"]
+    assert probed["choice"] == "kvplan"
+    assert probed["asked"] == ["KVPLAN", "kvplan", True]
+    assert probed["classes"] == ["KVArgs", "Manager", "Sender", "Receiver"]
+    hooked = {*probed["hooked"]} - {*probed["loaded"]}
+    assert {name for name in hooked if not name.startswith("WeightUpdater.")} == {
         "DecodePreallocQueue._create_receiver_and_enqueue",
         "DecodePreallocQueue._init_kv_manager",
         "PrefillBootstrapQueue._init_kv_manager",
         "PrefillBootstrapQueue.create_sender",
     }
+    assert {"WeightUpdater.update_weights_from_disk", "WeightUpdater.begin_weight_update"} < hooked
 
 
 def test_the_control_of_the_proxies_replaces_what_they_call(monkeypatch: pytest.MonkeyPatch) -> None:
