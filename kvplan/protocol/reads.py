@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
 
 from kvplan._checks import having, instance, integer
 from kvplan.describe.worker import Worker
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
     from logging import Logger
 
 MAX_FETCHES: Final = 8
-"""Requests whose digests are fetched at a time."""
+"""Requests whose digests are fetched from one engine at a time."""
 
 STALL_S: Final = 2.0
 """Seconds without a new chunk in the staging region, after which waiting requests leave it."""
@@ -114,7 +115,8 @@ class Reads:
         self._peers = PeerEngines(
             worker, executor, logger, self._connections, self._pipeline, system
         )
-        self._fetches = Background("fetch digests", MAX_FETCHES, logger, system)
+        # by engine, while digests of its requests are fetched: one may not answer
+        self._fetches: WeakValueDictionary[Source, Background] = WeakValueDictionary()
         # the chunks of the pipeline that have begun, and when that number was seen to change
         self._num_chunks = 0
         self._last_chunk_at = 0.0
@@ -267,10 +269,12 @@ class Reads:
             # The source computes its digests while the bytes move.
             if self._digest is not None:
                 digest_request = DigestRequest.of(read.lease, read.tokens)
+                fetches = Background("fetch digests", MAX_FETCHES, self._logger, self._system)
+                fetches = self._fetches.setdefault(read.source, fetches)
                 job.digest_check = DigestCheck(
                     self._digest,
                     request_of(read, plan.direct, to_block_end=False),
-                    self._fetches.submit(
+                    fetches.submit(
                         partial(
                             fetch_digests,
                             read.source,

@@ -1091,6 +1091,29 @@ def test_a_range_of_which_no_digest_can_be_asked_fails_its_request() -> None:
         assert "RANGE: cannot" in str(world.until(1)[request].error)
 
 
+def test_an_engine_that_gives_no_digests_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few digests are fetched at a time from one engine; those of requests of other engines do not wait for them."""
+    monkeypatch.setattr("kvplan.protocol.reads.MAX_FETCHES", 1)
+    monkeypatch.setattr("kvplan.protocol.reads.mismatch", lambda *given: None)
+    (local,) = engine("decode")
+    world = World(local, engine("silent"), engine("prefill"), digest=lambda arrived: {})
+    held = threading.Event()
+
+    def answer(asked: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        if asked["lease"] == "lease of quick":
+            return [{}]
+        held.wait(60)
+        return [{}]
+
+    world.watch.digests = answer
+    for name in "ab":
+        world.submit(world.read(name, source_of("silent")))
+    world.submit(world.read("quick"))
+    assert {*world.until(1)} == {"quick"}
+    held.set()
+    assert {*world.until(2)} == {"a", "b"}
+
+
 def test_what_has_arrived_is_compared(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """With ``digest``, a request is right when what has arrived is what the source has; the range ends where asked."""
     (local,) = engine("decode")
