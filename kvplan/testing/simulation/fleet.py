@@ -340,7 +340,7 @@ class Fleet:
         try:
             are_valid = json.loads(answer)["claims"]
             claims = [*zip(json.loads(sent)["claims"], are_valid, strict=True)]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             # somebody has garbled it
             return
         for (_, reader), is_valid in claims:
