@@ -49,7 +49,7 @@ PROGRAMS_PER_MULTIPROCESSOR: Final = 4
 try:
     import triton
     import triton.language as tl
-except ImportError:  # torch for ROCm and XPU brings it by another name, or none
+except ImportError:  # torch for CPUs brings none
     triton = None
 
 has_triton: Final = triton is not None
