@@ -180,8 +180,8 @@ class Engine:
 
     def _read(self) -> ReadResult:
         """Read what the importer says, until no byte can move any more."""
-        for part in self._importer.step():
-            self._reads.submit(part)
+        for partial_read in self._importer.step():
+            self._reads.submit(partial_read)
         until = time.monotonic() + TIMEOUT_S
         while not (ended := self._reads.poll()):
             assert time.monotonic() < until, "the read does not end"

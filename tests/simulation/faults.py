@@ -187,7 +187,7 @@ VLLM_ROOM_FAULTS = [
 HYBRID_FAULTS = [
     # windows
     Fault("a freed block is one of the request's", LeaseConnector, "_tables", ", null=NULL_BLOCK", "", seed=1, rule="RIGHT", model="windows"),
-    Fault("a block is cached of which a window has a part", LeaseConnector, "_begin_parts", "whole.first_whole // self._tokens_per_block", "0", seed=125, rule="OWN", model="windows"),
+    Fault("a block is cached of which a window has a part", LeaseConnector, "_start_reads", "whole.first_whole // self._tokens_per_block", "0", seed=125, rule="OWN", model="windows"),
     Fault("a block whose beginning is missing counts as whole", importer, "whole_blocks", "-(-start // size) * size", "start // size * size", seed=125, rule="OWN", model="windows"),
     Fault("all positions before a window are kept", Exporter, "_handoff", "max(first_listed(export.blocks[group], size), read_from.get(group, 0))", "0", seed=5, rule="RIGHT", model="windows"),
     Fault("a window is one position longer than prefill keeps it", importer, "whole_blocks", "max(first, attended)", "max(first, attended - 1)", seed=5, rule="RIGHT", model="windows"),

@@ -78,7 +78,7 @@ class Promises:
 
 
 class LeaseConnector:
-    """The scheduler's part and all workers' parts of a connector in one.
+    """A connector: that of the scheduler and those of all workers in one.
 
     With ``is_staged`` requests go through the workers' staging regions where that is faster. With
     ``digest``, which digests a request's blocks in the memory of an executor's worker, readers
@@ -185,7 +185,7 @@ class LeaseConnector:
         self._give_way()
         ended = self._exporter.step()
         self._digest_exported()
-        self._begin_parts()
+        self._start_reads()
         received = []
         failed = dict[str, KVPlanError]()
         for reads in self._reads:
@@ -220,14 +220,14 @@ class LeaseConnector:
         self._exporter.give_way(num_blocks * len(self._groups))
         self._waiting.clear()
 
-    def _begin_parts(self) -> None:
+    def _start_reads(self) -> None:
         """Let all workers read what the importer says."""
-        for part in self._importer.step():
-            for group, whole in part.partial.items():
-                request = self._requests[part.request]
+        for partial_read in self._importer.step():
+            for group, whole in partial_read.partial.items():
+                request = self._requests[partial_read.request]
                 request.num_partial[group] = whole.first_whole // self._tokens_per_block
             for reads in self._reads:
-                reads.submit(part)
+                reads.submit(partial_read)
 
     def _digest_exported(self) -> None:
         """Compute the digests that readers ask for."""
