@@ -1320,6 +1320,26 @@ def test_decode_gives_up_between_chunks(prefill: Side, decode: Side, chunks: Chu
     assert not prefill.manager.rank.ended
 
 
+def test_an_abort_while_a_chunk_moves_waits_for_no_other(
+    decode: Side, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages are free when its bytes have moved, whatever prefill still computes."""
+    chunks.send(0, 6)
+    with monkeypatch.context() as hanging:
+        hanging.setattr(decode.manager.rank.memory.executor, "poll", lambda transfer: SimpleNamespace(is_settled=False))
+        allocated(chunks.receiver)
+        while not any(job.transfers for job in decode.manager.rank.reads._jobs):
+            assert chunks.receiver.poll() == KVPoll.Transferring
+        chunks.receiver.abort()
+        assert chunks.receiver.abort_notified
+    until(chunks.receiver, KVPoll.Failed)
+    with pytest.raises(KVPlanError, match=r"TRANSFER: .* got one that was given up"):
+        chunks.receiver.failure_exception()
+    while not decode.manager.is_abort_release_safe(ROOM, 0):
+        time.sleep(0.001)
+    chunks.receiver.clear()
+
+
 def test_a_request_that_both_give_up_leaves_nothing(prefill: Side, decode: Side, chunks: Chunks) -> None:
     """Decode is done with it before prefill gives it up."""
     chunks.send(0, 6)
