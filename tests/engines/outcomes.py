@@ -1,8 +1,9 @@
 """The outcomes of real engines, and their tables in docs/engines.md: ``python -m tests.engines.outcomes`` writes them.
 
-``outcomes.json`` has a table for each marker of the page. A row has the text of each cell and all runs that gave it,
-each by its commit, or the first and the last of several, and its date. The page shows the dates of the last ones,
-and the control's outcome once per table. It leaves out ``before``: what kvplan did before a row's problem was solved.
+``outcomes.json`` has a table for each marker of the page. A row has the text of each cell and the recorded runs
+that gave it, each by its date, most with a commit, or the first and the last of several. The page shows the dates of
+the last ones, and the control's outcome once per table. It leaves out ``before``: what kvplan did before a row's
+problem was solved.
 """
 
 from __future__ import annotations
