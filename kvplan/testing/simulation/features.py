@@ -86,6 +86,9 @@ class Feature(enum.Flag):
     CHILDREN = enum.auto()
     """Requests ask for several answers: their children come at once, with the same parameters."""
 
+    RIVALS = enum.auto()
+    """Nothing goes wrong but that each prefill engine is started twice, under one name."""
+
     STORE = enum.auto()
     """Engines save what they have computed in a store, and load prefixes from it.
 

@@ -19,6 +19,8 @@ These rules hold in every step, or the simulation ends with an error that names 
   more than :data:`LOST_S` after the last byte has landed.
 - FREE: when all requests have ended and all leases are over, all blocks are free.
 - GROW: then no connector remembers a request, and no coroutine runs.
+- START: a reader reads from another start of an engine only when the one before has ended, where
+  nothing else has gone wrong.
 - REFUSE: a server refuses messages that break their format and answers others; a request whose
   handoff breaks it is not read.
 - REPORT: a connector reports nothing of a request that is neither read nor exported.
@@ -227,6 +229,8 @@ class Fleet:
         self._family_params: dict[str, Mapping[str, Any]] = {}
         self._forgery = random.Random(f"{scenario.seed} forgery")
         self._handoffs: list[Mapping[str, Any]] = []
+        # by reader and engine: the start that a request was read from last
+        self._starts_read: dict[tuple[Engine, str], Engine] = {}
         self._breach_random = random.Random(f"{scenario.seed} bad handoffs")
         # the requests with an earlier one's parameters, and when prefill has computed each
         self._repeated: set[str] = set()
@@ -584,6 +588,8 @@ class Fleet:
             if not readers.num_left and readers.has_right:
                 self.loop.at(self._linger_at, partial(self._check_released, readers))
             self._check_quick(readers, request)
+            if is_read and request.read_s:
+                self._check_start(engine, readers.prefill, request)
             if answer is not None and arrival.turns:
                 self._plan_turn(arrival, engine, request, answer)
             finish(error)
@@ -594,6 +600,16 @@ class Fleet:
         request.params = self._as_it_comes(arrival, params)
         self._send_malformed(engine, request, params)
         self._submit(engine, request, visit.patience_s)
+
+    def _check_start(self, reader: Engine, start: Engine, request: EngineRequest) -> None:
+        """Refuse to read from one start of an engine while an earlier one that was read lives."""
+        key = (reader, start.host.name.removesuffix(ELSEWHERE))
+        before = self._starts_read.get(key, start)
+        self._starts_read[key] = start
+        is_beside = before is not start and not before.host.is_dead
+        if is_beside and self.scenario.has_rivals_alone(self.loop.now):
+            message = f"{request.name} is read from {start.host.name}, and {before.host.name} lives"
+            raise BrokenRuleError("START", message)
 
     def _check_quick(self, readers: _Readers, request: EngineRequest) -> None:
         """Refuse to read for long when faults are over, unless in many parts or slices."""
@@ -667,7 +683,7 @@ class Fleet:
         if Feature.BAD_FIELDS not in self.scenario.features or not has_handoff:
             return
         draw = self._breach_random
-        for number in range(draw.choice((0, 1, 3)) if self.loop.now < HEALED_S else 0):
+        for number in range(draw.choice((1, 2, 4)) if self.loop.now < HEALED_S else 0):
             name = f"{request.name}/malformed-{number}"
             handoff = bad_handoff(params, KEY.sign, draw)
             self._send_refused(engine, name, request, handoff)

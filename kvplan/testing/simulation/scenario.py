@@ -269,6 +269,15 @@ class Scenario:
             for start, stop in _disturbed(incident)
         )
 
+    def has_rivals_alone(self, until_s: float) -> bool:
+        """Return whether nothing has gone wrong until a time but engines started twice."""
+        return not any(
+            start <= until_s
+            for incident in self.incidents
+            if not isinstance(incident, Rival)
+            for start, _ in _disturbed(incident)
+        )
+
     def mentions(self, engine: str) -> bool:
         """Return whether an incident is of an engine."""
         return any(engine in incident.engines for incident in self.incidents)
@@ -515,6 +524,17 @@ def _with_children(arrivals: list[Arrival], draw: random.Random) -> list[Arrival
     return families
 
 
+def _with_rivals(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Start prefill engines twice when a request comes, in place of all that goes wrong."""
+    arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
+    rivals = []
+    for name in sorted({arrival.prefill for arrival in arrivals}):
+        first = min(arrival.at for arrival in arrivals if arrival.prefill == name)
+        at = max(0.0, first - draw.random())
+        rivals.append(Rival(at, name, at + (HEALED_S - at) * draw.random()))
+    return attrs.evolve(scenario, incidents=(*arrivals, *rivals))
+
+
 def _with_updates(scenario: Scenario, draw: random.Random) -> Scenario:
     """Let two or three updates begin when requests are there, and end before all faults do."""
     arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
@@ -573,6 +593,7 @@ def _with_store(scenario: Scenario, draw: random.Random) -> Scenario:
 
 _CHANGES: Final = MappingProxyType(
     {
+        Feature.RIVALS: _with_rivals,
         Feature.LOST_ENGINES: _with_lost_engines,
         Feature.BURSTS: _arrivals(_in_bursts),
         Feature.NEAR_PROMPTS: _arrivals(_near),
