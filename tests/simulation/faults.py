@@ -49,6 +49,7 @@ from tests.simulation.vllm_connector import (
     ENGINE_STATE,
     SCHEDULER,
     STORE_SCHEDULER,
+    STORE_SEARCHES,
     STORE_WORKER,
     TABLES,
     WORKER,
@@ -359,7 +360,7 @@ STORE_FAULTS = [
     Fault("a key leaves out the facts", ENGINE_STATE.EngineState, "store_facts_of", "[*first, *self.facts_of(request)]", "first", seed=0, rule="OWN", features=STORE | Feature.FACTS),
     Fault("a key leaves out the version of the weights", ENGINE_STATE.EngineState, "store_facts_of", "if version", "if False", seed=3, rule="OWN", features=STORE | Feature.UPDATES),
     Fault("a fact counts from the next page on", page_keys, "_texts_by_page", "texts[position // tokens_per_page]", "texts[position // tokens_per_page + 1]", seed=0, rule="OWN", features=STORE | Feature.FACTS),
-    Fault("a key is of one page alone", Chain, "of", "hashlib.sha256(digest)", "hashlib.sha256(b'')", seed=3, rule="OWN", features=STORE | Feature.NEAR_PROMPTS),
+    Fault("a key is of one page alone", Chain, "of", "hashlib.sha256(digest)", "hashlib.sha256(b'')", seed=11, rule="OWN", features=STORE | Feature.NEAR_PROMPTS),
     Fault("a key leaves out the last token of a page", Chain, "of", "8 * (page + 1) * size]", "8 * (page + 1) * size - 8]", seed=0, rule="OWN", features=STORE | Feature.NEAR_PROMPTS),
     # pages and shards
     Fault("a file gets the shard of another rank", StoreClient, "_files", "page_plan.offsets, strict", "page_plan.offsets[::-1], strict", seed=1, rule="OWN", features=STORE),
@@ -372,4 +373,9 @@ STORE_FAULTS = [
     Fault("a load that has failed is told as done", STORE_WORKER.StoreWorker, "_load", "self._results.failed_recving.add(job.request)", "pass", seed=1, rule="OWN", features=STORE),
     Fault("a save is told before its bytes are read", STORE_SCHEDULER.StoreScheduler, "begin_save", "    return True", "    return False", seed=0, rule="CLAIM", features=STORE),
     Fault("a client that was given up moves its bytes", stalls.StallGuard, "call", "client.abandon()", "pass", seed=1, rule="GIVEN", features=STORE),
+    Fault("the last token of a prompt is loaded", STORE_SCHEDULER.StoreScheduler, "count_tokens_to_load", "min(stop, num_tokens - 1)", "min(stop, num_tokens)", seed=0, rule="CRASH", features=STORE),
+    Fault("a load ends with its first run of pages", StoreClient, "load", "for page_plan, pages, shard_span in self._runs(chain, group, span):", "for page_plan, pages, shard_span in [*self._runs(chain, group, span)][:1]:", seed=12, rule="OWN", features=STORE),
+    Fault("all files of a run get its first page", StoreClient, "_files", "offset + slot * shard.num_bytes", "offset", seed=2, rule="OWN", features=STORE),
+    Fault("a request that was loaded is remembered", STORE_SCHEDULER.StoreScheduler, "begin_save", "self._begun.discard(request.request_id)", "pass", seed=0, rule="GROW", features=STORE),
+    Fault("a search is kept when its request has blocks", STORE_SEARCHES.StoreSearches, "forget", "self._searches.pop(request, None)", "self._searches.get(request)", seed=0, rule="GROW", features=STORE),
 ]  # fmt: skip

@@ -59,7 +59,8 @@ from tests.simulation.vllm_connector import (
 )
 
 LABEL_BYTES = 8
-BUFFER_BYTES = 1 << 16
+BUFFER_BYTES = 12 << 10
+"""Of a worker, for one page or a few: a prompt takes several runs."""
 STALL_S = 3.0
 LOOK_S = 2.0
 CALL_S = 0.002
@@ -228,6 +229,8 @@ class StoreConnector(VllmConnector):
     def __init__(self, site: Site, *, backend: VirtualBackend) -> None:
         super().__init__(site)
         self._host = site.host
+        # it may save blocks that were read in part
+        self._scheduler.set_siblings({"KvplanStore", *site.siblings})
         draw = random.Random(site.host.token_hex(8))
         self._is_first = draw.random() < 0.5
         facts = {"model": "that of all engines"}
@@ -278,6 +281,8 @@ class StoreConnector(VllmConnector):
                 found = super().count_readable(request, num_cached)
             if found is None:
                 return None
+            # the engine computes the last token itself
+            assert num_cached + found < request.num_prompt or not found
             if found and not number:
                 number = found
                 self._chosen[request.name] = is_store
