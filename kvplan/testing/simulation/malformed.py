@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-BAD_NAMES: Final[tuple[Any, ...]] = ("", "two\nlines", 7, None, [])
+BAD_NAMES: Final[tuple[Any, ...]] = ("", "two\nlines", 7, None, ())
 """What is no name: a name is a string that can be printed, and is not empty."""
 
 BAD_NUMBERS: Final = (-1, 1 << 70, "1", 0.5, None, True)
