@@ -9,7 +9,7 @@ happens. :mod:`kvplan.testing.simulation.fleet` has the rules that must hold.
 >>> logging.disable(logging.CRITICAL)
 >>> simulation = Simulation(LeaseConnector)
 >>> print(simulation.run(Scenario.of(1)))
-seed 1: all rules hold (581 steps; requests: 4 LEASE, 1 PROMPT, 25 right)
+seed 1: all rules hold (586 steps; requests: 4 LEASE, 1 PROMPT, 25 right)
 >>> logging.disable(logging.NOTSET)
 
 ``python -m kvplan.testing.simulation --seed 1`` prints what happens in that fleet.
