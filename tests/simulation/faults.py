@@ -199,6 +199,7 @@ HYBRID_FAULTS = [
 ]  # fmt: skip
 
 HYBRID_VLLM_FAULTS = [
+    Fault("no request with a state is handed over", Scheduler, "_finish", "num_tokens < request.num_computed_tokens", "num_tokens <= request.num_computed_tokens", seed=0, rule="RIGHT", model="states"),
     Fault("the first block of a state counts", TABLES.BlockTables, "of_ids", "ids[index][-1:]", "ids[index][:1]", seed=0, rule="OWN", model="states"),
     Fault("a prompt with a state does not stop short", Scheduler, "add", "if is_short and", "if False and", seed=0, rule="AGAIN", model="states"),
     Fault("a window begins one position too early", DESCRIPTION, "_first_attended", " + 1)", ")", seed=5, rule="RIGHT", model="windows"),

@@ -11,7 +11,7 @@ These rules hold in every step, or the simulation ends with an error that names 
   an engine that dies ends within :data:`LOST_S` of its own engine's clock. One that is read when
   its engine hears that it holds no lease ends within :data:`REFUSED_S`, where all else is quiet.
 - RIGHT: a request that is read once, soon and to its end does not fail without an excuse: a fault
-  that explains its error.
+  that explains its error. One that prefill has computed for others is handed over.
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right. Where
   nothing has gone wrong for a lease before that, it is read within :data:`QUICK_S`.
 - LINGER: a request that was read, and whose readers have all ended, keeps no block for more than
@@ -226,6 +226,7 @@ class Fleet:
         self._make_params = make_params
         self._tokens_per_step = tokens_per_step
         self._params: list[Mapping[str, Any]] = []
+        self._family_hosts: dict[str, str] = {}
         self._family_params: dict[str, Mapping[str, Any]] = {}
         self._forgery = random.Random(f"{scenario.seed} forgery")
         self._handoffs: list[Mapping[str, Any]] = []
@@ -479,7 +480,10 @@ class Fleet:
 
         A next turn comes with the parameters of the ``earlier`` answer.
         """
-        prefill = self._engine_of(arrival.prefill)
+        # children come to the start of their parent
+        host = self._family_hosts.get(arrival.child_of)
+        prefill = self._engine_of(arrival.prefill) if host is None else self._engines[host]
+        self._family_hosts[arrival.name] = prefill.host.name
         if arrival.attempt and self._is_busy(arrival.name, prefill):
             again = partial(self._arrive, arrival, finish, earlier)
             if self.loop.now + AGAIN_S < HEALED_S:
@@ -521,6 +525,7 @@ class Fleet:
                 if params is None:
                     self._visit_all(arrival, engine, answer, finish)
                 return
+            self._check_handed_over(request, error)
             is_lost = error is None or error.code == "PEER"
             again_at = self.loop.now + self._resend_s
             if is_lost and again_at < HEALED_S:
@@ -536,6 +541,16 @@ class Fleet:
         request.params = sent
         request.is_for_another = True
         self._submit(engine, request, patience_s)
+
+    def _check_handed_over(self, request: EngineRequest, error: KVPlanError | None) -> None:
+        """Refuse to compute a request for another engine and to hand nothing over.
+
+        Where both engines have the request from the beginning, its reader may be gone by then.
+        """
+        is_computed = error is None and request.is_complete and not request.is_aborted
+        has_cause = self._make_params is not None or Feature.UPDATES in self.scenario.features
+        if is_computed and not has_cause:
+            raise BrokenRuleError("RIGHT", f"{request.name} is computed, and not handed over")
 
     def _params_of(self, arrival: Arrival, prefill: Engine) -> Mapping[str, Any] | None:
         """Return the parameters that a proxy makes for both engines, None if prefill makes them."""
