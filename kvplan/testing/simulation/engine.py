@@ -859,7 +859,8 @@ class Engine:
             return
         # some of it may come through a staging region
         is_moving = any(memory.landing.any() for memory in self._memories)
-        if since is not None and not is_moving:
+        last_at = max(memory.last_landing_at for memory in self._memories)
+        if since is not None and not is_moving and last_at <= since:
             raise BrokenRuleError("LINGER", f"{name} keeps its blocks in {self.host.name}")
         since = None if is_moving else loop.now
         wait_s = 5.0 if is_moving else LOST_S / self.host.rate

@@ -161,6 +161,7 @@ class VirtualCopier:
         memory = self._port.memory
         memory.cells[writes] = memory.cells[reads]
         memory.landing[writes] -= 1
+        memory.last_landing_at = self._port.host.loop.now
         ticket.num_left -= 1
 
     def done(self, ticket: _PendingCopies) -> bool:
@@ -349,4 +350,5 @@ class VirtualExecutor:
     def _drop(self, flight: _Flight, part: Ints) -> None:
         """Let nothing more of a part land."""
         self.port.memory.landing[flight.writes[part]] -= 1
+        self.port.memory.last_landing_at = self.port.host.loop.now
         flight.num_parts -= 1

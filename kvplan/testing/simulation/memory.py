@@ -91,7 +91,8 @@ class LabelledMemory:
     """The memory of one worker, with a cell for each byte, and the cache groups in it.
 
     ``cells`` has the labels. Others read ``exported``: the cells themselves, or with ``has_copies``
-    those that were copied by :meth:`copy`. ``landing`` counts the writes under way into each cell.
+    those that were copied by :meth:`copy`. ``landing`` counts the writes under way into each cell,
+    of which the last one ended at ``last_landing_at``.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class LabelledMemory:
         self.cells: CellLabels = np.zeros(sum(sizes), np.uint64)
         self.exported: CellLabels = self.cells.copy() if has_copies else self.cells
         self.landing = np.zeros(sum(sizes), np.int16)
+        self.last_landing_at = 0.0
         tensors = [*numbers.weights]
         self._groups: dict[str, _GroupCells] = {}
         for group in groups:
