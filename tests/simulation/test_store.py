@@ -113,6 +113,12 @@ def test_all_rules_hold_in_a_swarm_beside_a_store(model: str) -> None:
         assert outcome.rule == "", str(outcome)
 
 
+def test_a_request_of_a_malformed_handoff_may_be_loaded(fleets: StoreFleets) -> None:
+    """From the store, which asks for no handoff."""
+    outcome = fleets.run(Scenario.of(18, features=Feature.of(18) | Feature.STORE))
+    assert outcome.rule == "", str(outcome)
+
+
 def test_no_other_swarm_draws_a_store() -> None:
     assert not any(Feature.STORE in Feature.of(seed) for seed in range(100))
 

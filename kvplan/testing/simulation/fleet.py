@@ -717,6 +717,9 @@ class Fleet:
 
     def _check_refused(self, engine: Engine, request: EngineRequest) -> None:
         """Refuse to read, or to wait long for, a request whose handoff breaks its format."""
+        # what began may be a load, which needs no handoff
+        if Feature.STORE in self.scenario.features:
+            return
         if not request.began_at or engine.host.thaws_at > request.began_at:
             return
         is_quick = (self.loop.now - request.began_at) * self._slowest <= QUICK_S
