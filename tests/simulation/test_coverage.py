@@ -27,7 +27,7 @@ SEEDS = range(10)
 LEASE_SEEDS = (*SEEDS, 27)
 """In the last one a request waits for a kept answer to give way."""
 LATE_SEEDS = (114,)
-"""Decode has no block for a request whose lease ends after its first part, unless weights change."""
+"""Decode has no block for a request whose lease ends after its first part, unless weights change or all is calm."""
 
 UNREACHED_TRANSITIONS = {
     "ExportState COMPUTING REVOKE": "Exporter.revoke returns at once for a request that is not published",
@@ -91,7 +91,7 @@ def reached() -> set[str]:
             (Simulation(LeaseConnector), LEASE_SEEDS, ~Feature(0)),
             (Simulation(VllmConnector), SEEDS, ~Feature(0)),
             (vllm_room_fleets(RESEND_S), SEEDS, ~Feature(0)),
-            (vllm_room_fleets(RESEND_S), LATE_SEEDS, ~Feature.UPDATES),
+            (vllm_room_fleets(RESEND_S), LATE_SEEDS, ~(Feature.UPDATES | Feature.RIVALS)),
             (sglang_fleets(RESEND_S), SEEDS, SGLANG_FEATURES),
             (Simulation(VerifiedConnector), (1,), ~Feature(0)),
         )
