@@ -622,6 +622,8 @@ class Fleet:
         before = self._starts_read.get(key, start)
         self._starts_read[key] = start
         is_beside = before is not start and not before.host.is_dead
+        # what was read may have been loaded, which asks no engine
+        is_beside = is_beside and Feature.STORE not in self.scenario.features
         if is_beside and self.scenario.has_rivals_alone(self.loop.now):
             message = f"{request.name} is read from {start.host.name}, and {before.host.name} lives"
             raise BrokenRuleError("START", message)
