@@ -257,7 +257,8 @@ class PeerEngines:
         budget = Budget(self._handshake.budget_bytes)
         workers = await self._system.work(partial(self._open, source, offers, budget))
         for start in earlier:
-            await self._refuse_beside(source, start)
+            # together they leave half of the time for the rest of the handshake
+            await self._refuse_beside(source, start, min(ANSWER_S, timeout_s / 2 / len(earlier)))
         plan, remark = await self._system.work(partial(self._fastest_plan, workers, budget))
         staged = plan if isinstance(plan, StagedPlan) else None
         direct = plan.direct if isinstance(plan, StagedPlan) else plan
@@ -277,10 +278,9 @@ class PeerEngines:
             _check_engine(source, worker)
         return workers
 
-    async def _refuse_beside(self, source: Source, earlier: Source) -> None:
+    async def _refuse_beside(self, source: Source, earlier: Source, timeout_s: float) -> None:
         """Refuse an engine if an earlier start under its name still answers, by rule peer.P2."""
         try:
-            timeout_s = min(ANSWER_S, self._handshake.timeout_s)
             await fetch(earlier, timeout_s, system=self._system)
         except KVPlanError:
             return

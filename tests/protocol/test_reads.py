@@ -739,6 +739,33 @@ def test_a_late_answer_of_an_earlier_start_does_not_fail_the_next_one(one: Calla
     assert world.until(1)["new"].error is None
 
 
+def test_earlier_starts_that_hang_leave_time_for_a_handshake(
+    one: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts that are gone answer nothing: to ask them all takes half of the time that the next start has."""
+    world, held = one(timeout_s=2.0), threading.Event()
+    world.watch.clocks.append(lambda: 0.0)
+    exchange = world.watch.exchange
+    waits: dict[str, list[float]] = {start: [] for start in "123"}
+
+    async def asked(peer: str, address: str, path: str, timeout_s: float, sent: bytes | None = None) -> bytes:
+        waits[address.rpartition(":")[0].rpartition(".")[2]].append(timeout_s)
+        return await exchange(peer, address, path, timeout_s, sent)
+
+    monkeypatch.setattr(world.watch, "exchange", asked)
+    world.answer = lambda source: source.start != "3" and len(waits[source.start]) == 1 and held.wait(60)
+    world.gone = {"1", "2"}
+    for start in "12":
+        world.submit(world.read(start, source_of(start=start)))
+    until = time.monotonic() + 10
+    while len(world.fetched) < 2 and time.monotonic() < until:
+        assert world.reads.poll() == []
+    world.submit(world.read("new", source_of(start="3")))
+    assert world.until(3)["new"].error is None
+    held.set()
+    assert waits == {"1": [2.0, 0.5], "2": [2.0, 0.5], "3": [2.0]}
+
+
 def test_few_handshakes_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """More engines than shake hands at a time wait for those before them."""
     monkeypatch.setattr("kvplan.protocol.peer_engines.MAX_HANDSHAKES", 2)
