@@ -115,7 +115,7 @@ class Reads:
         self._peers = PeerEngines(
             worker, executor, logger, self._connections, self._pipeline, system
         )
-        # by engine, while digests of its requests are fetched: one may not answer
+        # by engine, so that one that does not answer holds up no other; an idle one is dropped
         self._fetches: WeakValueDictionary[Source, Background] = WeakValueDictionary()
         # the chunks of the pipeline that have begun, and when that number was seen to change
         self._num_chunks = 0
@@ -136,6 +136,9 @@ class Reads:
         ended, and later ones are not read.
         """
         request = instance(PartialRead, partial_read, "partial read").request
+        if partial_read.error is None:
+            # without a read it would be right, and nothing would have been read
+            instance(Read, partial_read.read, "partial read without an error")
         reads = self._requests.setdefault(request, RequestReads())
         reads.has_last = partial_read.is_last
         if partial_read.error is not None:

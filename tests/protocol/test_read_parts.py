@@ -80,6 +80,15 @@ def test_a_part_begins_when_the_one_before_has_ended(reads: Noted) -> None:
     assert (reads.poll(), reads.late()) == ([], {})
 
 
+def test_a_part_without_a_read_or_an_error_is_refused(reads: Noted) -> None:
+    """Nothing of it would be read, and nothing would say so."""
+    with pytest.raises(
+        KVPlanError, match="TYPE: cannot read partial read without an error: expected a value of type Read"
+    ):
+        reads.submit(PartialRead("r", None))
+    assert reads.poll() == []
+
+
 def test_a_request_waits_for_its_last_part(reads: Noted) -> None:
     """Nothing is under way, and still its blocks are not free."""
     reads.add(read(0), is_last=False)
