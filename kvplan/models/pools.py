@@ -107,7 +107,7 @@ def _layout_of(layout: Layout, page: Page) -> Layout:
 def _check_shareable(layout: Layout, pools: Mapping[str, Sequence[Page]]) -> None:
     """Raise ``LAYOUT`` if a page is not contiguous, so that no other pool can use its memory.
 
-    Pools that are alike can, where each is all that its group has.
+    Pools of one shape can use it all the same, if each group has one pool.
     """
     shapes = {
         tuple((tensor.dtype, tensor.axes) for tensor in pages[0].tensors)

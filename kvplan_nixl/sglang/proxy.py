@@ -1,6 +1,6 @@
 """A proxy between vLLM and SGLang: ``python -m kvplan_nixl.sglang.proxy --help``.
 
-It is :mod:`kvplan_nixl.vllm.proxy` with SGLang as one of the engines. SGLang knows a request
+It is :class:`kvplan_nixl.proxy.Proxy` with SGLang as one of the engines. SGLang knows a request
 by a *room*: a number at a bootstrap server, where its prompt is published. Two SGLang engines need
 no such proxy, since SGLang's own routers send a request to both.
 
