@@ -19,7 +19,7 @@ second run names the parts that the first one did not reach: ``rows ways``.
 - *speed*: Llama-3.1-8B's shape with random weights, in pools that earlier requests of many lengths have left in
   scattered blocks. First token by the prompt's tokens, and 32 requests of 1,024 tokens in flight: kvplan and
   NixlConnector at their best, for each pair of block sizes.
-- *steps*: a step of decode with CUDA graphs and cached prompts, with one piece for a block and in vLLM's own layouts.
+- *steps*: a step of decode with CUDA graphs and cached prompts, in each layout that a pair may have.
 - *rows*: pairs of engines in float32, where ties do not flip. Tokens have to be those of an engine that computes all
   itself. With a connector that moves nothing they have to differ, or the row shows nothing.
 - *ways*: the table of *speed* with other settings, and recomputed.
