@@ -136,7 +136,7 @@ def copied_ms(num_tokens: int) -> float:
 def row(pair: str, name: str, turns: list[Turn], right: list[list[int]]) -> str:
     """Returns the row of a contender."""
     if any(run.tokens != right for run in turns):
-        return f"| {pair} | {name} | other tokens |" + " |" * (len(LENGTHS) + 2)
+        return f"| {pair} | {name} | wrong tokens |" + " |" * (len(LENGTHS) + 2)
     # of all turns, by the prompt's tokens, and under 0 of requests in flight
     times = {length: [*itertools.chain(*(run.times[length] for run in turns))] for length in (*LENGTHS, 0)}
     cells = list[str]()
