@@ -103,7 +103,7 @@ def test_all_bytes(peer: PeerProcess, reader: Reader) -> None:
 def test_a_read_that_fails_is_held_until_its_source_has_ended(peer: PeerProcess, reader: Reader) -> None:
     """Copies go on for a while, and may until then: the blocks stay out of use."""
     transfer = failed_read(peer, reader)
-    assert transfer.status is Status.RUNNING
+    assert not settle(reader.executor, [transfer], 0.2)
     assert transfer.error is not None
     (lost,) = reader.executor.peers
     assert not lost.is_connected
