@@ -1152,6 +1152,26 @@ def test_stages_that_do_not_agree(server: BootstrapServer) -> None:
         assert ask(server.address, [ROOM, ROOM + 1]) == {ROOM + 1: {"token": 3}}
 
 
+def test_with_a_key_stages_are_signed(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage signs its own tables, and decode gets all of them, signed."""
+    access = Access(key=KEY)
+    server = BootstrapServer("127.0.0.1", 0, system=Driver(access))
+    monkeypatch.setenv("KVPLAN_KEY", SECRET.decode())
+    stages = two_ranks(plugin, monkeypatch, "prefill", 4)
+    senders = [plugin.prefill.Sender(stage.manager, server.address, ROOM) for stage in stages]
+    for sender in senders:
+        sender.req = request_of()
+        sender.init(len(THEIRS), 2)
+        sender.send(torch.tensor(THEIRS).numpy(), [], TOKENS)
+    while not (entries := ask(server.address, [ROOM], access)):
+        time.sleep(0.001)
+    handoff = Handoff.of_params(entries[ROOM]["handoff"], KEY)
+    assert handoff.blocks.keys() == {"attn.pp0", "attn.pp1"}
+    with pytest.raises(KVPlanError, match=r"PEER: .* got status 401"):
+        ask(server.address, [ROOM])
+    server.close()
+
+
 def test_a_client_chooses_no_bootstrap_server(plugin: SimpleNamespace) -> None:
     """Prefill posted handoff and first token to any address, and 300 requests held 300 threads for 30 s."""
     prefill = Side(plugin, "prefill", 4)
