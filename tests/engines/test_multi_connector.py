@@ -329,11 +329,12 @@ def test_a_failure_of_one_worker_is_told_at_once(order: tuple[str, ...]) -> None
             outputs.append(ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=report))
         Seeing().update_from_output(None, aggregator.aggregate(outputs))
 
-    step(([], {"r": ERROR}), ([], {}))
+    step(([], {"r": ERROR}), ([], {"s": ERROR}))
     step(([ReadResult("r", ERROR)], {}), ([], {}))
     step(([], {}), ([], {}))
-    step(([], {}), ([ReadResult("r")], {}))
-    assert seen == [({"r"}, set()), ({"r"}, set()), (set(), set()), ({"r"}, {"r"})]
+    # vLLM passes on the failure of one request in the step in which another one fails
+    step(([], {"t": ERROR}), ([ReadResult("r")], {}))
+    assert seen == [({"r", "s"}, set()), ({"r"}, set()), (set(), set()), ({"r", "t"}, {"r"})]
 
 
 def test_workers_name_the_connectors_beside_this_one(monkeypatch: pytest.MonkeyPatch) -> None:

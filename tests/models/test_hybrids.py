@@ -168,6 +168,15 @@ def test_each_head_has_the_layers_of_its_group() -> None:
     assert found == {"swa": {("pool", 4 * 5 * rows, 5 * rows)}, "attn": {("pool", 4 * 5 * rows, 2 * rows)}}
 
 
+def test_a_draft_of_one_shape_shares_no_pool_where_heads_are_outside_layers() -> None:
+    """It is a second pool of its group, and the heads of its layers would lie over those of the others."""
+    draft = Model.from_config({**ATTENTION, "num_attention_heads": 4, "head_dim": 16})
+    model = Model.from_config(WINDOWS).with_draft(draft)
+    assert model.engine("e", layout="BLHNC", shared=True)
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: .*expected heads inside layer and block, or groups of one shape"):
+        model.engine("e", layout="BHLNC", shared=True)
+
+
 def test_groups_of_unequal_windows_share_a_pool() -> None:
     """Layers with other heads and other blocks share memory, as in Gemma-4."""
     model = Model.shipped("gemma-4-31b")

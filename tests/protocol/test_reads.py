@@ -739,6 +739,29 @@ def test_a_late_answer_of_an_earlier_start_does_not_fail_the_next_one(one: Calla
     assert world.until(1)["new"].error is None
 
 
+def test_an_answer_that_comes_when_the_next_start_is_ready_is_too_late(one: Callable[..., World]) -> None:
+    """The earlier start was sent for before, and does not take the place of the next one, which is read on."""
+    world, held = one(), threading.Event()
+    world.answer = lambda source: len(world.fetched) == 1 and held.wait(60)
+    world.submit(world.read("old"))
+    until = time.monotonic() + 10
+    while not world.fetched and time.monotonic() < until:
+        assert world.reads.poll() == []
+    world.gone = {"1"}
+    world.submit(world.read("new", source_of(start="2")))
+    old, new = (world.reads._peers.use(source_of(start=start)) for start in "12")
+    while new.plan is None and time.monotonic() < until:
+        world.reads.poll()
+    world.gone = set()
+    held.set()
+    assert old.handshake is not None
+    while not old.handshake.done and time.monotonic() < until:
+        time.sleep(0.001)
+    world.reads.poll()
+    assert "expected an answer before another start of the engine is ready" in str(old.error)
+    assert world.connected == ["prefill/0", "prefill/1"]
+
+
 def test_earlier_starts_that_hang_leave_time_for_a_handshake(
     one: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1139,6 +1162,10 @@ def test_an_engine_that_gives_no_digests_holds_up_no_other(monkeypatch: pytest.M
     assert {*world.until(1)} == {"quick"}
     held.set()
     assert {*world.until(2)} == {"a", "b"}
+    until = time.monotonic() + 10
+    while world.reads._fetches and time.monotonic() < until:
+        time.sleep(0.001)
+    assert not world.reads._fetches, "of engines of which nothing is fetched, nothing is kept"
 
 
 def test_what_has_arrived_is_compared(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
