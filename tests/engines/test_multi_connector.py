@@ -41,12 +41,12 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import KVPlanError
-from kvplan.protocol import Handoff, HandshakeResult, ReadResult, Source
+from kvplan.protocol import Handoff, HandshakeResult, PartialRead, Read, ReadResult, Source
 from kvplan.protocol.digest_requests import DigestRequest
 from kvplan_nixl.serving.host_key import host_key
 from kvplan_nixl.vllm import KvplanConnector, register
 from kvplan_nixl.vllm.engine_hooks import _with_reports, _wrap
-from kvplan_nixl.vllm.metadata import KvplanHandshakeMetadata, KvplanWorkerMetadata
+from kvplan_nixl.vllm.metadata import KvplanHandshakeMetadata, KvplanMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import METRICS, KvplanPromMetrics, KvplanStats
 from tests.seen_steps import Seen
 
@@ -335,6 +335,25 @@ def test_a_failure_of_one_worker_is_told_at_once(order: tuple[str, ...]) -> None
     # vLLM passes on the failure of one request in the step in which another one fails
     step(([], {"t": ERROR}), ([ReadResult("r")], {}))
     assert seen == [({"r", "s"}, set()), ({"r"}, set()), (set(), set()), ({"r", "t"}, {"r"})]
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_read_whose_blocks_cannot_be_prepared_fails(is_last: bool) -> None:
+    """It is given to the worker's reads all the same, with the error: without it the request would wait for ever."""
+
+    def begin_read(read: Read, groups: Any) -> None:
+        raise ERROR
+
+    connector = MultiConnector(config_of(ORDERS[0]), KVConnectorRole.WORKER, cache_of(None))
+    worker = connector.sub_connectors[ORDERS[0].index("own")]._worker
+    submitted: list[PartialRead] = []
+    worker._reads = SimpleNamespace(submit=submitted.append, worker=SimpleNamespace(groups=()))
+    worker._host_cache = SimpleNamespace(begin_read=begin_read)
+    read = Read(
+        request="r", source=Source("prefill", "a1", "10.0.0.1", 5600), lease="l", local={}, remote={}, tokens={}
+    )
+    worker.start_step(KvplanMetadata([PartialRead("r", read, is_last=is_last)]))
+    assert submitted == [PartialRead("r", None, ERROR, is_last)]
 
 
 def test_workers_name_the_connectors_beside_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
