@@ -324,7 +324,7 @@ FEATURE_FAULTS += [
     Fault("names of rooms may be of any length", room_contents, "_read_question", 'at_most(MAX_ROOM_CHARACTERS, len(room), "characters of a room\'s name", action)', "pass", seed=5, rule="REFUSE", features=Feature.BAD_FIELDS),
     Fault("a handoff has any number of prefixes", handoff, "_read_prefixes", "len(pairs) > MAX_PREFIXES", "False", seed=12, rule="REFUSE", features=Feature.BAD_FIELDS),
     Fault("a handoff keeps positions of a group that it lacks", Handoff, "__attrs_post_init__", "if group not in tables:", "if False:", seed=41, rule="REFUSE", features=Feature.BAD_FIELDS),
-    Fault("a second start is read while the first one answers", peer_engines.PeerEngines, "_plan", "await self._refuse_beside(source, start)", "pass", seed=3, rule="START", features=Feature.RIVALS),
+    Fault("a second start is read while the first one answers", peer_engines.PeerEngines, "_plan", "await self._refuse_beside(source, start, min(ANSWER_S, timeout_s / 2 / len(earlier)))", "pass", seed=3, rule="START", features=Feature.RIVALS),
     Fault("a block is read in part that another connector stores", Importer, "_check_siblings", "if self.siblings:", "if False:", seed=1, rule="OWN", model="windows", features=Feature.SIBLINGS),
 ]  # fmt: skip
 FEATURE_VLLM_FAULTS = [
