@@ -235,7 +235,7 @@ class Fleet:
         self._breach_random = random.Random(f"{scenario.seed} bad handoffs")
         # the requests with an earlier one's parameters, and when prefill has computed each
         self._repeated: set[str] = set()
-        self._computed_at: dict[str, float] = {}
+        self._computed_at: dict[tuple[str, int], float] = {}
         # next turns of conversations, and how often a request has come under each name
         self._turns: set[str] = set()
         self._attempts: dict[str, int] = {}
@@ -421,7 +421,7 @@ class Fleet:
 
     def _is_slow(self, arrival: Arrival) -> bool:
         """Return whether the readers of a request have waited long for prefill."""
-        computed_at = self._computed_at.get(arrival.name, math.inf)
+        computed_at = self._computed_at.get((arrival.name, arrival.attempt), math.inf)
         return self._make_params is not None and computed_at > arrival.at + SOON_S
 
     def _rival(self, rival: Rival) -> None:
@@ -520,7 +520,7 @@ class Fleet:
 
         def computed(answer: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
             if answer is not None:
-                self._computed_at[arrival.name] = self.loop.now
+                self._computed_at[arrival.name, arrival.attempt] = self.loop.now
                 # they have come already, if a proxy has made their parameters
                 if params is None:
                     self._visit_all(arrival, engine, answer, finish)

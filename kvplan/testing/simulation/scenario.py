@@ -536,15 +536,22 @@ def _with_rivals(scenario: Scenario, draw: random.Random) -> Scenario:
 
 
 def _with_updates(scenario: Scenario, draw: random.Random) -> Scenario:
-    """Let two or three updates begin when requests are there, and end before all faults do."""
+    """Let two or three updates begin when requests are there, and end before all faults do.
+
+    None begins before another one has ended: engines would end with different weights.
+    """
     arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
     updates = []
+    times = list[tuple[float, float]]()
     for number in range(draw.choice((2, 3)) if arrivals else 0):
         at = draw.choice(arrivals).at + draw.choice((0.02, 1.0, 10.0)) * draw.random()
         gap_s = draw.choice((0.01, 1.0)) * draw.random()
         version = draw.choice(("", f"version {number}"))
-        if at + gap_s * len(scenario.members) < HEALED_S:
+        ends_at = at + gap_s * len(scenario.members)
+        is_alone = all(ends_at < begins or at > ends for begins, ends in times)
+        if ends_at < HEALED_S and is_alone:
             updates.append(Update(at, gap_s, version))
+            times.append((at, ends_at))
     return attrs.evolve(scenario, incidents=(*scenario.incidents, *updates))
 
 
