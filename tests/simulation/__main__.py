@@ -11,6 +11,7 @@ import attrs
 from kvplan.testing.simulation.fleet import Simulation
 from kvplan.testing.simulation.leases import LeaseConnector
 from tests.simulation.faults import (
+    CHOICE_FAULTS,
     DIGEST_FAULTS,
     FAULTS,
     FEATURE_FAULTS,
@@ -27,13 +28,14 @@ from tests.simulation.faults import (
     STAGE_FAULTS,
     STAGING_FAULTS,
     STORE_FAULTS,
+    VLLM_DIGEST_FAULTS,
     VLLM_FAULTS,
     VLLM_ROOM_FAULTS,
 )
 from tests.simulation.sglang_connector import sglang_fleets
-from tests.simulation.staged_connector import StagedConnector
+from tests.simulation.staged_connector import StagedConnector, choosing_fleets
 from tests.simulation.store_connector import StoreFleets
-from tests.simulation.verified_connector import VerifiedConnector
+from tests.simulation.verified_connector import VerifiedConnector, vllm_verified_fleets
 from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
 
 
@@ -43,6 +45,8 @@ def main(num_seeds: int = 100, part: str = "") -> None:
     planted += [(Simulation(LeaseConnector), fault) for fault in HYBRID_FAULTS]
     planted += [(Simulation(StagedConnector), fault) for fault in STAGING_FAULTS]
     planted += [(Simulation(VerifiedConnector), fault) for fault in DIGEST_FAULTS]
+    planted += [(choosing_fleets(), fault) for fault in CHOICE_FAULTS]
+    planted += [(vllm_verified_fleets(), fault) for fault in VLLM_DIGEST_FAULTS]
     planted += [(Simulation(VllmConnector), fault) for fault in (*VLLM_FAULTS, *HYBRID_VLLM_FAULTS)]
     planted += [(vllm_room_fleets(), fault) for fault in VLLM_ROOM_FAULTS]
     planted += [(sglang_fleets(), fault) for fault in (*SGLANG_FAULTS, *HYBRID_SGLANG_FAULTS, *STAGE_FAULTS)]

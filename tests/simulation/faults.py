@@ -219,6 +219,13 @@ STAGING_FAULTS = [
 DIGEST_FAULTS = [
     Fault("digests of a lease that has ended are kept", DigestRequests, "drop", "del self._answers[request]", "pass", seed=0, rule="GROW"),
 ]  # fmt: skip
+VLLM_DIGEST_FAULTS = [
+    Fault("digests are asked of ended leases alone", Scheduler, "take_step", "if blocks is not None:", "if blocks is None:", seed=0, rule="AGAIN"),
+    Fault("digests of workers are dropped", Scheduler, "take_digests", "self._listener.digests.put(digest_request, [joined(digests)])", "pass", seed=0, rule="AGAIN"),
+]  # fmt: skip
+CHOICE_FAULTS = [
+    Fault("the first worker is chosen for", peer_engines.PeerEngines, "_fastest_plan", "DirectReads.of(self._worker, workers, ", "DirectReads.of(self._worker, workers[:1], ", seed=0, rule="AGAIN"),
+]  # fmt: skip
 
 Receiver, Sender = DECODE.Receiver, PREFILL.Sender
 SGLANG_FAULTS = [
@@ -353,6 +360,8 @@ FEATURE_ROOM_FAULTS = [
     Fault("a digest leaves out where an image is", ENGINE_STATE.EngineState, "facts_of", " at {span.offset}", "", seed=22, rule="OWN", features=Feature.FACTS),
     Fault("a salt counts after the first token", ENGINE_STATE.EngineState, "prompt_of", "or not position", "and position", seed=2, rule="OWN", features=Feature.FACTS),
     Fault("malformed answers of rooms end their coroutine", rooms.Rooms, "_run", "except KVPlanError as error:", "except KVPlanError as error:\n            if error.code == 'MESSAGE':\n                raise", seed=1, rule="CRASH", features=Feature.GARBLED_MESSAGES),
+    Fault("a restarted server of rooms is not noticed", rooms.Rooms, "_deliver", "subscription.start or answer.start", "subscription.start and answer.start", seed=1, rule="END", features=BURSTS | Feature.RESTARTS),
+    Fault("a request with a wrong address waits", Importer, "refuse", "record.refusal or error", "record.refusal", seed=0, rule="END", features=Feature.BAD_FIELDS),
 ]  # fmt: skip
 
 STORE = Feature.STORE

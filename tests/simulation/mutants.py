@@ -236,23 +236,27 @@ def verdict(mutant: Mutant, fleets_s: float | None) -> str:
         from kvplan.testing.simulation import MODELS, Feature, LeaseConnector, Scenario, Simulation
         from tests.simulation.faults import RESEND_S
         from tests.simulation.sglang_connector import SGLANG_FEATURES, sglang_fleets
-        from tests.simulation.staged_connector import StagedConnector
-        from tests.simulation.verified_connector import VerifiedConnector
+        from tests.simulation.staged_connector import StagedConnector, choosing_fleets
+        from tests.simulation.verified_connector import VerifiedConnector, vllm_verified_fleets
         from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
     except Exception as error:
         return f"import: {error!r}"
     sglang = sglang_fleets(RESEND_S)
     vllm = [Simulation(VllmConnector), vllm_room_fleets(RESEND_S)]
     staged, verified = Simulation(StagedConnector), Simulation(VerifiedConnector)
-    everywhere = [Simulation(LeaseConnector), *vllm, sglang, staged]
+    vllm_verified = vllm_verified_fleets()
+    everywhere = [Simulation(LeaseConnector), *vllm, sglang, staged, choosing_fleets()]
     simulations = {"kvplan.": everywhere, "kvplan_nixl.vllm.": vllm, "kvplan_nixl.sglang.": [sglang]}
     (chosen,) = (chosen for prefix, chosen in simulations.items() if mutant.module.startswith(prefix))
     if fleets_s is not None and chosen is everywhere:
         chosen = [*chosen, verified]
+    if fleets_s is not None and chosen[0] is not sglang:
+        # where requests do not come again to the next start of an engine, others wait for them
+        chosen = [*chosen, vllm_room_fleets(), vllm_verified]
     for seed in range(NUM_SEEDS if fleets_s is None else 100_000):
         for simulation in chosen:
             # digests cost as much as 15 other fleets
-            if simulation is verified and seed % 8:
+            if simulation in (verified, vllm_verified) and seed % 8:
                 continue
             if fleets_s is not None and time.process_time() > fleets_s:
                 return ""

@@ -8,7 +8,7 @@ from functools import cache, partial
 from kvplan.budget import Budget
 from kvplan.describe import Worker
 from kvplan.staging import StagedPlan, stage
-from kvplan.testing.simulation import LeaseConnector, Site
+from kvplan.testing.simulation import LeaseConnector, Simulation, Site
 from kvplan.testing.simulation.catalog import STAGING
 
 
@@ -29,3 +29,8 @@ class StagedConnector(LeaseConnector):
 
     def _plan(self, local: Worker, remotes: Sequence[Worker], budget: Budget) -> tuple[StagedPlan, str]:
         return staged_plan(local, tuple(remotes)), ""
+
+
+def choosing_fleets() -> Simulation:
+    """A simulation whose readers choose by themselves whether they stage what they read."""
+    return Simulation(partial(LeaseConnector, is_staged=True))

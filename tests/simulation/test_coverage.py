@@ -20,13 +20,13 @@ from kvplan.protocol.rooms import Rooms
 from kvplan.testing.simulation import Feature, LeaseConnector, Scenario, Simulation
 from tests.simulation.faults import RESEND_S
 from tests.simulation.sglang_connector import DECODE, PREFILL, SGLANG_FEATURES, sglang_fleets
-from tests.simulation.verified_connector import VerifiedConnector
+from tests.simulation.verified_connector import VerifiedConnector, vllm_verified_fleets
 from tests.simulation.vllm_connector import SCHEDULER, WORKER, VllmConnector, vllm_room_fleets
 
 SEEDS = range(10)
 LEASE_SEEDS = (*SEEDS, 27)
 """In the last one a request waits for a kept answer to give way."""
-LATE_SEEDS = (114,)
+LATE_SEEDS = (132,)
 """Decode has no block for a request whose lease ends after its first part, unless weights change or all is calm."""
 
 UNREACHED_TRANSITIONS = {
@@ -43,8 +43,6 @@ WHY_UNCALLED = {
     "it closes an engine, which dies in a fleet": ("Claims.close", "Scheduler.close", "Worker.close"),
     "a stand-in makes the worker's reads, and has no tensors": ("Worker.envelope", "Worker.register"),
     "a fleet makes the copies in main memory": ("Worker.save", "Worker.set_copies"),
-    "vLLM's stand-in compares no digests": ("Scheduler.take_digests",),
-    "a proxy's address is right": ("Importer.refuse",),
     "SGLang's stand-in has no use for it": (
         *("Exporter.is_open", "PrefillRank.is_written", "Receiver.ensure_abort_notified"),
         *("Receiver.refuse_rebootstrap", "Sender.get_transfer_metric", "Sender.poll_pp_consensus"),
@@ -94,6 +92,7 @@ def reached() -> set[str]:
             (vllm_room_fleets(RESEND_S), LATE_SEEDS, ~(Feature.UPDATES | Feature.RIVALS)),
             (sglang_fleets(RESEND_S), SEEDS, SGLANG_FEATURES),
             (Simulation(VerifiedConnector), (1,), ~Feature(0)),
+            (vllm_verified_fleets(), (1,), ~Feature(0)),
         )
         for simulation, seeds, features in fleets:
             for seed in seeds:

@@ -28,6 +28,7 @@ from kvplan.testing.simulation.__main__ import main
 from kvplan.testing.simulation.catalog import NO_STAGES, SHAPES
 from tests.pages import ROOT
 from tests.simulation.faults import (
+    CHOICE_FAULTS,
     DIGEST_FAULTS,
     FAULTS,
     FEATURE_FAULTS,
@@ -45,13 +46,14 @@ from tests.simulation.faults import (
     STAGING_FAULTS,
     STORE_FAULTS,
     TWO_STAGES,
+    VLLM_DIGEST_FAULTS,
     VLLM_FAULTS,
     VLLM_ROOM_FAULTS,
     Fault,
 )
 from tests.simulation.sglang_connector import SGLANG_FEATURES, sglang_fleets
-from tests.simulation.staged_connector import StagedConnector
-from tests.simulation.verified_connector import VerifiedConnector
+from tests.simulation.staged_connector import StagedConnector, choosing_fleets
+from tests.simulation.verified_connector import VerifiedConnector, vllm_verified_fleets
 from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
 
 NUM_SEEDS = 50
@@ -348,6 +350,17 @@ def test_all_rules_hold_where_digests_are_compared(verified: Simulation) -> None
 def test_a_fault_of_digests_is_found(simulation: Simulation, verified: Simulation, fault: Fault) -> None:
     """And in no fleet that compares none."""
     test_a_fault_of_staging_is_found(simulation, verified, fault)
+
+
+def test_all_rules_hold_where_readers_choose_to_stage_or_vllm_s_compare_digests() -> None:
+    """And their faults are found, of which the same fleets without them show none."""
+    for simulation, plain, num_seeds, faults in (
+        (choosing_fleets(), Simulation(LeaseConnector), NUM_STAGED_SEEDS, CHOICE_FAULTS),
+        (vllm_verified_fleets(), Simulation(VllmConnector), NUM_VERIFIED_SEEDS, VLLM_DIGEST_FAULTS),
+    ):
+        assert ends_of(simulation, num_seeds).keys() <= {"right", "LEASE", "PEER", "PROMPT", "TRANSFER"}
+        for fault in faults:
+            test_a_fault_of_staging_is_found(plain, simulation, fault)
 
 
 def test_a_seed_of_sglang_s_is_one_run(sglang: Simulation) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from kvplan.describe.blocks import Request
-from kvplan.testing.simulation import LeaseConnector, Site
+from kvplan.testing.simulation import LeaseConnector, Simulation, Site
 from kvplan.testing.simulation.fabric import VirtualExecutor
 from kvplan_nixl.digest import cache_digests
 from kvplan_nixl.rearrange import Memory
+from tests.simulation.vllm_connector import VllmConnector
 
 CACHE = "kv_cache"
 
@@ -35,3 +37,8 @@ class VerifiedConnector(LeaseConnector):
 
     def __init__(self, site: Site) -> None:
         super().__init__(site, digest=digests_of)
+
+
+def vllm_verified_fleets() -> Simulation:
+    """A simulation of vLLM's fleets in which digests are compared."""
+    return Simulation(partial(VllmConnector, digest=digests_of))

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,8 @@ from zlib import crc32
 
 import attrs
 
+from kvplan.describe import Blocks
+from kvplan.describe.blocks import Request as Binding
 from kvplan.errors import KVPlanError
 from kvplan.protocol import PartialRead, Read, ReadResult, Reads
 from kvplan.protocol.exporter import ExportState
@@ -25,6 +27,7 @@ from kvplan.protocol.rooms import Rooms
 from kvplan.testing.simulation import EngineRequest, Promises, Simulation, Site, StepReport
 from kvplan.testing.simulation.catalog import NULL_BLOCK
 from kvplan.testing.simulation.engine import Phase
+from kvplan.testing.simulation.leases import MemoryDigest
 from kvplan.testing.simulation.scenario import KEPT_S
 from tests.simulation.stand_in import stand_in
 
@@ -167,6 +170,18 @@ class NamedReads(Reads):
         return late
 
 
+@attrs.frozen
+class NamedDigests:
+    """Digests of a worker's memory, whose groups have the names of a model's."""
+
+    reads: NamedReads
+    digest: Callable[[Binding], Mapping[str, Any]]
+
+    def of(self, blocks: Mapping[str, Blocks], tokens: Mapping[str, tuple[int, int]]) -> Mapping[str, Any]:
+        """The digests of some blocks."""
+        return self.digest({"local": blocks, "remote": {}, "tokens": tokens})
+
+
 class SeenRequest:
     """A request as vLLM shows it, at any time."""
 
@@ -233,15 +248,31 @@ def make_params(host: str, draw: random.Random) -> dict[str, Any]:
     return {"transfer_id": f"request-of-{host} {draw.randrange(60)}", "remote_bootstrap_addr": f"http://{host}:{PORT}"}
 
 
+def break_params(params: Mapping[str, Any], draw: random.Random) -> dict[str, Any]:
+    """The same parameters, of which one is no name, or the address is missing."""
+    if draw.random() < 0.2:
+        return {"transfer_id": params["transfer_id"]}
+    return {**params, draw.choice(sorted(params)): draw.choice(("two\nlines", 7, ["a name"], "x" * 5000))}
+
+
 def vllm_room_fleets(resend_s: float = math.inf) -> Simulation:
     """A simulation of vLLM's fleets whose requests have transfer ids, many of which are read in parts."""
-    return Simulation(VllmConnector, make_params, tokens_per_step=ROOM_TOKENS_PER_STEP, resend_s=resend_s)
+    return Simulation(
+        VllmConnector,
+        make_params,
+        tokens_per_step=ROOM_TOKENS_PER_STEP,
+        resend_s=resend_s,
+        break_params=break_params,
+    )
 
 
 class VllmConnector:
-    """``kvplan_nixl.vllm``'s Scheduler and Workers as a connector of the simulation."""
+    """``kvplan_nixl.vllm``'s Scheduler and Workers as a connector of the simulation.
 
-    def __init__(self, site: Site) -> None:
+    With ``digest`` readers compare what has arrived, and vLLM's workers report digests of what they lend.
+    """
+
+    def __init__(self, site: Site, digest: MemoryDigest | None = None) -> None:
         host = site.host
         self._groups = site.groups
         self._block_size = site.groups[0].tokens_per_block
@@ -284,9 +315,12 @@ class VllmConnector:
                 LOGGER,
                 connections=site.connections(executor),
                 claims=worker._claims,
+                digest=None if digest is None else partial(digest, executor),
                 system=host,
                 max_transfer_ids=site.max_transfer_ids,
             )
+            if digest is not None:
+                worker._digester = NamedDigests(worker._reads, partial(digest, executor))
         self._has_copies = site.has_copies
         self._promises = Promises(host)
         self._num_reports: dict[str, int] = {}
@@ -357,6 +391,11 @@ class VllmConnector:
         for manager in self._managers:
             manager.req_to_blocks.clear()
         metadata = self._scheduler.take_step()
+        names = {f"group{index}": group.name for index, group in enumerate(self._groups)}
+        metadata.digests = {
+            asked: {names[key]: table for key, table in blocks.items()} for asked, blocks in metadata.digests.items()
+        }
+        reports = []
         # blocks that are read in part, which vLLM leaves out when it caches the request's
         for group, manager in zip(self._groups, self._managers, strict=True):
             for name, num_blocks in manager.num_cached_block.items():
@@ -370,6 +409,7 @@ class VllmConnector:
             # the scheduler hears of failures by the worker's report too
             report = worker.take_report()
             assert results.failed_recving == (set() if report is None else report.failed)
+            reports += [] if report is None else [report]
             for name in sorted(results.failed_recving):
                 failed.setdefault(name, worker._reads.errors[name])
             # vLLM waits for the reports of all workers
@@ -379,6 +419,12 @@ class VllmConnector:
                     del self._num_reports[name]
                     received.append(name)
             worker._reads.errors.clear()
+        if reports:
+            # as vLLM does with those of all workers
+            merged, *others = reports
+            for other in others:
+                merged.aggregate(other)
+            self._scheduler.take_digests(merged)
         self._scheduler.end_reads({*received}, {*failed})
         self._scheduler.end_exports(metadata.released)
         saves = {self._groups[int(group.removeprefix("group"))].name: ids for group, ids in metadata.saves.items()}

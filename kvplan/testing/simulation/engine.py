@@ -72,8 +72,9 @@ class EngineRequest:
     ``num_partial`` counts, some were read in part: nobody finds them in the prefix cache. With
     ``reads_windows`` the request reads all that it needs of windows and states: of the prefix cache
     it gets positions before them. The last ``num_in_flight`` of the ``num_computed`` positions are
-    those that steps under way compute, and the next step computes ``num_scheduled`` more. To read
-    it has taken ``read_s``, since ``began_at``. With ``is_saved`` its blocks stay when it has
+    those that steps under way compute, and the next step computes ``num_scheduled`` more. The
+    connector has said last at ``asked_at`` that nothing of it is published yet. To read it has
+    taken ``read_s``, since ``began_at``. With ``is_saved`` its blocks stay when it has
     ended, until the connector releases them.
     """
 
@@ -93,6 +94,7 @@ class EngineRequest:
     num_computed: int = 0
     num_in_flight: int = 0
     num_scheduled: int = 0
+    asked_at: float = 0.0
     began_at: float = 0.0
     read_s: float = 0.0
     num_found: int = 0
@@ -512,6 +514,7 @@ class Engine:
             num_cached, cached = self._cached_prefix(request)
             num_read = self.connector.count_readable(request, num_cached)
             if num_read is None:
+                request.asked_at = self.host.loop.now
                 continue
             # others wait behind it, as in vLLM
             if not self._give_blocks(request, num_cached, cached, num_read):

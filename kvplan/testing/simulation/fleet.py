@@ -10,6 +10,8 @@ These rules hold in every step, or the simulation ends with an error that names 
   has failed ends in the step that sees it, also if bytes may still land. One that is read from
   an engine that dies ends within :data:`LOST_S` of its own engine's clock. One that is read when
   its engine hears that it holds no lease ends within :data:`REFUSED_S`, where all else is quiet.
+  One that waits in a room waits for :data:`LOST_ROOM_S` at most when its engine has heard that the
+  server of rooms has restarted.
 - RIGHT: a request that is read once, soon and to its end does not fail without an excuse: a fault
   that explains its error. One that prefill has computed for others is handed over.
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right. Where
@@ -93,6 +95,9 @@ QUICK_S: Final = 4.5
 REFUSED_S: Final = ASK_S + 2 * ANSWER_S
 """Seconds of the slowest clock within which a request ends whose claim was refused."""
 
+LOST_ROOM_S: Final = 2.0
+"""Seconds of the slowest clock within which a request ends whose room was lost by a restart."""
+
 LINGER_S: Final = 5.0
 """Seconds of the slowest clock for which blocks stay after the last reader, if nothing is wrong."""
 
@@ -115,6 +120,9 @@ MakeConnector = Callable[[Site], Connector]
 
 MakeParams = Callable[[str, random.Random], Mapping[str, Any]]
 """Makes the parameters of a request that comes to both engines, of the name of prefill's host."""
+
+BreakParams = Callable[[Mapping[str, Any], random.Random], Mapping[str, Any]]
+"""Breaks the format of one of a proxy's parameters."""
 
 SOON_S: Final = 10.0
 """Seconds within which prefill computes a request whose failure needs an excuse."""
@@ -161,7 +169,7 @@ class Simulation:
     request in a step: the fewer these are, the longer may others read a part of them. A step of
     each prefill engine takes one of ``prefill_steps_s``. A request that prefill has died with, or
     that was aborted there, comes to it again after ``resend_s``: under its name, and with its
-    parameters.
+    parameters. With ``break_params`` proxies err too, where fleets have :attr:`Feature.BAD_FIELDS`.
     """
 
     def __init__(
@@ -172,9 +180,11 @@ class Simulation:
         tokens_per_step: int = TOKENS_PER_STEP,
         prefill_steps_s: Sequence[float] = (STEP_S,),
         resend_s: float = math.inf,
+        break_params: BreakParams | None = None,
     ) -> None:
         self._make_connector = make_connector
         self._make_params = make_params
+        self._break_params = break_params
         self._prefill_steps_s = tuple(prefill_steps_s)
         self._tokens_per_step = integer(tokens_per_step, "tokens_per_step", low=1)
         self._resend_s = resend_s
@@ -192,6 +202,7 @@ class Simulation:
             self._tokens_per_step,
             self._prefill_steps_s,
             self._resend_s,
+            self._break_params,
         )
         try:
             error = fleet.run()
@@ -214,7 +225,9 @@ class Fleet:
         tokens_per_step: int = TOKENS_PER_STEP,
         prefill_steps_s: Sequence[float] = (STEP_S,),
         resend_s: float = math.inf,
+        break_params: BreakParams | None = None,
     ) -> None:
+        self._break_params = break_params
         self._prefill_steps_s = prefill_steps_s
         self._resend_s = resend_s
         self.scenario = scenario
@@ -257,6 +270,8 @@ class Fleet:
         # each request that nobody reads keeps its blocks for a lease, and others wait behind it
         num_requests = sum(isinstance(item, Arrival) for item in incidents)
         self._end_s = END_S + frozen_s + num_requests * LEASE_S / self._slowest
+        # the start of the server that a request has waited for
+        self._room_starts = dict[EngineRequest, str]()
         # requests that have not ended, by name, and until when they must
         self._open: dict[str, float] = {}
         self._requests: list[EngineRequest] = []
@@ -336,6 +351,7 @@ class Fleet:
             self._versions.get(member.name, ""),
         )
         host.hearers.append(partial(self._hear, self._engines[host.name]))
+        host.hearers.append(partial(self._hear_rooms, self._engines[host.name]))
         self._trace(host.name, f"start {number}")
 
     def _hear(self, engine: Engine, path: str, sent: bytes, answer: bytes) -> None:
@@ -353,6 +369,27 @@ class Fleet:
             if is_valid is False and request is not None and request.phase is Phase.READING:
                 check = partial(self._check_refusal, engine, request, self.loop.now)
                 self.loop.at(self.loop.now + REFUSED_S / self._slowest, check)
+
+    def _hear_rooms(self, engine: Engine, path: str, sent: bytes, answer: bytes) -> None:
+        """Expect the end of requests whose rooms were lost: their server has another start now."""
+        if not path.startswith("/ask/") or Feature.GARBLED_MESSAGES in self.scenario.features:
+            return
+        start, rooms = json.loads(answer)["start"], json.loads(sent)
+        for request in engine.requests.values():
+            is_asking = request.phase is Phase.WAITING and request.asked_at
+            names = map(str, (request.params or {}).values())
+            if not is_asking or rooms.keys().isdisjoint(names):
+                continue
+            if self._room_starts.setdefault(request, start) != start:
+                check = partial(self._check_lost_room, engine, request, self.loop.now)
+                self.loop.at(self.loop.now + 2 * LOST_ROOM_S / self._slowest, check)
+
+    def _check_lost_room(self, engine: Engine, request: EngineRequest, since: float) -> None:
+        """Refuse to wait on for what a server had that has restarted."""
+        is_late = request.asked_at > since + LOST_ROOM_S / self._slowest
+        if request.phase is Phase.WAITING and is_late and not engine.host.is_dead:
+            message = f"{request.name} waits, whose room was lost when its server restarted"
+            raise BrokenRuleError("END", message)
 
     def _check_refusal(self, engine: Engine, request: EngineRequest, since: float) -> None:
         """Refuse to read on long after the reader has heard that it holds no lease."""
@@ -695,15 +732,19 @@ class Fleet:
     def _send_malformed(
         self, engine: Engine, request: EngineRequest, params: Mapping[str, Any]
     ) -> None:
-        """Send a few requests like one before it, with handoffs that break their format."""
-        has_handoff = "remote_signature" in params and params.get("remote_block_ids")
-        if Feature.BAD_FIELDS not in self.scenario.features or not has_handoff:
-            return
+        """Send a few requests like one before it, whose parameters break their format."""
         draw = self._breach_random
+        if "remote_signature" in params and params.get("remote_block_ids"):
+            break_params: BreakParams = partial(bad_handoff, sign=KEY.sign)
+        elif self._break_params is not None:
+            break_params = self._break_params
+        else:
+            return
+        if Feature.BAD_FIELDS not in self.scenario.features:
+            return
         for number in range(draw.choice((1, 2, 4)) if self.loop.now < HEALED_S else 0):
             name = f"{request.name}/malformed-{number}"
-            handoff = bad_handoff(params, KEY.sign, draw)
-            self._send_refused(engine, name, request, handoff)
+            self._send_refused(engine, name, request, break_params(params, draw))
 
     def _send_refused(
         self, engine: Engine, name: str, like: EngineRequest, params: Mapping[str, Any]

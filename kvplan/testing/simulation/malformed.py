@@ -127,7 +127,7 @@ def breach_of(path: str, sent: bytes, draw: random.Random) -> Breach | None:
 
 
 def bad_handoff(
-    params: Mapping[str, Any], sign: Callable[[str, bytes], str], draw: random.Random
+    params: Mapping[str, Any], draw: random.Random, *, sign: Callable[[str, bytes], str]
 ) -> Mapping[str, Any]:
     """Return a handoff's parameters with one field that breaks its format, signed all the same."""
     tables = params["remote_block_ids"]

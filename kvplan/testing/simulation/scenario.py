@@ -563,6 +563,11 @@ def _with_restarts(scenario: Scenario, draw: random.Random) -> Scenario:
         at = arrival.at + draw.choice((0.01, 0.05, 0.2)) * draw.random()
         if at < HEALED_S - 1:
             deaths.append(Death(at, draw.choice(arrival.engines), at + 0.05 * draw.random()))
+    # and again, when requests have waited for long that the first death has lost
+    for death in deaths[:2]:
+        at = death.at + 12 + 8 * draw.random()
+        if at < HEALED_S - 1:
+            deaths.append(Death(at, death.engine, at + 0.05 * draw.random()))
     return attrs.evolve(scenario, incidents=(*scenario.incidents, *deaths))
 
 
