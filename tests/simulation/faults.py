@@ -343,6 +343,7 @@ FEATURE_VLLM_FAULTS = [
     Fault("a block that is not full is not copied", TABLES.BlockTables, "within", "blocks.ordinals * size < stop", "(blocks.ordinals + 1) * size < stop", seed=0, rule="OWN", features=Feature.HOST_COPIES),
     Fault("the block in which a step begins is not copied", TABLES.BlockTables, "within", "blocks.ordinals >= first // size", "blocks.ordinals > first // size", seed=0, rule="OWN", features=Feature.HOST_COPIES),
     Fault("workers are not told what to copy", Scheduler, "take_step", "KvplanMetadata(self._importer.step(), self._saves)", "KvplanMetadata(self._importer.step(), {})", seed=0, rule="OWN", features=Feature.HOST_COPIES),
+    Fault("a reset of vLLM's cache frees nothing", Scheduler, "reset", "self._exporter.reset()", "pass", seed=0, rule="LINGER", features=Feature.UPDATES),
 ]  # fmt: skip
 FEATURE_ROOM_FAULTS = [
     Fault("a request waits though its claim was refused", Importer, "_check", "if refusal is not None:", "if False:", seed=0, rule="END", features=BURSTS | PREEMPTION),

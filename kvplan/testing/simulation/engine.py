@@ -345,6 +345,7 @@ class Engine:
         self._has_copies = Feature.HOST_COPIES in features
         self._keeps_sinks = Feature.SINKS in features
         self._stores_blocks = Feature.SIBLINGS in features
+        self._is_stored = Feature.STORE in features
         self._is_ahead = self._is_async or self._is_preempted or self._has_copies
         # what is scheduled, the steps under way, and blocks that are free when one of them ends
         self._chunks: list[_PromptChunk] = []
@@ -373,6 +374,8 @@ class Engine:
         self._lent: dict[str, Tables] = {}
         # answers of which no next turn was sent, and the steps in which they kept a request waiting
         self._kept: dict[str, int] = {}
+        # those that the connector has to release in this step, since the cache was reset
+        self._reset: set[str] = set()
         # requests that have ended while bytes may still land
         self._landing: dict[str, Tables] = {}
         executors = [VirtualExecutor(fabric, port) for port in ports]
@@ -466,6 +469,7 @@ class Engine:
         has_admitted = not has_preempted and self._admit()
         report = self.connector.step()
         has_news = self._take(report)
+        self._check_reset()
         self._check_held()
         has_computed = self._begin_chunks(report.saves) if self._is_ahead else self._compute()
         # an engine that waits looks less and less often
@@ -497,6 +501,7 @@ class Engine:
             pool.reset()
         if not version:
             self.connector.reset()
+            self._reset = set() if self._is_stored else {*self._lent}
             return
         self._version = version
         for request in [*self.requests.values()]:
@@ -868,6 +873,13 @@ class Engine:
         since = None if is_moving else loop.now
         wait_s = 5.0 if is_moving else LOST_S / self.host.rate
         loop.at(loop.now + wait_s, partial(self._check_landing, name, blocks, since))
+
+    def _check_reset(self) -> None:
+        """Refuse to keep blocks for readers after the step that follows a reset."""
+        for name in self._reset & self._lent.keys():
+            message = f"{name} keeps its blocks in {self.host.name}, whose cache was reset"
+            raise BrokenRuleError("LINGER", message)
+        self._reset.clear()
 
     def _check_held(self) -> None:
         """Refuse to wait for a request of which a transfer has failed, though bytes may land."""

@@ -18,7 +18,8 @@ These rules hold in every step, or the simulation ends with an error that names 
   nothing has gone wrong for a lease before that, it is read within :data:`QUICK_S`.
 - LINGER: a request that was read, and whose readers have all ended, keeps no block for more than
   :data:`LINGER_S` if nothing goes wrong meanwhile. Nor does one that has failed or was aborted, for
-  more than :data:`LOST_S` after the last byte has landed.
+  more than :data:`LOST_S` after the last byte has landed. The step after a reset of the cache frees
+  what readers had leases for.
 - FREE: when all requests have ended and all leases are over, all blocks are free.
 - GROW: then no connector remembers a request, and no coroutine runs.
 - START: a reader reads from another start of an engine only when the one before has ended, where
