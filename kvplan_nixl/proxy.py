@@ -29,7 +29,7 @@ import resource
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -505,40 +505,29 @@ def credentials_of(request: web.Request) -> dict[str, str]:
     return {} if key is None else {"Authorization": key}
 
 
-def _origin(text: str) -> URL | None:
-    """Return the address of a server, None if the text is something else."""
-    try:
-        url = URL(text)
-        return url if url.host and url == url.origin() else None
-    except ValueError:
-        return None
+class Address(click.ParamType):
+    """The address of a server, which operators write in a ``form``: a host, a port, and no path."""
+
+    name = "address"
+
+    def __init__(self, form: str, schemes: Collection[str], prefix: str = "") -> None:
+        self._form = form
+        self._schemes = schemes
+        self._prefix = prefix
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> URL:
+        try:
+            url = URL(self._prefix + value)
+            is_right = url.scheme in self._schemes and url.host and url.port
+            if is_right and url == url.origin():
+                return url
+        except ValueError:
+            pass
+        raise click.BadParameter(f"expected {self._form}, got {value!r}", ctx, param)
 
 
-def urls_of(
-    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
-) -> tuple[URL, ...]:
-    """Return the addresses of engines. Raises BadParameter for what is no address of a server."""
-    urls = []
-    for text in texts:
-        url = _origin(text)
-        if url is None or url.scheme not in ("http", "https"):
-            raise click.BadParameter(f"expected http://HOST:PORT, got {text!r}")
-        urls.append(url)
-    return tuple(urls)
-
-
-def listeners_of(
-    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
-) -> tuple[URL, ...]:
-    """Return the addresses of listeners. Raises BadParameter for what is no host and port."""
-    urls = []
-    for text in texts:
-        url = _origin(f"tcp://{text}")
-        if url is None or not url.port:
-            raise click.BadParameter(f"expected HOST:PORT, got {text!r}")
-        urls.append(url)
-    return tuple(urls)
-
+SERVER: Final = Address("http://HOST:PORT", ("http", "https"))
+LISTENER: Final = Address("HOST:PORT", ("tcp",), "tcp://")
 
 SHARED: Final = (
     click.Option(
@@ -546,7 +535,7 @@ SHARED: Final = (
         metavar="URL",
         multiple=True,
         required=True,
-        callback=urls_of,
+        type=SERVER,
         help="A prefill engine, http://HOST:PORT; once for each.",
     ),
     click.Option(
@@ -554,7 +543,7 @@ SHARED: Final = (
         metavar="URL",
         multiple=True,
         required=True,
-        callback=urls_of,
+        type=SERVER,
         help="A decode engine; once for each.",
     ),
     click.Option(

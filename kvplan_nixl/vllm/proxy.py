@@ -19,13 +19,13 @@ from aiohttp import web
 from yarl import URL
 
 from kvplan_nixl.proxy import (
+    LISTENER,
     SHARED,
     TRANSFER,
     Answering,
     Body,
     Engines,
     Proxy,
-    listeners_of,
     prefill_body,
     serve,
 )
@@ -85,7 +85,7 @@ class AtOnce(Proxy):
     "--listener",
     metavar="HOST:PORT",
     multiple=True,
-    callback=listeners_of,
+    type=LISTENER,
     help="Where each prefill engine's connector listens, in their order: both engines get a "
     "request at once, and decode reads a prompt while it is computed.",
 )
