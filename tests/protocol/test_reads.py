@@ -190,6 +190,15 @@ class World:
     def fail(self, request: str, error: KVPlanError) -> None:
         self.reads.submit(PartialRead(request, None, error))
 
+    def poll_until(self, condition: Callable[[], object]) -> list[ReadResult]:
+        """The results until a condition holds, or until it has not held for 10 s."""
+        results: list[ReadResult] = []
+        until = time.monotonic() + 10
+        while not condition() and time.monotonic() < until:
+            results += self.reads.poll()
+            time.sleep(0.001)
+        return results
+
     def connect(self, offer: bytes) -> None:
         worker = decode(offer)
         if self.known.get(worker.key) != offer or worker.key in self.executor.lost:
@@ -682,9 +691,7 @@ def test_of_two_starts_that_answer_the_first_is_read() -> None:
     world.answer = lambda source: held.wait(60)
     world.submit(world.read("a"))
     world.submit(world.read("b", source_of(start="2")))
-    until = time.monotonic() + 10
-    while len(world.fetched) < 2 and time.monotonic() < until:
-        assert world.reads.poll() == []
+    assert world.poll_until(lambda: len(world.fetched) >= 2) == []
     assert {source.start for source in world.fetched} == {"1", "2"}
     held.set()
     results = world.until(2)
@@ -698,9 +705,7 @@ def test_a_start_does_not_wait_for_the_handshake_with_an_earlier_one(one: Callab
     world, held = one(), threading.Event()
     world.answer = lambda source: held.wait(60) if [*world.fetched].count(source) == 1 and source.start == "1" else None
     world.submit(world.read("old"))
-    until = time.monotonic() + 10
-    while not world.fetched and time.monotonic() < until:
-        assert world.reads.poll() == []
+    assert world.poll_until(lambda: world.fetched) == []
     world.gone = {"1"}
     world.submit(world.read("new", source_of(start="2")))
     results = world.until(2)
@@ -730,9 +735,7 @@ def test_a_late_answer_of_an_earlier_start_does_not_fail_the_next_one(one: Calla
     world.answer = answer
     for name, start in (("old", "1"), ("new", "2")):
         world.submit(world.read(name, source_of(start=start)))
-    until = time.monotonic() + 10
-    while num_asked["1"] < 2 and time.monotonic() < until:
-        assert world.reads.poll() == []
+    assert world.poll_until(lambda: num_asked["1"] >= 2) == []
     held.set()
     assert world.until(1)["old"].error is None
     checked.set()
@@ -744,17 +747,15 @@ def test_an_answer_that_comes_when_the_next_start_is_ready_is_too_late(one: Call
     world, held = one(), threading.Event()
     world.answer = lambda source: len(world.fetched) == 1 and held.wait(60)
     world.submit(world.read("old"))
-    until = time.monotonic() + 10
-    while not world.fetched and time.monotonic() < until:
-        assert world.reads.poll() == []
+    assert world.poll_until(lambda: world.fetched) == []
     world.gone = {"1"}
     world.submit(world.read("new", source_of(start="2")))
     old, new = (world.reads._peers.use(source_of(start=start)) for start in "12")
-    while new.plan is None and time.monotonic() < until:
-        world.reads.poll()
+    world.poll_until(lambda: new.plan)
     world.gone = set()
     held.set()
     assert old.handshake is not None
+    until = time.monotonic() + 10
     while not old.handshake.done and time.monotonic() < until:
         time.sleep(0.001)
     world.reads.poll()
@@ -780,9 +781,7 @@ def test_earlier_starts_that_hang_leave_time_for_a_handshake(
     world.gone = {"1", "2"}
     for start in "12":
         world.submit(world.read(start, source_of(start=start)))
-    until = time.monotonic() + 10
-    while len(world.fetched) < 2 and time.monotonic() < until:
-        assert world.reads.poll() == []
+    assert world.poll_until(lambda: len(world.fetched) >= 2) == []
     world.submit(world.read("new", source_of(start="3")))
     assert world.until(3)["new"].error is None
     held.set()
@@ -798,9 +797,7 @@ def test_few_handshakes_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     world.answer = lambda source: held.wait(60)
     for name in names:
         world.submit(world.read(name, source_of(name)))
-    until = time.monotonic() + 10
-    while len(world.fetched) < 2 and time.monotonic() < until:
-        assert world.reads.poll() == []
+    assert world.poll_until(lambda: len(world.fetched) >= 2) == []
     for _ in range(50):
         assert world.reads.poll() == []
     assert len(world.fetched) == 2
