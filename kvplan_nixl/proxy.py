@@ -505,29 +505,26 @@ def credentials_of(request: web.Request) -> dict[str, str]:
     return {} if key is None else {"Authorization": key}
 
 
-class Address(click.ParamType):
-    """The address of a server, which operators write in a ``form``: a host, a port, and no path."""
+def _addresses(
+    form: str, schemes: Collection[str], prefix: str = ""
+) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], tuple[URL, ...]]:
+    """Return what reads the servers of an option, each written in a ``form``, without a path."""
 
-    name = "address"
-
-    def __init__(self, form: str, schemes: Collection[str], prefix: str = "") -> None:
-        self._form = form
-        self._schemes = schemes
-        self._prefix = prefix
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> URL:
+    def address(text: str) -> URL:
         try:
-            url = URL(self._prefix + value)
-            is_right = url.scheme in self._schemes and url.host and url.port
+            url = URL(prefix + text)
+            is_right = url.scheme in schemes and url.host and url.port
             if is_right and url == url.origin():
                 return url
         except ValueError:
             pass
-        raise click.BadParameter(f"expected {self._form}, got {value!r}", ctx, param)
+        raise click.BadParameter(f"expected {form}, got {text!r}")
+
+    return lambda _, __, texts: tuple(map(address, texts))
 
 
-SERVER: Final = Address("http://HOST:PORT", ("http", "https"))
-LISTENER: Final = Address("HOST:PORT", ("tcp",), "tcp://")
+SERVERS: Final = _addresses("http://HOST:PORT", ("http", "https"))
+LISTENERS: Final = _addresses("HOST:PORT", ("tcp",), "tcp://")
 
 SHARED: Final = (
     click.Option(
@@ -535,7 +532,7 @@ SHARED: Final = (
         metavar="URL",
         multiple=True,
         required=True,
-        type=SERVER,
+        callback=SERVERS,
         help="A prefill engine, http://HOST:PORT; once for each.",
     ),
     click.Option(
@@ -543,7 +540,7 @@ SHARED: Final = (
         metavar="URL",
         multiple=True,
         required=True,
-        type=SERVER,
+        callback=SERVERS,
         help="A decode engine; once for each.",
     ),
     click.Option(

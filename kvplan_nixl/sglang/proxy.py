@@ -186,7 +186,7 @@ class FromSglang(_WithRooms):
     "--bootstrap",
     metavar="HOST:PORT",
     multiple=True,
-    type=proxy.LISTENER,
+    callback=proxy.LISTENERS,
     help="The bootstrap server of each prefill engine, in their order, if SGLang is prefill. "
     "Without it vLLM is prefill, and SGLang decode.",
 )

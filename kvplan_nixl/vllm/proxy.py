@@ -19,7 +19,7 @@ from aiohttp import web
 from yarl import URL
 
 from kvplan_nixl.proxy import (
-    LISTENER,
+    LISTENERS,
     SHARED,
     TRANSFER,
     Answering,
@@ -85,7 +85,7 @@ class AtOnce(Proxy):
     "--listener",
     metavar="HOST:PORT",
     multiple=True,
-    type=LISTENER,
+    callback=LISTENERS,
     help="Where each prefill engine's connector listens, in their order: both engines get a "
     "request at once, and decode reads a prompt while it is computed.",
 )
