@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -59,32 +59,21 @@ CLASSES = (
 
 
 @pytest.fixture(scope="module")
-def reached() -> set[str]:
+def reached(quiet: None) -> set[str]:
     """The transitions and the public methods of classes that fleets have reached, by name."""
-    names = set[str]()
-
-    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def noted(*arguments: Any, **named: Any) -> Any:
-            names.add(name)
-            return call(*arguments, **named)
-
-        return noted
+    transitions = set[str]()
 
     def transition(after: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(transitions: Any, state: Any, event: Any) -> Any:
-            names.add(f"{type(state).__name__} {state.name} {event.name}")
-            return after(transitions, state, event)
+        def noted(table: Any, state: Any, event: Any) -> Any:
+            transitions.add(f"{type(state).__name__} {state.name} {event.name}")
+            return after(table, state, event)
 
         return noted
 
-    logging.disable(logging.CRITICAL)
     with pytest.MonkeyPatch.context() as patch:
         for module in (exporter, importer):
             patch.setattr(module, "after", transition(getattr(module, "after")))  # noqa: B009
-        for owner in CLASSES:
-            for name, method in public_methods(owner):
-                patch.setattr(owner, name, noting(f"{owner.__name__}.{name}", method))
+        calls = count_calls(patch, CLASSES)
         fleets = (
             (Simulation(LeaseConnector), LEASE_SEEDS, ~Feature(0)),
             (Simulation(VllmConnector), SEEDS, ~Feature(0)),
@@ -98,8 +87,31 @@ def reached() -> set[str]:
             for seed in seeds:
                 outcome = simulation.run(Scenario.of(seed, features=Feature.of(seed) & features))
                 assert outcome.rule == "", str(outcome)
-    logging.disable(logging.NOTSET)
-    return names
+    # a call that has raised an error is counted with its code
+    return transitions | {name.split()[0] for name in calls}
+
+
+def count_calls(patch: pytest.MonkeyPatch, classes: Iterable[type]) -> Counter[str]:
+    """Count the calls of public methods from now on, by name, and by the code of the error that one has raised."""
+    counter = Counter[str]()
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def counting(*arguments: Any, **named: Any) -> Any:
+            try:
+                returned = call(*arguments, **named)
+            except Exception as error:
+                counter[f"{name} {getattr(error, 'code', type(error).__name__)}"] += 1
+                raise
+            counter[name] += 1
+            return returned
+
+        return counting
+
+    for owner in classes:
+        for name, method in public_methods(owner):
+            patch.setattr(owner, name, counted(f"{owner.__name__}.{name}", method))
+    return counter
 
 
 def public_methods(owner: type) -> list[tuple[str, Any]]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-
 import attrs
 import pytest
 
@@ -13,16 +10,10 @@ from kvplan.testing.simulation.fleet import QUICK_S, MakeConnector
 from kvplan.testing.simulation.network import Disturbance
 from kvplan.testing.simulation.scenario import Arrival, Death, Incident, Member, Visit
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 MEMBERS = (Member("prefill-0"), Member("decode-0"))
 ARRIVAL = Arrival(1.0, "request-0", (*range(11),), 3, "prefill-0", (Visit("decode-0"),))
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Connectors log each fault that they suffer."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def outcome_of(*incidents: Incident, connector: MakeConnector = LeaseConnector) -> FleetOutcome:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import attrs
 import pytest
@@ -56,6 +55,8 @@ from tests.simulation.staged_connector import StagedConnector, choosing_fleets
 from tests.simulation.verified_connector import VerifiedConnector, vllm_verified_fleets
 from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 NUM_SEEDS = 50
 NUM_HYBRID_SEEDS = 25
 NUM_ROOM_SEEDS = 8
@@ -70,14 +71,6 @@ SGLANG_FOUND = [fault for fault in (*SGLANG_FAULTS, *HYBRID_SGLANG_FAULTS, *STAG
 ROOM_FOUND = [fault for fault in VLLM_ROOM_FAULTS if fault.rule]
 STAGING_FOUND = [fault for fault in STAGING_FAULTS if fault.rule]
 STALE = next(fault for fault in FAULTS if fault.name == "an ended lease is valid")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quiet() -> Iterator[None]:
-    """Connectors log each fault that they suffer."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")

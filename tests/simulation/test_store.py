@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
-from kvplan.errors import KVPlanError
 from kvplan.protocol.page_reads import PageReads
 from kvplan.testing.simulation import MODELS, Feature, Scenario, shrink
 from kvplan_nixl.serving.store import StallGuard, StoreClient, StoreReader
 from tests.simulation.faults import RESEND_S, STORE_FAULTS, Fault
 from tests.simulation.store_connector import StoreFleets
-from tests.simulation.test_coverage import public_methods
+from tests.simulation.test_coverage import count_calls, public_methods
 from tests.simulation.virtual_threads import WORLD
 from tests.simulation.vllm_connector import (
     ROOM_TOKENS_PER_STEP,
@@ -26,16 +21,10 @@ from tests.simulation.vllm_connector import (
     make_params,
 )
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 NUM_SEEDS = 4
 NUM_SWARM_SEEDS = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quiet() -> Iterator[None]:
-    """Connectors log each fault that they suffer."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")
@@ -59,25 +48,8 @@ UNCALLED = {
 @pytest.fixture(scope="module")
 def calls() -> Counter[str]:
     """How often fleets that keep all rules have called the store, by method and the code of its error."""
-    counter = Counter[str]()
-
-    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def counting(*arguments: Any, **named: Any) -> Any:
-            try:
-                returned = call(*arguments, **named)
-            except KVPlanError as error:
-                counter[f"{name} {error.code}"] += 1
-                raise
-            counter[name] += 1
-            return returned
-
-        return counting
-
     with pytest.MonkeyPatch.context() as patch:
-        for owner in CLASSES:
-            for name, method in public_methods(owner):
-                patch.setattr(owner, name, counted(f"{owner.__name__}.{name}", method))
+        counter = count_calls(patch, CLASSES)
         fleets = StoreFleets()
         for model in MODELS.values():
             for seed in range(NUM_SEEDS):
