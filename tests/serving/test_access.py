@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -500,3 +502,39 @@ def test_tls_encrypts_and_knows_its_own(certificates: Path) -> None:
         assert relay.questions == []
     with pytest.raises(KVPlanError, match=r"PEER: cannot use TLS with .*expected a certificate, its private key"):
         tls_contexts(certificates / "none.pem", certificates / "engine.key", certificates / "engine.pem")
+
+
+def test_engines_are_served_beside_handshakes_that_never_end(
+    certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow, dropped and silent handshakes, garbage and strangers hold up no engine, and leave no connection behind."""
+    monkeypatch.setattr("kvplan_nixl.serving.client.KEEP_S", 0.0)
+    ours, stranger = (encrypted(certificates, name, "engine") for name in ("engine", "stranger"))
+    beginning = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(64))
+    with listening(Leases(Driver()), ours) as source:
+        fetch(source, 30, ours)
+        before = num_files()
+        with ExitStack() as held:
+            for number in range(60):
+                connection = held.enter_context(socket.create_connection(("127.0.0.1", source.port), 30))
+                kind = ("silent", "begun", "dropped", "garbage", "strange")[number % 5]
+                connection.sendall({"silent": b"", "garbage": b"GET / HTTP/1.1\r\n\r\n"}.get(kind, beginning))
+                if kind == "dropped":
+                    connection.close()
+                elif kind == "garbage":
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(1 << 12):
+                        pass
+                elif kind == "strange":
+                    with pytest.raises(KVPlanError, match="PEER: cannot reach prefill"):
+                        fetch(source, 30, stranger)
+                # another access shares no connection with those before it
+                assert fetch(source, 30, attrs.evolve(ours)).workers == (b"offer",)
+        until = time.monotonic() + 30
+        while num_files() > before and time.monotonic() < until:
+            time.sleep(0.05)
+        assert num_files() <= before
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
