@@ -32,7 +32,7 @@ from typing import Any, Final, Protocol
 
 import attrs
 
-from kvplan._checks import name
+from kvplan._checks import check_fields, instance, name
 from kvplan._text import brief_repr
 from kvplan.describe.blocks import POSITION_END, Blocks, Range
 from kvplan.errors import KVPlanError
@@ -118,8 +118,9 @@ class AsksRooms(Protocol):
 class PartialRead:
     """What workers do next for a request: read some of it, or report that it fails.
 
-    The one that ``is_last`` is the request's last. The first block of a group in ``partial`` lacks
-    positions that the source has freed: no other request may find it.
+    It has either a ``read`` or an ``error``. The one that ``is_last`` is the request's last. The
+    first block of a group in ``partial`` lacks positions that the source has freed: no other
+    request may find it.
     """
 
     request: str
@@ -129,6 +130,20 @@ class PartialRead:
     partial: Mapping[str, WholeBlocks] = attrs.field(factory=dict)
 
     __repr__ = brief_repr
+
+    def __attrs_post_init__(self) -> None:
+        check_fields(self, "a partial read", name, "request")
+        if self.error is not None:
+            return
+        # without a read the request would be right, and nothing would have been read
+        instance(Read, self.read, "partial read without an error")
+        if self.read is not None and self.read.request != self.request:
+            raise KVPlanError(
+                "NAME",
+                f"read request {self.request!r}",
+                expected="a read of the same request",
+                got=f"one of {self.read.request!r}",
+            )
 
 
 @attrs.define(eq=False)

@@ -136,9 +136,6 @@ class Reads:
         ended, and later ones are not read.
         """
         request = instance(PartialRead, partial_read, "partial read").request
-        if partial_read.error is None:
-            # without a read it would be right, and nothing would have been read
-            instance(Read, partial_read.read, "partial read without an error")
         reads = self._requests.setdefault(request, RequestReads())
         reads.has_last = partial_read.is_last
         if partial_read.error is not None:

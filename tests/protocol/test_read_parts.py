@@ -80,13 +80,20 @@ def test_a_part_begins_when_the_one_before_has_ended(reads: Noted) -> None:
     assert (reads.poll(), reads.late()) == ([], {})
 
 
-def test_a_part_without_a_read_or_an_error_is_refused(reads: Noted) -> None:
+def test_a_part_without_a_read_or_an_error_is_refused() -> None:
     """Nothing of it would be read, and nothing would say so."""
     with pytest.raises(
         KVPlanError, match="TYPE: cannot read partial read without an error: expected a value of type Read"
     ):
-        reads.submit(PartialRead("r", None))
-    assert reads.poll() == []
+        PartialRead("r", None)
+
+
+def test_a_read_of_another_request_is_refused() -> None:
+    """Its result would be of a request that workers were not told of."""
+    with pytest.raises(
+        KVPlanError, match="NAME: cannot read request 's': expected a read of the same request, got one of 'r'"
+    ):
+        PartialRead("s", read(0))
 
 
 def test_a_request_waits_for_its_last_part(reads: Noted) -> None:
