@@ -126,7 +126,8 @@ class Sender(BaseKVSender):
 
     _early_send_wait_event: Any = None
     """What SGLang sets where the forward pass that computes a chunk may still run: pages of a
-    prefix that another request computes, before the first chunk of this one."""
+    prefix that another request computes, before the first chunk of this one. Later chunks wait for
+    it too, which takes no time: it is over by then."""
 
     def __init__(
         self,
@@ -175,8 +176,6 @@ class Sender(BaseKVSender):
             return
         self._pages += kv_indices.tolist()
         self._num_tokens += num_kv_tokens
-        wait_event = self._early_send_wait_event
-        self._early_send_wait_event = None
         rank = self._rank
         memory = rank.memory
         self._is_sent = len(self._pages) >= self._num_pages
@@ -186,7 +185,7 @@ class Sender(BaseKVSender):
         if not memory.is_first_of_stage:
             return
         if not self._is_sent:
-            self._publish_early(wait_event)
+            self._publish_early(self._early_send_wait_event)
             return
         num_tokens = self._num_tokens
         handoff = rank.exporter.finish(

@@ -1375,6 +1375,15 @@ def test_a_request_that_both_give_up_leaves_nothing(prefill: Side, decode: Side,
     assert not decode.manager.rank._rooms_read
 
 
+def test_a_request_that_is_cleared_between_chunks_leaves_nothing(decode: Side, chunks: Chunks) -> None:
+    """SGLang clears some requests without an abort: workers learn that no chunk follows."""
+    chunks.send(0, 6)
+    chunks.read()
+    chunks.receiver.clear()
+    rank = decode.manager.rank
+    assert (len(rank.importer), rank._rooms_read, rank.reads._requests) == (0, {}, {})
+
+
 def test_a_chunk_that_is_not_computed_yet_is_not_published(chunks: Chunks, server: BootstrapServer) -> None:
     """SGLang sends a cached prefix while the forward pass of the request that has it may still run."""
     is_computed = threading.Event()
