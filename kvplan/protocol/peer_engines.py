@@ -49,8 +49,8 @@ HANDSHAKE_S: Final = 30.0
 MAX_AGE_S: Final = 3600.0
 """Seconds after which an engine is forgotten that nothing was read from."""
 
-MAX_HANDSHAKES: Final = 8
-"""Handshakes under way at a time."""
+MAX_HANDSHAKES: Final = 64
+"""Handshakes under way at a time, of which each has an answer in memory: more than may hang."""
 
 USUAL_TOKENS: Final = 1024
 """Positions of the request for which a way to read from an engine is chosen."""

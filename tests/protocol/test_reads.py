@@ -805,6 +805,24 @@ def test_few_handshakes_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(result.error is None for result in world.until(6).values())
 
 
+def test_a_rack_of_engines_that_hang_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their handshakes are under way, and the next engine's is, too."""
+    (local,) = engine("decode")
+    names = [f"prefill-{number}" for number in range(33)]
+    world = World(local, *map(engine, names))
+    exchange = world.watch.exchange
+
+    async def hang(peer: str, address: str, *asked: Any) -> bytes:
+        if not address.startswith(names[-1]):
+            await asyncio.sleep(60)
+        return await exchange(peer, address, *asked)
+
+    monkeypatch.setattr(world.watch, "exchange", hang)
+    for name in names:
+        world.submit(world.read(name, source_of(name)))
+    assert [result.error for result in world.until(1).values()] == [None]
+
+
 def test_one_engine_is_planned_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handshakes fetch offers side by side, but no two open or plan them at once."""
     (local,) = engine("decode")
