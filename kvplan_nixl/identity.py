@@ -23,8 +23,9 @@ in their own ways, so a bridge compares two configurations: the file read with t
 it, and a file that has them in it. Where they differ, the effect of the override is a fact.
 
 What may differ harmlessly has no fact: parallel sizes, blocks, memory, scheduling, kernels, limits
-of length, and names. :data:`HARMLESS_KEYS` are those of a ``config.json``, and each bridge lists
-the harmless options of its engine, with a reason for each. What is not listed is a fact.
+of length, and names. :data:`HARMLESS_KEYS` are those of a ``config.json``, and the ``options.toml``
+of each connector lists the harmless options of its engine, with a reason for each. What is not
+listed is a fact.
 
 A worker has the facts as its model (:class:`kvplan.Worker`), so a handshake names those that
 differ, with both values. A handoff has the version of the weights, since that may change after the
@@ -37,9 +38,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from importlib import resources
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -237,6 +241,12 @@ def option_facts(name: str, value: Any) -> Facts:
     {'mm_processor_kwargs.max_pixels': 1280}
     """
     return _flat(name, {"": value}) if not isinstance(value, Mapping) else _flat(name, value)
+
+
+def options_without_facts(package: str) -> frozenset[str]:
+    """Return the options of an engine that are no facts, by the ``options.toml`` of its package."""
+    tables = tomllib.loads(resources.files(package).joinpath("options.toml").read_text("utf-8"))
+    return frozenset(" ".join(chain.from_iterable(map(dict.values, tables.values()))).split())
 
 
 def changes(changed: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 They are read from the model's folder with ``--json-model-override-args``, from the dtype of
 activations, and from each option of ``ServerArgs`` that can change a value in a cache: it is the
-fact ``sglang.NAME``, unless it has its default. :mod:`kvplan_nixl.sglang.options` lists the options
-that cannot, and those whose effect another fact has.
+fact ``sglang.NAME``, unless it has its default. ``options.toml`` lists the options that cannot, and
+those whose effect another fact has.
 
 What changes while the engine runs is in :mod:`kvplan_nixl.sglang.changes`.
 """
@@ -34,12 +34,12 @@ from kvplan_nixl.identity import (
     is_long_rope,
     merged,
     option_facts,
+    options_without_facts,
     processor_facts,
     stated_config,
     without,
 )
 from kvplan_nixl.settings import ModelNames
-from kvplan_nixl.sglang.options import NO_FACTS, STATED
 from kvplan_nixl.weights import folder_of, weights_of
 
 FOREIGN_FORMATS: Final = ("dummy", "private", "remote", "remote_instance")
@@ -60,6 +60,9 @@ READ_FORMATS: Final = (
 
 THREADS: Final = ("enable_multithread_load", "num_threads")
 """Keys of ``model_loader_extra_config`` that say how fast weights are read."""
+
+NO_FACTS: Final = options_without_facts("kvplan_nixl.sglang")
+"""Options that are no facts."""
 
 
 def facts_of(names: ModelNames, *, has_draft_cache: bool = False) -> Facts:
@@ -83,7 +86,7 @@ def facts_of(names: ModelNames, *, has_draft_cache: bool = False) -> Facts:
     facts.update(file_facts("kv_scales", "quantization_param_path", path))
     for field in record_fields(type(arguments)):
         value = getattr(arguments, field.name)
-        if field.name not in STATED and field.name not in NO_FACTS and value != field.default:
+        if field.name not in NO_FACTS and value != field.default:
             facts.update(option_facts(f"sglang.{field.name}", value))
     loader = without(json.loads(arguments.model_loader_extra_config or "{}"), THREADS)
     if loader:

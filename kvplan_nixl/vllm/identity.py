@@ -1,8 +1,7 @@
 """The identity of a vLLM engine: the facts of :mod:`kvplan_nixl.identity`, from its configuration.
 
 Each field of vLLM's configuration that can change a value in a cache is a fact, unless it has its
-default. :mod:`kvplan_nixl.vllm.options` lists the fields that cannot, and those whose effect
-another fact has.
+default. ``options.toml`` lists the fields that cannot, and those whose effect another fact has.
 """
 
 from __future__ import annotations
@@ -30,17 +29,20 @@ from kvplan_nixl.identity import (
     is_long_rope,
     merged,
     option_facts,
+    options_without_facts,
     processor_facts,
     stated_config,
     without,
 )
 from kvplan_nixl.vllm.drafts import WITH_CACHE
-from kvplan_nixl.vllm.options import HARMLESS, STATED
 from kvplan_nixl.vllm.settings import ModelSettings
 from kvplan_nixl.weights import folder_of, weights_of
 
 SAME_FILES: Final = ("auto", "hf", "safetensors", "instanttensor", "ipc_cache", "runai_streamer")
 """Formats that load the weights of the model's folder, whose fingerprint is a fact."""
+
+NO_FACTS: Final = options_without_facts("kvplan_nixl.vllm")
+"""Fields that are no facts, as CLASS.FIELD."""
 
 
 def identity_of(config: VllmConfig, settings: ModelSettings) -> Facts:
@@ -217,11 +219,10 @@ def _draft_facts(config: VllmConfig, settings: ModelSettings) -> Facts:
 
 
 def _field_facts(config: Any) -> Facts:
-    """Return the fields of a configuration in neither list, unless they have their defaults."""
-    kind = type(config).__name__
+    """Return the fields of a configuration that are facts, unless they have their defaults."""
     facts = Facts()
     for field in dataclasses.fields(config):
-        if field.name in HARMLESS.get(kind, ()) or field.name in STATED.get(kind, ()):
+        if f"{type(config).__name__}.{field.name}" in NO_FACTS:
             continue
         value = getattr(config, field.name, None)
         if not _is_default(field, value):

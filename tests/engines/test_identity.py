@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import pkgutil
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +26,9 @@ from kvplan import KVPlanError
 from kvplan.describe.model import model_text
 from kvplan_nixl.identity import Identity
 from kvplan_nixl.vllm.engine_hooks import watch_adapters, watch_engine
-from kvplan_nixl.vllm.identity import check_models, identity_of
-from kvplan_nixl.vllm.options import HARMLESS, STATED
+from kvplan_nixl.vllm.identity import NO_FACTS, check_models, identity_of
 from kvplan_nixl.vllm.settings import ConnectorSettings
+from tests.pages import ROOT
 
 SETTINGS = ConnectorSettings()
 
@@ -61,6 +62,12 @@ WALKED: dict[str, type[Any]] = {
         "DiffusionConfig",
     )
 }
+
+TABLES = tomllib.loads((ROOT / "kvplan_nixl" / "vllm" / "options.toml").read_text())
+HARMLESS, STATED = (
+    [tuple(field.split(".")) for field in " ".join(TABLES[name].values()).split()] for name in ("harmless", "stated")
+)
+"""The class and the name of each field that is no fact."""
 
 NEW_IN_033 = {
     "VllmConfig": {"watchdog_config"},
@@ -106,13 +113,18 @@ def fields_of(kind: str) -> Iterator[str]:
 @pytest.mark.parametrize("kind", WALKED)
 def test_each_field_has_one_place(kind: str) -> None:
     """A reason why it is harmless, the fact that has its effect, or a value that counts. No list has other fields."""
-    harmless, stated = HARMLESS.get(kind, {}), STATED.get(kind, {})
-    assert harmless.keys().isdisjoint(stated)
-    assert all((*harmless.values(), *stated.values()))
+    listed = [name for owner, name in (*HARMLESS, *STATED) if owner == kind]
+    assert len(listed) == len({*listed})
     known = {*fields_of(kind), *NEW_IN_033.get(kind, ())}
-    assert {*harmless, *stated} - known == set()
-    counted = {name for name in fields_of(kind) if name not in harmless and name not in stated}
-    assert counted == COUNTED.get(kind, set())
+    assert {*listed} - known == set()
+    assert {*fields_of(kind)} - {*listed} == COUNTED.get(kind, set())
+
+
+def test_the_list_is_that_of_these_parts() -> None:
+    """A class of vLLM's with a wrong name would have no field in the list."""
+    listed = (*HARMLESS, *STATED)
+    assert {owner for owner, _ in listed} <= WALKED.keys()
+    assert {f"{owner}.{name}" for owner, name in listed} == NO_FACTS
 
 
 COUNTED = {
@@ -200,7 +212,7 @@ def test_a_field_that_counts_changes_the_identity(whole: Any, kind: str, name: s
     assert identity_of(whole, SETTINGS) == before
 
 
-@pytest.mark.parametrize("kind, name", [(kind, name) for kind, names in HARMLESS.items() for name in names])
+@pytest.mark.parametrize("kind, name", HARMLESS)
 def test_a_harmless_field_does_not(whole: Any, kind: str, name: str) -> None:
     """Where the release has it. Parts of the whole, and what other fields are made of, keep their types."""
     part = part_of(whole, kind)

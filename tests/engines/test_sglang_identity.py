@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,10 @@ import pytest
 
 from kvplan import KVPlanError
 from kvplan_nixl.settings import Settings
-from kvplan_nixl.sglang.options import NO_FACTS, STATED
 from tests.engines.models import build
+from tests.pages import ROOT
 
+OPTIONS = ROOT / "kvplan_nixl" / "sglang" / "options.toml"
 STANDINS = Path(__file__).with_name("standins")
 sys.path.append(str(STANDINS))
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -140,8 +142,11 @@ def test_each_option_changes_the_identity_or_has_a_reason(facts: Read, monkeypat
     monkeypatch.setattr(identity, "get_server_args", lambda: arguments)
     monkeypatch.setattr(identity, "record_fields", lambda _: fields)
     names = {field.name for field in fields}
-    listed = [*STATED, *NO_FACTS]
+    listed = [
+        name for table in tomllib.loads(OPTIONS.read_text()).values() for name in " ".join(table.values()).split()
+    ]
     assert len(listed) == len({*listed})
+    assert {*listed} == identity.NO_FACTS
     assert {*listed} <= names, "SGLang has no such option any more"
     before = identity.facts_of(NAMES)
     counted = names - {*listed}
@@ -171,7 +176,7 @@ COUNTED = """
 
 
 def test_what_other_facts_say(facts: Read, folder: Path, tmp_path: Path) -> None:
-    """Each option of STATED."""
+    """Each option that the list has by its fact."""
     plain = facts()
     scales = tmp_path / "scales.json"
     scales.write_text('{"k": 2.0}')
