@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from xml.etree import ElementTree
 
 from hypothesis import given
 
 from kvplan import TransferPlan, show
-from kvplan.display.blocks import DrawnLayer, layers_of
-from kvplan.display.copies import by_remote_group, example, panels
+from kvplan.display.blocks import DrawnLayer, Interval, layers_of
+from kvplan.display.copies import POSITION, CopyEnd, by_remote_group, example, panels, positions_in
 from kvplan.testing.strategies import Case, cases
 from property_tests import fewer
 from property_tests.oracle import elements
@@ -22,10 +21,13 @@ def plans(case: Case) -> Iterator[TransferPlan]:
     yield from map(case.writes, case.sources)
 
 
-def words(coordinates: str) -> set[tuple[str, frozenset[str]]]:
-    """Tensors with their intervals, in no order: each side has the axes in the order of its own views."""
-    parts = (one.partition(": ") for one in coordinates.split("; "))
-    return {(tensor, frozenset(intervals.split(", "))) for tensor, _, intervals in parts}
+def coordinates(end: CopyEnd) -> tuple[str, dict[str, Interval]]:
+    """The tensor and its intervals; each side has the axes of several elements, in its own order."""
+    group, sizes = end.layer.group, end.layer.views[end.view].sizes
+    held = {axis: each for axis, each in end.intervals.items() if sizes.get(axis, 2) > 1}
+    if group.tokens_per_block is not None:
+        held.setdefault(POSITION, positions_in(group, end.ordinal))
+    return end.tensor, held
 
 
 def named(layer: DrawnLayer, cell: int) -> list[int]:
@@ -60,8 +62,8 @@ def test_panels_are_true_and_complete(case: Case) -> None:
     for plan in plans(case):
         found = panels(plan)
         for copy in (copy for panel in found for copy in panel.copies):
-            assert words(copy.local.coordinates) == words(copy.remote.coordinates)
-            assert copy.num_bytes == copy.remote.stop - copy.remote.start <= copy.run_bytes
+            assert coordinates(copy.local) == coordinates(copy.remote)
+            assert copy.num_bytes == copy.remote.stop - copy.remote.start
         assert sum(copy.num_bytes * panel.num_layers for panel in found for copy in panel.copies) == in_examples(plan)
 
 
@@ -74,8 +76,7 @@ def in_examples(plan: TransferPlan) -> int:
 @given(cases())
 @fewer(10)
 def test_every_worker_and_plan_has_a_picture(case: Case) -> None:
-    """Whatever the views, there is a text and a well-formed SVG."""
+    """Whatever the views."""
     for value in (*case.destinations, *case.sources, *plans(case)):
         picture = show(value)
-        assert ElementTree.fromstring(picture.svg).get("class") == "kvplan"
-        assert bool(picture.text) == ("│" in picture.text)
+        assert bool(picture) == ("│" in picture)

@@ -76,7 +76,7 @@ Calls = Iterable[tuple[str, Callable[..., Any], dict[str, Any]]]
 
 MADE: Final = """
 Certificate Choice Chunk Comparison Copy CopySide Cost Difference EndedExports EndedLeases HandshakeResult KVPlanError
-MeshPlan Option Pair PairCost PartialRead PeerError Picture Problem ReadResult ReadSpec Report StagedCost StagedPlan
+MeshPlan Option Pair PairCost PartialRead PeerError Problem ReadResult ReadSpec Report StagedCost StagedPlan
 StagedTransfer Table Tail TransferPlan
 """
 """Classes whose values kvplan makes. Their methods are called here, their constructors are not."""
@@ -293,7 +293,7 @@ def calls() -> Calls:
     yield "staging.Pipeline.release", line.release, {"transfer": line.submit(**submitted)}
 
     yield "explain", kvplan.explain, {"value": PLAN, "detail": "workers"}
-    yield "show", kvplan.show, {"value": PLAN, "about": "", "width": 120}
+    yield "show", kvplan.show, {"value": PLAN, "width": 120}
     yield (
         "testing.assert_copies",
         assert_copies,

@@ -63,7 +63,6 @@ def test_python_is_on_every_page_that_teaches() -> None:
         "tour.md",
         "connectors.md",
         "handshake.md",
-        "pictures/README.md",
         *how_to,
     }
 
@@ -75,9 +74,9 @@ def test_a_command_does_what_the_page_says(cli: Cli, command: str, output: str, 
 
 
 def test_consoles_are_on_pages_that_are_run() -> None:
-    """No other page shows a console except that of the pictures, whose commands tests/cli runs."""
+    """No other page shows a console."""
     shown = [name for name, path in PAGES.items() if list(commands(path))]
-    assert shown == ["command-line.md", "pictures/README.md"]
+    assert shown == ["command-line.md"]
 
 
 @pytest.mark.parametrize("model, printed", MATRICES)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis.vendor.pretty import pretty
 
 import kvplan
-from kvplan import Blocks, Budget, Model, Status, Transfer, plan_mesh, plan_reads, show, verify
+from kvplan import Blocks, Budget, Model, Status, Transfer, plan_mesh, plan_reads, verify
 from kvplan._text import brief_repr
 from kvplan.staging import SHARED_MEMORY, Pipeline, StagedTransfer, choose, stage
 from kvplan.testing import FakeCopier, FakeNetwork
@@ -52,7 +52,7 @@ def large_values() -> Iterator[Any]:
     plan = mesh.plans[0]
     tables: Any = {"local": {"attn": Blocks(range(900))}, "remote": {"attn": Blocks(range(900))}}
     (spec, *_) = plan.bind(**tables)
-    yield from (decode[0], mesh, plan, spec, spec.local_table, plan.pairs[0], plan.cost(100), show(decode[0]))
+    yield from (decode[0], mesh, plan, spec, spec.local_table, plan.pairs[0], plan.cost(100))
     yield from (Blocks(range(100_000)), Blocks([0] * 9999 + [7], null=0), Blocks([1, 2], ordinals=[0, 1 << 40]))
     local, remotes = with_staging(engine("decode", layers=40)[0]), engine("prefill", 4, layers=40, order="NH")
     staged = stage(local, remotes, staging=NAME)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import attrs
@@ -33,7 +32,6 @@ from kvplan.cli.trials import PlacedRequest, Trial, described, destination_draft
 from kvplan.describe import Worker
 from kvplan.describe.worker import label_of
 from kvplan.display import explain, show
-from kvplan.display.copies import BoxCopy, CopyEnd, Panel, panels
 from kvplan.display.explanation import rows_of
 from kvplan.errors import KVPlanError
 from kvplan.handshake import PeerError, Problem, compare, decode, encode, fingerprint
@@ -195,97 +193,37 @@ def _plan_json(plan: TransferPlan) -> dict[str, Any]:
 @click.option(
     "--rank", default="0", show_default=True, help="The destination worker whose plan is drawn."
 )
-@click.option(
-    "--svg",
-    "path",
-    metavar="FILE",
-    help="Write the drawing to FILE as SVG, and print no drawing.",
-)
-@json_option
-def show_command(engines: Engines, rank: str, path: str | None, as_json: bool) -> int:
+def show_command(engines: Engines, rank: str) -> int:
     """Draw both engines' blocks, and which bytes go where.
 
     Rows are axes, from the slowest in memory to the fastest; columns are bytes. Source and
-    destination bytes of one copy have the same letter. With --json: every copy that is drawn.
+    destination bytes of one copy have the same letter.
 
     \b
-    kvplan show llama-3.1-8b --src tp=4,layout=LBNHC --dst tp=2 --svg plan.svg
+    kvplan show llama-3.1-8b --src tp=4,layout=LBNHC --dst tp=2
     """
     sources, destinations = engines.workers()
     local = destinations[read_decimal(rank, "--rank", 0, len(destinations))]
     plan = plan_reads(local, sources, not_transferred=destination_drafts([local], sources))
-    # a file is written first: if that fails, nothing is printed
-    if path is not None:
-        picture = show(plan, about=str(engines))
-        _write(path, picture.svg)
-    if as_json:
-        panels_json = list(map(_panel_json, panels(plan)))
-        echo_json(engines.to_json() | {"worker": local.label, "panels": panels_json})
-    elif path is not None:
-        click.echo(f"wrote {click.format_filename(path)}: {picture.title}")
-    else:
-        print_lines(engines.heading())
-        _draw(plan)
-    return 0
-
-
-def _write(path: str, svg: str) -> None:
-    try:
-        Path(path).write_text(svg, encoding="utf-8")
-    except OSError as error:
-        got = f"{path!r}: {error.strerror}"
-        expected = "a file that can be written"
-        raise KVPlanError("NAME", "write a drawing", expected=expected, got=got) from None
-
-
-def _draw(plan: TransferPlan) -> None:
-    """Print a block of the first source that sends bytes, one of the destination, and the plan."""
-    sending = list[Worker]()
-    for remote, pair in zip(plan.remotes, plan.pairs, strict=True):
-        if pair.local_table.num_ids:
-            sending.append(remote)
+    sending = [
+        remote
+        for remote, pair in zip(plan.remotes, plan.pairs, strict=True)
+        if pair.local_table.num_ids
+    ]
     console = plain_console()
     width = terminal_width()
-    for subject in (*sending[:1], plan.local, plan):
-        picture = show(subject, width=width)
-        text = Text(f"\n{picture.title}\n\n", style="bold")
-        text.append(Text(picture.text, style="not bold"))
+    print_lines(engines.heading())
+    # a block of the first source that sends bytes, one of the destination, and the plan
+    for subject in (*sending[:1], local, plan):
+        text = Text(f"\n{explain(subject, detail='line', width=width)}\n\n", style="bold")
+        text.append(Text(show(subject, width=width), style="not bold"))
         text.highlight_regex(r"[│░]|···", "dim")
         # a source has one colour in all three drawings
         for nth, worker in enumerate(sending):
             style = STYLES[nth % len(STYLES)]
             text.highlight_regex(rf"{re.escape(worker.label)}(?!\d)", style)
         console.print(text)
-
-
-def _panel_json(panel: Panel) -> dict[str, Any]:
-    """Return one kind of layer as plain data, with every copy that is drawn."""
-    return {
-        "tensors": panel.tensors,
-        "layers": panel.num_layers,
-        "tokens": panel.tokens,
-        "copies": list(map(_copy_json, panel.copies)),
-    }
-
-
-def _copy_json(copy: BoxCopy) -> dict[str, Any]:
-    return {
-        "what": copy.local.coordinates,
-        "bytes": copy.num_bytes,
-        "descriptor_bytes": copy.run_bytes,
-        "src": _end_json(copy.remote),
-        "dst": _end_json(copy.local),
-    }
-
-
-def _end_json(end: CopyEnd) -> dict[str, Any]:
-    return {
-        "worker": end.worker.label,
-        "block": end.ordinal,
-        "block_id": end.block,
-        "region": end.region,
-        "offset": end.region_offset,
-    }
+    return 0
 
 
 @click.command("check-offer")

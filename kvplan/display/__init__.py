@@ -1,10 +1,9 @@
-"""Any value of kvplan as text; layouts and plans as pictures."""
+"""Any value of kvplan as text; layouts and plans drawn in text."""
 
 from kvplan.display.explanation import explain
-from kvplan.display.pictures import Picture, show
+from kvplan.display.pictures import show
 
 __all__ = [
-    "Picture",
     "explain",
     "show",
 ]

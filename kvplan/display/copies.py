@@ -20,7 +20,6 @@ import numpy.typing as npt
 from kvplan._arrays import Ints, integers_in
 from kvplan._text import count, size, sizes
 from kvplan.budget import Budget
-from kvplan.describe.axes import segments
 from kvplan.describe.blocks import Blocks, Range
 from kvplan.describe.views import TOKEN, Group
 from kvplan.describe.worker import Worker
@@ -69,39 +68,9 @@ class CopyEnd:
         return self.worker.regions[self.layer.region].name
 
     @property
-    def region_offset(self) -> int:
-        """The offset in the region, in bytes."""
-        return self.layer.offset + self.block * self.layer.block_stride_bytes + self.start
-
-    @property
     def tensor(self) -> str:
         """The name of the tensor."""
         return self.layer.names[self.view]
-
-    @property
-    def coordinates(self) -> str:
-        """The tensor that the bytes belong to, with an interval on every axis."""
-        view = self.layer.views[self.view]
-        texts = []
-        for axis, axis_size in view.sizes.items():
-            if axis == TOKEN:
-                held = self.intervals.get(POSITION) or positions_in(self.layer.group, self.ordinal)
-                texts.append(f"position {held if held.has_gaps else _half_open(held)}")
-                continue
-            whole = segments([digit for digit in view.axes if digit.name == axis])
-            held = self.intervals.get(axis) or Interval(axis, whole.start[0], whole.stop[-1])
-            texts.append(f"{axis} {_half_open(held)} of {axis_size}")
-        return f"{self.tensor}: {', '.join(texts)}"
-
-    def __str__(self) -> str:
-        is_token_group = self.layer.group.tokens_per_block is not None
-        ordinal = f" block {self.ordinal}" if is_token_group else ""
-        place = f"region {self.region} + {self.region_offset}"
-        return f"{self.worker.label}{ordinal}, block id {self.block}, {place}"
-
-
-def _half_open(held: Interval) -> str:
-    return f"[{held.start}, {held.stop})"
 
 
 def positions_in(group: Group, ordinal: int, low: int = 0, high: int | None = None) -> Interval:
@@ -116,7 +85,7 @@ def positions_in(group: Group, ordinal: int, low: int = 0, high: int | None = No
 
 @attrs.frozen
 class BoxCopy:
-    """Bytes that one descriptor copies between two boxes. The whole descriptor has ``run_bytes``.
+    """Bytes that one descriptor copies between two boxes.
 
     ``remote_index`` is the index of the remote worker in the plan.
     """
@@ -124,7 +93,6 @@ class BoxCopy:
     local: CopyEnd
     remote: CopyEnd
     remote_index: int
-    run_bytes: int
 
     @property
     def num_bytes(self) -> int:
@@ -160,14 +128,6 @@ class Panel:
         if self.tokens is not None:
             moved = f"positions [{self.tokens[0]}, {self.tokens[1]})"
         return f"{moved}{layers}: {size(sum(lengths))} in {copies}"
-
-    def details(self, copy: BoxCopy) -> str:
-        """Return one copy in four lines: its bytes, both ends, and the length of the descriptor."""
-        source, destination = copy.local, copy.remote
-        if self.operation == "READ":
-            source, destination = destination, source
-        moved = f"{count(copy.num_bytes, 'byte')} from {source}\nto {destination}"
-        return f"{copy.local.coordinates}\n{moved}\ndescriptor of {count(copy.run_bytes, 'byte')}"
 
 
 def panels(plan: TransferPlan) -> tuple[Panel, ...]:
@@ -280,7 +240,6 @@ class _Row(NamedTuple):
     remote: _LayerOffset
     remote_index: int
     length: int
-    run_bytes: int
 
 
 def by_remote_group(plan: TransferPlan) -> Iterator[tuple[str, TransferPlan]]:
@@ -341,11 +300,8 @@ def _rows_by_layer(
             part, more, length, far = remote.cut(np.array(keys)[near[:, 0]], ranges)
             near = near[part]
             near[:, 3] += more
-            run_bytes = here[row[part], 1].astype(np.int64)
-            found.append(
-                np.column_stack([near, far, np.full(len(part), number), length, run_bytes])
-            )
-    rows = np.concatenate(found or [np.zeros((0, 11), np.int64)])
+            found.append(np.column_stack([near, far, np.full(len(part), number), length]))
+    rows = np.concatenate(found or [np.zeros((0, 10), np.int64)])
     key = np.array(keys)[rows[:, 0]]
     layer, ordinal, _, offset = rows.T[:4]
     order = np.lexsort((offset, rows[:, 8], ordinal, layer, key))
@@ -460,7 +416,7 @@ def _copies(
                 local = _end(plan.local, sides[0], row.local, span, found[0], part)
                 remote_worker = plan.remotes[row.remote_index]
                 remote = _end(remote_worker, sides[1], row.remote, span, found[1], part)
-                yield BoxCopy(local, remote, row.remote_index, row.run_bytes)
+                yield BoxCopy(local, remote, row.remote_index)
 
 
 def _end(

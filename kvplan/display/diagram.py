@@ -1,21 +1,19 @@
 """Diagrams of blocks: columns of bytes by address, under headers with coordinates.
 
-Text and SVG are drawn from the same diagrams. Those of a plan come in pairs, for the source and for
-the destination, that show the same copies. What repeats is left out: of each axis a diagram has the
-first coordinates and the last, and those at which something changes.
+Those of a plan come in pairs, for the source and for the destination, that show the same copies.
+What repeats is left out: of each axis a diagram has the first coordinates and the last, and those
+at which something changes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import attrs
 import numpy as np
 
-from kvplan._text import count
 from kvplan.display.blocks import TENSOR, DrawnLayer, Interval, boxes, name_in_layer
 from kvplan.display.copies import POSITION, CopyEnd, Panel
 
@@ -43,18 +41,11 @@ Fill = Literal["bytes", "rest", "fold"]
 
 @attrs.frozen
 class Column:
-    """Bytes ``[start, stop)`` of a block.
-
-    ``copy`` is the number of the copy, ``colour`` the name of the colour in the legend, and
-    ``hover`` the text that the mouse shows.
-    """
+    """Bytes of a block from ``start`` on; they are one end of the copy of that number."""
 
     fill: Fill
     labels: RowLabels
     start: int
-    stop: int
-    hover: str = ""
-    colour: str = ""
     copy: int | None = None
 
 
@@ -109,8 +100,6 @@ class _Box:
     stop: int
     intervals: Mapping[str, Interval | str]
     number: int
-    hover: Callable[[], str]
-    colour: str
 
 
 _Strip = tuple[RowLabels, int, Sequence[_Box]]
@@ -131,10 +120,6 @@ def block_drawing(title: str, facts: str, layers: Sequence[DrawnLayer]) -> Drawi
         (_diagram((), axes, [strip], shown),) for shown in _choices(values, [()] * len(found))
     ]
     return Drawing(title, facts, choices)
-
-
-def _in_block(start: int, stop: int) -> str:
-    return f"{count(stop - start, 'byte')} at byte {start} of the block"
 
 
 def _boxes(layer: DrawnLayer) -> Iterator[_Box]:
@@ -159,10 +144,7 @@ def _boxes(layer: DrawnLayer) -> Iterator[_Box]:
                 elif sizes.get(axis, 1) > 1:
                     intervals[axis] = Interval(axis, low, high)
             begin, end = int(cells.start[part.start]), int(cells.stop[part.stop - 1])
-            where = ", ".join(f"{axis} {held}" for axis, held in intervals.items())
-            hover = f"{where}\n{_in_block(begin, end)}"
-            colour = " ".join(str(intervals[axis]) for axis in (TENSOR, "kv") if axis in intervals)
-            yield _Box(begin, end, intervals, next(number), partial(str, hover), colour)
+            yield _Box(begin, end, intervals, next(number))
 
 
 def _rows(layer: DrawnLayer, intervals: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -219,7 +201,6 @@ def _side(panel: Panel, ends: Sequence[CopyEnd]) -> tuple[RowLabels, RowLabels, 
         labels = (end.worker.label, *[end.region] * has_regions, *ordinals)
         found = []
         for number, end in block:
-            copy = panel.copies[number]
             sizes = end.layer.views[end.view].sizes
             intervals: dict[str, Interval | str] = {
                 axis: interval
@@ -227,9 +208,7 @@ def _side(panel: Panel, ends: Sequence[CopyEnd]) -> tuple[RowLabels, RowLabels, 
                 if axis == POSITION or sizes.get(axis, 1) > 1
             }
             intervals[TENSOR] = name_in_layer(end.layer.views[end.view])
-            colour = copy.remote.worker.label
-            hover = partial(panel.details, copy)
-            found.append(_Box(end.start, end.stop, intervals, number, hover, colour))
+            found.append(_Box(end.start, end.stop, intervals, number))
         rows |= dict.fromkeys(_rows(end.layer, [box.intervals for box in found]))
         strips.append((labels, end.layer.size_bytes, found))
     # where all copies of each block have the same positions, the block says it
@@ -244,10 +223,10 @@ def _diagram(
     """Return the boxes that are shown, and what is between them."""
     columns: list[Column] = []
 
-    def between(fill: Fill, labels: RowLabels, start: int, stop: int) -> None:
+    def between(fill: Fill, labels: RowLabels, start: int) -> None:
         if fill == "fold" and columns and columns[-1].fill == "fold":
             labels = common(columns.pop().labels, labels)
-        columns.append(Column(fill, labels, start, stop, _in_block(start, stop)))
+        columns.append(Column(fill, labels, start))
 
     for block, size, found in strips:
         before: RowLabels = block
@@ -260,17 +239,15 @@ def _diagram(
             labels = (*block, *(f"{box.intervals.get(axis, '')}" for axis in axes))
             within = common(before, labels) if reached else block
             if is_left_out:
-                between("fold", within, reached, box.start)
+                between("fold", within, reached)
             elif reached < box.start:
-                between("rest", within, reached, box.start)
-            columns.append(
-                Column("bytes", labels, box.start, box.stop, box.hover(), box.colour, box.number)
-            )
+                between("rest", within, reached)
+            columns.append(Column("bytes", labels, box.start, box.number))
             before, reached, is_left_out = labels, box.stop, False
         if is_left_out:
-            between("fold", block, reached, size)
+            between("fold", block, reached)
         elif reached < size:
-            between("rest", block, reached, size)
+            between("rest", block, reached)
     return Diagram((*outer, *axes), tuple(columns))
 
 

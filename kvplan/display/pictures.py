@@ -1,54 +1,28 @@
-"""Pictures of a worker's blocks and of a plan's copies, for terminals, notebooks and pages."""
+"""Pictures of a worker's blocks and of a plan's copies, as text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import attrs
-
-from kvplan._checks import integer, name
-from kvplan._text import WIDTH, fold
+from kvplan._checks import integer
+from kvplan._text import WIDTH
 from kvplan.describe.worker import Worker
 from kvplan.display.blocks import DrawnLayer, facts, folded, layers_of
 from kvplan.display.copies import panels
-from kvplan.display.diagram import Drawing, block_drawing, panel_drawing
-from kvplan.display.svg import draw_svg
+from kvplan.display.diagram import block_drawing, panel_drawing
 from kvplan.display.text import draw_text
 from kvplan.errors import KVPlanError
 from kvplan.plan.mesh import MeshPlan
 from kvplan.plan.transfer import TransferPlan
 
 
-@attrs.frozen(repr=False)
-class Picture:
-    """A drawing as plain ``text`` and as ``svg``, equal for equal values.
-
-    ``str(picture)`` is the text. A notebook displays the SVG.
-    """
-
-    title: str
-    text: str
-    svg: str
-
-    def _repr_svg_(self) -> str:
-        return self.svg
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __repr__(self) -> str:
-        return f"<Picture: {self.title}>"
-
-
-def show(value: object, *, about: str = "", width: int = WIDTH) -> Picture:
+def show(value: object, *, width: int = WIDTH) -> str:
     """Return a picture of one block of a worker, or of the bytes that a plan copies.
 
     Rows are axes, from the slowest in memory to the fastest; columns are bytes. What repeats is
-    folded, and equal layers are drawn once. In the picture of a plan, letters or ribbons connect
-    the bytes that are copied, of the first blocks of a request. ``about`` is a line under the title
-    of the SVG. ``width`` is how many characters a line of the text may have: what is wider goes on
-    below.
+    folded, and equal layers are drawn once. The picture of a plan has the source above and the
+    destination below, of the first blocks of a request; both ends of a copy have the same letter.
+    ``width`` is how many characters a line may have: what is wider goes on below.
 
     >>> from kvplan import Model, plan_reads, show
     >>> model = Model.shipped("llama-3.1-70b")
@@ -82,10 +56,9 @@ def show(value: object, *, about: str = "", width: int = WIDTH) -> Picture:
     <BLANKLINE>
     byte: offset in one block
 
-    Raises ``TYPE`` for another value, ``NAME`` for an ``about`` of several lines, ``RANGE`` for a
-    ``width`` below 1 and for blocks of too many cells.
+    Raises ``TYPE`` for another value, ``RANGE`` for a ``width`` below 1 and for blocks of too many
+    cells.
     """  # noqa: E501  the example is printed so
-    about = "" if isinstance(about, str) and not about else name(about, "about of a picture")
     width = integer(width, "width of a picture", low=1)
     if isinstance(value, Worker):
         equal: dict[Any, list[DrawnLayer]] = {}
@@ -95,17 +68,9 @@ def show(value: object, *, about: str = "", width: int = WIDTH) -> Picture:
         for layers in equal.values():
             names = folded(name for layer in layers for name in layer.names)
             drawings.append(block_drawing(names, facts(layers), layers))
-        title = f"One block of {value.label}"
-        return _picture(title, drawings, "padding, or other groups' bytes", about, width)
+        return draw_text(drawings, "padding, or other groups' bytes", width)
     if isinstance(value, TransferPlan):
-        drawn = panels(value)
-        drawings = [panel_drawing(panel) for panel in drawn]
-        # Colours in the order of the plan's remote workers, so that panels agree.
-        reached = {copy.remote_index for panel in drawn for copy in panel.copies}
-        workers = [value.remotes[number].label for number in sorted(reached)]
-        verb = "reads from" if value.operation == "READ" else "writes to"
-        title = f"{value.local.label} {verb} {fold(workers) or 'no worker'}"
-        return _picture(title, drawings, "not moved", about, width, workers)
+        return draw_text(map(panel_drawing, panels(value)), "not moved", width)
     hints = {
         MeshPlan: "a mesh has a plan for each worker: show(mesh.plans[0])",
         tuple: "an engine is a tuple of workers: show(engine[0])",
@@ -117,15 +82,3 @@ def show(value: object, *, about: str = "", width: int = WIDTH) -> Picture:
         got=type(value).__name__,
         hint=hints.get(type(value), ""),
     )
-
-
-def _picture(
-    title: str,
-    drawings: Sequence[Drawing],
-    rest: str,
-    about: str,
-    width: int,
-    names: Sequence[str] = (),
-) -> Picture:
-    svg = draw_svg(title, about, drawings, names, rest)
-    return Picture(title, draw_text(drawings, rest, width), svg)

@@ -33,7 +33,6 @@ from kvplan import (
     certify,
 )
 from kvplan.bridges import RankInfo, from_sglang, from_tensorrt_llm, from_vllm
-from kvplan.display import Picture
 from kvplan.handshake import Comparison, Problem, fingerprint
 from kvplan.plan import Cost
 from kvplan.staging import Copy, Pipeline, StagedPlan, StagedTransfer, stage
@@ -183,7 +182,7 @@ def in_two_steps(network: FakeNetwork, local: Worker, source: Worker, blocks: Bl
     return pipeline.submit(plan, "request 1", local={"attn": blocks}, remote={"attn": blocks}, tokens=(0, 9))
 
 
-def shown(worker: Worker, plan: MeshPlan) -> Picture:
+def shown(worker: Worker, plan: MeshPlan) -> str:
     """Text and pictures."""
     assert_type(kvplan.explain(worker), str)
     return kvplan.show(plan)
