@@ -20,13 +20,14 @@ import attrs
 import numpy as np
 
 import kvplan
-from kvplan import Blocks, Model, Worker, Workspace, plan_mesh, plan_reads
+from kvplan import Blocks, Model, Worker, Workspace, certify, plan_mesh, plan_reads
 
 LAYERS = (10, 20, 40, 80, 160)
 POOLS = (1 << 8, 1 << 12, 1 << 16, 1 << 20)
 REQUESTS = (1 << 10, 1 << 12, 1 << 14, 1 << 16)
 DESCRIPTORS = 1_000_000
 PEERS = 200
+NEIGHBOURS = (16, 32, 64, 128, 255, 1023)
 BLOCK_SIZES = ((16, 64), (48, 32), (528, 400), (1023, 1024), (16, 4095))
 """Of the source and of the destination."""
 
@@ -122,6 +123,14 @@ def print_unequal(source_tokens: int, destination_tokens: int) -> None:
     print(f"blocks of {source_tokens} to {destination_tokens} tokens, 80 layers: {figures}")
 
 
+def certified(tokens: int) -> float:
+    """Time the proof of a plan between blocks that have no common divisor: one is a token larger."""
+    model = Model.shipped("qwen2.5-1.5b")
+    (local,) = model.engine("decode", tokens_per_block=tokens, num_blocks=9)
+    plan = plan_reads(local, model.engine("prefill", tokens_per_block=tokens + 1, num_blocks=9))
+    return median(lambda: certify(plan), rounds=5)
+
+
 def descriptors() -> float:
     """Time all descriptors of a request of scattered blocks."""
     return median(lambda spec: spec.descriptors(), binding(DESCRIPTORS // 80).run)
@@ -169,6 +178,9 @@ def main() -> None:
     print(f"bind, by ids {num_ids}: exponent {exponent(REQUESTS, by_ids):.2f}")
     for source, destination in BLOCK_SIZES:
         print_unequal(source, destination)
+    by_tokens = [certified(tokens) for tokens in NEIGHBOURS]
+    proofs = ", ".join(f"{tokens}/{tokens + 1} {s:.3f} s" for tokens, s in zip(NEIGHBOURS, by_tokens, strict=True))
+    print(f"certify, by tokens of a block: {proofs}, exponent {exponent(NEIGHBOURS, by_tokens):.2f}")
     print(f"descriptors(), {DESCRIPTORS:,} of scattered blocks: {descriptors() * 1e3:.0f} ms")
     print(f"with_remotes, a peer of 80 layers: {peers() * 1e6:.0f} us")
 

@@ -2,8 +2,17 @@
 
 A proof uses what a plan gives to bind and to NIXL: the rows of both tables and pairs of ids. The
 ids of a request are ``base + step * block id + slot term`` whatever its blocks are, and repeat
-after a period of positions. So it is enough to follow every descriptor of one period, with block
-ids left open. Nothing here knows how tables are made.
+after a period of positions. So it is enough to prove one period, with block ids left open. Nothing
+here knows how tables are made.
+
+Blocks of 255 and 256 tokens repeat after 65,280 positions. Not all of them have to be followed:
+
+- Where a single token goes depends on its slot in a block of the destination, and repeats after 255
+  positions; where it comes from repeats after 256. Two sequences with the periods s and t that
+  agree in s + t - gcd(s, t) places agree everywhere (Fine and Wilf, 1965): 510 positions prove all.
+- 510 runs begin in a period. Where both sides repeat themselves from token to token, and by the
+  same number of bytes, a run is right if its first token is.
+- What is written are rectangles: some bytes of a slot, in consecutive slots.
 
 - verify.K1: A plan has the form that bind relies on: one pair for each remote worker, under
   its name; tables that number the elements of rows in the regions of its workers; series that
@@ -17,7 +26,7 @@ ids left open. Nothing here knows how tables are made.
   same tensor, position and number.
 - verify.K4: A run stays inside one span, and a token is one position. At the ends of a range,
   single tokens move exactly the bytes that the runs there would.
-- verify.K5: A period fills every segment of the destination once, in each of its blocks.
+- verify.K5: A period fills every byte of each slot of the destination once.
 """
 
 from __future__ import annotations
@@ -36,6 +45,7 @@ from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.verification.labels import (
     Weights,
+    interleave_of,
     local_slots,
     num_segments_of_slot,
     numbering,
@@ -68,10 +78,11 @@ SIDES: Final = (0, 1)
 
 @attrs.frozen
 class Certificate:
-    """A proof that every byte of a period of positions arrives where it belongs, once.
+    """A proof that every byte of a request arrives where it belongs, once.
 
-    The ``num_bytes`` bytes were checked in ``num_fragments`` contiguous ranges. ``complete`` is
-    false if some writers of an engine are not among the plans, so that what they write is missing.
+    ``num_bytes`` are written before the slots of the destination repeat. ``num_fragments`` are the
+    contiguous ranges in which they were checked. ``complete`` is false if some writers of an engine
+    are not among the plans, so that what they write is missing.
     """
 
     num_bytes: int
@@ -84,9 +95,9 @@ class Certificate:
 def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certificate:
     """Prove that every request of a plan, or of plans that belong together, moves the right bytes.
 
-    It takes some time once, like planning, and none in ``bind``: time and memory grow with the
-    least common multiple of both block sizes. The plan of one writer proves what it writes; the
-    plans of all writers, or a mesh, also prove that no byte is missing.
+    It takes some time once, like planning, and none in ``bind``: time and memory grow with the sum
+    of both block sizes. The plan of one writer proves what it writes; the plans of all writers, or
+    a mesh, also prove that no byte is missing.
 
     >>> from kvplan import Model, certify, plan_reads
     >>> model = Model.shipped("qwen2.5-1.5b")
@@ -118,9 +129,10 @@ def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certifica
     num_bytes = 0
     num_fragments = 0
     for key, proof in proofs.items():
-        for moved in proof.moved_by_group(pairs.get(key, ())):
-            num_bytes += int(moved.length.sum())
-            num_fragments += moved.length.size
+        for group in proof.worker.groups:
+            written, followed = proof.follow_group(pairs.get(key, ()), group)
+            num_bytes += written
+            num_fragments += followed
     return Certificate(num_bytes, num_fragments, complete)
 
 
@@ -170,23 +182,53 @@ class Fragments(NamedTuple):
     length: Ints
 
 
+def _integers_of(low: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """Return all integers in the ranges ``[low, high)``, after the index of the range of each."""
+    size = high - low
+    range_of_integer = np.repeat(np.arange(size.size), size)
+    first_of_range = low - (np.cumsum(size) - size)
+    return range_of_integer, np.arange(range_of_integer.size) + first_of_range[range_of_integer]
+
+
 @attrs.frozen(eq=False)
 class SlotSegments:
     """The segments that a worker has of some tensors in one group, in block 0, by ascending start.
 
     All are arrays of one length.
 
-    ``start`` counts through the worker's regions, one behind another. ``tensor`` is an
-    index; ``number`` is the number of the first byte (:mod:`kvplan.verification.labels`).
+    ``start`` counts through the worker's regions, one behind another; the same segment of the next
+    slot begins ``step`` bytes later, and the last slot has ``step`` 0. ``tensor`` is an index;
+    ``number`` is the number of the first byte (:mod:`kvplan.verification.labels`); ``column``
+    numbers all bytes that the worker has of a slot.
     """
 
     start: Ints
     length: Ints
     slot: Ints
+    step: Ints
     tensor: Ints
     number: Ints
+    column: Ints
     block_stride: Ints
     num_blocks: Ints
+
+    def repeats_after(self, start: Ints, length: Ints, num_slots: int) -> Ints:
+        """Return after how many bytes each range repeats itself in the next slot.
+
+        It is the length of a range that does not repeat itself, a whole number of times, inside
+        ``num_slots`` slots.
+        """
+        if not self.start.size:
+            return length
+        step = np.where((self.slot + 1) % num_slots, self.step, 0)
+        low = np.searchsorted(self.start, start, "right") - 1
+        after = step[low]
+        # All segments but those of the last slot have to go on alike.
+        high = np.searchsorted(self.start, start + length - after, "left") - 1
+        num_changes = np.append(0, np.cumsum(step[1:] != step[:-1]))
+        repeats = (after > 0) & (after < length) & (num_changes[low] == num_changes[high])
+        repeats &= length % np.maximum(after, 1) == 0
+        return np.where(repeats, after, length)
 
     def cut(self, start: Ints, length: Ints) -> Fragments | None:
         """Split ranges at the segments. Return ``None`` if some byte of a range is in no segment.
@@ -201,15 +243,8 @@ class SlotSegments:
         num_fragments = high - low
         action = "certify a plan"  # a wrong one may have the same bytes in many descriptors
         at_most(MAX_FOLLOWED, int(num_fragments.sum()), "fragments of descriptors", action)
-
         # A fragment is what a range and a segment have in common.
-        range_of_fragment = np.repeat(np.arange(start.size), num_fragments)
-        first_fragment = np.cumsum(num_fragments) - num_fragments
-        segment = (
-            low[range_of_fragment]
-            + np.arange(range_of_fragment.size)
-            - first_fragment[range_of_fragment]
-        )
+        range_of_fragment, segment = _integers_of(low, high)
         fragment_start = np.maximum(start[range_of_fragment], self.start[segment])
         range_stop = (start + length)[range_of_fragment]
         segment_stop = (self.start + self.length)[segment]
@@ -256,7 +291,8 @@ def _num_segments(worker: Worker, group: Group, tensors: Mapping[str, ProofTenso
 
 def _segments(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) -> SlotSegments:
     starts = region_starts(worker)
-    columns = [np.empty((7, 0), np.int64)]
+    columns = [np.empty((9, 0), np.int64)]
+    bytes_of_slot = 0
     for (geometry_index, weights), view_indices in _views_alike(worker, group, tensors).items():
         geometry = worker.geometries[geometry_index]
         offset, number, length = segments_of_slot(geometry, weights)
@@ -264,17 +300,21 @@ def _segments(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) 
         region, view_offset = worker.region_offsets[view_indices].T
         view_start = starts[region] + view_offset
         tensor_index = np.array([tensors[worker.views[i].name].index for i in view_indices])
+        column = bytes_of_slot + length * np.arange(len(view_indices) * offset.size)
+        bytes_of_slot += length * column.size
         # Each field of SlotSegments by view, slot and segment.
         fields = (
             view_start[:, None, None] + slot_offset[:, None] + offset,
             length,
             np.arange(slot_offset.size)[:, None],
+            np.append(np.diff(slot_offset), 0)[:, None],
             tensor_index[:, None, None],
             number,
+            column.reshape(-1, 1, offset.size),
             geometry.block_stride_bytes,
             geometry.num_blocks,
         )
-        columns.append(np.stack(np.broadcast_arrays(*fields)).reshape(7, -1))
+        columns.append(np.stack(np.broadcast_arrays(*fields)).reshape(9, -1))
     segments = np.concatenate(columns, axis=1)
     return SlotSegments(*segments[:, np.argsort(segments[0])])
 
@@ -294,15 +334,28 @@ def _check_elements(
 
 @attrs.frozen(eq=False)
 class GroupTables:
-    """One group of the destination and one of a source: ids, tables, and segments of both sides.
-
-    ``period`` is that of the proof: a multiple of the period of the ids.
-    """
+    """One group of the destination and one of a source: ids, tables, and segments of both sides."""
 
     pair: PairTables
     ids: GroupPair
     segments: tuple[SlotSegments, SlotSegments]
-    period: int
+
+    def consecutive_slots(self) -> tuple[int, int]:
+        """Return how many slots of each side follow each other as positions do.
+
+        With equal contexts these are all slots: a token has the same slot on both sides.
+        """
+        contexts = {
+            (group.context.rank, group.context.size, interleave_of(group))
+            for group in self.ids.groups
+        }
+        destination, source = (
+            slots_of(group)
+            if len(contexts) == 1 or group.context.size == 1
+            else math.gcd(slots_of(group), interleave_of(group))
+            for group in self.ids.groups
+        )
+        return destination, source
 
 
 @attrs.frozen(eq=False)
@@ -326,42 +379,75 @@ class DescriptorFragments:
     length.
 
     ``descriptor`` is the index of the descriptor; ``segment`` and ``start`` have one array for each
-    side.
+    side. Both sides repeat the fragment in the next slots, ``num_slots`` with its own.
     """
 
     descriptor: Ints
     segment: tuple[Ints, Ints]
     start: tuple[Ints, Ints]
     length: Ints
+    num_slots: Ints
 
 
 @attrs.frozen(eq=False)
-class WrittenRanges:
-    """Bytes that are moved into segments of the destination, arrays of one length.
+class Written:
+    """Bytes of the destination that are written, as rectangles, in arrays of one length.
 
-    ``ordinal`` is that of the block; ``start`` counts from the first byte of the segment.
+    Of each slot in ``[low, high)`` these are the columns ``[start, stop)``. Slots count through the
+    blocks of the worker, and repeat after ``num_slots``.
     """
 
-    segment: Ints
-    ordinal: Ints
     start: Ints
-    length: Ints
+    stop: Ints
+    low: Ints
+    high: Ints
+    num_slots: int
 
     @classmethod
-    def of(cls, several: Iterable[WrittenRanges]) -> WrittenRanges:
-        """Return all ranges in one."""
-        columns = [ranges.columns() for ranges in several]
-        return cls(*np.concatenate([np.empty((4, 0), np.int64), *columns], axis=1))
+    def of(cls, several: Iterable[Written], num_slots: int) -> Written:
+        """Return all rectangles in one, repeated up to ``num_slots``."""
+        columns = [np.empty((4, 0), np.int64)]
+        for written in several:
+            columns += written.repeated(num_slots)
+        start, stop, low, high = np.concatenate(columns, axis=1)
+        return cls(start, stop, low, high, num_slots)
 
-    def columns(self) -> Ints:
-        """Return one column for each range, (4, ranges)."""
-        return np.stack([self.segment, self.ordinal, self.start, self.length])
+    def repeated(self, num_slots: int) -> tuple[Ints, Ints]:
+        """Return the rectangles up to ``num_slots``: those in all slots, and all others, (4, n)."""
+        rectangles = self.rectangles
+        is_whole = (self.low == 0) & (self.high == self.num_slots)
+        whole = rectangles[:, is_whole]
+        whole[3] = num_slots
+        others = rectangles[:, ~is_whole]
+        num_periods = num_slots // self.num_slots if others.size else 0
+        num_others = num_periods * others.shape[1]
+        at_most(MAX_FOLLOWED, num_others, "ranges of a period", "certify a plan")
+        moved_by = self.num_slots * np.arange(num_periods)
+        by_period = np.repeat(others[:, None], moved_by.size, axis=1)
+        by_period[2:] += moved_by[:, None]
+        return whole, by_period.reshape(4, -1)
+
+    @property
+    def rectangles(self) -> Ints:
+        """One column for each rectangle, (4, n)."""
+        return np.stack([self.start, self.stop, self.low, self.high])
+
+    @property
+    def bounds(self) -> Ints:
+        """The columns at which rectangles start and stop, in any order."""
+        return np.append(self.start, self.stop)
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes in all rectangles."""
+        return int(((self.stop - self.start) * (self.high - self.low)).sum())
 
 
-class WrittenTokenRanges(NamedTuple):
+class FollowedTokens(NamedTuple):
     """What single tokens move, and the smallest pool that they move between on each side, (2,)."""
 
-    ranges: WrittenRanges
+    written: Written
+    num_fragments: int
     num_blocks: Ints
 
 
@@ -378,64 +464,70 @@ class _Proof:
             self.tensors[view.name] = ProofTensor(index, view, numbering(view))
 
     def num_followed(self, pairs: Sequence[PairTables]) -> int:
-        """Return the number of descriptors and segments of a period, before any is listed."""
+        """Return the number of descriptors and segments to follow, before any is listed."""
         number = 0
         for group in self.worker.groups:
-            ids_by_pair = list(_ids_of_group(pairs, group))
-            period = math.lcm(period_of(group), *(ids.period for _, ids in ids_by_pair))
-            num_blocks = period // (group.context.size * slots_of(group))
-            number += num_blocks * _num_segments(self.worker, group, self.tensors)
-            for pair, ids in ids_by_pair:
+            number += _num_segments(self.worker, group, self.tensors)
+            for pair, ids in _ids_of_group(pairs, group):
                 number += _num_segments(pair.sides[1].worker, ids.groups[1], self.tensors)
-                for series in (*ids.runs, *ids.tokens):
-                    num_starts = period // series.period * series.starts.size
-                    number += num_starts * series.base.shape[1]
+                for runs in ids.runs:
+                    number += ids.period // runs.period * runs.base[0].size * runs.starts.size
+                for tokens in ids.tokens:
+                    num_periods = -(-_num_positions(ids, tokens) // tokens.period)
+                    number += num_periods * tokens.base[0].size * tokens.starts.size
         return number
 
-    def moved_by_group(self, pairs: Sequence[PairTables]) -> Iterator[WrittenRanges]:
-        """Yield what all pairs move into each group in a period, when it is proved."""
-        for group in self.worker.groups:
-            segments = _segments(self.worker, group, self.tensors)
-            ids_by_pair = list(_ids_of_group(pairs, group))
-            period = math.lcm(period_of(group), *(ids.period for _, ids in ids_by_pair))
-            moved = []
-            for pair, ids in ids_by_pair:
-                source_segments = _segments(pair.sides[1].worker, ids.groups[1], self.tensors)
-                moved += self.follow(GroupTables(pair, ids, (segments, source_segments), period))
-            together = WrittenRanges.of(moved)
-            filled = self.filled(group, segments, together)
-            num_blocks = period // (group.context.size * slots_of(group))
-            self.check_whole(group, segments, filled, num_blocks)
-            yield together
+    def follow_group(self, pairs: Sequence[PairTables], group: Group) -> tuple[int, int]:
+        """Prove what all pairs write to a group. Return its bytes and how many fragments of them
+        were followed.
+        """
+        segments = _segments(self.worker, group, self.tensors)
+        followed: list[FollowedTokens] = []
+        for pair, ids in _ids_of_group(pairs, group):
+            source_segments = _segments(pair.sides[1].worker, ids.groups[1], self.tensors)
+            followed += self.follow(GroupTables(pair, ids, (segments, source_segments)))
+        periods = [period_of(group) // group.context.size]
+        periods += [tokens.written.num_slots for tokens in followed]
+        written = Written.of((tokens.written for tokens in followed), math.lcm(*periods))
+        num_columns = int((segments.column + segments.length).max(initial=0))
+        bounds = np.unique(np.append(written.bounds, [0, num_columns]))
+        filled = self.filled(group, segments, written, bounds)
+        if self.complete:
+            self.check_whole(group, segments, filled, bounds)
+        return written.num_bytes, sum(tokens.num_fragments for tokens in followed)
 
-    def follow(self, tables: GroupTables) -> list[WrittenRanges]:
+    def follow(self, tables: GroupTables) -> list[FollowedTokens]:
         """Return what the tokens of a pair of groups move.
 
         Raises ``PROOF`` if its runs move other bytes (verify.K4).
         """
         by_runs = [self.follow_runs(tables, runs) for runs in tables.ids.runs]
-        followed = [self.follow_tokens(tables, tokens) for tokens in tables.ids.tokens]
-        num_blocks = tuple(np.min([tokens.num_blocks for tokens in followed], axis=0).tolist())
+        by_tokens = [self.follow_tokens(tables, tokens) for tokens in tables.ids.tokens]
+        num_blocks = tuple(np.min([tokens.num_blocks for tokens in by_tokens], axis=0).tolist())
         if tables.ids.num_blocks != num_blocks:
             expected_pools = f"the smallest pools that bytes move between, of {num_blocks} blocks"
             raise refusal(tables.pair, expected_pools, f"{tables.ids.num_blocks}")
-        by_tokens = [tokens.ranges for tokens in followed]
         instead_of_runs = []
-        for tokens, moved in zip(tables.ids.tokens, by_tokens, strict=True):
+        for tokens, followed in zip(tables.ids.tokens, by_tokens, strict=True):
             if tokens.only_at_cuts:
-                instead_of_runs.append(moved)
+                instead_of_runs.append(followed.written)
         group = tables.ids.groups[0]
+        num_slots = tables.ids.period // group.context.size
+        expected = Written.of(by_runs, num_slots)
+        written = Written.of(instead_of_runs, num_slots)
+        bounds = np.unique(np.append(expected.bounds, written.bounds))
         segments = tables.segments[0]
-        expected = self.filled(group, segments, WrittenRanges.of(by_runs))
-        filled = self.filled(group, segments, WrittenRanges.of(instead_of_runs))
-        if not np.array_equal(expected.columns(), filled.columns()):
+        expected, written = (
+            self.filled(group, segments, each, bounds) for each in (expected, written)
+        )
+        if not np.array_equal(expected.rectangles, written.rectangles):
             rule = "tokens that move what runs move, at the ends of a range"
             raise refusal(tables.pair, rule, "other bytes")
         return by_tokens
 
-    def follow_runs(self, tables: GroupTables, runs: RunSeries) -> WrittenRanges:
-        """Return what a series of joined runs moves in a period."""
-        positions = self.positions(tables, runs, runs.starts)
+    def follow_runs(self, tables: GroupTables, runs: RunSeries) -> Written:
+        """Return what a series of joined runs moves in a period of the pair."""
+        positions = _positions_of_series(runs, tables.ids.period)
         sides = []
         for side in SIDES:
             group = tables.ids.groups[side]
@@ -443,16 +535,18 @@ class _Proof:
             terms = _terms_of_blocks(tables, side, runs, ordinal)
             sides.append(_ranges(tables, side, runs, ordinal, terms))
         fragments = self.split(tables, sides[0], sides[1])
-        byte_positions = self.check_bytes(tables, sides[0], sides[1], fragments)
-        start = positions[fragments.descriptor % positions.size]
-        _check_in_spans(tables, start, byte_positions)
-        return _written(tables, sides[0], fragments)
+        first = self.check_bytes(tables, sides[0], sides[1], fragments)
+        last_slot = _slots(tables, 0, sides[0], fragments) + fragments.num_slots - 1
+        last = positions_of(tables.ids.groups[0], last_slot)
+        _check_in_spans(tables, positions[fragments.descriptor % positions.size], first, last)
+        return _written(tables, sides[0], fragments, tables.ids.period)
 
-    def follow_tokens(self, tables: GroupTables, tokens: TokenSeries) -> WrittenTokenRanges:
-        """Return what a series of single tokens moves in a period. Each is one position
-        (verify.K4).
+    def follow_tokens(self, tables: GroupTables, tokens: TokenSeries) -> FollowedTokens:
+        """Return what a series of single tokens moves before the slots of the destination repeat.
+
+        Raises ``PROOF`` unless each is one position (verify.K4).
         """
-        positions = self.positions(tables, tokens, tokens.starts)
+        positions = _positions_of_series(tokens, _num_positions(tables.ids, tokens))
         sides = []
         for side in SIDES:
             group = tables.ids.groups[side]
@@ -460,16 +554,17 @@ class _Proof:
             sides.append(_ranges(tables, side, tokens, ordinal, tokens.slot_terms[side][slot]))
         fragments = self.split(tables, sides[0], sides[1])
         byte_positions = self.check_bytes(tables, sides[0], sides[1], fragments)
-        if (positions[fragments.descriptor % positions.size] != byte_positions).any():
+        is_other = positions[fragments.descriptor % positions.size] != byte_positions
+        if (is_other | (fragments.num_slots > 1)).any():
             raise refusal(tables.pair, "a token to be one position", "several")
         pools = zip(tables.segments, fragments.segment, strict=True)
         num_blocks = np.array([segments.num_blocks[segment].min() for segments, segment in pools])
-        return WrittenTokenRanges(_written(tables, sides[0], fragments), num_blocks)
-
-    def positions(self, tables: GroupTables, ids: RunSeries | TokenSeries, starts: Ints) -> Ints:
-        """Return where the descriptors of a series begin in a period."""
-        # By period of the series, then by start.
-        return np.add.outer(np.arange(0, tables.period, ids.period), starts).reshape(-1)
+        period = math.lcm(tokens.period, period_of(tables.ids.groups[0]))
+        written = _written(tables, sides[0], fragments, period)
+        written = self.filled(
+            tables.ids.groups[0], tables.segments[0], written, np.unique(written.bounds)
+        )
+        return FollowedTokens(written, fragments.length.size, num_blocks)
 
     def split(
         self,
@@ -488,8 +583,17 @@ class _Proof:
             expected = f"descriptors of equal lengths, {destination.length[first]} bytes"
             got = f"{source.length[first]} at the source"
             raise refusal(tables.pair, expected, got, **details)
+        # Of a range that repeats itself on both sides, what it repeats is enough.
+        length = destination.length
+        after, source_after = (
+            segments.repeats_after(ranges.start, length, num_slots)
+            for segments, ranges, num_slots in zip(
+                tables.segments, (destination, source), tables.consecutive_slots(), strict=True
+            )
+        )
+        followed = np.where(after == source_after, after, length)
         # Split at the segments of the destination, then the same bytes at those of the source.
-        coarse = tables.segments[0].cut(destination.start, destination.length)
+        coarse = tables.segments[0].cut(destination.start, followed)
         fine = None
         if coarse is not None:
             moved_by = source.start[coarse.range] - destination.start[coarse.range]
@@ -502,8 +606,9 @@ class _Proof:
         descriptor = coarse.range[fine.range]
         start = fine.start - source.start[descriptor] + destination.start[descriptor]
         segment = coarse.segment[fine.range]
+        num_slots = (length // followed)[descriptor]
         return DescriptorFragments(
-            descriptor, (segment, fine.segment), (start, fine.start), fine.length
+            descriptor, (segment, fine.segment), (start, fine.start), fine.length, num_slots
         )
 
     def check_bytes(
@@ -513,7 +618,7 @@ class _Proof:
         source: BlockRanges,
         fragments: DescriptorFragments,
     ) -> Ints:
-        """Return the position of each fragment.
+        """Return the first position of each fragment.
 
         Raises ``PROOF`` if the two sides of a fragment hold different bytes (verify.K3).
         """
@@ -536,61 +641,57 @@ class _Proof:
                 raise refusal(tables.pair, expected_byte, f"{values[1]}", **details)
         return expected["position"]
 
-    def filled(self, group: Group, segments: SlotSegments, moved: WrittenRanges) -> WrittenRanges:
-        """Return the ranges in order, joined where they continue each other.
+    def filled(
+        self, group: Group, segments: SlotSegments, written: Written, bounds: Ints
+    ) -> Written:
+        """Return what is written, split at all ``bounds`` of columns, and in order.
 
-        Raises ``PROOF`` if two overlap (verify.K5).
+        Slots that follow each other are joined. Raises ``PROOF`` if two overlap (verify.K5).
         """
-        if not moved.segment.size:
-            return moved
-        # By segment, block ordinal and first byte: ranges that overlap are neighbours.
-        order = np.lexsort((moved.start, moved.ordinal, moved.segment))
-        segment = moved.segment[order]
-        ordinal = moved.ordinal[order]
-        start = moved.start[order]
-        length = moved.length[order]
-        stop = start + length
-        same_segment = (segment[1:] == segment[:-1]) & (ordinal[1:] == ordinal[:-1])
-        overlapping = np.flatnonzero(same_segment & (start[1:] < stop[:-1]))
+        first, end = np.searchsorted(bounds, [written.start, written.stop])
+        at_most(MAX_FOLLOWED, int((end - first).sum()), "ranges of a period", "certify a plan")
+        rectangle, interval = _integers_of(first, end)
+        # Rectangles that overlap in an interval are neighbours.
+        order = np.lexsort((written.low[rectangle], interval))
+        rectangle = rectangle[order]
+        interval = interval[order]
+        low = written.low[rectangle]
+        high = written.high[rectangle]
+        same_interval = interval[1:] == interval[:-1]
+        overlapping = np.flatnonzero(same_interval & (low[1:] < high[:-1]))
         if overlapping.size:
             later = overlapping[0] + 1
-            got = "bytes moved twice"
-            raise self.wrong(group, segments, int(segment[later]), int(ordinal[later]), got)
-        goes_on = same_segment & (start[1:] == stop[:-1])
-        first = np.flatnonzero(np.append(True, ~goes_on))
-        joined_length = np.add.reduceat(length, first)
-        return WrittenRanges(segment[first], ordinal[first], start[first], joined_length)
+            column = int(bounds[interval[later]])
+            raise self.wrong(group, segments, column, int(low[later]), "bytes moved twice")
+        goes_on = same_interval & (low[1:] == high[:-1])
+        joined = np.flatnonzero(np.append(True, ~goes_on)[: low.size])
+        last = np.flatnonzero(np.append(~goes_on, True)[: low.size])
+        interval = interval[joined]
+        return Written(
+            bounds[interval], bounds[interval + 1], low[joined], high[last], written.num_slots
+        )
 
     def check_whole(
-        self,
-        group: Group,
-        segments: SlotSegments,
-        filled: WrittenRanges,
-        num_blocks: int,
+        self, group: Group, segments: SlotSegments, filled: Written, bounds: Ints
     ) -> None:
-        """Raise ``PROOF`` unless every segment of a period's blocks is filled (verify.K5).
-
-        Without the plans of all writers, bytes may be missing.
-        """
-        is_whole = filled.length == segments.length[filled.segment]
-        # Segments of all blocks, numbered by segment and block ordinal.
-        whole = (filled.segment * num_blocks + filled.ordinal)[is_whole]
-        if self.complete and whole.size < segments.start.size * num_blocks:
-            # Whole segments ascend: the first missing one is where they are no longer 0, 1, 2, ...
-            missing = int(np.append(whole != np.arange(whole.size), True).argmax())
-            raise self.wrong(group, segments, *divmod(missing, num_blocks), "bytes not moved")
+        """Raise ``PROOF`` unless each slot is written, from the first bound to the last."""
+        interval = np.searchsorted(bounds, filled.start)
+        num_slots = np.bincount(interval, filled.high - filled.low, bounds.size - 1)
+        lacking = np.flatnonzero(num_slots < filled.num_slots)
+        if lacking.size:
+            # The slots from 0 on may be there.
+            begins = (interval == lacking[0]) & (filled.low == 0)
+            slot = int(filled.high[begins].sum())
+            raise self.wrong(group, segments, int(bounds[lacking[0]]), slot, "bytes not moved")
 
     def wrong(
-        self,
-        group: Group,
-        segments: SlotSegments,
-        segment: int,
-        ordinal: int,
-        got: str,
+        self, group: Group, segments: SlotSegments, column: int, slot: int, got: str
     ) -> KVPlanError:
-        """Return the error for a segment of a block that is not filled once."""
+        """Return the error for a byte of a slot that is not written once."""
+        has_column = (segments.column <= column) & (column < segments.column + segments.length)
+        segment = int(has_column.argmax())
         name = self.names[segments.tensor[segment]]
-        position = int(_positions(group, np.array(ordinal), segments.slot[segment]))
+        position = int(positions_of(group, np.array(slot)))
         starts = region_starts(self.worker)
         region_index = np.searchsorted(starts, segments.start[segment], "right") - 1
         details: dict[str, Any] = {
@@ -613,8 +714,18 @@ def _ids_of_group(
                 yield pair, ids
 
 
-def _positions(group: Group, ordinal: Ints, slot: Ints) -> Ints:
-    return positions_of(group, ordinal * slots_of(group) + slot)
+def _num_positions(ids: GroupPair, tokens: TokenSeries) -> int:
+    """Return how many positions prove a series of single tokens, by Fine and Wilf."""
+    destination, source = (math.lcm(tokens.period, period_of(group)) for group in ids.groups)
+    return destination + source - math.gcd(destination, source)
+
+
+def _positions_of_series(series: RunSeries | TokenSeries, num_positions: int) -> Ints:
+    """Return where the descriptors of a series begin, below ``num_positions``."""
+    # By period of the series, then by start.
+    first_of_period = np.arange(0, num_positions, series.period)
+    positions = np.add.outer(first_of_period, series.starts).reshape(-1)
+    return positions[positions < num_positions]
 
 
 def _ranges(
@@ -696,34 +807,44 @@ def _held(
     )
     if behind.any() or num_blocks > segments.num_blocks[segment].min():
         raise refusal(tables.pair, "ids that follow the blocks of every view", "other ids")
-    ordinal = _ordinals(ranges, fragments)
     return {
         "tensor": segments.tensor[segment],
-        "position": _positions(tables.ids.groups[side], ordinal, segments.slot[segment]),
+        "position": positions_of(tables.ids.groups[side], _slots(tables, side, ranges, fragments)),
         "byte": segments.number[segment] + fragments.start[side] - segments.start[segment],
     }
 
 
-def _ordinals(ranges: BlockRanges, fragments: DescriptorFragments) -> Ints:
+def _slots(
+    tables: GroupTables, side: int, ranges: BlockRanges, fragments: DescriptorFragments
+) -> Ints:
+    """Return the slot of each fragment, counted through the blocks of the worker."""
     # Descriptors are listed by run and position: positions repeat with every run.
-    return ranges.ordinal[fragments.descriptor % ranges.ordinal.size]
+    ordinal = ranges.ordinal[fragments.descriptor % ranges.ordinal.size]
+    slot = tables.segments[side].slot[fragments.segment[side]]
+    return ordinal * slots_of(tables.ids.groups[side]) + slot
 
 
 def _written(
-    tables: GroupTables, ranges: BlockRanges, fragments: DescriptorFragments
-) -> WrittenRanges:
-    """Return where fragments are written, by the ``ranges`` of the destination."""
+    tables: GroupTables, ranges: BlockRanges, fragments: DescriptorFragments, period: int
+) -> Written:
+    """Return where fragments are written, by the ``ranges`` of the destination, in one period."""
+    segments = tables.segments[0]
     segment = fragments.segment[0]
-    start = fragments.start[0] - tables.segments[0].start[segment]
-    return WrittenRanges(segment, _ordinals(ranges, fragments), start, fragments.length)
+    start = segments.column[segment] + fragments.start[0] - segments.start[segment]
+    low = _slots(tables, 0, ranges, fragments)
+    num_slots = period // tables.ids.groups[0].context.size
+    first = low < num_slots
+    stop = start + fragments.length
+    high = low + fragments.num_slots
+    return Written(start[first], stop[first], low[first], high[first], num_slots)
 
 
-def _check_in_spans(tables: GroupTables, start: Ints, position: Ints) -> None:
+def _check_in_spans(tables: GroupTables, start: Ints, first: Ints, last: Ints) -> None:
     """Raise ``PROOF`` if a fragment of a run lies outside the span in which the run begins
     (verify.K4).
 
-    ``start`` is the position at which the run of each fragment begins, ``position`` that of the
-    fragment.
+    ``start`` is the position at which the run of each fragment begins, ``first`` and ``last`` are
+    those of the fragment.
     """
     period = tables.ids.period
     low, high = np.array([(-1, -1), *tables.ids.spans], np.int64).T
@@ -732,7 +853,7 @@ def _check_in_spans(tables: GroupTables, start: Ints, position: Ints) -> None:
     span = np.searchsorted(low, start - period_start, "right") - 1
     span_start = period_start + low[span]
     span_stop = period_start + high[span]
-    inside = (start < span_stop) & (span_start <= position) & (position < span_stop)
+    inside = (start < span_stop) & (span_start <= first) & (last < span_stop)
     if not inside.all():
         raise refusal(tables.pair, "every run to stay inside a span", "a run that does not")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -29,7 +30,7 @@ from kvplan import (
 )
 from kvplan._arrays import heads, integers_in
 from kvplan.verification import Certificate, certificate
-from kvplan.verification.certificate import SlotSegments
+from kvplan.verification.certificate import SlotSegments, _num_positions
 from tests.small import engine
 
 ONE_BLOCK = {"attn": Blocks([1])}
@@ -41,6 +42,10 @@ PLANS = {
     "several starts": plan_reads(engine("d", tokens=6, order="NH")[0], engine("p", tp=2, tokens=4)),
     "token by token": plan_reads(engine("d", order="NH")[0], engine("p", tp=2)),
     "contexts": plan_reads(engine("d", contexts=(2, 3))[1], engine("p", tp=2, contexts=(3, 2))),
+    "no common divisor": plan_reads(engine("d", tokens=7)[0], engine("p", tp=2, tokens=8)),
+    "no common divisor, tokens outside heads": plan_reads(
+        engine("d", tokens=5, order="NH")[0], engine("p", tokens=6, order="NH")
+    ),
 }
 
 
@@ -128,13 +133,13 @@ def shifted(side, by):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_right_plan_is_proved_and_nothing_of_it_is_left_out(name):
-    """The proof counts every byte of a period: its positions, in two layers of four heads of 16 bytes."""
+    """The proof counts every byte until slots and contexts repeat, in two layers of four heads of 16 bytes."""
     plan = PLANS[name]
     proof = certify(plan)
     (group,) = plan.local.groups
-    period = max(layout.period for pair in plan.pairs for layout in pair.group_pairs)
+    num_slots = 12 if name == "contexts" else group.num_slots
     assert proof.complete
-    assert proof.num_bytes == period // group.context.size * 2 * 4 * 16
+    assert proof.num_bytes == num_slots * 2 * 4 * 16
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -499,10 +504,14 @@ def test_a_plan_too_large_to_follow_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("equal blocks", 98), ("pieces of larger blocks", 416), ("contexts", 296)]
+    ("name", "number"),
+    [("equal blocks", 98), ("pieces of larger blocks", 320), ("contexts", 232), ("no common divisor", 344)],
 )
 def test_what_is_followed_is_counted(monkeypatch, name, number):
-    """Of equal blocks 32 heads of four tokens on either side, as many tokens, and a run for each of two layers."""
+    """Of equal blocks 32 heads of four tokens on either side, as many tokens, and a run for each of two layers.
+
+    Of blocks of 7 and 8 tokens, 120 heads, and 8 heads of 14 tokens and of 14 runs.
+    """
     monkeypatch.setattr(certificate, "MAX_FOLLOWED", number)
     certify(PLANS[name])
     monkeypatch.setattr(certificate, "MAX_FOLLOWED", number - 1)
@@ -517,7 +526,7 @@ Range = tuple[int, int]
 def made(ranges: list[Range]) -> SlotSegments:
     """Segments with these starts and lengths."""
     start, length = np.array(ranges, np.int64).T
-    return SlotSegments(start, length, *[np.zeros_like(start)] * 5)
+    return SlotSegments(start, length, *[np.zeros_like(start)] * 7)
 
 
 def test_fragments_are_counted_before_they_are_listed(monkeypatch):
@@ -563,6 +572,62 @@ def test_ranges_are_cut_where_a_walk_changes_segments(segments: list[Range], ran
         assert cut is not None
         fragments = zip(*(column.tolist() for column in cut), strict=True)
         assert [(of, segment, begin + i) for of, segment, begin, size in fragments for i in range(size)] == expected
+
+
+def pairs_met(positions: range, destination: int, source: int) -> set[frozenset[tuple[str, int]]]:
+    """The slots of both sides that are equal if those that meet at these positions are: the sets of them."""
+    met: list[set[tuple[str, int]]] = []
+    for position in positions:
+        both = {("destination", position % destination), ("source", position % source)}
+        joined = [one for one in met if one & both]
+        met = [one for one in met if not one & both] + [both.union(*joined)]
+    return {frozenset(one) for one in met}
+
+
+@pytest.mark.parametrize("destination", range(1, 9))
+@pytest.mark.parametrize("source", range(1, 9))
+def test_a_period_is_proved_by_as_few_positions_as_can_be(destination, source):
+    """Those that are followed make as many slots equal as all of a period would, and with one less they do not."""
+    plan = plan_reads(engine("d", tokens=destination)[0], engine("p", tokens=source))
+    number = _num_positions(layout_of(plan), layout_of(plan).tokens[0])
+    period = range(math.lcm(destination, source))
+    assert pairs_met(range(number), destination, source) == pairs_met(period, destination, source)
+    assert pairs_met(range(number - 1), destination, source) != pairs_met(period, destination, source)
+
+
+@pytest.mark.parametrize("order, ranges", [("HN", 4), ("NH", 1)])
+def test_the_work_of_a_proof_grows_with_the_sum_of_the_block_sizes(order, ranges):
+    """Blocks of 255 and 256 tokens repeat after 65,280 positions; 510 are followed, and the first token of each run."""
+    for tokens in (15, 255):
+        plan = plan_reads(engine("d", tokens=tokens, order=order)[0], engine("p", tokens=tokens + 1, order=order))
+        proof = certify(plan)
+        assert proof.complete
+        assert proof.num_bytes == tokens * 2 * 4 * 16
+        assert proof.num_fragments == 2 * tokens * 2 * ranges
+
+
+@given(st.data())
+def test_a_range_that_repeats_itself_is_as_its_bytes_say(data: st.DataObject) -> None:
+    """What is left out of a range has the numbers of what is followed, one slot further on for each repetition."""
+    order = data.draw(st.sampled_from(("HN", "NH")))
+    (worker,) = engine("d", tokens=data.draw(st.integers(1, 5)), heads=2, layers=1, order=order)
+    (group,) = worker.groups
+    proof = certificate._Proof(worker, (), True)
+    segments = certificate._segments(worker, group, proof.tensors)
+    slot_of: dict[int, tuple[int, int]] = {}
+    for start, length, slot, number in zip(
+        segments.start.tolist(), segments.length.tolist(), segments.slot.tolist(), segments.number.tolist(), strict=True
+    ):
+        slot_of.update({start + i: (slot, number + i) for i in range(length)})
+    size = len(slot_of)
+    start = data.draw(st.integers(0, size - 1))
+    length = data.draw(st.integers(1, size - start))
+    num_slots = data.draw(st.sampled_from([1, 2, 5]))
+    (after,) = segments.repeats_after(np.array([start]), np.array([length]), num_slots).tolist()
+    for byte in range(start, start + length - after):
+        slot, number = slot_of[byte]
+        assert slot_of[byte + after] == (slot + 1, number)
+        assert (slot + 1) % num_slots
 
 
 def test_workers_of_two_descriptions_are_no_proof():
