@@ -17,9 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Without ``arguments``, those of this process count.
     """
-    for package in ("click", "rich", "yaml"):
+    for package in ("click", "rich"):
         if importlib.util.find_spec(package) is None:
-            text = f"kvplan: the command line needs {package}: pip install click pyyaml rich"
+            text = f"kvplan: the command line needs {package}: pip install click rich"
             print(text, file=sys.stderr)
             return 2
     # the rest of the command line imports click and rich, which takes long enough for a ^C

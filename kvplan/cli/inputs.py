@@ -1,4 +1,4 @@
-"""One engine as operators have it: a command line, a transfer configuration, a guide, a log.
+"""One engine as operators have it: a command line, a transfer configuration, a log.
 
 A side of a command is ``KEY=VALUE,...``, or one of these, or a file that has one. What is taken
 from it becomes keys; everything else is listed as not read.
@@ -16,8 +16,6 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._text import count, few
-from kvplan.cli.guides import engines_of, is_guide
 from kvplan.errors import KVPlanError
 from kvplan.models import Model
 from kvplan.models.engines import CONNECTOR, SGLANG, VLLM, engine_named, with_defaults
@@ -89,10 +87,9 @@ class EngineInput:
     def parse(cls, text: str, subject: str) -> EngineInput:
         """Read a side. Raises what :meth:`EngineOptions.parse` does, ``NAME`` or ``CONFIG``."""
         source = ""
-        path, _, wanted = text.partition("#")
-        if "=" not in text and 0 < len(path) < 256 and Path(path).is_file():
+        if "=" not in text and 0 < len(text) < 256 and Path(text).is_file():
             source = text
-            text = _engine_in(Path(path).read_text(errors="replace"), wanted, subject)
+            text = Path(text).read_text(errors="replace")
         elif text.lstrip().startswith("{"):
             source = "its transfer configuration"
         elif re.search(COMMAND, text):
@@ -129,28 +126,8 @@ class EngineInput:
         return f"{engine_id} by {self.source}: {', '.join(filter(None, taken))}{unread}"
 
 
-def _engine_in(text: str, wanted: str, subject: str) -> str:
-    """Return the command line of one engine of a guide in YAML; any other text stays as it is.
-
-    Raises ``NAME`` if the guide has several engines and none of them is ``wanted``.
-    """
-    engines = engines_of(text) if is_guide(text) else {}
-    if not engines:
-        return text
-    if wanted not in engines and (wanted or len(engines) > 1):
-        names = few(list(engines), ", ")
-        got = repr(wanted) if wanted else f"a file with {count(len(engines), 'engine')}"
-        raise KVPlanError(
-            "NAME",
-            f"read {subject}",
-            expected=f"FILE#NAME with one of {names}",
-            got=got,
-        )
-    return engines[wanted] if wanted else next(iter(engines.values()))
-
-
 def _read(text: str, subject: str, source: str) -> EngineInput:
-    """Return what a command line, a transfer configuration, a guide or a log says of an engine."""
+    """Return what a command line, a transfer configuration or a log says of an engine."""
     flags = {} if text.lstrip().startswith("{") else _flags(text, subject)
     transfer = flags.pop("kv-transfer-config", None)
     if text.lstrip().startswith("{"):
@@ -223,7 +200,8 @@ def _on_command_line(text: str, subject: str) -> dict[str, Any]:
     if len(starts) > 1:
         got = f"{len(starts)} commands"
         raise KVPlanError("NAME", f"read {subject}", expected="one engine", got=got)
-    words = words[starts[0] :] if starts else words
+    # the dashes are those of a list in YAML
+    words = [word for word in words[starts[0] if starts else 0 :] if word != "-"]
     flags: dict[str, Any] = {}
     # charts have options without a command
     index = 0 if words and words[0].startswith("-") else 1
@@ -241,7 +219,11 @@ def _on_command_line(text: str, subject: str) -> dict[str, Any]:
         if not equals and has_value:
             value = words[index]
             index += 1
-        flags[name.replace("_", "-")] = value or True
+        name = name.replace("_", "-")
+        if name in FLAGS and flags.get(name, value) != value:
+            got = f"--{name} {flags[name]} and {value}"
+            raise KVPlanError("NAME", f"read {subject}", expected="one engine", got=got)
+        flags[name] = value or True
     return flags
 
 

@@ -31,6 +31,14 @@ containers:
       - --gpu-memory-utilization
       - "0.9"
 """
+ENGINES = """\
+- args:
+    - --tp-size
+    - "2"
+- args:
+    - --tp-size
+    - "4"
+"""
 VLLM_LOG = """\
 (APIServer pid=7) INFO [utils.py] non-default args: {'model_tag': 'tiny.json', 'tensor_parallel_size': 2, 'port': 8100}
 (EngineCore pid=9) INFO [base.py] KV cache layout LBHNC, by VLLM_KV_CACHE_LAYOUT=HND
@@ -46,7 +54,12 @@ def write_files(folder: Path) -> None:
     """Write the configuration, also under a name that looks like markup, and the offers."""
     for name in ("tiny", "[bold]"):
         (folder / f"{name}.json").write_text(json.dumps({**TINY, "num_key_value_heads": 2}))
-    for name, text in (("guide.yaml", GUIDE), ("vllm.log", VLLM_LOG), ("sglang.log", SGLANG_LOG)):
+    for name, text in (
+        ("guide.yaml", GUIDE),
+        ("engines.yaml", ENGINES),
+        ("vllm.log", VLLM_LOG),
+        ("sglang.log", SGLANG_LOG),
+    ):
         (folder / name).write_text(text)
     for name, data in OFFERS.items():
         (folder / f"{name}.json").write_bytes(data)

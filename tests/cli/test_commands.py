@@ -150,7 +150,7 @@ def test_the_missing_extra_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch, p
     monkeypatch.setitem(sys.modules, package, None)
     run = cli("demo")
     assert (run.status, run.out) == (2, "")
-    assert run.err == f"kvplan: the command line needs {package}: pip install click pyyaml rich\n"
+    assert run.err == f"kvplan: the command line needs {package}: pip install click rich\n"
 
 
 # Help

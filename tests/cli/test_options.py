@@ -351,3 +351,18 @@ def test_the_file_of_modelopt_is_read(tmp_path: Path) -> None:
     assert Model.from_config(sizes, quantization=file).dtype == "bfloat16"
     with pytest.raises(KVPlanError, match="quantization of a model"):
         Model.from_config(sizes, quantization=[])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["non-default args: {'tensor_parallel_size': 2, 'x': <object>}", "non-default args: {" + "[" * 9999 + "}"],
+)
+def test_a_log_that_is_no_literal_is_refused(line: str) -> None:
+    with pytest.raises(KVPlanError) as refused:
+        EngineInput.parse(f"vllm serve {line}", "--src")
+    assert refused.value.code == "NAME"
+
+
+def test_a_long_word_of_a_log_is_read_at_once() -> None:
+    side = EngineInput.parse(f"sglang serve server_args=ServerArgs(tp_size=2, {'a' * 30_000})", "--src")
+    assert side.keys == "tp=2"
