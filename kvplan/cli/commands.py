@@ -36,8 +36,8 @@ from kvplan.display.explanation import rows_of
 from kvplan.errors import KVPlanError
 from kvplan.handshake import PeerError, Problem, compare, decode, encode, fingerprint
 from kvplan.handshake.messages import MAX_BYTES
-from kvplan.models.config import MAX_LAYERS
 from kvplan.models.options import read_decimal
+from kvplan.models.values import MAX_LAYERS
 from kvplan.plan import TransferPlan, plan_mesh, plan_reads
 
 STYLES: Final = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")

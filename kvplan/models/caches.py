@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 import attrs
 
-from kvplan.models.names import HEAD_DIMS, HIDDEN, KV_HEADS, NUM_HEADS
 from kvplan.models.tensors import (
     FULL,
     SLIDING,
@@ -22,6 +23,10 @@ from kvplan.models.tensors import (
     with_index_keys,
 )
 from kvplan.models.values import (
+    HEAD_DIMS,
+    HIDDEN,
+    KV_HEADS,
+    NUM_HEADS,
     Config,
     Keys,
     dtype_of,
@@ -31,6 +36,12 @@ from kvplan.models.values import (
     stated_key,
     unusable,
 )
+
+AttentionReader = Callable[[Config, str, int | None], Layer]
+"""Reads the tensors of a layer that attends, for a group and a window."""
+
+StateReader = Callable[[Config], Layer]
+"""Reads the tensors of a recurrent state. ``dtype`` of the configuration is that of the weights."""
 
 
 def kv_heads(config: Config, group: str = FULL, window: int | None = None) -> Layer:
@@ -104,6 +115,11 @@ def mamba1_state(config: Config, width_key: str | None = None) -> Layer:
     state_size = integer_of(config, ("state_size", "mamba_d_state"))
     steps = _steps(config, ("conv_kernel", "mamba_d_conv"))
     return mamba1(_channels(config, width_key), state_size, steps, *_dtypes(config))
+
+
+def wide_mamba1_state(config: Config) -> Layer:
+    """Return the state of a Mamba layer whose file may state how many channels it has."""
+    return mamba1_state(config, "intermediate_size")
 
 
 _HEADS: Final = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
@@ -202,3 +218,20 @@ def _dtypes(config: Config) -> tuple[str, str]:
     """
     conv_dtype = dtype_of(config, "bfloat16")
     return conv_dtype, dtype_of(config, "float32", ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"))
+
+
+_ATTENTION: Final = (kv_heads, mla, sparse_mla, block_indexed, chunked_heads, stated_window)
+_STATES: Final = (
+    *(mamba1_state, wide_mamba1_state, mamba2_state, granite_state, delta_state, kimi_state),
+    *(bailing_state, lightning_state, short_conv),
+)
+
+ATTENTION: Final[Mapping[str, AttentionReader]] = MappingProxyType(
+    {reader.__name__: reader for reader in _ATTENTION}
+)
+"""What families.json may name as ``attention``."""
+
+STATES: Final[Mapping[str, StateReader]] = MappingProxyType(
+    {reader.__name__: reader for reader in _STATES}
+)
+"""What families.json may name as ``state``."""

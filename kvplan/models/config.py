@@ -1,38 +1,32 @@
 """Reading a Hugging Face config.json: what each layer caches, or a refusal that names the key.
 
-:func:`read_config` applies what the file's :class:`Family` says; the families are in
-:mod:`kvplan.models.families`.
+:func:`read_config` applies what the file's family says (:mod:`kvplan.models.families`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import attrs
 
 from kvplan._checks import is_one_of
 from kvplan._text import meant, plain, shown
 from kvplan.errors import KVPlanError
-from kvplan.models.names import (
-    BOTH,
-    CACHE_KEYS,
+from kvplan.models.families import CACHE_KEYS, FAMILIES, OUTER, REFUSED, Family
+from kvplan.models.kinds import BOTH, LAYER_TYPES, NONE, TYPE_NEEDS
+from kvplan.models.tensors import FULL, SLIDING, STATE, Layer, Layers
+from kvplan.models.values import (
     DRAFTS,
     HEAD_DIMS,
     KV_HEADS,
     LAYER_LISTS,
-    LAYER_TYPES,
-    NONE,
+    MAX_LAYERS,
     NUM_HEADS,
     NUM_LAYERS,
     SIZES,
-    TYPE_NEEDS,
-)
-from kvplan.models.tensors import FULL, SLIDING, STATE, Layer, Layers
-from kvplan.models.values import (
     Config,
     dtype_of,
     flag_of,
@@ -43,17 +37,6 @@ from kvplan.models.values import (
     stated_key,
     unusable,
 )
-
-MAX_LAYERS: Final = 1 << 14
-
-AttentionReader = Callable[[Config, str, int | None], Layer]
-"""Reads the tensors of a layer that attends, for a group and a window."""
-
-StateReader = Callable[[Config], Layer]
-"""Reads the tensors of a recurrent state. ``dtype`` of the configuration is that of the weights."""
-
-LayerRule = Callable[[Config], list[str]]
-"""The kind of each layer of a file that has no list of layer types."""
 
 QUANTIZATION: Final = "quantization_config"
 
@@ -68,110 +51,30 @@ LIKE: Final = f"add --like llama if it caches as a llama does; {WAY_OUT}"
 """What to do about a type that is not known."""
 
 
-def _frozen(keys: Config) -> Config:
-    return MappingProxyType({**keys})
-
-
-@attrs.frozen(eq=False)
-class KeyRule:
-    """How a family computes keys from those that a file has.
-
-    ``sources`` has the key that a file states for each computed key: errors name it.
-    """
-
-    compute: Callable[[Config], Config]
-    sources: Mapping[str, str] = attrs.field(converter=_frozen)
-
-
-@attrs.frozen
-class Family:
-    """The rules by which files of one ``model_type`` are read: what layers of which kind cache.
-
-    ``defaults`` are the keys that the family reads, with the values of those that a file leaves
-    out. ``keys`` computes more of them from the others. ``layers`` is the rule for files without a
-    list of layer types. ``attention`` and ``state`` read what a layer caches that attends or has a
-    state. ``last`` is the kind of the last layer, whatever the list or the rule says.
-    """
-
-    defaults: Config = attrs.field(converter=_frozen)
-    layers: LayerRule
-    attention: AttentionReader
-    state: StateReader | None = None
-    keys: KeyRule | None = None
-    last: str | None = None
-
-    def cache(self, kind: str, config: Config) -> Layer:
-        """Return what a layer of a kind caches.
-
-        ``swa_head_dim`` is the ``head_dim`` of layers that slide, and so on.
-        """
-        prefix = "swa_" if kind == SLIDING else "full_"
-        keys_of_kind = _keys_with_prefix(prefix, config)
-        try:
-            return self._tensors(kind, {**config, **keys_of_kind})
-        except KVPlanError as error:
-            # The readers know keys without their prefix; the file has them with it.
-            key = error.details.get("key")
-            if key not in keys_of_kind:
-                raise
-            raise unusable(f"{prefix}{key}", error.expected, keys_of_kind[key]) from None
-
-    def _tensors(self, kind: str, config: Config) -> Layer:
-        tensors: Layer = ()
-        if kind == SLIDING:
-            tensors = self.attention(config, SLIDING, integer_of(config, "sliding_window"))
-        elif kind in (FULL, BOTH):
-            tensors = self.attention(config, FULL, None)
-        if self.state is not None and kind in (STATE, BOTH):
-            tensors += self.state(config)
-        return tensors
-
-
-def _keys_with_prefix(prefix: str, config: Config) -> dict[str, Any]:
-    """Return the keys that are stated for layers of one kind alone, without the prefix."""
-    stated_keys = [key for key, value in config.items() if value is not None]
-    return {key[len(prefix) :]: config[key] for key in stated_keys if key.startswith(prefix)}
-
-
-@attrs.frozen
-class Registry:
-    """All values of ``model_type`` that kvplan can read, or has a reason not to read.
-
-    ``families`` say how to read the known ones. ``outer`` has the family of a decoder without a
-    ``model_type``, by the ``model_type`` of the file around it. ``refused`` has the reasons.
-    """
-
-    families: Mapping[str, Family]
-    outer: Mapping[str, str]
-    refused: Mapping[str, str]
-
-
-@attrs.frozen
-class ModelConfig:
+class ModelConfig(NamedTuple):
     """The caches of a model, as its config.json states them.
 
     ``layers`` and ``drafts`` have the tensors of each layer and draft layer. ``dtype`` is that of
     the attention cache. ``query_heads`` counts the heads that attend, if the file states it.
     """
 
-    model_type: str
     layers: Layers
-    drafts: Layers
     dtype: str
+    drafts: Layers
     query_heads: int | None
+    model_type: str
 
 
 def read_config(
     config: Any,
-    registry: Registry,
-    with_drafts: bool,
+    with_drafts: bool = False,
     like: str | None = None,
     quantization: Config | None = None,
 ) -> ModelConfig:
     """Return what the layers of a model cache, by its config.json.
 
     ``config`` is a parsed config.json. A decoder under one of the keys :data:`NESTED` is read as a
-    model of its own; if it has no ``model_type``, the registry has it by the outer one.
+    model of its own; if it has no ``model_type``, that of the outer one says which.
     ``per_layer_config`` states the exceptions of single layers. The last ``num_kv_shared_layers``
     layers use the cache of an earlier layer, so they have no tensors. ``with_drafts`` adds
     ``num_nextn_predict_layers`` draft layers (multi-token prediction), with the tensors of the
@@ -182,14 +85,13 @@ def read_config(
     Raises ``TYPE`` if ``config`` is not a mapping, ``CONFIG`` for an unknown model type, a missing
     key, an unusable value, or one of the :data:`CACHE_KEYS` that the file's family doesn't read.
 
-    >>> from kvplan.models.families import REGISTRY
     >>> keys = {"model_type": "deepseek_v3", "num_hidden_layers": 61}
     >>> sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    >>> model = read_config({**keys, **sizes}, REGISTRY, with_drafts=False)
+    >>> model = read_config({**keys, **sizes})
     >>> len(model.layers), model.layers[0][0].axes, model.dtype
     (61, (('dim', 576),), 'bfloat16')
     """
-    decoder = _decoder(config, registry, like)
+    decoder = _decoder(config, like)
     stated = mapping_of(config, QUANTIZATION) or mapping_of(decoder.stated, QUANTIZATION)
     stated = stated or (quantization or {})
     # ModelOpt nests its keys in a file of its own.
@@ -214,7 +116,8 @@ def _read_decoder(decoder: _Decoder, quantization: Config, with_drafts: bool) ->
     drafts = (_draft(config, owners, num_drafts),) * num_drafts
     has_heads = config.get(stated_key(config, NUM_HEADS)) is not None
     query_heads = integer_of(config, NUM_HEADS) if has_heads else None
-    return ModelConfig(config["model_type"], (*owners, *sharers), drafts, cache_dtype, query_heads)
+    layers = (*owners, *sharers)
+    return ModelConfig(layers, cache_dtype, drafts, query_heads, config["model_type"])
 
 
 def _with_stated_key(error: KVPlanError, decoder: _Decoder) -> KVPlanError:
@@ -331,7 +234,7 @@ class _Decoder:
         return {**self.stated, **self.computed}
 
 
-def _decoder(config: Any, registry: Registry, like: str | None) -> _Decoder:
+def _decoder(config: Any, like: str | None) -> _Decoder:
     """Return the decoder of a file, which may be nested in it."""
     if not isinstance(config, Mapping):
         got = type(config).__name__
@@ -345,11 +248,11 @@ def _decoder(config: Any, registry: Registry, like: str | None) -> _Decoder:
         if not keys:
             break
         decoder = mapping_of(config, keys[0])
-        config = {"model_type": registry.outer.get(plain(config.get("model_type"))), **decoder}
+        config = {"model_type": OUTER.get(plain(config.get("model_type"))), **decoder}
         stated_always = frozenset()
         weights_dtype = dtype_of(config, weights_dtype)
-    model_type = _model_type(config, registry, like)
-    family = registry.families[model_type]
+    model_type = _model_type(config, like)
+    family = FAMILIES[model_type]
     if model_type == like:
         _check_unknown(config, family)
     defaults = {key: value for key, value in family.defaults.items() if key not in stated_always}
@@ -360,30 +263,29 @@ def _decoder(config: Any, registry: Registry, like: str | None) -> _Decoder:
     return _Decoder(family, config, computed)
 
 
-def _model_type(config: Config, registry: Registry, like: str | None) -> str:
+def _model_type(config: Config, like: str | None) -> str:
     """Return the type as which to read a decoder. Raises ``CONFIG`` if there is none."""
-    families = registry.families
     model_type = config.get("model_type")
-    model_type = registry.outer.get(plain(model_type), model_type)
-    reason = registry.refused.get(plain(model_type))
+    model_type = OUTER.get(plain(model_type), model_type)
+    reason = REFUSED.get(plain(model_type))
     if flag_of(config, "is_encoder_decoder"):
-        reason = registry.refused["whisper"]
+        reason = REFUSED["whisper"]
     if reason:
         of_type = f" of type {model_type!r}"
         expected = "a cache that kvplan describes"
         raise refusal(of_type, expected, reason, VIEWS, model_type=model_type)
     if like is not None and (model_type is None or isinstance(model_type, str)):
-        if model_type in families:
+        if model_type in FAMILIES:
             expected = "one of an unknown type"
             got = repr(model_type)
             raise refusal(f" like {like!r}", expected, got, model_type=model_type)
         model_type = like
-    if not isinstance(model_type, str) or model_type not in families:
-        expected = f"one of the {len(families)} types in models.FAMILIES"
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        expected = f"one of the {len(FAMILIES)} types in models.FAMILIES"
         if model_type is None:
             hint = f"is this a config.json? {LIKE}"
             raise refusal("", expected, "no model_type", hint, model_type=None)
-        hint = f"{meant(plain(model_type), families)} {LIKE}".strip()
+        hint = f"{meant(plain(model_type), FAMILIES)} {LIKE}".strip()
         raise refusal("", expected, shown(model_type), hint, model_type=plain(model_type))
     return model_type
 

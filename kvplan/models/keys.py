@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final
 
+import attrs
+
 from kvplan._checks import is_one_of
-from kvplan.models.config import MAX_LAYERS, KeyRule
 from kvplan.models.kinds import nas_attention, num_layers_of
-from kvplan.models.names import HIDDEN, NUM_HEADS, NUM_LAYERS
 from kvplan.models.values import (
+    HIDDEN,
+    MAX_LAYERS,
+    NUM_HEADS,
+    NUM_LAYERS,
     Config,
     flag_of,
     integer_of,
@@ -21,6 +26,23 @@ from kvplan.models.values import (
 )
 
 
+@attrs.frozen(eq=False)
+class KeyRule:
+    """How a family computes keys from those that a file has.
+
+    ``sources`` has the key that a file states for each computed key: errors name it.
+    """
+
+    compute: Callable[[Config], Config]
+    sources: Mapping[str, str]
+
+
+def computes(**sources: str) -> Callable[[Callable[[Config], Config]], KeyRule]:
+    """Decorate a function of keys as the rule for some keys, each with the key that a file has."""
+    return lambda compute: KeyRule(compute, MappingProxyType(sources))
+
+
+@computes(attention_head_dim="hidden_size")
 def query_width(config: Config) -> Config:
     """Return the size of the heads of Zamba.
 
@@ -30,6 +52,7 @@ def query_width(config: Config) -> Config:
     return {} if config.get("attention_head_dim") is not None else {"attention_head_dim": dim}
 
 
+@computes(num_key_value_heads="num_kv_heads")
 def falcon_heads(config: Config) -> Config:
     """Return one KV head (``multi_query``), unless a new file states how many (FalconConfig)."""
     is_new = flag_of(config, "new_decoder_architecture")
@@ -37,6 +60,7 @@ def falcon_heads(config: Config) -> Config:
     return {"num_key_value_heads": config.get("num_kv_heads") if is_grouped else 1}
 
 
+@computes(multi_query_group_num="num_attention_heads")
 def chatglm_heads(config: Config) -> Config:
     """Return as many groups as heads without ``multi_query_attention``.
 
@@ -47,11 +71,16 @@ def chatglm_heads(config: Config) -> Config:
     return {"multi_query_group_num": integer_of(config, NUM_HEADS)}
 
 
+@computes(num_key_value_heads="attn_config")
 def nested_heads(config: Config) -> Config:
     """Return the number of KV heads that ``attn_config`` states (DbrxConfig)."""
     return {"num_key_value_heads": mapping_of(config, "attn_config").get("kv_n_heads", 1)}
 
 
+@computes(
+    full_head_dim="global_head_dim",
+    full_num_key_value_heads="num_global_key_value_heads",
+)
 def global_heads(config: Config) -> Config:
     """Return the head size of the full layers of Gemma 4.
 
@@ -69,24 +98,32 @@ def global_heads(config: Config) -> Config:
 
 
 # The sizes of linear layers as kvplan reads them, and by the names of two families.
-LINEAR_KEYS: Final = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+_LINEAR_KEYS: Final = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
 _KIMI_KEYS: Final = ("num_heads", "head_dim", "short_conv_kernel_size")
-BAILING_KEYS: Final = ("num_attention_heads", "head_dim", "short_conv_kernel_size")
+_BAILING_KEYS: Final = ("num_attention_heads", "head_dim", "short_conv_kernel_size")
 
 
+@computes(**dict.fromkeys(_LINEAR_KEYS, "linear_attn_config"))
 def kimi_keys(config: Config) -> Config:
     """Return the sizes of linear layers that ``linear_attn_config`` states (KimiLinearConfig)."""
     sizes = mapping_of(config, "linear_attn_config")
-    names = zip(LINEAR_KEYS, _KIMI_KEYS, strict=True)
+    names = zip(_LINEAR_KEYS, _KIMI_KEYS, strict=True)
     return {key: sizes[kimi_key] for key, kimi_key in names if kimi_key in sizes}
 
 
+@computes(**dict(zip(_LINEAR_KEYS, _BAILING_KEYS, strict=True)))
 def bailing_keys(config: Config) -> Config:
     """Return the sizes of linear layers, which have the query heads (BailingHybridConfig)."""
-    names = zip(LINEAR_KEYS, BAILING_KEYS, strict=True)
+    names = zip(_LINEAR_KEYS, _BAILING_KEYS, strict=True)
     return {key: config.get(source) for key, source in names if config.get(key) is None}
 
 
+@computes(
+    linear_num_key_heads="num_attention_heads",
+    linear_num_value_heads="num_attention_heads",
+    linear_key_head_dim="hidden_size",
+    linear_value_head_dim="hidden_size",
+)
 def olmo_keys(config: Config) -> Config:
     """Return what a file leaves out, from its heads and its width (OlmoHybridConfig)."""
     num_heads = integer_of(config, NUM_HEADS)
@@ -104,27 +141,46 @@ def olmo_keys(config: Config) -> Config:
     return {key: size for key, size in sizes.items() if config.get(key) is None}
 
 
+@computes(num_key_value_heads="num_attention_groups")
 def grouped_heads(config: Config) -> Config:
     """Return the KV heads that files of Step-3.5 may state as groups (step3p5.py of vLLM)."""
     num_groups = config.get("num_attention_groups")
     return {} if num_groups is None else {"num_key_value_heads": num_groups}
 
 
+@computes(num_hidden_layers="num_layers")
 def double_layers(config: Config) -> Config:
     """Return twice as many layers as the file has: each attends twice (LongcatFlashConfig)."""
     return {"num_hidden_layers": 2 * integer_of(config, "num_layers", high=MAX_LAYERS)}
 
 
-def window_from(key: str, tokens_of: Callable[[int], int] = int) -> KeyRule:
-    """Return the rule for layers that see as many tokens as follow from the value under ``key``."""
-
-    def rule(config: Config) -> Config:
-        tokens = optional_integer_of(config, key)
-        return {"sliding_window": None if tokens is None else tokens_of(tokens)}
-
-    return KeyRule(rule, {"sliding_window": key})
+@computes(sliding_window="sliding_window")
+def window_with_own_token(config: Config) -> Config:
+    """Return the window of Cohere, which counts the tokens before one."""
+    return _window(config, "sliding_window", lambda tokens_before: tokens_before + 1)
 
 
+@computes(sliding_window="local_attention")
+def half_window(config: Config) -> Config:
+    """Return the window of ModernBERT, which reaches in both directions."""
+    return _window(config, "local_attention", lambda tokens: tokens // 2)
+
+
+@computes(sliding_window="attention_chunk_size")
+def chunk_window(config: Config) -> Config:
+    """Return the most that a layer sees of its chunk (Llama4TextConfig)."""
+    return _window(config, "attention_chunk_size", int)
+
+
+def _window(config: Config, key: str, tokens_of: Callable[[int], int]) -> Config:
+    tokens = optional_integer_of(config, key)
+    return {"sliding_window": None if tokens is None else tokens_of(tokens)}
+
+
+@computes(
+    swa_num_key_value_heads="num_key_value_heads",
+    sliding_window="sliding_window_size",
+)
 def sliding_heads(config: Config) -> Config:
     """Return the KV heads and the window of sliding layers, which files of MiMo-V2 state.
 
@@ -139,6 +195,10 @@ def sliding_heads(config: Config) -> Config:
     return keys
 
 
+@computes(
+    index_head_dim="sparse_attention_config",
+    per_layer_config="sparse_attention_config",
+)
 def block_indexers(config: Config) -> Config:
     """Return the layers that have an indexer (MiniMaxM3VLTextConfig).
 
@@ -175,6 +235,7 @@ def _indexer_flags(config: Config, key: str, default: int) -> list[int]:
     return flags
 
 
+@computes(per_layer_config="indexer_types")
 def shared_indexers(config: Config) -> Config:
     """Return the layers that use the indexer of an earlier one.
 
@@ -197,6 +258,7 @@ def shared_indexers(config: Config) -> Config:
     return {"per_layer_config": exceptions} if exceptions else {}
 
 
+@computes(per_layer_config="block_configs")
 def nas_heads(config: Config) -> Config:
     """Return the KV heads of each layer of Nemotron-NAS, which ``block_configs`` states.
 
@@ -221,3 +283,15 @@ def _periodic_indexers(config: Config) -> list[str]:
     offset = integer_of(config, "index_skip_topk_offset", low=0)
     layers = range(num_layers_of(config))
     return ["S" if max(layer - offset + 1, 0) % period else "F" for layer in layers]
+
+
+_RULES: Final = (
+    *(query_width, falcon_heads, chatglm_heads, nested_heads, global_heads, kimi_keys),
+    *(bailing_keys, olmo_keys, grouped_heads, double_layers, window_with_own_token, half_window),
+    *(chunk_window, sliding_heads, block_indexers, shared_indexers, nas_heads),
+)
+
+RULES: Final[Mapping[str, KeyRule]] = MappingProxyType(
+    {rule.compute.__name__: rule for rule in _RULES}
+)
+"""What families.json may name as ``keys``."""

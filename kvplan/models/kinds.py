@@ -1,24 +1,112 @@
-"""Rules of families that say of which kind each layer is, where a file has no list of them."""
+"""Of which kind each layer of a file is: by its list of layer types, or by a rule of its family.
+
+families.json states rules. A list is a period, which repeats. A name is a function of
+:data:`RULES`; with arguments, it is a mapping that has the name as ``rule``.
+
+>>> layer_rule(["swa", "swa", "attn"])({"num_hidden_layers": 5})
+['swa', 'swa', 'attn', 'swa', 'swa']
+>>> rule = {"rule": "all_but_each", "kind": "state", "period": "full_attention_interval"}
+>>> layer_rule(rule)({"num_hidden_layers": 4, "full_attention_interval": 2})
+['state', 'attn', 'state', 'attn']
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
-from kvplan.models.config import MAX_LAYERS, LayerRule
-from kvplan.models.names import NONE, NUM_LAYERS
-from kvplan.models.tensors import (
-    FULL,
-    SLIDING,
-    STATE,
+from kvplan.models.tensors import FULL, SLIDING, STATE
+from kvplan.models.values import (
+    MAX_LAYERS,
+    NUM_LAYERS,
+    Config,
+    flag_of,
+    integer_of,
+    integers_of,
+    mapping_of,
+    unusable,
 )
-from kvplan.models.values import Config, flag_of, integer_of, integers_of, mapping_of, unusable
+
+BOTH: Final = "both"
+"""The kind of a layer that attends and has a state. Other kinds are the names of their groups."""
+
+NONE: Final = "none"
+"""The kind of a layer without a cache."""
+
+LAYER_TYPES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "full_attention": FULL,
+        "sliding_attention": SLIDING,
+        "chunked_attention": SLIDING,
+        "indexed_attention": FULL,
+        "minimax_m3_sparse": FULL,
+        "linear_attention": STATE,
+        "conv": STATE,
+        "hybrid": BOTH,
+        "moe": NONE,
+        "mlp": NONE,
+        "attention": FULL,
+        "mamba": STATE,
+        "recurrent": STATE,
+        "deepseek_sparse_attention": FULL,
+    }
+)
+"""The kind of a layer by its type.
+
+The last four are older names (``remap_legacy_layer_types`` of transformers).
+"""
+
+TYPE_NEEDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "chunked_attention": "attention_chunk_size",
+        "indexed_attention": "index_head_dim",
+        "minimax_m3_sparse": "sparse_attention_config",
+    }
+)
+"""The key that a family must read for its files to have layers of a type."""
+
+LayerRule = Callable[[Config], list[str]]
+"""The kind of each layer of a file that has no list of layer types."""
 
 
-def all_of(kind: str) -> LayerRule:
-    """Return the rule that all layers are of one kind."""
-    return lambda config: [kind] * num_layers_of(config)
+def layer_rule(stated: Any) -> LayerRule:
+    """Return a rule of families.json."""
+    if isinstance(stated, Mapping):
+        arguments = {key: value for key, value in stated.items() if key != "rule"}
+        made: LayerRule = RULES[stated["rule"]](**arguments)
+        return made
+    return RULES[stated] if isinstance(stated, str) else repeat(stated)
+
+
+def repeat(
+    period: Sequence[str],
+    first: Sequence[str] = (),
+    last: str | None = None,
+    needs: str | None = None,
+    *,
+    from_last: bool = False,
+) -> LayerRule:
+    """Return the rule that layers are of the kinds of a ``period``, which repeats.
+
+    It begins with the first layer, or ``from_last`` with the last one. The ``first`` layers and the
+    ``last`` one may have kinds of their own. The last one also has the kind that the model
+    ``needs``, if no other layer is of it, as in a short file.
+
+    >>> repeat(["swa", "attn"], first=["attn"], last="attn")({"num_hidden_layers": 5})
+    ['attn', 'attn', 'swa', 'attn', 'attn']
+    """
+
+    def rule(config: Config) -> list[str]:
+        num_layers = num_layers_of(config)
+        kinds = [period[layer % len(period)] for layer in range(num_layers)]
+        if from_last:
+            kinds.reverse()
+        kinds = [*first, *kinds[len(first) :]][:num_layers]
+        final = needs if needs is not None and needs not in kinds else last
+        return kinds if final is None else [*kinds[:-1], final]
+
+    return rule
 
 
 def all_slide(config: Config) -> list[str]:
@@ -32,18 +120,11 @@ def _uses_window(config: Config) -> bool:
     return in_use and config.get("sliding_window") is not None
 
 
-def all_but_each(
-    kind: str,
-    period: str | int,
-    offset: str | int | None = None,
-    first: int = 0,
-    last: str | None = None,
-) -> LayerRule:
-    """Return the rule that all layers are of one kind, except one of each ``period``.
+def all_but_each(kind: str, period: str, offset: str | int | None = None) -> LayerRule:
+    """Return the rule that all layers are of one kind, except one of each period.
 
-    That one attends to all positions; it is the one at ``offset``, or the last of the period. The
-    ``first`` layers attend to all positions too. ``last`` is the kind of the last layer, if it has
-    its own. ``period`` and ``offset`` are numbers, or the keys that have them.
+    That one attends to all positions; it is the one at ``offset``, or the last of the period. A
+    file has the length of the period under the key ``period``, and may have the offset under a key.
 
     >>> rule = all_but_each(SLIDING, "sliding_window_pattern")
     >>> rule({"num_hidden_layers": 4, "sliding_window_pattern": 3})
@@ -51,19 +132,11 @@ def all_but_each(
     """
 
     def rule(config: Config) -> list[str]:
-        num_layers_of_period = period if isinstance(period, int) else integer_of(config, period)
-        # The layer that attends is the last of each period unless the rule says another place.
-        if offset is None:
-            place = num_layers_of_period - 1
-        elif isinstance(offset, int):
-            place = offset
-        else:
-            place = integer_of(config, offset, low=0, high=num_layers_of_period)
-        kinds = [kind] * num_layers_of(config)
-        for layer in range(len(kinds)):
-            if layer < first or layer % num_layers_of_period == place:
-                kinds[layer] = FULL
-        return kinds if last is None else [*kinds[:-1], last]
+        length = integer_of(config, period)
+        full = length - 1 if offset is None else offset
+        if isinstance(full, str):
+            full = integer_of(config, full, low=0, high=length)
+        return [FULL if layer % length == full else kind for layer in range(num_layers_of(config))]
 
     return rule
 
@@ -105,19 +178,8 @@ def lower_half_caches(config: Config) -> list[str]:
     return kinds
 
 
-def with_full(layers: LayerRule) -> LayerRule:
-    """Return the rule that the last layer attends to all positions if no other layer does."""
-
-    def rule(config: Config) -> list[str]:
-        kinds = layers(config)
-        # A short file may end before the first layer of the rule that attends to all positions.
-        return kinds if FULL in kinds else [*kinds[:-1], FULL]
-
-    return rule
-
-
-def by_list(key: str, absent: str, kind: str = FULL) -> LayerRule:
-    """Return the rule that a list under ``key`` has the layers of a kind that attends.
+def by_list(key: str, absent: str, listed: str = FULL) -> LayerRule:
+    """Return the rule that a list under ``key`` has the layers of the kind ``listed``.
 
     The others have a state. Without such a list, all layers are of the kind ``absent``.
     """
@@ -127,7 +189,7 @@ def by_list(key: str, absent: str, kind: str = FULL) -> LayerRule:
         numbers = integers_of(config.get(key), key, layers, f"layers of 0 to {len(layers) - 1}")
         if numbers is None:
             return [absent for _ in layers]
-        return [kind if layer in numbers else STATE for layer in layers]
+        return [listed if layer in numbers else STATE for layer in layers]
 
     return rule
 
@@ -212,25 +274,25 @@ def numbered_from_one(config: Config) -> list[str]:
     return [FULL if number in full_numbers else STATE for number in numbers]
 
 
-def by_flags(key: str, kinds: Mapping[int, str], otherwise: LayerRule | None = None) -> LayerRule:
-    """Return the rule that ``key`` has a number for each layer.
+def by_flags(key: str, kinds: Mapping[str, str], otherwise: Any = None) -> LayerRule:
+    """Return the rule that ``key`` has a number for each layer, which stands for one of the kinds.
 
     Files that lack it follow the rule ``otherwise``.
 
-    >>> rule = by_flags("attn_type_list", {0: STATE, 1: FULL})
+    >>> rule = by_flags("attn_type_list", {"0": STATE, "1": FULL})
     >>> rule({"num_hidden_layers": 2, "attn_type_list": [0, 1]})
     ['state', 'attn']
     """
 
     def rule(config: Config) -> list[str]:
         num_layers = num_layers_of(config)
-        expected = f"{num_layers} of {', '.join(map(str, kinds))}"
-        flags = integers_of(config.get(key), key, kinds, expected) or []
+        expected = f"{num_layers} of {', '.join(kinds)}"
+        flags = integers_of(config.get(key), key, [*map(int, kinds)], expected) or []
         if not flags and otherwise is not None:
-            return otherwise(config)
+            return layer_rule(otherwise)(config)
         if len(flags) != num_layers:
             raise unusable(key, expected, config.get(key))
-        return [kinds[flag] for flag in flags]
+        return [kinds[str(flag)] for flag in flags]
 
     return rule
 
@@ -240,7 +302,7 @@ def by_period(config: Config) -> list[str]:
     pattern = config.get("sliding_window_pattern")
     # A pattern counts only beside a window.
     if config.get("sliding_window") is None:
-        return all_of(FULL)(config)
+        return [FULL] * num_layers_of(config)
     if not isinstance(pattern, str):
         return all_but_each(SLIDING, "sliding_window_pattern")(config)
     if not pattern or {*pattern} - {*"LG"}:
@@ -270,20 +332,17 @@ def _pattern(config: Config, key: str, num_layers: int) -> list[str]:
     return all_but_each(SLIDING, key)({**config, "num_hidden_layers": num_layers})
 
 
-def from_last(config: Config) -> list[str]:
-    """The last layer attends to all positions, and each fourth before it."""
-    return all_but_each(SLIDING, 4, 0)(config)[::-1]
-
-
-def conv_and_slide(config: Config) -> list[str]:
-    """Layers 2, 6, 10 ... attend to all positions, layers 4, 8, 12 ... in a window (Lfm3Config).
-
-    The others are convolutions, layer 0 too.
-    """
-    period = (SLIDING, STATE, FULL, STATE)
-    kinds = [period[layer % 4] for layer in range(num_layers_of(config))]
-    return [STATE, *kinds[1:]]
-
-
 def num_layers_of(config: Config) -> int:
     return integer_of(config, NUM_LAYERS, high=MAX_LAYERS)
+
+
+_RULES: Final = (
+    *(repeat, all_but_each, by_list, by_flags),
+    *(all_slide, upper_slide, every_other_lower_slides, by_period, after_dense),
+    *(full_behind_groups, lower_half_caches, by_letter, by_block, numbered_from_one),
+)
+
+RULES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {rule.__name__: rule for rule in _RULES}
+)
+"""The rules that families.json names; the first four have arguments."""

@@ -34,7 +34,6 @@ from kvplan.describe.views import TOKEN, Group
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.models.config import read_config, shipped_configs
-from kvplan.models.families import REGISTRY
 from kvplan.models.layouts import Layout, Page
 from kvplan.models.parallel import MAX_RANKS, Parallel, RankShard, flag, stages_of
 from kvplan.models.pools import Addresses, page_stride, place_pools
@@ -114,15 +113,8 @@ expected a value for key 'hidden_size', got no such key
         instance(bool, with_draft_layers, "with_draft_layers")
         if quantization is not None:
             instance(Mapping, quantization, "quantization of a model")
-        contents = read_config(config, REGISTRY, with_draft_layers, like, quantization)
-        return cls(
-            contents.model_type if model_name is None else model_name,
-            contents.layers,
-            contents.dtype,
-            contents.drafts,
-            contents.query_heads,
-            contents.model_type,
-        )
+        contents = read_config(config, with_draft_layers, like, quantization)
+        return cls(contents.model_type if model_name is None else model_name, *contents)
 
     @classmethod
     def shipped(cls, model_name: str) -> Model:

@@ -26,9 +26,9 @@ from kvplan._checks import check_fields, integer, wrong_type
 from kvplan._text import count
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import TOKEN, Context
-from kvplan.models.config import MAX_LAYERS
 from kvplan.models.layouts import LocalTensor, Page, check_word, layout_error
 from kvplan.models.tensors import Layer, Tensor
+from kvplan.models.values import MAX_LAYERS
 
 MAX_RANKS: Final = 1 << 16
 

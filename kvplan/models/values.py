@@ -1,10 +1,13 @@
-"""Values of a config.json: each is read by its key, in its exact type, or refused by its key."""
+"""Values of a config.json: each is read by its key, in its exact type, or refused by its key.
+
+One value has other names in files of other families; they are tuples here, the newest name first.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Final
 
 from kvplan._checks import integer
 from kvplan.describe.views import ITEMSIZE
@@ -15,6 +18,28 @@ Config = Mapping[str, Any]
 
 Keys = str | tuple[str, ...]
 """A key, or several names of one value: the first name that has a value counts."""
+
+MAX_LAYERS: Final = 1 << 14
+
+NUM_LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+NUM_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
+LATENT: Final = ("kv_lora_rank", "qk_rope_head_dim")
+KV_HEADS: Final = ("num_key_value_heads", "num_attention_groups", "multi_query_group_num")
+HEAD_DIMS: Final = ("attention_head_dim", "head_dim", "kv_channels")
+LAYER_LISTS: Final = ("layer_types", "layers_block_type")
+DRAFTS: Final = (
+    "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+    "num_mtp_modules",
+    "num_mtp_layers",
+)
+
+SIZES: Final = frozenset((*NUM_LAYERS, *NUM_HEADS, *HIDDEN, *LATENT)) - {"num_heads"}
+"""Keys that a file always states.
+
+Only a nested decoder leaves them out if it has the defaults of its class.
+"""
 
 
 def integer_of(

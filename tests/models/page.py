@@ -12,9 +12,8 @@ from typing import Final
 
 from kvplan.models import FAMILIES, REFUSED
 from kvplan.models.caches import block_indexed, mla, sparse_mla
-from kvplan.models.config import Family
-from kvplan.models.families import OUTER
-from kvplan.models.names import NUM_HEADS
+from kvplan.models.families import OUTER, Family
+from kvplan.models.values import NUM_HEADS
 
 HERE: Final = Path(__file__).parent
 PAGE: Final = HERE.parent.parent / "docs" / "reference" / "models.md"

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import attrs
 import pytest
 
 from kvplan import KVPlanError, Model
 from kvplan.cli.model_files import load
-from kvplan.models import FAMILIES, families
-from kvplan.models.config import Registry, read_config
-from kvplan.models.names import CACHE_KEYS
+from kvplan.models import FAMILIES, families, kinds
+from kvplan.models.caches import ATTENTION as ATTENTION_READERS
+from kvplan.models.caches import STATES
+from kvplan.models.keys import RULES
 from kvplan.models.tensors import Layers, Tensor
 
 ATTENTION = [
@@ -623,21 +626,15 @@ def test_an_unusable_value_of_a_family_is_named(key: str, config: dict[str, Any]
     assert (caught.value.code, caught.value.details["key"]) == ("CONFIG", key)
 
 
-def test_a_key_of_a_family_changes_how_no_other_is_read() -> None:
-    """A family may read rope_theta, which Llama files have, and they are read as before."""
-    known = FAMILIES["qwen3"]
-    turning = attrs.evolve(known, defaults={**known.defaults, "rope_theta": 10000})
-    registry = Registry({**FAMILIES, "turning": turning}, families.OUTER, families.REFUSED)
-    keys = config("llama", rope_theta=500000)
-    assert read_config(keys, registry, with_drafts=False) == read_config(keys, families.REGISTRY, with_drafts=False)
-    assert read_config({**keys, "model_type": "turning"}, registry, with_drafts=False).model_type == "turning"
-
-
-def test_each_key_of_a_family_is_refused_or_stated_anywhere() -> None:
-    """A key that only some families read changes the cache; those of any file are sizes."""
-    anywhere = {"num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim", "num_heads"}
-    of_families = {key for family in FAMILIES.values() for key in family.defaults}
-    assert of_families == {*CACHE_KEYS} | anywhere
+@pytest.mark.parametrize(
+    ("name", "rules"), [("layers", kinds.RULES), ("attention", ATTENTION_READERS), ("state", STATES), ("keys", RULES)]
+)
+def test_each_rule_has_a_family(name: str, rules: Mapping[str, Any]) -> None:
+    """families.json names all rules; a rule without a family goes."""
+    table = json.loads(Path(families.__file__).with_suffix(".json").read_text())["rules"].values()
+    stated = json.dumps([entry[name] for entry in table if name in entry])
+    by_default = {"all_slide", "repeat", "kv_heads", "mla", "sparse_mla"}
+    assert {rule for rule in rules if f'"{rule}"' not in stated} <= by_default
 
 
 def test_the_families_cannot_be_changed() -> None:

@@ -12,7 +12,7 @@ from transformers import OlmoHybridConfig
 from kvplan import Model
 from kvplan.models import FAMILIES
 from kvplan.models.families import REFUSED
-from kvplan.models.names import LAYER_TYPES
+from kvplan.models.kinds import LAYER_TYPES
 from tests.models.walk import CLASSES, TABLE, defaults, model_types, verdict
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and transformers
@@ -43,7 +43,7 @@ def test_each_family_is_read_or_refused() -> None:
 def test_defaults_are_those_of_transformers() -> None:
     """families.json has the keys and the defaults of the configuration classes, and the decoder of each outer type."""
     table = json.loads(TABLE.read_text())
-    assert table["families"] == {name: defaults(CLASSES[name]) for name in WALKED if name not in REFUSED}
+    assert table["classes"] == {name: defaults(CLASSES[name]) for name in WALKED if name not in REFUSED}
     inner = {outer: name for name, outers in TYPES.items() for outer in outers if name not in REFUSED}
     assert table["outer"] == inner | OUTER
 

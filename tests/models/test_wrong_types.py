@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from kvplan import KVPlanError, Model
 from kvplan.models import FAMILIES
+from kvplan.models import families as table_module
 from kvplan.models.config import NESTED, shipped_configs
-from kvplan.models.names import CACHE_KEYS, DRAFTS, HIDDEN, NUM_HEADS, NUM_LAYERS
+from kvplan.models.families import CACHE_KEYS
+from kvplan.models.values import DRAFTS, HIDDEN, NUM_HEADS, NUM_LAYERS
 from tests.models.test_families import FILES as HYBRIDS
 from tests.models.test_families import HEADS, LATENT
 from tests.models.test_published import FILES as PUBLISHED
@@ -57,7 +61,8 @@ KIMI: Final = {"full_attn_layers": [2], "kda_layers": [1]}
 
 def files() -> Iterator[dict[str, Any]]:
     """A file of each family that is read in its own way, and some of the other tests."""
-    families = {(family.layers, family.keys, family.state, *family.defaults): name for name, family in FAMILIES.items()}
+    table = json.loads(Path(table_module.__file__).with_suffix(".json").read_text())["rules"]
+    families = {(str(table.get(name)), *family.defaults): name for name, family in FAMILIES.items()}
     for model_type in families.values():
         read = {"num_hidden_layers", "num_attention_heads", "hidden_size", *FAMILIES[model_type].defaults}
         keys: dict[str, Any] = {key: value for key, value in SIZES.items() if key in read}

@@ -27,7 +27,7 @@ from transformers.models.auto import modeling_auto
 import kvplan
 from kvplan import KVPlanError, Model
 from kvplan.models.families import REFUSED
-from kvplan.models.names import SIZES
+from kvplan.models.values import SIZES
 
 TABLE: Final = Path(kvplan.__file__).parent / "models" / "families.json"
 
@@ -294,8 +294,8 @@ def write() -> None:
     refused = {model_type for types_of in table["refused"].values() for model_type in types_of}
     families = {name: defaults(CLASSES[name]) for name in sorted(types) if name not in refused}
     outer = {name: inner for inner, names in types.items() for name in names if inner not in refused}
-    parts: dict[str, dict[str, Any]] = {"outer": dict(sorted(outer.items())), "families": families}
-    parts |= {part: table[part] for part in ("others", "unlisted", "refused")}
+    parts: dict[str, dict[str, Any]] = {"outer": dict(sorted(outer.items())), "classes": families}
+    parts |= {part: table[part] for part in ("rules", "refused")}
     lines = [
         f'"{part}": {{\n' + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in rows.items()) + "\n}"
         for part, rows in parts.items()
