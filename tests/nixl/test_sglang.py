@@ -1,4 +1,4 @@
-"""SGLang's plugin without SGLang, whose few names it uses are made here: pages of 4 are read into pages of 16.
+"""SGLang's plugin, with stand-ins for SGLang's objects: pages of 4 are read into pages of 16.
 
 Real engines judge it where SGLang is: tests/engines/sglang_judge.py.
 """
@@ -10,11 +10,11 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import attrs
 import pytest
@@ -29,7 +29,31 @@ from kvplan_nixl.serving import Access, Driver
 from kvplan_nixl.serving.host_key import host_key
 from kvplan_nixl.sglang.bootstrap import BootstrapServer
 from tests.blocking import ask, fetch, poll_rooms, publish, unblocked, waited
-from tests.nixl.sglang_names import arguments, made, model_config, record_fields, runner
+from tests.nixl.sglang_objects import (
+    DecodeRequest,
+    DisaggregationMode,
+    DSATokenToKVPool,
+    Env,
+    GroupCoordinator,
+    KVPoll,
+    LoRARef,
+    MetadataBuffers,
+    MHATokenToKVPool,
+    ModelConfig,
+    ModelRunner,
+    ParallelContext,
+    Queue,
+    RadixAttention,
+    Req,
+    Runtime,
+    Scheduler,
+    Spec,
+    SpeculativeAlgorithm,
+    StateType,
+    SWAKVPool,
+    TpModelWorker,
+    kv_args,
+)
 
 CONFIG = {
     "model_type": "a type that nobody has heard of",
@@ -44,13 +68,6 @@ CONFIG = {
 TOKENS, ROOM = 37, 5
 SECRET = b"a secret of all engines"
 KEY = SharedKey.of(SECRET)
-SETTINGS = SimpleNamespace(
-    enable_hisparse=False,
-    disaggregation_ib_device=None,
-    disaggregation_decode_allocation_policy="early",
-    staging_buffer=False,
-)
-KVPoll = SimpleNamespace(Failed=0, Bootstrapping=1, WaitingForInput=2, Transferring=3, Success=4)
 
 
 class World:
@@ -60,7 +77,7 @@ class World:
         self._said: list[Any] = [None] * size
         self._barrier = threading.Barrier(size, timeout=10)
 
-    def parallel(self, rank: int, kind: str = "stages") -> SimpleNamespace:
+    def parallel(self, rank: int, kind: str) -> ParallelContext:
         """What SGLang tells a rank, of pipeline stages, of context parallelism, or with requests of its own."""
         size = len(self._said)
 
@@ -70,70 +87,22 @@ class World:
             found[:] = self._said
             self._barrier.wait()
 
-        world = SimpleNamespace(rank_in_group=rank, world_size=size, cpu_group=gather)
-        return SimpleNamespace(
-            pp_rank=rank if kind == "stages" else 0,
-            pp_size=size if kind == "stages" else 1,
-            attn_dp_rank=rank if kind == "dp" else 0,
-            attn_dp_size=size if kind == "dp" else 1,
-            attn_dcp_size=1,
-            attn_cp_rank=rank if kind == "cp" else 0,
-            attn_cp_size=size if kind == "cp" else 1,
-            enable_cp_tp_group_sharing=False,
-            enable_dsa_cache_layer_split=False,
-            enable_kv_cache_sharding=False,
-            attn_tp_group=SimpleNamespace(rank_in_group=0, world_size=1),
-            world_group=world,
-        )
+        places: Any = {f"{kind}_rank": rank, f"{kind}_size": size}
+        return ParallelContext(GroupCoordinator(rank, size, gather), **places)
 
 
-PARALLEL = World(1).parallel(0)
-SERVING = SimpleNamespace(served_model_name="tiny", weight_version="default", host="127.0.0.1")
-DRAFT_FILES = SimpleNamespace(
-    speculative_algorithm="EAGLE", speculative_draft_model_path="draft", speculative_draft_model_revision=None
-)
-DRAFT_CONFIG = model_config(
-    {**CONFIG, "model_type": "qwen3", "num_key_value_heads": 1, "num_hidden_layers": 1}, "draft"
-)
-ARGUMENTS = arguments()
-NAMES: dict[str, dict[str, Any]] = {
-    "sglang.srt.disaggregation.base": {
-        "KVPoll": KVPoll,
-        **{f"BaseKV{name}": type(name, (), {}) for name in ("Manager", "Sender", "Receiver")},
-    },
-    "sglang.srt.disaggregation.base.conn": {
-        "KVTransferMetric": object,
-        "KVTransferDestination": SimpleNamespace(DEVICE="device"),
-    },
-    "sglang.srt.environ": {
-        "envs": SimpleNamespace(
-            SGLANG_DISAGGREGATION_WAITING_TIMEOUT=SimpleNamespace(get=lambda: 10),
-            SGLANG_DISAGG_STAGING_BUFFER=SimpleNamespace(get=lambda: SETTINGS.staging_buffer),
-        )
-    },
-    "sglang.srt.runtime_context": {
-        "get_parallel": lambda: PARALLEL,
-        "get_serving": lambda: SERVING,
-        "get_spec": lambda: DRAFT_FILES,
-        "get_server_args": lambda: ARGUMENTS,
-        "get_memory": lambda: None,
-        "get_disagg": lambda: None,
-        "process_model_config": lambda: model_config(CONFIG),
-    },
-    "sglang.srt.arg_groups.arg_utils": {"record_fields": record_fields},
-    "sglang.srt.configs.model_config": {"ModelConfig": SimpleNamespace(from_server_args=lambda *_, **__: DRAFT_CONFIG)},
-    "sglang.srt.utils.network": {"get_local_ip_auto": lambda: "0.0.0.0"},
-}
-
-
-MODULES = ("changes", "identity", "description", "prompt", "manager", "prefill", "decode")
+DRAFT = ModelConfig({**CONFIG, "model_type": "qwen3", "num_key_value_heads": 1, "num_hidden_layers": 1}, "draft")
 
 
 @pytest.fixture
-def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The plugin's modules that import SGLang."""
+def engine() -> Runtime:
+    return Runtime(CONFIG, World(1).parallel(0, "pp"), spec=Spec("EAGLE", "draft"), draft=DRAFT)
+
+
+@pytest.fixture
+def plugin(engine: Runtime, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(torch.distributed, "all_gather_object", lambda found, one, group: group(found, one))
-    return SimpleNamespace(**made(monkeypatch, NAMES, MODULES))
+    return engine.plugin(monkeypatch, ("changes", "identity", "description", "prompt", "manager", "prefill", "decode"))
 
 
 class Side:
@@ -147,7 +116,7 @@ class Side:
 
     def __init__(
         self,
-        plugin: SimpleNamespace,
+        plugin: ModuleType,
         mode: str,
         page: int,
         window: int | None = None,
@@ -155,64 +124,34 @@ class Side:
         layers: range = range(2),
         draft_heads: int = 0,
         sparse: bool = False,
-        modules: Sequence[Any] = (),
+        modules: Sequence[RadixAttention] = (),
     ) -> None:
         shape = (2, 160, 2, 8) if layout == "nhd" else (2, 160 // page, 2, page, 8)
         self.k, self.v = torch.zeros(2, *shape)
         self.page = page
-        self.metadata = SimpleNamespace(
-            output_ids=torch.zeros(4, 16, dtype=torch.int32), bootstrap_room=torch.zeros(4, 8, dtype=torch.int64)
+        self.metadata = MetadataBuffers(4)
+        held = slice(layers.start, layers.stop)
+        pool: Any = MHATokenToKVPool(
+            self.k[held], self.v[held], page, len(layers), start_layer=layers.start, kv_cache_layout=layout
         )
-        buffers = [self.metadata.output_ids, self.metadata.bootstrap_room]
-        args = SimpleNamespace(
-            state_types=[],
-            system_dp_rank=None,
-            page_size=page,
-            aux_data_ptrs=[buffer.data_ptr() for buffer in buffers],
-            aux_item_lens=[buffer[0].nbytes for buffer in buffers],
-        )
-        pool = SimpleNamespace(
-            k_buffer=self.k[layers.start : layers.stop],
-            v_buffer=self.v[layers.start : layers.stop],
-            page_size=page,
-            start_layer=layers.start,
-            layer_num=len(layers),
-            kv_cache_layout=layout,
-            dtype=torch.float32,
-            head_num=2,
-            head_dim=8,
-            v_head_dim=8,
-        )
+        states = []
         if window is not None:
-            args.state_types = [SimpleNamespace(value="swa")]
-            pool = SimpleNamespace(
-                full_kv_pool=pool, swa_kv_pool=pool, layers_mapping={0: (0, True), 1: (1, False)}, dtype=pool.dtype
-            )
+            states = [StateType.SWA]
+            pool = SWAKVPool(pool, pool, {0: (0, True), 1: (1, False)})
         if sparse:
-            args.state_types = [SimpleNamespace(value="dsa")]
+            states = [StateType.DSA]
             self.latents = torch.zeros(2, 160, 1, 24)
             self.keys = torch.zeros(2, 160 // page, page * 132, dtype=torch.uint8)
-            pool.kv_buffer, pool.index_k_with_scale_buffer = self.latents, self.keys
-            pool.kv_lora_rank, pool.qk_rope_head_dim, pool.index_head_dim = 16, 8, 128
+            pool = DSATokenToKVPool(self.latents, self.keys, page, 2)
         draft_pool = None
         if draft_heads:
             self.draft = torch.zeros(2, 1, 160, draft_heads, 8)
-            sizes = {"page_size": page, "start_layer": 0, "layer_num": 1, "kv_cache_layout": "nhd"}
-            sizes |= {"head_num": draft_heads, "head_dim": 8, "v_head_dim": 8, "dtype": torch.float32}
-            draft_pool = SimpleNamespace(k_buffer=self.draft[0], v_buffer=self.draft[1], **sizes)
-        self.manager = plugin.manager.Manager(args, SimpleNamespace(value=mode), SETTINGS)
-        self.queue = SimpleNamespace(
-            token_to_kv_pool=pool,
-            draft_token_to_kv_pool=draft_pool,
-            metadata_buffers=self.metadata,
-            transfer_queue=SimpleNamespace(),
-            scheduler=SimpleNamespace(
-                tp_worker=SimpleNamespace(model_runner=runner(model_config(CONFIG), modules)),
-                draft_worker=SimpleNamespace(weight_update_runners=lambda: [("draft", runner(DRAFT_CONFIG))]),
-                sliding_window_size=window,
-                spec_algorithm=SimpleNamespace(name="NONE"),
-            ),
-        )
+            draft_pool = MHATokenToKVPool(self.draft[0], self.draft[1], page, 1, head_num=draft_heads)
+        args = kv_args(self.metadata, page, states)
+        self.manager = plugin.manager.Manager(args, DisaggregationMode(mode), plugin.identity.get_server_args())
+        runner = ModelRunner(plugin.identity.process_model_config(), modules)
+        scheduler = Scheduler(TpModelWorker(runner), TpModelWorker(ModelRunner(DRAFT)), window)
+        self.queue = Queue(pool, draft_pool, self.metadata, scheduler)
         self.manager.start(self.queue)
 
     def rows(self, pages: list[int]) -> torch.Tensor:
@@ -230,7 +169,7 @@ def server() -> Iterator[BootstrapServer]:
 
 
 @pytest.fixture
-def prefill(plugin: SimpleNamespace) -> Side:
+def prefill(plugin: ModuleType) -> Side:
     side = Side(plugin, "prefill", 4)
     for memory in (side.k, side.v):
         memory.copy_(torch.randn(memory.shape))
@@ -239,14 +178,14 @@ def prefill(plugin: SimpleNamespace) -> Side:
 
 
 @pytest.fixture
-def decode(plugin: SimpleNamespace) -> Side:
+def decode(plugin: ModuleType) -> Side:
     return Side(plugin, "decode", 16)
 
 
 THEIRS, OURS = [9, 3, 30, 12, 7, 8, 1, 22, 5, 6], [4, 1, 8]
 
 
-def sent(plugin: SimpleNamespace, prefill: Side, server: BootstrapServer, room: int = ROOM) -> Any:
+def sent(plugin: ModuleType, prefill: Side, server: BootstrapServer, room: int = ROOM) -> Any:
     """A request that prefill has computed in two chunks."""
     sender = plugin.prefill.Sender(prefill.manager, server.address, room)
     sender.req = request_of()
@@ -259,7 +198,7 @@ def sent(plugin: SimpleNamespace, prefill: Side, server: BootstrapServer, room: 
 
 
 def computed(
-    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer, states: Sequence[Any] = (), **changes: Any
+    plugin: ModuleType, prefill: Side, server: BootstrapServer, states: Sequence[Any] = (), **changes: Any
 ) -> Any:
     """A request that prefill has computed at once."""
     sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
@@ -269,11 +208,9 @@ def computed(
     return sender
 
 
-def request_of(num_tokens: int = TOKENS, **changes: Any) -> SimpleNamespace:
+def request_of(num_tokens: int = TOKENS, **changes: Any) -> Req:
     """SGLang's request."""
-    facts = ("lora_id", "cache_salt", "input_embeds", "token_type_ids", "positional_embed_overrides")
-    request = {"rid": "1", "origin_input_ids": [*range(num_tokens)], **dict.fromkeys(facts)}
-    return SimpleNamespace(**{**request, **changes})
+    return Req(**{"origin_input_ids": [*range(num_tokens)], **changes})
 
 
 def published(server: BootstrapServer) -> Any:
@@ -284,7 +221,7 @@ def published(server: BootstrapServer) -> Any:
 
 
 def received(
-    plugin: SimpleNamespace, decode: Side, server: BootstrapServer, num_tokens: int = TOKENS, **changes: Any
+    plugin: ModuleType, decode: Side, server: BootstrapServer, num_tokens: int = TOKENS, **changes: Any
 ) -> Any:
     receiver = plugin.decode.Receiver(decode.manager, server.address, ROOM)
     receiver.req = request_of(num_tokens, **changes)
@@ -316,7 +253,7 @@ def allocated(receiver: Any, pages: Sequence[int] = OURS, cached: int = 0, state
 
 @pytest.mark.parametrize("cached", [0, 16])
 def test_a_request_is_read(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, cached: int
+    plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer, cached: int
 ) -> None:
     """Decode waits for prefill, reads what it has not cached, and then prefill frees the pages."""
     receiver = received(plugin, decode, server)
@@ -331,6 +268,12 @@ def test_a_request_is_read(
     assert sender.poll() == KVPoll.Transferring
     receiver.clear()
     until(sender, KVPoll.Success)
+
+
+class Moving:
+    """The progress of a transfer that hangs."""
+
+    is_settled = False
 
 
 class Forwards:
@@ -348,7 +291,7 @@ class Forwards:
 
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_pages_are_read_into_after_the_forward_that_may_write_them(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, *, is_aborted: bool
+    plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer, *, is_aborted: bool
 ) -> None:
     """A request that has ended is in SGLang's next batch too, and has had the same pages. No byte comes before it."""
     decode.queue.scheduler.forward_stream = forwards = Forwards()
@@ -374,7 +317,7 @@ def test_pages_are_read_into_after_the_forward_that_may_write_them(
         assert torch.equal(decode.rows(OURS), prefill.rows(THEIRS))
 
 
-def moved(plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, *states: Any) -> Any:
+def moved(plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer, *states: Any) -> Any:
     """A receiver that has begun to read what prefill has computed. Both sides list their pages for each state too."""
     computed(plugin, prefill, server, [torch.tensor(THEIRS).numpy() for _ in states])
     receiver = received(plugin, decode, server)
@@ -382,7 +325,7 @@ def moved(plugin: SimpleNamespace, prefill: Side, decode: Side, server: Bootstra
     return receiver
 
 
-def test_index_keys_are_read_with_the_latents(plugin: SimpleNamespace, server: BootstrapServer) -> None:
+def test_index_keys_are_read_with_the_latents(plugin: ModuleType, server: BootstrapServer) -> None:
     """SGLang lists their pages a second time."""
     prefill, decode = Side(plugin, "prefill", 4, sparse=True), Side(plugin, "decode", 16, sparse=True)
     prefill.latents.copy_(torch.randn(prefill.latents.shape))
@@ -403,14 +346,14 @@ def test_index_keys_are_read_with_the_latents(plugin: SimpleNamespace, server: B
 
 @pytest.mark.parametrize("draft_path, draft_heads", [("tiny", 2), (None, 2), ("draft", 1)])
 def test_a_draft_is_read_with_its_target(
-    plugin: SimpleNamespace,
+    plugin: ModuleType,
     server: BootstrapServer,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Runtime,
     draft_path: str | None,
     draft_heads: int,
 ) -> None:
     """Its layers are in the model's files, or those of another model with other heads."""
-    monkeypatch.setattr(DRAFT_FILES, "speculative_draft_model_path", draft_path)
+    engine.spec.speculative_draft_model_path = draft_path
     prefill, decode = (
         Side(plugin, mode, page, draft_heads=draft_heads) for mode, page in (("prefill", 4), ("decode", 16))
     )
@@ -425,9 +368,7 @@ def test_a_draft_is_read_with_its_target(
         assert torch.equal(decode.draft[:, :, ours], prefill.draft[:, :, theirs])
 
 
-def test_a_draft_on_one_side_alone_is_refused(
-    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_on_one_side_alone_is_refused(plugin: ModuleType, prefill: Side, server: BootstrapServer) -> None:
     """Decode needs the cache of its draft from prefill."""
     decode = Side(plugin, "decode", 16, draft_heads=1)
     receiver = moved(plugin, prefill, decode, server)
@@ -437,16 +378,16 @@ def test_a_draft_on_one_side_alone_is_refused(
     receiver.clear()
 
 
-def test_a_draft_in_one_stage_is_refused(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_in_one_stage_is_refused(plugin: ModuleType, engine: Runtime) -> None:
     """Only the last stage would have its cache."""
-    monkeypatch.setattr(PARALLEL, "pp_size", 2)
+    engine.parallel.pp_size = 2
     with pytest.raises(KVPlanError, match=r"^LAYOUT: .* expected pp_size = 1, got 2"):
         Side(plugin, "prefill", 4, draft_heads=1)
 
 
 @pytest.mark.parametrize("staging_bytes", [0, 1 << 20])
 def test_a_request_is_staged_where_layouts_leave_short_runs(
-    plugin: SimpleNamespace, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch, staging_bytes: int
+    plugin: ModuleType, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch, staging_bytes: int
 ) -> None:
     """Unless decode has no staging region. Prefill needs none."""
     monkeypatch.setenv("KVPLAN_STAGING_BYTES", f"{staging_bytes}")
@@ -469,7 +410,7 @@ def test_a_request_is_staged_where_layouts_leave_short_runs(
 
 
 def test_another_engine_knows_the_first_token_alone(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
+    plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer
 ) -> None:
     """A token takes the place of SGLang's rows, of which nothing stays from the request before."""
     sent(plugin, prefill, server)
@@ -485,18 +426,18 @@ def test_another_engine_knows_the_first_token_alone(
 
 
 def test_weights_of_another_version_are_refused(
-    plugin: SimpleNamespace,
+    plugin: ModuleType,
     prefill: Side,
     decode: Side,
     server: BootstrapServer,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Runtime,
 ) -> None:
     """Weights may be updated while the engine keeps its model's name: both sides have to name the same version."""
-    monkeypatch.setattr(SERVING, "weight_version", "2")
+    engine.serving.weight_version = "2"
     sender = sent(plugin, prefill, server)
     published(server)
     for version, state in (("default", KVPoll.Failed), ("3", KVPoll.Failed), ("2", KVPoll.WaitingForInput)):
-        monkeypatch.setattr(SERVING, "weight_version", version)
+        engine.serving.weight_version = version
         receiver = received(plugin, decode, server)
         until(receiver, state)
         if state == KVPoll.Failed:
@@ -508,7 +449,7 @@ def test_weights_of_another_version_are_refused(
 
 
 def test_a_part_of_a_prompt_has_the_weights_that_computed_it(
-    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+    plugin: ModuleType, prefill: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is published later, on a thread."""
     prefill.manager.rank.exporter._early_tokens = 1
@@ -529,9 +470,7 @@ def test_a_part_of_a_prompt_has_the_weights_that_computed_it(
     sender.abort()
 
 
-def test_windows_that_decode_alone_keeps_are_read(
-    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer
-) -> None:
+def test_windows_that_decode_alone_keeps_are_read(plugin: ModuleType, prefill: Side, server: BootstrapServer) -> None:
     """Prefill has one pool, which keeps all positions."""
     decode = Side(plugin, "decode", 16, 7)
     computed(plugin, prefill, server)
@@ -549,8 +488,8 @@ def test_windows_that_decode_alone_keeps_are_read(
     [("prefill", 6, False, 7), ("decode", 6, False, 6), ("decode", 8, False, 7), ("decode", 6, True, 7)],
 )
 def test_a_reader_needs_what_its_layers_attend_to(
-    plugin: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
+    plugin: ModuleType,
+    engine: Runtime,
     mode: str,
     attended: int,
     caches_prefixes: bool,
@@ -560,17 +499,15 @@ def test_a_reader_needs_what_its_layers_attend_to(
 
     A prefix cache takes all that it keeps as valid, also for requests that share less of the prompt.
     """
-    monkeypatch.setattr(SETTINGS, "disaggregation_decode_enable_radix_cache", caches_prefixes, raising=False)
-    sizes = enumerate((attended, -1))
-    layers = [SimpleNamespace(layer_id=n, tp_k_head_num=2, sliding_window_size=size) for n, size in sizes]
-    side = Side(plugin, mode, 16, 7, modules=layers)
+    engine.server_args.disaggregation_decode_enable_radix_cache = caches_prefixes
+    side = Side(plugin, mode, 16, 7, modules=[RadixAttention(0, attended), RadixAttention(1, -1)])
     worker = side.manager.rank.memory.executor.worker
     assert json.loads(worker.extensions)["kvplan.windows"] == {"swa": window}
 
 
 @pytest.mark.parametrize("lora_id, state", [("one", KVPoll.WaitingForInput), ("two", KVPoll.Failed)])
 def test_an_adapter_is_its_content(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, lora_id: str, state: int
+    plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer, lora_id: str, state: int
 ) -> None:
     """SGLang's id says its name and path."""
     for name, content in (("sql", "5f"), ("one", "5f"), ("two", "c0")):
@@ -581,7 +518,7 @@ def test_an_adapter_is_its_content(
     receiver.clear()
 
 
-def test_an_adapter_that_was_loaded_anew_under_its_id_is_no_other_engines(plugin: SimpleNamespace) -> None:
+def test_an_adapter_that_was_loaded_anew_under_its_id_is_no_other_engines(plugin: ModuleType) -> None:
     """SGLang's own cache has what the adapter before has computed, under that id."""
     adapters = plugin.changes.Adapters()
     adapters.note("sql", "5f")
@@ -599,10 +536,10 @@ def folder_of_adapter(path: Any, scale: int) -> Any:
     path.mkdir(exist_ok=True)
     (path / "adapter_config.json").write_text(json.dumps({"lora_alpha": scale}))
     (path / "adapter_model.bin").write_bytes(b"weights")
-    return SimpleNamespace(lora_id="sql", lora_path=f"{path}")
+    return LoRARef("sql", f"{path}")
 
 
-def test_an_adapter_has_what_its_folder_had_when_it_was_loaded(plugin: SimpleNamespace, tmp_path: Any) -> None:
+def test_an_adapter_has_what_its_folder_had_when_it_was_loaded(plugin: ModuleType, tmp_path: Any) -> None:
     """Not what it has later; if it was written while it was loaded, nobody knows."""
     changes = plugin.changes
     changes.ADAPTERS.contents.clear()
@@ -620,13 +557,13 @@ def test_an_adapter_has_what_its_folder_had_when_it_was_loaded(plugin: SimpleNam
     assert changes.ADAPTERS.content_of("torn") not in (first, changes._adapter(f"{tmp_path / 'copy'}"))
 
 
-def test_an_adapter_of_tensors_is_their_content(plugin: SimpleNamespace) -> None:
+def test_an_adapter_of_tensors_is_their_content(plugin: ModuleType) -> None:
     """And that of its configuration."""
     changes = plugin.changes
     changes.ADAPTERS.contents.clear()
     contents = set()
     for scale, value in ((8, 1.0), (8, 1.0), (16, 1.0), (8, 2.0)):
-        ref = SimpleNamespace(lora_id=f"{len(changes.ADAPTERS.contents)}")
+        ref = LoRARef(f"{len(changes.ADAPTERS.contents)}")
         changes.note_tensors(ref, {"a": torch.full((2, 2), value)}, {"lora_alpha": scale})
         contents.add(changes.ADAPTERS.content_of(ref.lora_id))
     assert len(contents) == 3
@@ -642,7 +579,7 @@ def test_claims_that_come_too_late_are_logged_once(prefill: Side, caplog: pytest
     assert caplog.text.count("1 renewals came after their lease expired") == 2
 
 
-def test_a_bootstrap_server_that_is_late(plugin: SimpleNamespace, prefill: Side, decode: Side) -> None:
+def test_a_bootstrap_server_that_is_late(plugin: ModuleType, prefill: Side, decode: Side) -> None:
     """Prefill publishes again until somebody takes it."""
     gone = BootstrapServer("127.0.0.1", 0, system=Driver())
     gone.close()
@@ -658,7 +595,7 @@ def test_a_bootstrap_server_that_is_late(plugin: SimpleNamespace, prefill: Side,
 
 
 def test_a_bootstrap_server_that_is_gone_holds_up_no_other(
-    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer
+    plugin: ModuleType, prefill: Side, server: BootstrapServer
 ) -> None:
     """Requests name their server: one that nobody answers for is asked again, while others are published."""
     gone = BootstrapServer("127.0.0.1", 0, system=Driver())
@@ -677,13 +614,13 @@ OTHERS: list[dict[str, Any]] = [
     {"cache_salt": "a tenant"},
     {"input_embeds": [[0.5] * 8] * TOKENS},
     {"token_type_ids": [1] * TOKENS},
-    {"positional_embed_overrides": SimpleNamespace(positions=[3])},
+    {"positional_embed_overrides": "in the memory of another process"},
 ]
 
 
 @pytest.mark.parametrize("changes", OTHERS, ids=lambda changes: next(iter(changes)))
 def test_another_prompt_is_not_served(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, changes: dict[str, Any]
+    plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer, changes: dict[str, Any]
 ) -> None:
     """A room in which prefill has computed something else fails, and its pages stay for the right reader."""
     sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server, **changes)
@@ -697,9 +634,7 @@ def test_another_prompt_is_not_served(
     until(sender, KVPoll.Success)
 
 
-def test_a_room_is_free_when_its_request_has_failed(
-    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer
-) -> None:
+def test_a_room_is_free_when_its_request_has_failed(plugin: ModuleType, prefill: Side, server: BootstrapServer) -> None:
     """SGLang clears no sender that was aborted before its pages were there, and asks others why they have failed."""
     prefill.manager.rank.exporter.leases.lease_s = 0.05
     aborted = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
@@ -720,7 +655,7 @@ def test_a_room_is_free_when_its_request_has_failed(
 
 
 def test_an_abort_ends_what_nobody_reads_yet(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
+    plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer
 ) -> None:
     """SGLang polls what it has aborted: a sender without its pages, and a receiver that waits, have failed."""
     sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
@@ -734,7 +669,7 @@ def test_an_abort_ends_what_nobody_reads_yet(
 
 
 def test_the_last_chunk_is_wanted_though_it_is_empty(
-    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer
+    plugin: ModuleType, prefill: Side, server: BootstrapServer
 ) -> None:
     """States come with it; any other chunk without a page is left out."""
     sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
@@ -742,10 +677,10 @@ def test_the_last_chunk_is_wanted_though_it_is_empty(
     assert [sender.should_send_kv_chunk(*chunk) for chunk in chunks] == [True, False, True, True]
 
 
-def test_a_retracted_request_fails(plugin: SimpleNamespace, decode: Side, server: BootstrapServer) -> None:
+def test_a_retracted_request_fails(plugin: ModuleType, decode: Side, server: BootstrapServer) -> None:
     """Prefill would have to compute its prompt and answer again, with new weights."""
     receiver = plugin.decode.Receiver(decode.manager, server.address, ROOM)
-    kvplan_nixl.sglang._tell_receiver(SimpleNamespace(kv_receiver=receiver, req=request_of(), is_rebootstrap=True))
+    plugin._tell_receiver(DecodeRequest(request_of(), receiver, is_rebootstrap=True))
     receiver.init(0)
     decode.manager.submit_prefill_recompute(receiver)
     assert receiver.poll() == KVPoll.Failed
@@ -754,18 +689,14 @@ def test_a_retracted_request_fails(plugin: SimpleNamespace, decode: Side, server
     receiver.clear()
 
 
-def test_requests_of_sglangs_warm_up_stay_as_they_are(plugin: SimpleNamespace) -> None:
+def test_requests_of_sglangs_warm_up_stay_as_they_are(plugin: ModuleType) -> None:
     """Their senders and receivers are of SGLang's own classes, beside any backend."""
-    req = SimpleNamespace(disagg_kv_sender=SimpleNamespace())
-    kvplan_nixl.sglang._tell_sender(True, None, req)
-    receiver = SimpleNamespace()
-    kvplan_nixl.sglang._tell_receiver(SimpleNamespace(kv_receiver=receiver, req=req, is_rebootstrap=True))
-    assert req.disagg_kv_sender == receiver == SimpleNamespace()
+    req = Req(disagg_kv_sender="SGLang's own")
+    plugin._tell_sender(True, None, req)
+    plugin._tell_receiver(DecodeRequest(req, "SGLang's own", is_rebootstrap=True))
 
 
-def test_a_window_of_single_tokens_has_no_prefix_cache(
-    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_of_single_tokens_has_no_prefix_cache(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's tree would keep a position that nobody transfers."""
     decode = Side(plugin, "decode", 1, 7)
     monkeypatch.setattr(decode.manager, "_caches_prefixes", True)
@@ -774,7 +705,7 @@ def test_a_window_of_single_tokens_has_no_prefix_cache(
 
 
 def test_a_room_that_was_cleared_is_another_s(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
+    plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer
 ) -> None:
     """SGLang may clear a request twice: the one that has the room meanwhile keeps it."""
     first = received(plugin, decode, server)
@@ -790,7 +721,7 @@ def test_a_room_that_was_cleared_is_another_s(
 
 
 def test_pages_of_an_aborted_request_stay_while_it_is_read(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
+    plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer
 ) -> None:
     """On decode until its bytes have moved, on prefill until decode is done."""
     sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
@@ -807,7 +738,7 @@ def test_pages_of_an_aborted_request_stay_while_it_is_read(
 
 
 def test_pages_that_are_none_fail_their_request(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
+    plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer
 ) -> None:
     """What cannot be read fails its request, no other one, and keeps no page: no byte of it moves."""
     sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
@@ -820,7 +751,7 @@ def test_pages_that_are_none_fail_their_request(
 
 
 def test_pages_of_a_read_that_hangs_stay(
-    plugin: SimpleNamespace,
+    plugin: ModuleType,
     prefill: Side,
     decode: Side,
     server: BootstrapServer,
@@ -830,7 +761,7 @@ def test_pages_of_a_read_that_hangs_stay(
     sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
     until(receiver, KVPoll.WaitingForInput)
     with monkeypatch.context() as hanging:
-        hanging.setattr(decode.manager.rank.memory.executor, "poll", lambda transfer: SimpleNamespace(is_settled=False))
+        hanging.setattr(decode.manager.rank.memory.executor, "poll", lambda transfer: Moving())
         receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
         while not any(job.transfers for job in decode.manager.rank.reads._jobs):
             assert receiver.poll() == KVPoll.Transferring
@@ -871,7 +802,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("changes", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_first_token_fails_its_request(
-    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, changes: dict[str, Any]
+    plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer, changes: dict[str, Any]
 ) -> None:
     """With an error of kvplan, not with whatever reads it. Nothing signs what is beside the handoff."""
     sender = sent(plugin, prefill, server)
@@ -898,50 +829,47 @@ def test_a_malformed_first_token_fails_its_request(
         ("enable_cp_tp_group_sharing", True, "enable_cp_tp_group_sharing = False, got True"),
         ("enable_dsa_cache_layer_split", True, "enable_dsa_cache_layer_split = False, got True"),
         ("enable_kv_cache_sharding", True, "enable_kv_cache_sharding = False, got True"),
-        ("spec_algorithm", SimpleNamespace(name="DFLASH"), ".* = EAGLE or EAGLE3 or NGRAM or NONE or .*, got DFLASH"),
-        ("state_types", ["swa", "dsa_tail"], r"state_types = \['swa'\], got \['swa', 'dsa_tail'\]"),
-        ("state_types", ["swa"], "num_groups = 2, got 1"),
+        ("spec_algorithm", SpeculativeAlgorithm.DFLASH, ".* = EAGLE or EAGLE3 or NGRAM or NONE or .*, got DFLASH"),
+        ("state_types", [StateType.SWA, StateType.DSA_TAIL], r"state_types = \['swa'\], got \['swa', 'dsa_tail'\]"),
+        ("state_types", [StateType.SWA], "num_groups = 2, got 1"),
         ("enable_hisparse", True, "enable_hisparse = False, got True"),
         ("disaggregation_ib_device", "mlx5_0", "disaggregation_ib_device = None, got mlx5_0"),
         ("disaggregation_decode_allocation_policy", "prefill_complete", ".* = early, got prefill_complete"),
-        ("staging_buffer", True, "SGLANG_DISAGG_STAGING_BUFFER = False, got True"),
+        ("SGLANG_DISAGG_STAGING_BUFFER", Env(True), "SGLANG_DISAGG_STAGING_BUFFER = False, got True"),
     ],
 )
-def test_what_is_not_served(monkeypatch: pytest.MonkeyPatch, decode: Side, field: str, got: Any, message: str) -> None:
+def test_what_is_not_served(engine: Runtime, decode: Side, field: str, got: Any, message: str) -> None:
     """An engine that the plugin can't serve does not start."""
-    kinds = [SimpleNamespace(value=kind) for kind in got] if field == "state_types" else got
-    for owner in (PARALLEL, decode.queue.scheduler, decode.manager.kv_args, decode.manager._server_args):
-        if hasattr(owner, field):
-            monkeypatch.setattr(owner, field, kinds)
+    owners = (engine.parallel, engine.server_args, engine.envs, decode.queue.scheduler, decode.manager.kv_args)
+    (owner,) = (owner for owner in owners if hasattr(owner, field))
+    setattr(owner, field, got)
     with pytest.raises(KVPlanError, match=f"^LAYOUT: cannot serve this SGLang by kvplan: expected {message}$"):
         decode.manager.start(decode.queue)
 
 
 def two_ranks(
-    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, mode: str, page: int, kind: str = "stages"
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: str, page: int, kind: str = "pp"
 ) -> list[Side]:
     """An engine of two ranks: pipeline stages, each with a layer, or of another kind, with all layers."""
     world, here = World(2), threading.local()
-    monkeypatch.setattr(plugin.manager, "get_parallel", lambda: here.parallel)
 
     def start(rank: int) -> Side:
         here.parallel = world.parallel(rank, kind)
-        side = Side(plugin, mode, page, layers=range(rank, rank + 1) if kind == "stages" else range(2))
+        side = Side(plugin, mode, page, layers=range(rank, rank + 1) if kind == "pp" else range(2))
         for memory in (side.k, side.v):
             memory.copy_(torch.randn(memory.shape))
         return side
 
-    with ThreadPoolExecutor(2) as threads:
-        sides = [*threads.map(start, range(2))]
-    monkeypatch.setattr(plugin.manager, "get_parallel", lambda: PARALLEL)
-    return sides
+    with monkeypatch.context() as starting, ThreadPoolExecutor(2) as threads:
+        starting.setattr(plugin.manager, "get_parallel", lambda: here.parallel)
+        return [*threads.map(start, range(2))]
 
 
 def test_ranks_with_requests_of_their_own(
-    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+    plugin: ModuleType, prefill: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With DP attention each rank of decode is an engine of its own, and claims and reads its own requests."""
-    ranks = two_ranks(plugin, monkeypatch, "decode", 16, "dp")
+    ranks = two_ranks(plugin, monkeypatch, "decode", 16, "attn_dp")
     for number, rank in enumerate(ranks):
         assert rank.manager.rank.memory.is_first
         receiver = moved(plugin, prefill, rank, server)
@@ -954,10 +882,10 @@ def test_ranks_with_requests_of_their_own(
 
 
 def test_ranks_of_prefill_with_requests_of_their_own(
-    plugin: SimpleNamespace, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+    plugin: ModuleType, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With DP attention each rank of prefill is an engine of its own: a handoff says which one has the pages."""
-    ranks = two_ranks(plugin, monkeypatch, "prefill", 4, "dp")
+    ranks = two_ranks(plugin, monkeypatch, "prefill", 4, "attn_dp")
     sources = {rank.manager.rank.exporter.source for rank in ranks}
     assert len(sources) == 2
     for number, rank in enumerate(ranks):
@@ -970,7 +898,7 @@ def test_ranks_of_prefill_with_requests_of_their_own(
 
 @pytest.mark.parametrize("ranks", [(1, 0), (0, 1)])
 def test_ranks_of_dp_listen_side_by_side(
-    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, int]
+    plugin: ModuleType, engine: Runtime, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, int]
 ) -> None:
     """Each engine of DP has a port of its own: each replica, and each rank of DP attention."""
     ports = []
@@ -984,14 +912,14 @@ def test_ranks_of_dp_listen_side_by_side(
     monkeypatch.setitem(plugin.manager.PrefillRank.__init__.__globals__, "Listener", listen)
     side = Side(plugin, "prefill", 4)
     side.manager.kv_args.system_dp_rank = replica
-    monkeypatch.setattr(PARALLEL, "attn_dp_rank", attention_rank)
+    engine.parallel.attn_dp_rank = attention_rank
     side.manager.start(side.queue)
     assert ports == [5600, 5601]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_stages_of_prefill(
-    plugin: SimpleNamespace,
+    plugin: ModuleType,
     decode: Side,
     server: BootstrapServer,
     monkeypatch: pytest.MonkeyPatch,
@@ -1020,10 +948,10 @@ def test_stages_of_prefill(
 
 
 def test_context_parallelism_of_prefill(
-    plugin: SimpleNamespace, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+    plugin: ModuleType, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank publishes the request, is read and waits for its readers: the other one may compute still."""
-    first, second = two_ranks(plugin, monkeypatch, "prefill", 4, "cp")
+    first, second = two_ranks(plugin, monkeypatch, "prefill", 4, "attn_cp")
     assert first.manager.rank.exporter.source == second.manager.rank.exporter.source
     offers = fetch(first.manager.rank.exporter.source, 10).workers
     assert [Envelope.unpack(offer).worker.rank for offer in offers] == [0]
@@ -1043,16 +971,14 @@ def test_context_parallelism_of_prefill(
     until(senders[1], KVPoll.Success)
 
 
-def test_a_draft_beside_context_parallelism_is_refused(
-    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_beside_context_parallelism_is_refused(plugin: ModuleType, engine: Runtime) -> None:
     """SGLang divides the heads of a draft among all ranks, also those of context parallelism."""
-    monkeypatch.setattr(PARALLEL, "attn_cp_size", 2)
+    engine.parallel.attn_cp_size = 2
     with pytest.raises(KVPlanError, match="expected attn_cp_size = 1, got 2"):
         Side(plugin, "prefill", 4, draft_heads=1)
 
 
-def test_stages_of_decode(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_of_decode(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each one reads its own layers; the first one tells prefill when all have."""
     stages = two_ranks(plugin, monkeypatch, "decode", 16)
     workers = [stage.manager.rank.memory.executor.worker for stage in stages]
@@ -1130,7 +1056,7 @@ def test_what_is_no_stage(server: BootstrapServer, stage: Any, stages: Any) -> N
 
 @pytest.mark.parametrize("entry", [{}, {"handoff": {}}, {"handoff": {**part(0)["handoff"], "remote_kept": {"a": "b"}}}])
 def test_stages_that_cannot_be_merged(
-    plugin: SimpleNamespace, decode: Side, server: BootstrapServer, entry: dict[str, Any]
+    plugin: ModuleType, decode: Side, server: BootstrapServer, entry: dict[str, Any]
 ) -> None:
     """Their request fails with the reason, and other rooms are there."""
     publish(server.address, ROOM + 1, {"token": 3})
@@ -1152,7 +1078,7 @@ def test_stages_that_do_not_agree(server: BootstrapServer) -> None:
         assert ask(server.address, [ROOM, ROOM + 1]) == {ROOM + 1: {"token": 3}}
 
 
-def test_with_a_key_stages_are_signed(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_key_stages_are_signed(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage signs its own tables, and decode gets all of them, signed."""
     access = Access(key=KEY)
     server = BootstrapServer("127.0.0.1", 0, system=Driver(access))
@@ -1172,7 +1098,7 @@ def test_with_a_key_stages_are_signed(plugin: SimpleNamespace, monkeypatch: pyte
     server.close()
 
 
-def test_a_client_chooses_no_bootstrap_server(plugin: SimpleNamespace) -> None:
+def test_a_client_chooses_no_bootstrap_server(plugin: ModuleType) -> None:
     """Prefill posted handoff and first token to any address, and 300 requests held 300 threads for 30 s."""
     prefill = Side(plugin, "prefill", 4)
     num_threads = threading.active_count()
@@ -1189,7 +1115,7 @@ def test_a_client_chooses_no_bootstrap_server(plugin: SimpleNamespace) -> None:
             theirs.accept()
 
 
-def test_engines_with_a_key(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_with_a_key(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is read with one key on both sides; when it has been read, its room is empty; another key gets none."""
     access = Access(key=KEY)
     server = BootstrapServer("127.0.0.1", 0, system=Driver(access))
@@ -1223,12 +1149,11 @@ def test_engines_with_a_key(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("setting, got", [("KVPLAN_KEY", None), ("KVPLAN_LEASE_S", "with the key of this host")])
 def test_doors_open_where_sglang_says(
-    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, setting: str, got: str | None
+    plugin: ModuleType, engine: Runtime, monkeypatch: pytest.MonkeyPatch, setting: str, got: str | None
 ) -> None:
     """On all addresses only with a key that an operator has set."""
     monkeypatch.setenv(setting, {"KVPLAN_KEY": SECRET.decode()}.get(setting, "30"))
-    names = plugin.manager.PrefillRank.__init__.__globals__
-    monkeypatch.setitem(names, "get_serving", lambda: SimpleNamespace(host="0.0.0.0"))
+    engine.serving.host = "0.0.0.0"
     opened = [lambda: plugin.manager.serve_rooms("0.0.0.0", 0), lambda: Side(plugin, "prefill", 4)]
     for start in opened:
         if got is None:
@@ -1244,7 +1169,7 @@ def test_doors_open_where_sglang_says(
 class Chunks:
     """A request that prefill computes in chunks, which it publishes, and decode reads."""
 
-    def __init__(self, plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer) -> None:
+    def __init__(self, plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer) -> None:
         assert prefill.manager.rank.exporter._early_tokens == 1024
         prefill.manager.rank.exporter._early_tokens = 1
         self.sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
@@ -1272,7 +1197,7 @@ class Chunks:
 
 
 @pytest.fixture
-def chunks(plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer) -> Iterator[Chunks]:
+def chunks(plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer) -> Iterator[Chunks]:
     chunks = Chunks(plugin, prefill, decode, server)
     yield chunks
     chunks.receiver.clear()
@@ -1346,7 +1271,7 @@ def test_an_abort_while_a_chunk_moves_waits_for_no_other(
     """The pages are free when its bytes have moved, whatever prefill still computes."""
     chunks.send(0, 6)
     with monkeypatch.context() as hanging:
-        hanging.setattr(decode.manager.rank.memory.executor, "poll", lambda transfer: SimpleNamespace(is_settled=False))
+        hanging.setattr(decode.manager.rank.memory.executor, "poll", lambda transfer: Moving())
         allocated(chunks.receiver)
         while not any(job.transfers for job in decode.manager.rank.reads._jobs):
             assert chunks.receiver.poll() == KVPoll.Transferring
@@ -1384,10 +1309,16 @@ def test_a_request_that_is_cleared_between_chunks_leaves_nothing(decode: Side, c
     assert (len(rank.importer), rank._rooms_read, rank.reads._requests) == (0, {}, {})
 
 
+class Computed(NamedTuple):
+    """An event of SGLang's stream."""
+
+    synchronize: Callable[[], Any]
+
+
 def test_a_chunk_that_is_not_computed_yet_is_not_published(chunks: Chunks, server: BootstrapServer) -> None:
     """SGLang sends a cached prefix while the forward pass of the request that has it may still run."""
     is_computed = threading.Event()
-    chunks.sender._early_send_wait_event = SimpleNamespace(synchronize=is_computed.wait)
+    chunks.sender._early_send_wait_event = Computed(is_computed.wait)
     chunks.send(0, 6)
     time.sleep(0.05)
     assert poll_rooms(server.address, {f"{ROOM}": ""}) == {}

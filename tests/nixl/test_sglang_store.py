@@ -5,23 +5,29 @@ Real engines judge it where SGLang is: tests/engines/stored.py.
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
-import attrs
 import numpy as np
 import pytest
 import torch
 
-import kvplan_nixl.sglang
 from kvplan import KVPlanError
 from kvplan_nixl.serving.store import FileBackend, Limits
-from tests.nixl.sglang_names import arguments, made, model_config, record_fields
+from tests.nixl.sglang_objects import (
+    IMAGE,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    MHATokenToKVPoolHost,
+    PoolTransfer,
+    PoolTransferResult,
+    Runtime,
+    StorageBackupSpec,
+    get_storage_hash_str,
+)
 from tests.store.test_stalls import HangingBackend
 
 CONFIG = {
@@ -35,113 +41,26 @@ CONFIG = {
 }
 PAGE, LAYERS = 16, 2
 TOKENS = [*range(1000, 1150)]
-IMAGE = 1_000_000
-
-
-class Storage:
-    """HiCacheStorage."""
-
-    def register_mem_pool_host(self, pool: Any) -> None:
-        self.mem_pool_host = pool
-
-    def register_mem_host_pool_v2(self, pool: Any, name: str) -> None:
-        self.__dict__.setdefault("registered_pools", {})[name] = pool
-
-
-@attrs.frozen
-class Result:
-    """PoolTransferResult."""
-
-    kv_hit_pages: int
-    extra_pool_hit_pages: dict[str, int]
-    restorable_prefix_pages: list[int]
-
-
-class Key:
-    """RadixKey."""
-
-    def __init__(self, token_ids: array[int], extra_key: str | None = None, cache_salt: str | None = None) -> None:
-        self.token_ids, self.extra_key, self.cache_salt = token_ids, extra_key, cache_salt
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def page_aligned(self, size: int) -> Key:
-        return Key(self.token_ids[: len(self) // size * size], self.extra_key, self.cache_salt)
-
-
-def hashes_of(key: Any, prior: str | None = None, page_size: int = 1) -> list[str]:
-    """A chain of digests of pages, as get_storage_hash_str has it."""
-    digest = prior or f"{key.extra_key} {key.cache_salt}"
-    found = []
-    for start in range(0, len(key), page_size):
-        page = array("q", key.token_ids[start : start + page_size]).tobytes()
-        digest = hashlib.sha256(digest.encode() + page).hexdigest()
-        found.append(digest)
-    return found
 
 
 @pytest.fixture
-def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The plugin's modules, and what the engine says of itself."""
-    engine = SimpleNamespace(
-        weight_version="default",
-        served_model_name="tiny",
-        model_path="tiny",
-        revision=None,
-        hicache_host_memory_mode="cache",
-        disaggregation_decode_enable_offload_kvcache=False,
-        speculative_algorithm=None,
-        kv_cache_dtype="auto",
-        config=CONFIG,
-        features=SimpleNamespace(enable_memory_saver=False, enable_weights_cpu_backup=False),
-    )
-    parts = ("serving", "memory", "disagg", "model", "spec", "exec")
-    names: dict[str, dict[str, Any]] = {
-        "sglang.srt.mem_cache.hicache_storage": {
-            "HiCacheStorage": Storage,
-            "PoolName": SimpleNamespace(KV="kv", SWA="swa"),
-            "PoolTransferResult": Result,
-        },
-        "sglang.srt.mem_cache.radix_cache": {"RadixKey": Key},
-        "sglang.srt.mem_cache.utils": {"get_storage_hash_str": hashes_of},
-        "sglang.srt.managers.schedule_batch": {"MM_PAD_SHIFT_VALUE": IMAGE},
-        "sglang.srt.runtime_context": {
-            **{f"get_{part}": lambda: engine for part in parts},
-            "get_parallel": lambda: None,
-            "get_server_args": arguments,
-            "process_model_config": lambda: model_config(engine.config),
-        },
-        "sglang.srt.arg_groups.arg_utils": {"record_fields": record_fields},
-        "sglang.srt.plugins.hook_registry": {
-            "HookType": SimpleNamespace(AROUND="around", AFTER="after", BEFORE="before"),
-            "HookRegistry": SimpleNamespace(register=lambda *_: None, apply_hooks=lambda: None),
-        },
-    }
-    plugins = ("changes", "identity", "description", "prompt", "store_prompts", "store", "store_hooks")
-    modules = made(monkeypatch, names, plugins)
-    return SimpleNamespace(engine=engine, **modules)
+def sglang() -> Runtime:
+    """What the engine says of itself."""
+    return Runtime(CONFIG)
 
 
-def host_pool(filled: bool, dtype: Any) -> tuple[Any, SimpleNamespace]:
-    """The memory of an MHATokenToKVPoolHost, and the pool."""
+@pytest.fixture
+def plugin(sglang: Runtime, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    names = ("changes", "identity", "description", "prompt", "store_prompts", "store", "store_hooks")
+    return sglang.plugin(monkeypatch, names)
+
+
+def host_pool(filled: bool, dtype: Any) -> tuple[Any, MHATokenToKVPoolHost]:
+    """The memory of a pool, and the pool."""
     memory = np.zeros((2, LAYERS, 20 * PAGE, 2, 8), dtype)
     if filled:
         memory[:] = np.arange(memory.size).reshape(memory.shape)
-    pool = SimpleNamespace(
-        kv_buffer=memory,
-        k_buffer=memory[0],
-        v_buffer=memory[1],
-        layout="layer_first",
-        page_size=PAGE,
-        start_layer=0,
-        layer_num=LAYERS,
-        dtype=memory.dtype,
-        head_num=2,
-        head_dim=8,
-        v_head_dim=8,
-    )
-    return memory, pool
+    return memory, MHATokenToKVPoolHost(memory, PAGE, LAYERS, memory.dtype)
 
 
 class Engine:
@@ -149,7 +68,7 @@ class Engine:
 
     def __init__(
         self,
-        plugin: SimpleNamespace,
+        plugin: ModuleType,
         folder: Path,
         filled: bool = True,
         dtype: Any = np.float32,
@@ -160,15 +79,8 @@ class Engine:
         self.plugin = plugin
         self.memory, pool = host_pool(filled, dtype)
         self.windows, window_pool = host_pool(filled, dtype)
-        config = SimpleNamespace(
-            tp_rank=0,
-            tp_size=1,
-            pp_rank=0,
-            pp_size=pp_size,
-            attn_cp_size=1,
-            dcp_size=1,
-            extra_config={"backend_name": "kvplan", "interface_v1": 1, "folder": str(folder), **extra},
-        )
+        settings = {"backend_name": "kvplan", "interface_v1": 1, "folder": str(folder), **extra}
+        config = HiCacheStorageConfig(settings, pp_size=pp_size)
         self.store = plugin.store.KvplanStore(config, {})
         self.store.register_mem_pool_host(pool)
         self.store.register_mem_host_pool_v2(pool, "kv")
@@ -192,7 +104,7 @@ class Engine:
 
 def keys(prompt: Any) -> list[str]:
     """SGLang's hashes of whole pages."""
-    return hashes_of(prompt.key.page_aligned(PAGE), page_size=PAGE)
+    return get_storage_hash_str(prompt.key.page_aligned(PAGE), page_size=PAGE)
 
 
 def slots(pages: Sequence[int]) -> Any:
@@ -201,7 +113,7 @@ def slots(pages: Sequence[int]) -> Any:
 
 def told(prompt: Any) -> Any:
     """What SGLang hands to its storage with a call."""
-    return SimpleNamespace(prefix_keys=prompt)
+    return HiCacheStorageExtraInfo(prompt)
 
 
 PAGES = [7, 2, 9, 4, 11, 1, 15, 3, 8]
@@ -217,7 +129,7 @@ def save(engine: Engine, prompt: Any, *sizes: int) -> None:
         start += size
 
 
-def test_what_one_engine_saves_another_loads(plugin: SimpleNamespace, tmp_path: Path) -> None:
+def test_what_one_engine_saves_another_loads(plugin: ModuleType, tmp_path: Path) -> None:
     """Nodes end where they like: a page of the store that two of them have is saved with the second."""
     writer, reader = Engine(plugin, tmp_path), Engine(plugin, tmp_path, filled=False)
     prompt = writer.prompt(pages=PAGES)
@@ -248,15 +160,15 @@ def windowed_config(*kinds: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def windowed(plugin: SimpleNamespace) -> SimpleNamespace:
+def windowed(sglang: Runtime, plugin: ModuleType) -> ModuleType:
     """The plugin of an engine whose windows have a pool of their own."""
-    plugin.engine.config = windowed_config("sliding", "full")
+    sglang.config = windowed_config("sliding", "full")
     return plugin
 
 
 def window(hashes: list[str], pages: Sequence[int] = ()) -> Any:
     """PoolTransfer of the last pages of a prompt."""
-    return SimpleNamespace(name="swa", keys=hashes, host_indices=slots(pages))
+    return PoolTransfer("swa", slots(pages), hashes)
 
 
 def backed_up(engine: Engine, num_pages: int, held: int) -> Any:
@@ -276,16 +188,18 @@ def save_windows(engine: Engine, first: int, stop: int, held: int) -> None:
     assert all(engine.store.batch_set_v1(keys(prompt)[first:], slots(PAGES[first:stop]), told(prompt)))
 
 
-def test_windows_are_saved_and_loaded(windowed: SimpleNamespace, tmp_path: Path) -> None:
+def test_windows_are_saved_and_loaded(windowed: ModuleType, tmp_path: Path) -> None:
     """As far as SGLang still has them; a prefix is found where all windows before its end are stored."""
     writer, reader = (Engine(windowed, tmp_path, filled, has_windows=True) for filled in (True, False))
     save_windows(writer, 0, 8, held=3)
     prompt = reader.prompt()
     hashes = keys(prompt)
     # of the store's two pages only the second one has windows
-    assert reader.store.batch_exists_v2(hashes, [window(hashes[:2])], told(prompt)) == Result(8, {}, [8])
-    assert reader.store.batch_exists_v2(hashes[:7], [window(hashes[:2])], told(prompt)) == Result(7, {}, [7])
-    assert reader.store.batch_exists_v2(hashes[:5], [window(hashes[:2])], told(prompt)) == Result(0, {}, [])
+    assert reader.store.batch_exists_v2(hashes, [window(hashes[:2])], told(prompt)) == PoolTransferResult(8, {}, [8])
+    assert reader.store.batch_exists_v2(hashes[:7], [window(hashes[:2])], told(prompt)) == PoolTransferResult(
+        7, {}, [7]
+    )
+    assert reader.store.batch_exists_v2(hashes[:5], [window(hashes[:2])], told(prompt)) == PoolTransferResult(0, {}, [])
     assert reader.store.batch_exists(hashes[:5], told(prompt)) == 5
     places = [5, 0, 13, 6, 2, 9, 11, 1]
     assert reader.store.batch_get_v1(hashes[:8], slots(places), told(prompt)) == [True] * 8
@@ -298,9 +212,7 @@ def test_windows_are_saved_and_loaded(windowed: SimpleNamespace, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("held", "num_found"), [(4, 8), (6, 0)])
-def test_a_page_whose_windows_two_nodes_have(
-    windowed: SimpleNamespace, tmp_path: Path, held: int, num_found: int
-) -> None:
+def test_a_page_whose_windows_two_nodes_have(windowed: ModuleType, tmp_path: Path, held: int, num_found: int) -> None:
     """It is saved with the second one, if the first one's are there; else the page has none."""
     engine = Engine(windowed, tmp_path, has_windows=True)
     save_windows(engine, 0, 6, held=4)
@@ -310,7 +222,7 @@ def test_a_page_whose_windows_two_nodes_have(
     assert found.kv_hit_pages == num_found
 
 
-def test_windows_of_another_prompt_are_none(windowed: SimpleNamespace, tmp_path: Path) -> None:
+def test_windows_of_another_prompt_are_none(windowed: ModuleType, tmp_path: Path) -> None:
     """They are not saved; nor are those that nobody has found in host memory. What is not stored is not loaded."""
     engine = Engine(windowed, tmp_path, has_windows=True)
     prompt = engine.prompt(pages=PAGES)
@@ -329,19 +241,20 @@ def test_windows_of_another_prompt_are_none(windowed: SimpleNamespace, tmp_path:
     ],
 )
 def test_pools_of_other_layers_are_refused(
-    plugin: SimpleNamespace,
+    sglang: Runtime,
+    plugin: ModuleType,
     tmp_path: Path,
     kinds: tuple[str, str],
     pp_size: int,
     text: str,
 ) -> None:
     """As those of a stage, or of a model whose layers share caches."""
-    plugin.engine.config = windowed_config(*kinds)
+    sglang.config = windowed_config(*kinds)
     with pytest.raises(KVPlanError, match=text):
         Engine(plugin, tmp_path, has_windows=True, pp_size=pp_size)
 
 
-def test_what_decides_a_cache_decides_a_key(plugin: SimpleNamespace, tmp_path: Path) -> None:
+def test_what_decides_a_cache_decides_a_key(sglang: Runtime, plugin: ModuleType, tmp_path: Path) -> None:
     """Other tokens, another salt, weights or namespace are misses; so is what has an image."""
     engine = Engine(plugin, tmp_path)
     save(engine, engine.prompt(pages=PAGES), 8)
@@ -350,11 +263,11 @@ def test_what_decides_a_cache_decides_a_key(plugin: SimpleNamespace, tmp_path: P
     assert engine.exists(engine.prompt(salt="blue")) == 0
     other = plugin.store_prompts.PromptPages.of(TOKENS, "adapter", None, PAGE)
     assert engine.exists(other) == 0
-    plugin.engine.weight_version = "2"
+    sglang.serving.weight_version = "2"
     assert engine.exists(engine.prompt()) == 0
 
 
-def test_a_prompt_ends_before_an_image(plugin: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_prompt_ends_before_an_image(plugin: ModuleType, tmp_path: Path) -> None:
     """Its tokens are 30 bits of a hash, which another image may have too."""
     engine = Engine(plugin, tmp_path)
     prompt = engine.prompt([*TOKENS[:100], IMAGE + 5, *TOKENS[101:]], PAGES)
@@ -365,20 +278,20 @@ def test_a_prompt_ends_before_an_image(plugin: SimpleNamespace, tmp_path: Path) 
     }
 
 
-def test_bytes_have_the_dtype_that_the_engine_says(plugin: SimpleNamespace, tmp_path: Path) -> None:
+def test_bytes_have_the_dtype_that_the_engine_says(sglang: Runtime, plugin: ModuleType, tmp_path: Path) -> None:
     """SGLang keeps all kinds of fp8 as bytes in host memory: pages of one are a miss for another."""
     with pytest.raises(KVPlanError, match="expected kv_cache_dtype = fp8_e4m3 or fp8_e5m2, got auto"):
         Engine(plugin, tmp_path, dtype=np.uint8)
-    plugin.engine.kv_cache_dtype = "fp8_e4m3"
+    sglang.model.kv_cache_dtype = "fp8_e4m3"
     engine = Engine(plugin, tmp_path, dtype=np.uint8)
     save(engine, engine.prompt(pages=PAGES), 8)
     assert engine.exists(engine.prompt()) == 8
-    plugin.engine.kv_cache_dtype = "fp8_e5m2"
+    sglang.model.kv_cache_dtype = "fp8_e5m2"
     other = Engine(plugin, tmp_path, dtype=np.uint8)
     assert other.exists(other.prompt()) == 0
 
 
-def test_pages_of_another_prompt_are_none(plugin: SimpleNamespace, tmp_path: Path) -> None:
+def test_pages_of_another_prompt_are_none(plugin: ModuleType, tmp_path: Path) -> None:
     """Hashes that are not those of the prompt, in a row, load and save nothing."""
     engine = Engine(plugin, tmp_path)
     prompt, other = engine.prompt(pages=PAGES), engine.prompt(salt="blue", pages=PAGES)
@@ -389,7 +302,7 @@ def test_pages_of_another_prompt_are_none(plugin: SimpleNamespace, tmp_path: Pat
     assert engine.store.batch_get_v1(keys(other), slots(PAGES), told(prompt)) == [False] * 9
 
 
-def test_damaged_pages_are_computed(plugin: SimpleNamespace, tmp_path: Path) -> None:
+def test_damaged_pages_are_computed(plugin: ModuleType, tmp_path: Path) -> None:
     """Nothing of a batch with a damaged page is used, and the page is a miss afterwards."""
     engine = Engine(plugin, tmp_path)
     prompt = engine.prompt(pages=PAGES)
@@ -413,7 +326,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> HangingBackend:
     return backend
 
 
-def test_a_store_that_hangs_is_not_waited_for(hanging: HangingBackend, plugin: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_store_that_hangs_is_not_waited_for(hanging: HangingBackend, plugin: ModuleType, tmp_path: Path) -> None:
     """Pages are computed, or not saved, and none is loaded later: SGLang may have given them to another prompt."""
     save(Engine(plugin, tmp_path), Engine(plugin, tmp_path).prompt(pages=PAGES), 8)
     engine = Engine(plugin, tmp_path, filled=False, stall_s=0.2, search_timeout_s=0.2)
@@ -433,7 +346,7 @@ def test_a_store_that_hangs_is_not_waited_for(hanging: HangingBackend, plugin: S
     assert not engine.memory.any()
 
 
-def test_the_first_rank_keeps_limits(plugin: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_first_rank_keeps_limits(plugin: ModuleType, tmp_path: Path) -> None:
     """Settings say them; without one nothing is evicted, and SGLang closes its storage."""
     eviction = Engine(plugin, tmp_path, max_bytes=10**9).store._eviction
     assert eviction._limits == Limits(max_bytes=9 * 10**8)
@@ -446,7 +359,7 @@ def test_the_first_rank_keeps_limits(plugin: SimpleNamespace, tmp_path: Path) ->
     eviction.close()
 
 
-def test_a_call_without_a_prompt_is_an_error(plugin: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_call_without_a_prompt_is_an_error(plugin: ModuleType, tmp_path: Path) -> None:
     """SGLang's own hashes of pages before say nothing."""
     engine = Engine(plugin, tmp_path)
     for info in (None, told(None), told(["5f"])):
@@ -463,15 +376,16 @@ def test_a_call_without_a_prompt_is_an_error(plugin: SimpleNamespace, tmp_path: 
     ],
 )
 def test_engines_that_are_not_served(
-    plugin: SimpleNamespace, tmp_path: Path, setting: str, value: Any, text: str
+    sglang: Runtime, plugin: ModuleType, tmp_path: Path, setting: str, value: Any, text: str
 ) -> None:
     """Their caches would be stored wrongly, or not at all."""
-    setattr(plugin.engine, setting, value)
+    (bag,) = (bag for bag in (sglang.memory, sglang.spec, sglang.disagg) if hasattr(bag, setting))
+    setattr(bag, setting, value)
     with pytest.raises(KVPlanError, match=text):
         Engine(plugin, tmp_path)
 
 
-def test_settings_that_are_not_understood(plugin: SimpleNamespace, tmp_path: Path) -> None:
+def test_settings_that_are_not_understood(plugin: ModuleType, tmp_path: Path) -> None:
     """They are refused by name, and so is a pool of another kind."""
     with pytest.raises(KVPlanError, match=r"SETTING: cannot read hicache_storage_backend_extra_config: .* got 'foldr'"):
         Engine(plugin, tmp_path, foldr="kv")
@@ -481,6 +395,12 @@ def test_settings_that_are_not_understood(plugin: SimpleNamespace, tmp_path: Pat
     engine.store.registered_pools["mamba"] = None
     with pytest.raises(KVPlanError, match=r"expected host pools beside kv and swa = \[\], got \['mamba'\]"):
         engine.store.on_host_pools_registered()
+
+
+class Node(NamedTuple):
+    """A node of the tree."""
+
+    node_id: int
 
 
 class Tree:
@@ -493,29 +413,30 @@ class Tree:
     ) -> None:
         self.swa_retain_window = retained
         self.gone = gone  # the pages at the start whose windows SGLang has evicted
-        self.cache_controller = SimpleNamespace(storage_backend=storage or engine.store)
+        self.cache_controller = self
+        self.storage_backend = storage or engine.store
         self.tree_core = self
         self.sizes = sizes
         self.calls: list[Any] = []
 
     def collect_path_info(self, node_ids: list[int]) -> Any:
-        return (tuple(SimpleNamespace(node_id=node) for node in range(node_ids[0] + 1)),)
+        return (tuple(Node(node) for node in range(node_ids[0] + 1)),)
 
     def build_storage_backup_spec(self, node_id: int, pass_prefix_keys: bool) -> Any:
         start = sum(self.sizes[:node_id])
         stop = start + self.sizes[node_id]
         tokens = array("q", TOKENS[start * PAGE : stop * PAGE])
-        spec = SimpleNamespace(token_ids=tokens, host_value=slots(PAGES[start:stop]), comp_xfers={})
+        spec = StorageBackupSpec(tokens, slots(PAGES[start:stop]))
         held = max(start, self.gone)
         if self.swa_retain_window is not None and held < stop:
-            spec.comp_xfers["swa"] = [SimpleNamespace(name="swa", host_indices=slots(WINDOW_PAGES[held:stop]))]
+            spec.comp_xfers["swa"] = [PoolTransfer("swa", slots(WINDOW_PAGES[held:stop]))]
         return spec if stop <= 8 else None
 
     def prefetch_anchor_info(self, node_id: int) -> tuple[None, str]:
         return None, "blue"
 
 
-def test_hooks_hand_on_the_prompt(plugin: SimpleNamespace, tmp_path: Path) -> None:
+def test_hooks_hand_on_the_prompt(plugin: ModuleType, tmp_path: Path) -> None:
     """Nodes are saved with the tokens before them, and requests searched with those that are cached."""
     engine, hooks = Engine(plugin, tmp_path), plugin.store_hooks
     tree = Tree(engine, [3, 3, 2, 1])
@@ -556,7 +477,7 @@ def test_hooks_hand_on_the_prompt(plugin: SimpleNamespace, tmp_path: Path) -> No
     ],
 )
 def test_windows_that_a_backup_may_read(
-    plugin: SimpleNamespace, tmp_path: Path, sizes: list[int], retained: int, gone: int, held: range
+    plugin: ModuleType, tmp_path: Path, sizes: list[int], retained: int, gone: int, held: range
 ) -> None:
     """They are of the nodes that SGLang locks, from the last one on: what it may evict is another prompt's soon."""
     tree = Tree(Engine(plugin, tmp_path), sizes, retained=retained, gone=gone)
@@ -566,7 +487,7 @@ def test_windows_that_a_backup_may_read(
     assert prompt.window_table.first == held.start
 
 
-def test_other_storages_stay_as_they_are(plugin: SimpleNamespace, tmp_path: Path) -> None:
+def test_other_storages_stay_as_they_are(plugin: ModuleType, tmp_path: Path) -> None:
     """Hooks hand on what SGLang has said."""
     hooks, tree = plugin.store_hooks, Tree(Engine(plugin, tmp_path), [3], storage=object())
 
@@ -581,14 +502,10 @@ def test_other_storages_stay_as_they_are(plugin: SimpleNamespace, tmp_path: Path
     assert arguments == (tree, 0, [5], "last", ["before"], None, None)
 
 
-def test_the_class_comes_with_its_hooks(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_class_comes_with_its_hooks(sglang: Runtime, plugin: ModuleType) -> None:
     """SGLang makes it by the name of the package."""
-    hooked: list[str] = []
-    registry = SimpleNamespace(register=lambda target, *_: hooked.append(target), apply_hooks=lambda: None)
-    monkeypatch.setattr(plugin.store_hooks, "HookRegistry", registry)
-    plugin.store_hooks.hook_cache.cache_clear()
-    assert kvplan_nixl.sglang.KvplanStore is importlib.import_module("kvplan_nixl.sglang.store").KvplanStore
-    assert [target.rpartition(".")[2] for target in hooked] == [
+    assert plugin.KvplanStore is plugin.store.KvplanStore
+    assert [target.rpartition(".")[2] for target in sglang.hooks.targets[:4]] == [
         "prefetch_from_storage",
         "query_storage_hit_length",
         "write_backup_storage",
