@@ -35,13 +35,10 @@ from kvplan.support import instance, integer, interval
 from kvplan_nixl.serving.store.backends import PIN, Backend, is_pin
 from kvplan_nixl.serving.store.mover import MemoryMover, Mover
 from kvplan_nixl.serving.store.page_files import read_whole
-from kvplan_nixl.serving.store.parallel import in_parallel
+from kvplan_nixl.serving.store.parallel import FILES_AT_ONCE, in_parallel
 from kvplan_nixl.serving.store.readers import Listings, StoreReader
 
 BUFFER_BYTES: Final = 64 << 20
-
-FILES_AT_ONCE: Final = 2
-"""Files that are read, digested and written at once, even of a backend at hand."""
 
 MAX_PINS: Final = 64
 """The most owners that have pinned a page."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import TypeVar
+from typing import Final, TypeVar
+
+FILES_AT_ONCE: Final = 2
+"""Files that are read, digested, copied and written at once, even of a backend at hand."""
 
 Argument = TypeVar("Argument")
 Returned = TypeVar("Returned")
