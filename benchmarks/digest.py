@@ -8,15 +8,12 @@
 Each row is one worker's part of a request, in blocks in no order. The time of a digest is that of a
 worker that is prepared once, from block tables to plain values; a copy has as many bytes, in one piece. Both
 take turns, and each time is the median of the rounds: processor time in main memory, so that other
-processes do not count, and time that passes on a GPU. The length is that of the JSON text, of all
-workers of the engine with equal ones joined. ``mismatch`` compares one worker with an engine of
-twice as many ranks. Torch has one thread.
+processes do not count, and time that passes on a GPU. Torch has one thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -28,9 +25,8 @@ import numpy as np
 import torch
 
 from kvplan import Blocks, Model, Worker
-from kvplan.protocol.digest import joined, mismatch
 from kvplan_nixl import digest
-from kvplan_nixl.digest import WorkerDigests, cache_digests
+from kvplan_nixl.digest import WorkerDigests
 from kvplan_nixl.digest_kernel import DigestKernel
 from kvplan_nixl.rearrange import memories_of
 
@@ -39,20 +35,15 @@ STATE_ORDINAL: Final = 7
 
 @attrs.frozen
 class Case:
-    """An engine of a model, in words, and the number of layers that are measured; 0 is all."""
+    """An engine of a model, in words."""
 
     name: str
     model: str
     arguments: dict[str, Any]
-    num_layers: int = 0
 
-    def workers(self, num_tokens: int, tp: int) -> tuple[Worker, ...]:
-        """The workers, with as many blocks as a request has."""
-        model = Model.shipped(self.model)
-        if self.num_layers:
-            model = attrs.evolve(model, layers=model.layers[: self.num_layers])
-        blocks = -(-num_tokens // 16)
-        return model.engine("prefill", num_blocks=blocks, **{**self.arguments, "tp": tp})
+    def worker(self, num_tokens: int) -> Worker:
+        """The first worker, with as many blocks as a request has."""
+        return Model.shipped(self.model).engine("prefill", num_blocks=-(-num_tokens // 16), **self.arguments)[0]
 
 
 CASES: Final = (
@@ -110,21 +101,9 @@ def medians(actions: Sequence[Callable[[], Any]], rounds: int, device: str) -> l
     return [statistics.median(times[1:]) for times in seconds]
 
 
-def length_of(case: Case, tp: int) -> tuple[int, list[dict[str, Any]]]:
-    """The length of the JSON text of an engine, and the digests of its workers, of a few tokens."""
-    records = []
-    for worker in case.workers(64, tp):
-        here, tensors = placed(worker, "cpu")
-        for tensor in tensors:
-            tensor.zero_()  # so that all engines have the same contents
-        records.append(cache_digests(here, memories_of(tensors), tables_of(here), (0, 64)))
-    return len(json.dumps(joined(records), separators=(",", ":"))), records
-
-
 def row(case: Case, num_tokens: int, rounds: int, device: str) -> str:
     """The row of a case."""
-    tp = case.arguments["tp"]
-    worker, tensors = placed(case.workers(num_tokens, tp)[0], device)
+    worker, tensors = placed(case.worker(num_tokens), device)
     memories = memories_of(tensors)
     tables = tables_of(worker)
     span = (0, num_tokens)
@@ -136,15 +115,9 @@ def row(case: Case, num_tokens: int, rounds: int, device: str) -> str:
     prepared = WorkerDigests(worker, memories)
     actions = [lambda: prepared.of(tables, span), lambda: copy.copy_(plain)]
     digest_s, copy_s = medians(actions, rounds, device)
-    length, _ = length_of(case, tp)
-    joined_there = [joined(length_of(case, 2 * tp)[1])]
-    received = length_of(case, tp)[1][:1]
-    (mismatch_s,) = medians([lambda: mismatch(joined_there, received)], rounds, "cpu")
-    assert mismatch(joined_there, received) is None
     return (
         f"| {case.name}: {case.model} | {num_bytes / 1e6:.0f} | {digest_s * 1e3:.1f} "
-        f"| {num_bytes / digest_s / 1e9:.2f} | {digest_s / copy_s:.1f} "
-        f"| {length / 1e3:.1f} | {mismatch_s * 1e3:.1f} |"
+        f"| {num_bytes / digest_s / 1e9:.2f} | {digest_s / copy_s:.1f} |"
     )
 
 
@@ -162,8 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.host:
         kernel = DigestKernel("cpu", NoKernel())
         digest.kernel_on = lambda device: kernel  # type: ignore[assignment]
-    print("| worker's part | MB | ms | GB/s | times a copy | KB of JSON | ms to compare |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    print("| worker's part | MB | ms | GB/s | times a copy |\n|---|---:|---:|---:|---:|")
     for case in CASES:
         if options.case in case.name:
             print(row(case, options.tokens, options.rounds, options.device), flush=True)

@@ -11,8 +11,7 @@ from the request's tables to its last byte in its place; it is the median of as 
 least.
 
 Before all that, the machine's rates are measured, as ``python -m kvplan_nixl calibrate`` does.
-Below each table is what ``choose`` takes by them, and how fast bytes are put in order by itself, beside one plain copy
-of as many at a time. Torch has one thread, since two of NIXL's are never idle.
+Below each table is what ``choose`` takes by them. Torch has one thread, since two of NIXL's are never idle.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Final
 
 import attrs
@@ -205,44 +203,6 @@ def measured(ways: Sequence[Way], seconds: float) -> list[list[float]]:
     return way_seconds
 
 
-def in_order(world: World, plan: StagedPlan) -> str:
-    """Time copies by themselves, chunk by chunk, and as many bytes in one piece."""
-    import torch
-
-    from kvplan_nixl.calibrate import copy_and_wait
-    from kvplan_nixl.kernel import copier_of
-
-    copier = copier_of(world.memory)
-    device = world.memory[STAGING].device
-    chunk_rates = list[float]()
-    plain_rates = list[float]()
-    for chunk in list(plan.bind(**world.request))[:8]:
-        num_bytes = sum(copy.num_bytes for copy in chunk.copies)
-        # zeros would be one page
-        destination = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-        source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-        gigabytes = num_bytes / 1e9
-        chunk_rates.append(gigabytes / median_copy_s(world, partial(copy_and_wait, copier, chunk.copies)))
-        plain_rates.append(gigabytes / median_copy_s(world, partial(destination.copy_, source)))
-    rate = statistics.median(chunk_rates)
-    plain_rate = statistics.median(plain_rates)
-    beside = f"plain copy {plain_rate:.2f} GB/s, {plain_rate / rate:.1f}x"
-    origins = sum(copy.num_origins for copy in chunk.copies)
-    return f"  {plan.direct.local.key[0]} puts in order {rate:.2f} GB/s, {origins} copies a chunk; {beside}"
-
-
-def median_copy_s(world: World, copy: Callable[[], object]) -> float:
-    """Return the median seconds of a copy, after a first one."""
-    rounds = list[float]()
-    for _ in range(4):
-        world.synchronize()
-        began = time.perf_counter()
-        copy()
-        world.synchronize()
-        rounds.append(time.perf_counter() - began)
-    return statistics.median(rounds[1:])
-
-
 def table(case: Case, options: argparse.Namespace, rates: Rates) -> Iterator[str]:
     """Yield the lines of one case."""
     tokens = 16 * options.blocks
@@ -254,9 +214,6 @@ def table(case: Case, options: argparse.Namespace, rates: Rates) -> Iterator[str
         all_ways = ways(world, tokens, rates)
         check(world, all_ways)
         medians_s = [statistics.median(rounds) for rounds in measured(all_ways, options.seconds)]
-        plans = [way.option.plan for way in all_ways]
-        staged_plans = [plan for plan in plans if isinstance(plan, StagedPlan)]
-        rearranged = [in_order(world, plan) for plan in staged_plans]
     strategies = [way.option.strategy for way in all_ways]
     direct_index = strategies.index("direct")
     direct_s = medians_s[direct_index]
@@ -270,7 +227,7 @@ def table(case: Case, options: argparse.Namespace, rates: Rates) -> Iterator[str
             f"| {needed_bytes / median_s / 1e9:.2f} | {direct_s / median_s:.2f} |"
         )
     slower = 100 * (medians_s[0] / min(medians_s) - 1)
-    yield from ("", f"auto takes {strategies[0]}, {slower:.0f} % above the fastest", *rearranged)
+    yield from ("", f"auto takes {strategies[0]}, {slower:.0f} % above the fastest")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -301,7 +301,7 @@ def digest_table(device: str, tokens: int, number: int) -> bool | None:
     kernel_on = digest.kernel_on
 
     def row(case: Any) -> tuple[str, bool]:
-        worker, tensors = placed(case.workers(tokens, case.arguments["tp"])[0], device)
+        worker, tensors = placed(case.worker(tokens), device)
         memories, tables = memories_of(tensors), tables_of(worker)
         num_bytes = sum(tables[view.group].ids.size * view.block_bytes for view in worker.views)
         found, milliseconds = [], []
