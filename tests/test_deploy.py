@@ -127,7 +127,7 @@ def test_the_image_has_what_is_installed_alone() -> None:
 def test_the_board_names_commands_that_there_are() -> None:
     """A description of a panel says which command to run next."""
     named = re.findall(r"\bkvplan ([a-z-]+) with\b", json.dumps(BOARD))
-    assert {*named} == {"matrix"} <= kvplan.commands.keys()
+    assert {*named} == {"advise"} <= kvplan.commands.keys()
     assert json.dumps(BOARD).count("kvplan ") == len(named)
 
 

@@ -33,12 +33,10 @@ AS_FILE = "write-a-connector.md"
 PROGRAMS = [name for name, path in PAGES.items() if "python" in dict(fences(path.read_text())) and name != AS_FILE]
 ENTRY = r"^::: ([\w.]+)$"
 COMMANDS = list(commands(PAGES["command-line.md"]))
-TABLE = r"^<!-- kvplan matrix (\S+) -->\n\n(.*?)\n<!-- end -->$"
 ROOMS = [f"kvplan.{room}" for room in kvplan.PACKAGES if room != "testing"]
 API = ["describe", "plan", "connect", "staging", "store"]
 TROUBLES = "how-to/troubleshooting.md"
 METRICS = ("how-to/vllm.md", TROUBLES)
-MATRICES = re.findall(TABLE, PAGES["matrix.md"].read_text(), re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)
@@ -79,24 +77,11 @@ def test_consoles_are_on_pages_that_are_run() -> None:
     assert shown == ["command-line.md"]
 
 
-@pytest.mark.parametrize("model, printed", MATRICES)
-def test_a_table_is_what_the_matrix_prints(cli: Cli, model: str, printed: str) -> None:
-    """Each generated table is what ``kvplan matrix`` prints today, character by character."""
-    run = cli("matrix", model)
-    assert (run.status, run.err) == (0, "")
-    assert printed == run.out
-
-
 def test_tables_of_real_engines_are_those_of_the_file() -> None:
     """``python -m tests.engines.outcomes`` has written them, each once."""
     page = outcomes.PAGE.read_text()
     assert page == outcomes.written()
     assert sorted(marker for marker, _ in outcomes.MARKED.findall(page)) == sorted(outcomes.tables())
-
-
-def test_there_are_tables_of_both_kinds() -> None:
-    """One generated table is of a model with attention alone, and one of a model with states."""
-    assert {"state" in kvplan.Model.shipped(model).groups for model, _ in MATRICES} == {True, False}
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -16,10 +16,10 @@ from typing import Final
 import click
 
 from kvplan._version import __version__
+from kvplan.cli.advise import advise_command
 from kvplan.cli.commands import COMMANDS
 from kvplan.cli.console import echo_json, wrapped
 from kvplan.cli.demo import demo_command
-from kvplan.cli.matrix import matrix_command
 from kvplan.cli.models import models_command
 from kvplan.cli.status import INTERRUPTED, PIPE_CLOSED
 from kvplan.errors import KVPlanError
@@ -106,7 +106,7 @@ def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
     commands=[
         demo_command,
         *COMMANDS,
-        matrix_command,
+        advise_command,
         models_command,
         doctor_command,
         store_command,

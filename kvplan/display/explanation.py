@@ -204,7 +204,7 @@ def _plan(plan: TransferPlan, rows: bool) -> Iterator[str]:
     yield f"{_ends(plan)}: {_totals(pairs)}"
     for pair in plan.pairs if rows else pairs:
         yield from _indented(_pair(pair, rows, f"{plan.direction.arrow} {label_of(pair.remote)}"))
-    hint = "see 'kvplan matrix' for layouts, choose for staging, with longer runs"
+    hint = "see 'kvplan advise' for layouts, choose for staging, with longer runs"
     for name in _groups_by_token(plan, pairs):
         yield f"  group {name}: tokens move one by one; {hint}"
 

@@ -20,7 +20,7 @@ import pytest
 
 from kvplan import Model, decode, encode, plan_mesh
 from kvplan._text import WIDTH
-from kvplan.cli import demo, matrix, trials
+from kvplan.cli import advise, demo, trials
 from kvplan.cli.app import kvplan
 from kvplan.cli.console import print_lines
 from kvplan.models.layouts import KV_FORMS, LETTERS, ORDERS
@@ -35,10 +35,10 @@ TWO_ENGINES = (*VERIFY, "--src", "tp=2,layout=LBNHC", "--dst", "tp=4,block=8")
 EXPLAIN = ("explain", "qwen3-0.6b", "--src", "tp=2,blocks=9", "--dst", "tp=4,blocks=10")
 SHOW = ("show", "qwen3-0.6b", "--src", "tp=2,layout=LBNHC", "--dst", "tp=4,block=8")
 QUICK = {
+    "advise": ("advise", "qwen3-0.6b"),
     "check-offer": ("check-offer", "offer.json"),
     "demo": ("demo",),
     "explain": EXPLAIN,
-    "matrix": ("matrix", "qwen3-0.6b"),
     "models": ("models",),
     "show": SHOW,
     "verify": TWO_ENGINES,
@@ -48,10 +48,11 @@ FAILED = Report(1, 1, 1, checked=("VALUE",), failures=(("VALUE", "head 3 is head
 
 @pytest.fixture
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo and the matrix have one and two lines, and the working directory has an offer."""
+    """The demo has one line, advise tries one block size, and the working directory has an offer."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "EXAMPLES", demo.EXAMPLES[3:4])
-    monkeypatch.setattr(matrix, "MISMATCHES", matrix.MISMATCHES[:2])
+    monkeypatch.setattr(advise, "BLOCK_SIZES", (32,))
+    monkeypatch.setattr(advise, "ORDERS", ("LBHNC",))
     Path("offer.json").write_bytes(encode(engine()[0]))
 
 
@@ -122,7 +123,7 @@ def test_what_ends_a_command(
     assert (run.status, run.out, run.err.lstrip()) == (status, "", err)
 
 
-@pytest.mark.parametrize("arguments", [(*EXPLAIN, "--detail", "rows"), ("show", "qwen3-0.6b"), ("matrix", "--help")])
+@pytest.mark.parametrize("arguments", [(*EXPLAIN, "--detail", "rows"), ("show", "qwen3-0.6b"), ("advise", "--help")])
 def test_a_closed_pipe_is_no_error(arguments: tuple[str, ...]) -> None:
     """If nobody reads stdout, a command ends with 141 and writes nothing to stderr."""
     command = [sys.executable, "-m", "kvplan", *arguments]
@@ -178,7 +179,7 @@ def test_every_help_has_an_example(name: str) -> None:
         kvplan.commands[name].make_context(name, arguments)
 
 
-@pytest.mark.parametrize("name", ["verify", "explain", "show", "matrix"])
+@pytest.mark.parametrize("name", ["verify", "explain", "show", "advise"])
 def test_the_help_explains_every_key_of_an_engine(cli: Cli, name: str) -> None:
     """Keys, memory orders and their letters, and places of K and V are in the help; the defaults shown are true."""
     text = " ".join(cli(name, "--help").out.partition("Keys of --src and --dst:")[2].split())
@@ -380,7 +381,7 @@ def terminal_for_stderr(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("name", ["verify", "matrix", "demo"])
+@pytest.mark.parametrize("name", ["verify", "advise", "demo"])
 def test_long_commands_have_a_progress_bar(cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """If stderr is a terminal, a bar is drawn there and erased at the end; stdout has the document alone."""
     terminal = terminal_for_stderr(monkeypatch)

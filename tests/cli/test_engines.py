@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvplan import Model
-from kvplan.cli.matrix import supporting
+from kvplan.cli.advise import supporting
 from kvplan.cli.model_files import load, quantize_model
 from kvplan.cli.options import support_lines
 from kvplan.models.engines import ENGINES, RULES, default_keys, reasons, reasons_of

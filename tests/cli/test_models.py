@@ -38,7 +38,7 @@ def test_models_says_what_one_caches(cli: Cli) -> None:
         ("models granite-4.0-h", ["granite-4.0-h-tiny"]),
         ("verify phi", ["phi-4"]),
         ("explain phi-4 --detail w", ["workers"]),
-        ("mat", ["matrix"]),
+        ("adv", ["advise"]),
     ],
 )
 def test_a_shell_completes(cli: Cli, monkeypatch: pytest.MonkeyPatch, line: str, expected: list[str]) -> None:

@@ -260,7 +260,7 @@ def test_only_a_file_of_an_unknown_type_is_read_like_another() -> None:
             load(model, like="llama")
 
 
-@pytest.mark.parametrize("command", ["verify", "explain", "show", "matrix", "models"])
+@pytest.mark.parametrize("command", ["verify", "explain", "show", "advise", "models"])
 def test_the_first_line_says_what_nobody_checked(cli: Cli, tmp_path: Path, command: str) -> None:
     """Each command begins with layers, KV heads, head dim and dtype, if they are those of another type."""
     keys = {"model_type": "mine", "num_hidden_layers": 2, "num_attention_heads": 3, "head_dim": 40}

@@ -168,7 +168,7 @@ def test_a_plan_says_which_groups_move_token_by_token() -> None:
     """Where no run is longer than a token, there is a line that says what would help; it is absent where runs are."""
     (same,), (turned,) = (engine("p", order=order) for order in ("HN", "NH"))
     (decode,) = engine("d", order="HN")
-    line = "  group attn: tokens move one by one; see 'kvplan matrix' for layouts, choose for staging, with longer runs"
+    line = "  group attn: tokens move one by one; see 'kvplan advise' for layouts, choose for staging, with longer runs"
     assert line in kvplan.explain(plan_reads(decode, [turned])).splitlines()
     assert line in kvplan.explain(kvplan.plan_writes(turned, [decode])).splitlines()
     assert "one by one" not in kvplan.explain(plan_reads(decode, [same]))

@@ -10,12 +10,12 @@ import pytest
 
 from benchmarks.real_memory import NixlCluster, placed
 from kvplan import Model, Worker, contacts
-from kvplan.cli.matrix import shortened
 from kvplan.cli.trials import PlacedRequest, blocks_needed
 from kvplan.models.options import EngineOptions
 from kvplan.testing.executors import ExecutorContract, Transmission
 from tests.nixl.conftest import DEVICES, has_gpu
 from tests.plan.test_hard_pairs import PAIRS, TWELVE_HEADS
+from tests.shortened import shortened
 from tests.small import engine
 
 TOKENS = (5, 70)

@@ -111,7 +111,7 @@ PAIRS = [
 )
 def test_published_models(model: str, src: dict[str, Any], dst: dict[str, Any]) -> None:
     """Real geometry, of a few layers: sliding windows, latents with an index, states, one piece a block, contexts."""
-    from kvplan.cli.matrix import shortened
+    from tests.shortened import shortened
 
     few = shortened(Model.shipped(model))
     sources, destinations = (few.engine(n, num_blocks=12, **side) for n, side in (("prefill", src), ("decode", dst)))

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from hypothesis.vendor.pretty import pretty
 
 from kvplan import Blocks, KVPlanError, Model, plan_mesh, plan_reads, verify, verify_together
-from kvplan.cli.matrix import shortened
 from kvplan.testing import assert_copies
 from kvplan.testing.strategies import Case, cases, requests
 from kvplan.verification.memory import expand
 from property_tests import fewer
+from tests.shortened import shortened
 from tests.small import engine
 
 DECODE, PREFILL = engine("decode", tp=2, order="NH"), engine("prefill", tp=4)
