@@ -96,8 +96,9 @@ def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certifica
     """Prove that every request of a plan, or of plans that belong together, moves the right bytes.
 
     It takes some time once, like planning, and none in ``bind``: time and memory grow with the sum
-    of both block sizes. The plan of one writer proves what it writes; the plans of all writers, or
-    a mesh, also prove that no byte is missing.
+    of both block sizes, and with context parallelism with the positions after which the blocks of a
+    rank repeat. The plan of one writer proves what it writes; the plans of all writers, or a mesh,
+    also prove that no byte is missing.
 
     >>> from kvplan import Model, certify, plan_reads
     >>> model = Model.shipped("qwen2.5-1.5b")
@@ -391,56 +392,48 @@ class DescriptorFragments:
 
 @attrs.frozen(eq=False)
 class Written:
-    """Bytes of the destination that are written, as rectangles, in arrays of one length.
+    """Bytes of the destination that are written.
 
-    Of each slot in ``[low, high)`` these are the columns ``[start, stop)``. Slots count through the
-    blocks of the worker, and repeat after ``num_slots``.
+    The columns of ``rectangles`` (4, n) are start, stop, low and high: of each slot in
+    ``[low, high)``, the columns ``[start, stop)``. Slots count through the blocks of the worker;
+    after ``num_slots`` the rectangles repeat.
     """
 
-    start: Ints
-    stop: Ints
-    low: Ints
-    high: Ints
+    rectangles: Ints
     num_slots: int
 
     @classmethod
     def of(cls, several: Iterable[Written], num_slots: int) -> Written:
         """Return all rectangles in one, repeated up to ``num_slots``."""
-        columns = [np.empty((4, 0), np.int64)]
+        parts = [np.empty((4, 0), np.int64)]
         for written in several:
-            columns += written.repeated(num_slots)
-        start, stop, low, high = np.concatenate(columns, axis=1)
-        return cls(start, stop, low, high, num_slots)
+            parts += written.repeated(num_slots)
+        return cls(np.concatenate(parts, axis=1), num_slots)
 
     def repeated(self, num_slots: int) -> tuple[Ints, Ints]:
         """Return the rectangles up to ``num_slots``: those in all slots, and all others, (4, n)."""
-        rectangles = self.rectangles
-        is_whole = (self.low == 0) & (self.high == self.num_slots)
-        whole = rectangles[:, is_whole]
+        _, _, low, high = self.rectangles
+        is_whole = (low == 0) & (high == self.num_slots)
+        whole = self.rectangles[:, is_whole]
         whole[3] = num_slots
-        others = rectangles[:, ~is_whole]
+        others = self.rectangles[:, ~is_whole]
         num_periods = num_slots // self.num_slots if others.size else 0
         num_others = num_periods * others.shape[1]
         at_most(MAX_FOLLOWED, num_others, "ranges of a period", "certify a plan")
-        moved_by = self.num_slots * np.arange(num_periods)
-        by_period = np.repeat(others[:, None], moved_by.size, axis=1)
-        by_period[2:] += moved_by[:, None]
+        by_period = np.repeat(others[:, None], num_periods, axis=1)
+        by_period[2:] += self.num_slots * np.arange(num_periods)[:, None]
         return whole, by_period.reshape(4, -1)
-
-    @property
-    def rectangles(self) -> Ints:
-        """One column for each rectangle, (4, n)."""
-        return np.stack([self.start, self.stop, self.low, self.high])
 
     @property
     def bounds(self) -> Ints:
         """The columns at which rectangles start and stop, in any order."""
-        return np.append(self.start, self.stop)
+        return self.rectangles[:2].reshape(-1)
 
     @property
     def num_bytes(self) -> int:
         """The number of bytes in all rectangles."""
-        return int(((self.stop - self.start) * (self.high - self.low)).sum())
+        start, stop, low, high = self.rectangles
+        return int(((stop - start) * (high - low)).sum())
 
 
 class FollowedTokens(NamedTuple):
@@ -648,15 +641,15 @@ class _Proof:
 
         Slots that follow each other are joined. Raises ``PROOF`` if two overlap (verify.K5).
         """
-        first, end = np.searchsorted(bounds, [written.start, written.stop])
+        first, end = np.searchsorted(bounds, written.rectangles[:2])
         at_most(MAX_FOLLOWED, int((end - first).sum()), "ranges of a period", "certify a plan")
         rectangle, interval = _integers_of(first, end)
+        low, high = written.rectangles[2:, rectangle]
         # Rectangles that overlap in an interval are neighbours.
-        order = np.lexsort((written.low[rectangle], interval))
-        rectangle = rectangle[order]
+        order = np.lexsort((low, interval))
         interval = interval[order]
-        low = written.low[rectangle]
-        high = written.high[rectangle]
+        low = low[order]
+        high = high[order]
         same_interval = interval[1:] == interval[:-1]
         overlapping = np.flatnonzero(same_interval & (low[1:] < high[:-1]))
         if overlapping.size:
@@ -664,24 +657,23 @@ class _Proof:
             column = int(bounds[interval[later]])
             raise self.wrong(group, segments, column, int(low[later]), "bytes moved twice")
         goes_on = same_interval & (low[1:] == high[:-1])
-        joined = np.flatnonzero(np.append(True, ~goes_on)[: low.size])
-        last = np.flatnonzero(np.append(~goes_on, True)[: low.size])
-        interval = interval[joined]
-        return Written(
-            bounds[interval], bounds[interval + 1], low[joined], high[last], written.num_slots
-        )
+        first_joined = np.append(True, ~goes_on)[: low.size]
+        last_joined = np.append(~goes_on, True)[: low.size]
+        interval = interval[first_joined]
+        sides = bounds[interval], bounds[interval + 1], low[first_joined], high[last_joined]
+        return Written(np.stack(sides), written.num_slots)
 
     def check_whole(
         self, group: Group, segments: SlotSegments, filled: Written, bounds: Ints
     ) -> None:
         """Raise ``PROOF`` unless each slot is written, from the first bound to the last."""
-        interval = np.searchsorted(bounds, filled.start)
-        num_slots = np.bincount(interval, filled.high - filled.low, bounds.size - 1)
+        start, _, low, high = filled.rectangles
+        interval = np.searchsorted(bounds, start)
+        num_slots = np.bincount(interval, high - low, bounds.size - 1)
         lacking = np.flatnonzero(num_slots < filled.num_slots)
         if lacking.size:
             # The slots from 0 on may be there.
-            begins = (interval == lacking[0]) & (filled.low == 0)
-            slot = int(filled.high[begins].sum())
+            slot = int(high[(interval == lacking[0]) & (low == 0)].sum())
             raise self.wrong(group, segments, int(bounds[lacking[0]]), slot, "bytes not moved")
 
     def wrong(
@@ -832,11 +824,9 @@ def _written(
     segment = fragments.segment[0]
     start = segments.column[segment] + fragments.start[0] - segments.start[segment]
     low = _slots(tables, 0, ranges, fragments)
+    rectangles = np.stack([start, start + fragments.length, low, low + fragments.num_slots])
     num_slots = period // tables.ids.groups[0].context.size
-    first = low < num_slots
-    stop = start + fragments.length
-    high = low + fragments.num_slots
-    return Written(start[first], stop[first], low[first], high[first], num_slots)
+    return Written(rectangles[:, low < num_slots], num_slots)
 
 
 def _check_in_spans(tables: GroupTables, start: Ints, first: Ints, last: Ints) -> None:
