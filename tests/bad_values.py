@@ -69,6 +69,7 @@ from kvplan.testing import FakeCopier, FakeNetwork, assert_copies
 from kvplan.verification import FakeMemory
 from kvplan_nixl.serving import Access, Driver, fingerprint, tls_contexts
 from tests.blocking import KEY, Answered
+from tests.bridges.vllm_objects import KVCacheConfig
 from tests.small import engine
 
 Calls = Iterable[tuple[str, Callable[..., Any], dict[str, Any]]]
@@ -251,7 +252,7 @@ def calls() -> Calls:
     yield "bridges.from_sglang", from_sglang, {**both, "pool": pool}
     observed = {"info": RankInfo("d"), "pool": pool, "written": [0], "state": (), "dtype": "float16"}
     yield "bridges.sglang_model", sglang_model, {"model_name": "m", **observed}
-    config = SimpleNamespace(kv_cache_tensors=[], kv_cache_groups=[])
+    config = KVCacheConfig([], [])
     caches: dict[str, Any] = {"kv_cache_config": config, "kv_caches": {}, "layers": {}, "kv_layout": "content"}
     yield "bridges.from_vllm", from_vllm, {**both, **caches}
     yield (

@@ -164,9 +164,7 @@ def from_vllm(
                     raise contradiction("NAME", action, "a cache for each", f"none for {name!r}")
                 first_view = len(assembly.views)
                 _add_layer(assembly, layer, _key_of(layer, model), kv_caches, layers, kv_layout)
-                # Other objects than vLLM's may know no strides.
-                if hasattr(places[name].tensor, "block_stride"):
-                    _check_place(assembly, name, first_view, places[name])
+                _check_place(assembly, name, first_view, places[name])
     return assembly.finish()
 
 

@@ -14,6 +14,18 @@ from kvplan import Context, KVPlanError, Model
 from kvplan.bridges import RankInfo, from_vllm
 from kvplan.models.layouts import ORDERS
 from kvplan.models.tensors import attention
+from tests.bridges.vllm_objects import (
+    Attention,
+    AttentionSpec,
+    CPUAttention,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+)
 from tests.engine_memory import (
     BLOCKS,
     DELTA,
@@ -41,44 +53,8 @@ from tests.engine_memory import (
 )
 from tests.stand_in import StandIn
 
-# vLLM's own objects, with the attributes that from_vllm reads. A group of UniformTypeKVCacheSpecs has a spec per layer.
-MambaSpec = attrs.make_class("MambaSpec", ["block_size", "shapes", "dtypes"])
-UniformTypeKVCacheSpecs = attrs.make_class("UniformTypeKVCacheSpecs", ["block_size", "kv_cache_specs"])
-KVCacheConfig = attrs.make_class("KVCacheConfig", ["kv_cache_tensors", "kv_cache_groups"])
-Role = attrs.make_class("Role", ["value"])
-
-
 in_content = partial(from_vllm, kv_layout="content")
 """from_vllm for caches with K and V side by side in each slot."""
-
-
-@attrs.frozen
-class AttentionSpec:
-    """vLLM's spec of attention layers, or of an indexer."""
-
-    block_size: int
-    dcp_sharded: bool = True
-    cache_role: Any = None
-
-
-@attrs.frozen
-class KVCacheGroupSpec:
-    """Layers of vLLM that share a block table."""
-
-    layer_names: Sequence[str]
-    kv_cache_spec: Any
-    enable_kv_transfer: bool = True
-
-
-@attrs.frozen
-class KVCacheTensor:
-    """Where vLLM places some layers in its allocation."""
-
-    size: int
-    layers: Sequence[str]
-    layer_stride: int
-    block_stride: int
-    offset: int = 0
 
 
 def laid_out(zeros: Any, order: str, **sizes: int) -> Any:
@@ -139,22 +115,6 @@ def test_kernel_blocks_that_do_not_divide(zeros: Any, blocks: int, slots: int, m
         in_content(GQA, RankInfo("prefill"), attrs.evolve(config, kv_cache_tensors=[placed]), by_name)
 
 
-@attrs.frozen
-class Layer:
-    """An attention layer of vLLM, with the name of its backend, and on a CPU the instruction set."""
-
-    backend: str
-    isa: str = ""
-
-    def get_attn_backend(self) -> Layer:
-        """The backend, here the layer itself."""
-        return self
-
-    def get_name(self) -> str:
-        """The backend's name."""
-        return self.backend
-
-
 def vec(half: int, slot: int, dim: Any, slots: int, dims: int) -> Any:
     """The index in a head's K (0) or V (1), as in ``reshape_and_cache`` of csrc/cpu/cpu_attn_vec.hpp."""
     return slot * dims + dim if half else dim * slots + slot
@@ -181,21 +141,26 @@ def test_attention_on_a_cpu(zeros: Any, isa: str, index: Any, kernel: int) -> No
     names = names_of(range(2))
     config, by_name = vllm(caches, names, AttentionSpec(32))
     placed = attrs.evolve(config.kv_cache_tensors[0], block_stride=32 // kernel * caches.strides[1])
-    config, layers = attrs.evolve(config, kv_cache_tensors=[placed]), dict.fromkeys(names, Layer("CPU_ATTN", isa))
+    config, layers = (
+        attrs.evolve(config, kv_cache_tensors=[placed]),
+        dict.fromkeys(names, CPUAttention("CPU_ATTN", isa=isa)),
+    )
     check(model, [from_vllm(model, RankInfo("prefill"), config, by_name, layers)], {"attn": [1]})
     stated = from_vllm(model, RankInfo("prefill"), config, by_name, kv_layout=isa.removesuffix("16"))
     assert stated == from_vllm(model, RankInfo("prefill"), config, by_name, layers)
 
 
-@pytest.mark.parametrize("layer", [Layer("CPU_ATTN"), Layer("CPU_ATTN", "neon"), Layer("CUSTOM"), None])
-def test_an_attention_backend_that_is_not_known(zeros: Any, layer: Layer | None) -> None:
+@pytest.mark.parametrize(
+    "layer", [CPUAttention("CPU_ATTN"), CPUAttention("CPU_ATTN", isa="neon"), Attention("CUSTOM"), None]
+)
+def test_an_attention_backend_that_is_not_known(zeros: Any, layer: Attention | None) -> None:
     """Nobody guesses how a head keeps K and V; a latent has but one way."""
     caches = laid_out(zeros, "LBHNC", L=3, B=BLOCKS, H=HEADS, N=8, C=2 * DIM)
     config, by_name = vllm(caches, names_of(range(3)), AttentionSpec(8))
     layers = dict.fromkeys(by_name, layer)
     with pytest.raises(KVPlanError, match=r"K and V of .*: expected kv_layout, or a layer whose backend is") as caught:
         from_vllm(GQA, RankInfo("prefill"), config, by_name, layers)
-    found = f"{layer.backend} {layer.isa}".strip() if layer else "no layer"
+    found = f"{layer.backend} {getattr(layer, 'isa', '')}".strip() if layer else "no layer"
     assert (caught.value.code, caught.value.got) == ("LAYOUT", found)
     with pytest.raises(KVPlanError, match=r"^LAYOUT: cannot read kv_layout: expected one of content, vec, amx, got"):
         from_vllm(GQA, RankInfo("prefill"), config, by_name, kv_layout="NHD")
@@ -279,7 +244,7 @@ def test_states_over_attention(zeros: Any, model: Model, order: str, are_apart: 
     raw[0, 1, : conv.nbytes] = conv.reshape(-1).view(np.int8)
     raw[0, 1, conv.nbytes : conv.nbytes + ssm.nbytes] = ssm.reshape(-1).view(np.int8)
     size = conv.nbytes + ssm.nbytes
-    spec = MambaSpec(512, (conv.shape, ssm.shape), (f"torch.{conv.dtype}", f"torch.{ssm.dtype}"))
+    spec = MambaSpec(512, shapes=(conv.shape, ssm.shape), dtypes=(f"torch.{conv.dtype}", f"torch.{ssm.dtype}"))
     names = ["backbone.layers.0.mixer", "backbone.layers.1.attn"]
     placed = [KVCacheTensor(raw.nbytes, [name], 0, page) for name in names]
     groups = [KVCacheGroupSpec([names[0]], spec), KVCacheGroupSpec([names[1]], AttentionSpec(8))]
@@ -306,12 +271,12 @@ def test_indexers(zeros: Any) -> None:
     fill_index(keys.reshape(BLOCKS, -1), TABLES["attn"])
     names = ["model.layers.0.self_attn.attn", "model.layers.0.self_attn.indexer.k_cache"]
     specs = {
-        names[0]: AttentionSpec(8, cache_role=Role("sparse")),
-        names[1]: AttentionSpec(8, cache_role=Role("indexer")),
+        names[0]: MLAAttentionSpec(8),
+        names[1]: MLAAttentionSpec(8, cache_role=SparseCacheRole.INDEXER),
     }
     placed = [KVCacheTensor(raw.nbytes, [names[0]], 0, 8 * 656)]
     placed.append(KVCacheTensor(raw.nbytes, [names[1]], 0, 8 * 132, rows_of.nbytes))
-    config = KVCacheConfig(placed, [KVCacheGroupSpec(names, UniformTypeKVCacheSpecs(8, specs))])
+    config = KVCacheConfig(placed, [KVCacheGroupSpec(names, UniformTypeKVCacheSpecs(8, kv_cache_specs=specs))])
     worker = in_content(SPARSE, RankInfo("prefill"), config, dict(zip(names, (rows_of, keys), strict=True)))
     check(SPARSE, [worker])
 
@@ -427,11 +392,11 @@ def vllm_error(zeros: Any, model: Model = GQA, info: RankInfo | None = None, **c
         ),
         ({"size": 4096}, "BOUNDS: cannot place the cache of 'model.layers.0.self_attn.attn': expected bytes below"),
         (
-            {"spec": MambaSpec(8, (), ())},
+            {"spec": MambaSpec(shapes=(), dtypes=())},
             "GROUP: cannot place layers.0.* of gqa: expected a layer that caches states, got attn",
         ),
         (
-            {"spec": AttentionSpec(8, cache_role=Role("indexer"))},
+            {"spec": MLAAttentionSpec(8, cache_role=SparseCacheRole.INDEXER)},
             "LAYOUT: cannot read the cache of layer 0: expected no indexer",
         ),
         (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,39 +12,30 @@ from kvplan import Blocks, KVPlanError, Worker, plan_reads
 from kvplan.bridges import RankInfo, from_vllm, vllm_model
 from kvplan.bridges.vllm_model import units_of
 from kvplan.bridges.vllm_rows import KEYS, PackedRow, packed_row
+from tests.bridges.vllm_objects import (
+    Attention,
+    AttentionSpec,
+    CircularBufferSpec,
+    Indexer,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SparseCacheRole,
+    config_of,
+)
 
 NAME = "model.layers.0.attn"
 BLOCKS = 12
 
 
-def rows_spec(size: int, **fields: Any) -> Any:
-    """A spec of rows of bytes that every rank has, with the fields of MLA."""
-    tokens, block = fields.pop("tokens_per_state", 1), fields.pop("block_size", 16)
-    plain = {
-        "num_kv_heads": 1,
-        "num_heads": 1,
-        "head_size": size,
-        "head_size_v": 0,
-        "dtype": "torch.uint8",
-        "cache_dtype_str": None,
-        "max_tp_shards": None,
-        "state_content_bytes": None,
-        "state_content_size_bytes": fields.get("state_content_bytes", size),
-        "num_states": block // tokens,
-    }
-    return SimpleNamespace(**{**plain, "block_size": block, "tokens_per_state": tokens, **fields})
-
-
-def module_of(backend: str, **fields: Any) -> Any:
-    """A layer with an attention backend."""
-    return SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), **fields)
+def rows_spec(size: int, **fields: Any) -> MLAAttentionSpec:
+    """A spec of rows of bytes that every rank has."""
+    return MLAAttentionSpec(**{"block_size": 16, "head_size": size, "dtype": "torch.uint8", **fields})
 
 
 def worker_of(engine: str, specs: dict[str, Any], caches: dict[str, Any], tp: int = 1, **options: Any) -> Worker:
     """The worker of a rank whose layers have a group each."""
-    groups = [SimpleNamespace(layer_names=[name], kv_cache_spec=spec) for name, spec in specs.items()]
-    tensors = [SimpleNamespace(layers=[name]) for name in specs]
-    config = SimpleNamespace(kv_cache_groups=groups, kv_cache_tensors=tensors)
+    config = config_of(specs, caches)
     modules = options.pop("layers", {})
     info = RankInfo(engine, 0, 0, tp)
     return from_vllm(vllm_model("a model", info, config, modules, **options), info, config, caches, modules)
@@ -94,7 +84,7 @@ V41 = {**V4, "state_content_bytes": 528}
         (V41, 512, PackedRow(528), "FLASHMLA_SPARSE_DSV41"),
         ({}, 132, PackedRow(128, 4), "DEEPSEEK_V4_INDEXER"),
         ({}, 68, PackedRow(64, 4), "DEEPSEEK_V41_INDEXER"),
-        ({"cache_role": SimpleNamespace(value="indexer")}, 132, PackedRow(128, 4), "OTHER"),
+        ({"cache_role": SparseCacheRole.INDEXER}, 132, PackedRow(128, 4), "OTHER"),
         ({}, 256, PackedRow(256), "STEP5_CSA_SUMMARY"),
     ],
 )
@@ -106,7 +96,7 @@ def test_a_row_arrives_with_its_scales(
     for engine, block, parts in (("prefill", 32, kernel_blocks), ("decode", 16, 1)):
         spec = rows_spec(size, tokens_per_state=4, block_size=block, **fields)
         memory, view = cache_of(block, spec, parts, padding=0 if parts > 1 else 64)
-        worker = worker_of(engine, {NAME: spec}, {NAME: view}, layers={NAME: module_of(backend)})
+        worker = worker_of(engine, {NAME: spec}, {NAME: view}, layers={NAME: Attention(backend)})
         ends.append((worker, memory))
     (source, sent), (destination, received) = ends
     expected = received.copy()
@@ -125,10 +115,10 @@ def test_a_row_arrives_with_its_scales(
     [
         ({"state_content_bytes": 600, "model_version": "deepseek_v4"}, None, {}),
         ({"state_content_bytes": 584}, None, {}),
-        ({}, module_of("SOMETHING_NEW"), {}),
+        ({}, Attention("SOMETHING_NEW"), {}),
         ({}, None, {}),
-        ({}, module_of("DEEPSEEK_V4_INDEXER"), {"tiled_keys": True}),
-        ({}, module_of("DEEPSEEK_V32_INDEXER", uses_shuffled_layout=True), {}),
+        ({}, Attention("DEEPSEEK_V4_INDEXER"), {"tiled_keys": True}),
+        ({}, Indexer("DEEPSEEK_V32_INDEXER", uses_shuffled_layout=True), {}),
     ],
 )
 def test_blocks_of_an_unknown_order_move_whole(fields: dict[str, Any], module: Any, options: dict[str, Any]) -> None:
@@ -167,9 +157,9 @@ def test_kernel_blocks_that_are_not_side_by_side() -> None:
         (rows_spec(512, tokens_per_state=4, state_content_bytes=600), [0]),
         (rows_spec(132, tokens_per_state=4), [4, 0]),
         (rows_spec(132, tokens_per_state=4, dtype="torch.bfloat16"), [4]),
-        (rows_spec(576, kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR")), [1]),
-        (SimpleNamespace(shapes=((4,),)), [1]),
-        (SimpleNamespace(uses_slot_mapping=False, has_layer_views=True, block_size=8), [1]),
+        (rows_spec(576, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), [1]),
+        (MambaSpec(shapes=((4,),), dtypes=("torch.float32",)), [1]),
+        (CircularBufferSpec(), [1]),
     ],
 )
 def test_what_a_scheduler_knows_of_a_spec(spec: Any, units: list[int]) -> None:
@@ -182,24 +172,12 @@ def test_keys(size: int, row: PackedRow) -> None:
     """A key has 32, 64 or 128 values, of one byte each with 4 bytes of scale, or of half one with a byte for 32."""
     assert row.values + row.scales == size
     assert row.scales == (4 if row.values in (128, 64) or size == 36 else row.values // 16)
-    assert packed_row(rows_spec(size), module_of("DEEPSEEK_V32_INDEXER")) == row
+    assert packed_row(rows_spec(size), Attention("DEEPSEEK_V32_INDEXER")) == row
 
 
-RING: dict[str, Any] = {
-    "uses_slot_mapping": False,
-    "has_layer_views": True,
-    "dtype": "torch.float32",
-    "head_size_v": 0,
-    "num_states": 4,
-    "block_size": 4,
-}
-
-
-def ring_spec(slots: int = 1, **fields: Any) -> Any:
+def ring_spec(slots: int = 1) -> CircularBufferSpec:
     """A spec of rings of 4 rows of 12 bytes."""
-    return SimpleNamespace(
-        **RING | {"num_heads": slots, "num_kv_heads": slots, "state_content_size_bytes": 12} | fields
-    )
+    return CircularBufferSpec(4, num_kv_heads=slots, head_size=3, head_size_v=0, dtype="torch.float32")
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
@@ -225,24 +203,24 @@ def test_a_ring_moves_whole(order: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(received, expected)
 
 
+ROWS: dict[str, Any] = {"num_kv_heads": 1, "head_size_v": 0, "tokens_per_state": 4, "dtype": "torch.float32"}
+
+
 @pytest.mark.parametrize(
     ("rows", "heads", "tensor"),
     [
-        ({"max_tp_shards": 1}, None, "layers.0.ring slot"),
-        ({"cache_dtype_str": "auto"}, None, "layers.0.ring slot"),
-        ({"heads": True}, 2, "layers.0.ring head"),
+        (AttentionSpec(16, **ROWS, max_tp_shards=1), None, "layers.0.ring slot"),
+        (MLAAttentionSpec(16, **ROWS), None, "layers.0.ring slot"),
+        (AttentionSpec(16, **ROWS), 2, "layers.0.ring head"),
         (None, None, "layers.0.tp4.0.ring slot"),
     ],
 )
-def test_ranks_divide_a_ring_as_its_rows(rows: dict[str, Any] | None, heads: int | None, tensor: str) -> None:
+def test_ranks_divide_a_ring_as_its_rows(rows: AttentionSpec | None, heads: int | None, tensor: str) -> None:
     """All have it where they have all rows, or the part of a head; without rows, equal ranks have equal parts."""
-    specs = {f"{NAME}.tail": ring_spec()}
+    specs: dict[str, Any] = {f"{NAME}.tail": ring_spec()}
     caches = {f"{NAME}.tail": np.zeros((BLOCKS, 1, 4, 3), np.float32)}
     if rows is not None:
-        spec = rows_spec(8, tokens_per_state=4, dtype="torch.float32", **rows)
-        if "heads" in rows:
-            del spec.cache_dtype_str
-        specs[NAME] = spec
+        specs[NAME] = rows
         caches[NAME] = np.zeros((BLOCKS, 1, 4, 8), np.float32)
     worker = worker_of("prefill", specs, caches, tp=4, kv_heads=lambda *_: heads)
     (view,) = [view for view in worker.views if view.name.endswith("ring")]
@@ -251,7 +229,6 @@ def test_ranks_divide_a_ring_as_its_rows(rows: dict[str, Any] | None, heads: int
 
 def test_rows_of_heads_are_divided(zeros: Any) -> None:
     """Without V, and not of MLA: each rank has the rows of its heads, as Inkling's convolutions do."""
-    spec = rows_spec(8, dtype="torch.float32", num_kv_heads=2, num_heads=2)
-    del spec.cache_dtype_str
+    spec = AttentionSpec(16, head_size_v=0, dtype="torch.float32")
     worker = worker_of("prefill", {NAME: spec}, {NAME: zeros(BLOCKS, 2, 16, 8, dtype=np.float32)}, tp=2)
     assert str(worker.views[0].axes[0]).startswith("head [0, 2) of 4")

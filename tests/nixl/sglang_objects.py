@@ -1,6 +1,6 @@
 """SGLang's objects where SGLang is not: of each class what the plugin reads, and no more.
 
-``tests/engines/test_sglang_objects.py`` holds them to SGLang's own classes.
+``tests/engines/test_stand_ins.py`` holds them to SGLang's own classes.
 """
 
 from __future__ import annotations

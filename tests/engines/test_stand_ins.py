@@ -1,4 +1,7 @@
-"""The stand-ins of ``tests/nixl/sglang_objects.py`` have nothing that SGLang's own classes lack."""
+"""Stand-ins for engines' objects have nothing that the engines' own classes lack.
+
+They are in ``tests/nixl/sglang_objects.py`` and ``tests/bridges/vllm_objects.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from typing import Any
 import attrs
 import pytest
 
+from tests.bridges import vllm_objects
 from tests.engines.models import build
 from tests.nixl import sglang_objects as ours
 
@@ -23,6 +27,7 @@ os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang.srt.runtime_context", reason="needs SGLang")
+interface = pytest.importorskip("vllm.v1.kv_cache_interface", reason="needs vLLM")
 
 CLASSES = {
     "configs.model_config": "ModelConfig",
@@ -72,7 +77,7 @@ def attributes(cls: type) -> set[str]:
     found = {*dir(cls)}
     for base in cls.__mro__[:-1]:
         found |= {*vars(base).get("__annotations__", {})}
-        if base.__module__.startswith(("sglang", "tests")):
+        if base.__module__.startswith(("sglang", "vllm", "tests")):
             nodes = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base))))
             found |= {
                 node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
@@ -83,6 +88,37 @@ def attributes(cls: type) -> set[str]:
 @pytest.mark.parametrize(("module", "name"), named(CLASSES))
 def test_a_stand_in_has_what_its_class_has(module: str, name: str) -> None:
     assert attributes(getattr(ours, name)) <= attributes(of_sglang(module, name))
+
+
+VLLM = """
+    KVCacheSpec AttentionSpec SlidingWindowSpec MLAAttentionSpec CircularBufferSpec MambaSpec UniformTypeKVCacheSpecs
+    KVCacheGroupSpec KVCacheTensor KVCacheConfig
+"""
+
+
+@pytest.mark.parametrize("name", VLLM.split())
+def test_a_stand_in_has_what_vllm_s_class_has(name: str) -> None:
+    assert attributes(getattr(vllm_objects, name)) <= attributes(getattr(interface, name))
+
+
+@pytest.mark.parametrize("name", ["KVQuantMode", "SparseCacheRole", "MambaAttentionBackendEnum"])
+def test_members_of_an_enum_of_vllm_s(name: str) -> None:
+    theirs = getattr(interface, name).__members__
+    for member in getattr(vllm_objects, name):
+        assert member.name in theirs
+        assert name == "MambaAttentionBackendEnum" or theirs[member.name].value == member.value
+
+
+@pytest.mark.parametrize("name", ["AttentionSpec", "MLAAttentionSpec", "CircularBufferSpec"])
+@pytest.mark.parametrize("fields", [{}, {"tokens_per_state": 4}, {"head_size_v": 0}, {"state_content_bytes": 24}])
+def test_sizes_of_a_spec(name: str, fields: dict[str, Any]) -> None:
+    """Those of a block, and whether it has slots of tokens, are the same of the same fields."""
+    fields = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, **fields}
+    theirs = getattr(interface, name)(**fields, dtype=torch.float32)
+    own = getattr(vllm_objects, name)(**fields, dtype="torch.float32")
+    sizes = ("num_heads", "num_states", "state_content_size_bytes", "head_size_v", "uses_slot_mapping")
+    for each in (*sizes, "has_layer_views", "dcp_sharded", "max_tp_shards", "tokens_per_state"):
+        assert getattr(own, each) == getattr(theirs, each), each
 
 
 def test_a_queue_has_what_both_of_sglang_s_have() -> None:
