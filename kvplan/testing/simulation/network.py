@@ -139,7 +139,8 @@ class Network:
             if server is not None:
                 server.answer(path, message, lambda _: None)
 
-        self.loop.at(self.loop.now + 0.01 * draw.random(), deliver)
+        # before the message itself: a claim that has ended is not brought back
+        self.loop.at(self.loop.now + 0.0002 * draw.random(), deliver)
 
     def send_breach(self, address: str, path: str, sent: bytes) -> None:
         """Send a message with a field that breaks its format, sometimes, which must be refused."""
