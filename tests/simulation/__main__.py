@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from contextlib import nullcontext
 
 import attrs
 
@@ -20,6 +21,7 @@ from tests.simulation.faults import (
     HYBRID_FAULTS,
     HYBRID_SGLANG_FAULTS,
     HYBRID_VLLM_FAULTS,
+    LIMIT_FAULTS,
     RESEND_S,
     SENT_AGAIN_FAULTS,
     SENT_AGAIN_ROOM_FAULTS,
@@ -32,6 +34,7 @@ from tests.simulation.faults import (
     VLLM_FAULTS,
     VLLM_ROOM_FAULTS,
 )
+from tests.simulation.limits import small_limits
 from tests.simulation.sglang_connector import sglang_fleets
 from tests.simulation.staged_connector import StagedConnector, choosing_fleets
 from tests.simulation.store_connector import StoreFleets
@@ -57,12 +60,13 @@ def main(num_seeds: int = 100, part: str = "") -> None:
     planted += [(vllm_room_fleets(), fault) for fault in FEATURE_ROOM_FAULTS]
     planted += [(Simulation(VllmConnector), fault) for fault in FEATURE_VLLM_FAULTS]
     planted += [(StoreFleets(), fault) for fault in STORE_FAULTS]
+    planted += [(vllm_room_fleets(), fault) for fault in LIMIT_FAULTS]
     for simulation, fault in planted:
         if part not in fault.name:
             continue
         began = time.perf_counter()
         outcome = None
-        with fault.planted():
+        with fault.planted(), small_limits() if fault in LIMIT_FAULTS else nullcontext():
             for seed in range(num_seeds):
                 outcome = simulation.run(attrs.evolve(fault, seed=seed).scenario)
                 if outcome.error is not None:

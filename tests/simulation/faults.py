@@ -212,7 +212,7 @@ STAGING_FAULTS = [
     Fault("two layouts share a staging region", Pipeline, "_begin_chunk", "if self._under_way:", "if False:", seed=1, rule="CRASH"),
     Fault("copies are not awaited", Pipeline, "_steps", "not self._copier.done(ticket)", "False and (yield)", seed=1, rule="OWN"),
     Fault("what is staged is read directly too", reads.Reads, "_poll_pipeline", "transfer.num_bytes > 0 or ", "", seed=71, rule="GROW"),
-    Fault("a region that stalls is waited for", reads.Reads, "_poll_pipeline", "if now - self._last_chunk_at < STALL_S", "if True"),
+    Fault("a region that stalls is waited for", reads.Reads, "_poll_pipeline", "if now - self._last_chunk_at < STALL_S", "if True", seed=47, rule="AGAIN"),
     Fault("a staged transfer that fails goes on", Pipeline, "_poll_transfers", "status is not Status.DONE", "False", seed=90, rule="OWN"),
 ]  # fmt: skip
 
@@ -334,7 +334,16 @@ FEATURE_FAULTS += [
     Fault("a second start is read while the first one answers", peer_engines.PeerEngines, "_plan", "await self._refuse_beside(source, start, min(ANSWER_S, timeout_s / 2 / len(earlier)))", "pass", seed=3, rule="START", features=Feature.RIVALS),
     Fault("a block is read in part that another connector stores", Importer, "_check_siblings", "if self.siblings:", "if False:", seed=1, rule="OWN", model="windows", features=Feature.SIBLINGS),
 ]  # fmt: skip
+LIMIT_FAULTS = [
+    Fault("ends of claims that do not fit a message are lost", claims.SourceClaims, "take_message", "for claim in message.done:\n        del self._done[claim]", "self._done.clear()", seed=1, rule="LINGER", features=BURSTS | Feature.CHILDREN),
+    Fault("rooms that do not fit a question are not asked for", rooms.Rooms, "_run", "range(0, len(asked), MAX_ASKED)", "range(0, 1, MAX_ASKED)", seed=13, rule="AGAIN"),
+    Fault("a handshake that has to wait never begins", peer_engines.PeerEngines, "_advance", "self._begin_handshake(peer)", "pass", seed=41, rule="END"),
+]  # fmt: skip
+"""Faults that fleets with :func:`~tests.simulation.limits.small_limits` find."""
+
 FEATURE_VLLM_FAULTS = [
+    Fault("prefill goes on after a prompt that was shortened", Scheduler, "_stop_short", "request.max_tokens = 1", "pass", seed=1, rule="RIGHT", model="states", features=Feature.LONG_PREFILLS),
+    Fault("a prompt with an answer has no digest of its own", Scheduler, "_finish", "prefixes[num_prompt] = self._state.prompt_of(request, num_prompt)", "pass", seed=1, rule="RIGHT", features=Feature.LONG_PREFILLS),
     Fault("the importer hears of no sibling", Scheduler, "set_siblings", "self._importer.siblings = siblings", "pass", seed=1, rule="OWN", model="windows", features=Feature.SIBLINGS),
     Fault("answers are lent as prompts are", Scheduler, "_finish", "first_s=None if is_computed(request) else ttl_s", "first_s=None", seed=0, rule="END", features=TURNS),
     Fault("no answer gives way", Scheduler, "_give_way", "given = exporter.give_way(num_blocks)", "given = ()", seed=0, rule="END", features=TURNS),
@@ -362,6 +371,8 @@ FEATURE_ROOM_FAULTS = [
     Fault("a salt counts after the first token", ENGINE_STATE.EngineState, "prompt_of", "or not position", "and position", seed=2, rule="OWN", features=Feature.FACTS),
     Fault("malformed answers of rooms end their coroutine", rooms.Rooms, "_run", "except KVPlanError as error:", "except KVPlanError as error:\n            if error.code == 'MESSAGE':\n                raise", seed=1, rule="CRASH", features=Feature.GARBLED_MESSAGES),
     Fault("a restarted server of rooms is not noticed", rooms.Rooms, "_deliver", "subscription.start or answer.start", "subscription.start and answer.start", seed=1, rule="END", features=BURSTS | Feature.RESTARTS),
+    Fault("a lease ends of a request that is gone", Exporter, "step", "export is None or ", "", seed=24, rule="CRASH", features=Feature.HANGUPS),
+    Fault("a request that is given up is reported while a part is read", reads.Reads, "_refuse", "if reads.is_under_way:", "if not reads.is_under_way:", seed=3, rule="CRASH", features=Feature.HANGUPS),
     Fault("a request with a wrong address waits", Importer, "refuse", "record.refusal or error", "record.refusal", seed=0, rule="END", features=Feature.BAD_FIELDS),
 ]  # fmt: skip
 

@@ -67,8 +67,8 @@ VALUES = {
 PREFILL, DECODE, MANAGER, BOOTSTRAP, SETTINGS = stand_in(
     "sglang", ("prefill", "decode", "manager", "bootstrap", "settings"), VALUES
 )
-SGLANG_FEATURES = ~(Feature.PREEMPTION | Feature.UPDATES | Feature.SIBLINGS)
-"""SGLang's engines preempt no request that they compute for others; the plugin hears of no update and no sibling."""
+SGLANG_FEATURES = ~(Feature.PREEMPTION | Feature.UPDATES | Feature.SIBLINGS | Feature.LONG_PREFILLS)
+"""SGLang's prefill preempts no request and generates one token; the plugin hears of no update and no sibling."""
 ASK_S = 0.2
 """Seconds between two questions about rooms, which are most of what happens while requests wait."""
 

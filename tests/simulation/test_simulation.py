@@ -36,6 +36,7 @@ from tests.simulation.faults import (
     HYBRID_FAULTS,
     HYBRID_SGLANG_FAULTS,
     HYBRID_VLLM_FAULTS,
+    LIMIT_FAULTS,
     RESEND_S,
     SENT_AGAIN_FAULTS,
     SENT_AGAIN_ROOM_FAULTS,
@@ -50,6 +51,7 @@ from tests.simulation.faults import (
     VLLM_ROOM_FAULTS,
     Fault,
 )
+from tests.simulation.limits import small_limits
 from tests.simulation.sglang_connector import SGLANG_FEATURES, sglang_fleets
 from tests.simulation.staged_connector import StagedConnector, choosing_fleets
 from tests.simulation.verified_connector import VerifiedConnector, vllm_verified_fleets
@@ -299,6 +301,21 @@ def test_a_fault_of_a_feature_is_found_in_vllm_s_connector(vllm: Simulation, fau
     test_a_fault_of_a_feature_is_found(vllm, fault)
 
 
+@pytest.mark.parametrize("fault", LIMIT_FAULTS, ids=[fault.name for fault in LIMIT_FAULTS])
+def test_a_fault_at_a_limit_is_found(vllm_rooms: Simulation, fault: Fault) -> None:
+    """Where lists, questions and handshakes have room for one or two, and not where they have room for all."""
+    with small_limits():
+        test_a_planted_fault_is_found(vllm_rooms, fault)
+    with fault.planted():
+        assert vllm_rooms.run(fault.scenario).rule == ""
+
+
+def test_a_request_with_a_malformed_address_does_not_wait_for_the_server_of_its_room(vllm_rooms: Simulation) -> None:
+    """That server may restart; the request waits for another one, which does not answer."""
+    outcome = vllm_rooms.run(Scenario.of(1005, features=Feature.RESTARTS | Feature.BAD_FIELDS))
+    assert outcome.rule == "", str(outcome)
+
+
 def test_a_next_turn_is_read_from_the_answer_of_decode(vllm: Simulation, simulation: Simulation) -> None:
     """Prefill reads, and an answer gives way or is read; a request comes again under the name of another one."""
     for fleets in (vllm, simulation):
@@ -441,6 +458,7 @@ def test_the_page_counts_the_faults_that_are_found() -> None:
         [*SGLANG_FAULTS, *STAGE_FAULTS],
         [*STAGING_FAULTS, *CHOICE_FAULTS, *DIGEST_FAULTS, *VLLM_DIGEST_FAULTS],
         [*FEATURE_FAULTS, *FEATURE_VLLM_FAULTS, *FEATURE_ROOM_FAULTS],
+        LIMIT_FAULTS,
         [*SENT_AGAIN_FAULTS, *SENT_AGAIN_ROOM_FAULTS, *SENT_AGAIN_SGLANG_FAULTS],
         STORE_FAULTS,
     )

@@ -214,6 +214,15 @@ class SeenRequest:
         self._request.num_prompt = number
 
     @property
+    def max_tokens(self) -> int:
+        """The length of the answer, which the connector may shorten too."""
+        return self._request.num_answer
+
+    @max_tokens.setter
+    def max_tokens(self, number: int) -> None:
+        self._request.num_answer = number
+
+    @property
     def num_tokens(self) -> int:
         """The tokens that are known."""
         return len(self._request.tokens)

@@ -148,6 +148,7 @@ class EngineRequest:
         """Leave the last token of the prompt to the engine that goes on."""
         del self.tokens[-1]
         self.num_prompt -= 1
+        self.num_answer = 1
 
     def add_token(self) -> None:
         """Generate the next token."""

@@ -18,7 +18,7 @@ class Feature(enum.Flag):
     """What engines, clients and transfers of a fleet do beside the usual.
 
     >>> print(Feature.of(7))
-    Feature.HELD_TRANSFERS|LOST_ENGINES|TURNS|SINKS
+    Feature.HELD_TRANSFERS|LOST_ENGINES|TURNS|SINKS|LONG_PREFILLS
     """
 
     BURSTS = enum.auto()
@@ -88,6 +88,12 @@ class Feature(enum.Flag):
 
     RIVALS = enum.auto()
     """Nothing goes wrong but that each prefill engine is started twice, under one name."""
+
+    LONG_PREFILLS = enum.auto()
+    """Proxies leave ``max_tokens`` as it is, so that prefill generates more than one token."""
+
+    HANGUPS = enum.auto()
+    """Clients hang up, and proxies abort a request in all its engines at almost the same time."""
 
     STORE = enum.auto()
     """Engines save what they have computed in a store, and load prefixes from it.

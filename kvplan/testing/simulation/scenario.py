@@ -91,7 +91,8 @@ class Turn:
 class Arrival:
     """A request that comes to a prefill engine, and then to those that read it.
 
-    Its client aborts prefill after ``patience_s``. Its ``turns`` follow each answer that is kept.
+    Prefill generates ``num_generated`` tokens, and its client aborts it after ``patience_s``. Its
+    ``turns`` follow each answer that is kept.
     A second ``attempt`` is another request of the same name, which comes when the engine has freed
     the blocks of the first one. A child comes with the parameters of the request ``child_of``.
     """
@@ -107,6 +108,7 @@ class Arrival:
     turns: tuple[Turn, ...] = ()
     attempt: int = 0
     child_of: str = ""
+    num_generated: int = 1
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -267,6 +269,14 @@ class Scenario:
             start <= ends_at and stop > begins_at
             for incident in self.incidents
             for start, stop in _disturbed(incident)
+        )
+
+    def is_slow(self, engine: str, begins_at: float, ends_at: float) -> bool:
+        """Return whether transfers from an engine may be slow that begin between two times."""
+        return any(
+            item.begins_at <= ends_at and item.ends_at > begins_at
+            for item in self.incidents
+            if isinstance(item, Trouble) and item.source in ("*", engine)
         )
 
     def has_rivals_alone(self, until_s: float) -> bool:
@@ -524,6 +534,28 @@ def _with_children(arrivals: list[Arrival], draw: random.Random) -> list[Arrival
     return families
 
 
+def _with_long_prefills(arrivals: list[Arrival], draw: random.Random) -> list[Arrival]:
+    """Let prefill go on with most answers, which it need not."""
+    return [
+        attrs.evolve(arrival, num_generated=draw.choice((1, 2, MAX_ANSWER))) for arrival in arrivals
+    ]
+
+
+def _with_hangups(arrivals: list[Arrival], draw: random.Random) -> list[Arrival]:
+    """Let half of all requests be aborted everywhere, where they are read at first."""
+    changed = list[Arrival]()
+    for arrival in arrivals:
+        if draw.random() < 0.5:
+            patience_s = draw.choice((0.02, 0.1, 1.0)) * draw.random()
+            visits = [
+                attrs.evolve(visit, delay_s=0.0, patience_s=patience_s) for visit in arrival.visits
+            ]
+            patience_s += draw.choice((0.005, 0.1)) * draw.random()
+            arrival = attrs.evolve(arrival, visits=tuple(visits), patience_s=patience_s)
+        changed.append(arrival)
+    return changed
+
+
 def _with_rivals(scenario: Scenario, draw: random.Random) -> Scenario:
     """Start prefill engines twice when a request comes, in place of all that goes wrong."""
     arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
@@ -618,6 +650,8 @@ _CHANGES: Final = MappingProxyType(
         Feature.REPEATS: _arrivals(_with_repeats),
         Feature.CHILDREN: _arrivals(_with_children),
         Feature.UPDATES: _with_updates,
+        Feature.LONG_PREFILLS: _arrivals(_with_long_prefills),
+        Feature.HANGUPS: _arrivals(_with_hangups),
         Feature.STORE: _with_store,
     }
 )
