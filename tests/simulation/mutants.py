@@ -4,6 +4,7 @@
 two arguments that change places, a statement that is left out. Each is made in a process of its own, which first runs
 fleets of a fixed set of seeds and then, if all rules hold, the unit tests of the code. It prints what survives, and the
 score. With ``--fleets 60`` there are no unit tests, and each mutant gets 60 seconds of fleets: what only fleets notice.
+Of those of the first seeds it gets the fleets that run the changed statement, which one pass without changes has found.
 
 What only messages and logs say does not change, nor do :data:`EQUIVALENT` statements.
 """
@@ -19,6 +20,7 @@ import importlib.machinery
 import importlib.util
 import logging
 import os
+import pickle
 import random
 import re
 import resource
@@ -27,13 +29,20 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import pytest
+
+if TYPE_CHECKING:
+    from kvplan.testing.simulation import FleetOutcome, Simulation
+
+T = TypeVar("T")
 
 CONNECTOR_TESTS = (
     "tests/test_bad_values.py",
@@ -108,21 +117,42 @@ EQUIVALENT = {
 """Arguments and code whose change changes no answer, and why."""
 
 OPTIONS = ("-q", "-x", "--no-header", "-p", "no:cacheprovider")
+FLEETS = {
+    "kvplan.": ("leases", "vllm", "vllm rooms again", "sglang", "staged", "choosing"),
+    "kvplan_nixl.vllm.": ("vllm", "vllm rooms again"),
+    "kvplan_nixl.sglang.": ("sglang",),
+}
+"""The fleets of each package that run before the unit tests."""
+
 NUM_SEEDS = 8
+NUM_REACHED_SEEDS = 80
 LIMIT_S = 150
 PROCESSOR_S = 50
 """Seconds by the clock, and of a processor, after which a mutant has hung."""
 
+REACHED_S = 600
+"""The same of the fleets without changes."""
+
+Statement = tuple[str, int]
+"""A statement of a function: its module, and the line at which it begins."""
+
+Fleet = tuple[str, int]
+"""The name of a simulation, and a seed."""
+
+RUN: set[Statement] = set()
+"""The statements that have run, in modules whose sources are marked."""
+
 
 @attrs.frozen
 class Mutant:
-    """A change of a module: the node of its syntax tree by its number, and its new text."""
+    """A change of a module, in the statement that begins at a line, and the module's new text."""
 
     module: str
     line: int
     old: str
     new: str
     source: str
+    statement: int
 
     def __str__(self) -> str:
         return f"{self.module}:{self.line}: {self.old} -> {self.new}"
@@ -189,6 +219,10 @@ def mutants_of(module: str) -> list[Mutant]:
     tree = ast.parse(source_of(module))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name not in TEXTS]
     nodes = [part for function in functions for part in parts(function)]
+    # inner statements come later
+    statements = {
+        id(part): each.lineno for each in ast.walk(tree) if isinstance(each, ast.stmt) for part in ast.walk(each)
+    }
     mutants = []
     for node in {id(node): node for node in nodes}.values():
         for change in changes(node):
@@ -206,18 +240,18 @@ def mutants_of(module: str) -> list[Mutant]:
             node.__class__ = kind
             vars(node).clear()
             vars(node).update(fields)
-            mutants.append(Mutant(module, fields["lineno"], old, new, source))
+            mutants.append(Mutant(module, fields["lineno"], old, new, source, statements[id(node)]))
     return mutants
 
 
 class Planter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Loads a mutant in the place of its module."""
+    """Loads modules from other sources than their own."""
 
-    def __init__(self, mutant: Mutant) -> None:
-        self._mutant = mutant
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self._sources = sources
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != self._mutant.module:
+        if name not in self._sources:
             return None
         return importlib.util.spec_from_loader(name, self)
 
@@ -225,102 +259,164 @@ class Planter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        exec(compile(self._mutant.source, f"<{self._mutant}>", "exec"), module.__dict__)
+        module.__dict__["run_statement"] = RUN.add
+        exec(compile(self._sources[module.__name__], f"<{module.__name__}>", "exec"), module.__dict__)
 
 
-def verdict(mutant: Mutant, fleets_s: float | None) -> str:
-    """What notices a mutant: the rule that a fleet breaks, or the unit tests; nothing if it survives."""
-    sys.meta_path.insert(0, Planter(mutant))
+def marked_source(module: str) -> str:
+    """The source of a module that notes in :data:`RUN` which statements of its functions run."""
+    tree = ast.parse(source_of(module))
+    for node in [*ast.walk(tree)]:
+        if isinstance(node, ast.Module | ast.ClassDef):
+            continue
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if isinstance(block, list):
+                marks = [ast.parse(f"run_statement(({module!r}, {each.lineno}))").body[0] for each in block]
+                setattr(node, field, [part for pair in zip(marks, block, strict=True) for part in pair])
+    return ast.unparse(tree)
+
+
+def make_fleets() -> dict[str, Simulation]:
+    """The simulations by name."""
+    from kvplan.testing.simulation import LeaseConnector, Simulation
+    from tests.simulation.faults import RESEND_S
+    from tests.simulation.sglang_connector import sglang_fleets
+    from tests.simulation.staged_connector import StagedConnector, choosing_fleets
+    from tests.simulation.verified_connector import VerifiedConnector, vllm_verified_fleets
+    from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
+
+    return {
+        "leases": Simulation(LeaseConnector),
+        "vllm": Simulation(VllmConnector),
+        "vllm rooms again": vllm_room_fleets(RESEND_S),
+        "sglang": sglang_fleets(RESEND_S),
+        "staged": Simulation(StagedConnector),
+        "choosing": choosing_fleets(),
+        # where requests do not come again to the next start of an engine, others wait for them
+        "vllm rooms": vllm_room_fleets(),
+        "vllm rooms with small limits": vllm_room_fleets(),
+        "sglang stages": sglang_fleets(RESEND_S),
+        "verified": Simulation(VerifiedConnector),
+        "vllm verified": vllm_verified_fleets(),
+    }
+
+
+def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int, *, is_plain: bool = False) -> FleetOutcome:
+    """Run a fleet with the features of its seed, and one of the models unless it is plain."""
+    from kvplan.testing.simulation import MODELS, Feature, Scenario
+    from kvplan.testing.simulation.catalog import NO_STAGES
+    from tests.simulation.faults import TWO_STAGES
+    from tests.simulation.limits import small_limits
+    from tests.simulation.sglang_connector import SGLANG_FEATURES
+
+    features = Feature.of(seed) & (SGLANG_FEATURES if name.startswith("sglang") else ~Feature(0))
+    models = ["attention"] if is_plain or name in ("staged", "verified") else [*MODELS]
+    stages = TWO_STAGES if name.endswith("stages") else NO_STAGES
+    scenario = Scenario.of(seed, MODELS[models[seed % len(models)]], stages, features=features)
+    with small_limits() if name.endswith("limits") else nullcontext():
+        return fleets[name].run(scenario)
+
+
+def reached() -> dict[Statement, list[Fleet]]:
+    """The fleets that run each statement. One that breaks a rule without any change is left out."""
+    sys.meta_path.insert(0, Planter({module: marked_source(module) for module in TESTS}))
+    logging.disable(logging.CRITICAL)
+    fleets = make_fleets()
+    reached: dict[Statement, list[Fleet]] = {}
+    for seed in range(NUM_REACHED_SEEDS):
+        for name in fleets:
+            # digests cost as much as five other fleets
+            if name.endswith("verified") and seed % 5:
+                continue
+            RUN.clear()
+            outcome = outcome_of(fleets, name, seed)
+            if outcome.error is not None:
+                print(f"without a change: {name}: {outcome}", file=sys.stderr, flush=True)
+                continue
+            for statement in RUN:
+                reached.setdefault(statement, []).append((name, seed))
+    return reached
+
+
+def verdict(mutant: Mutant, fleets_s: float | None, chosen: Sequence[Fleet]) -> str:
+    """What notices a mutant: the rule that a fleet breaks, or the unit tests, if it does not survive."""
+    sys.meta_path.insert(0, Planter({mutant.module: mutant.source}))
     logging.disable(logging.CRITICAL)
     try:
-        from kvplan.testing.simulation import MODELS, Feature, LeaseConnector, Scenario, Simulation
-        from tests.simulation.faults import RESEND_S
-        from tests.simulation.sglang_connector import SGLANG_FEATURES, sglang_fleets
-        from tests.simulation.staged_connector import StagedConnector, choosing_fleets
-        from tests.simulation.verified_connector import VerifiedConnector, vllm_verified_fleets
-        from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
+        fleets = make_fleets()
     except Exception as error:
         return f"import: {error!r}"
-    sglang = sglang_fleets(RESEND_S)
-    vllm = [Simulation(VllmConnector), vllm_room_fleets(RESEND_S)]
-    staged, verified = Simulation(StagedConnector), Simulation(VerifiedConnector)
-    vllm_verified = vllm_verified_fleets()
-    everywhere = [Simulation(LeaseConnector), *vllm, sglang, staged, choosing_fleets()]
-    simulations = {"kvplan.": everywhere, "kvplan_nixl.vllm.": vllm, "kvplan_nixl.sglang.": [sglang]}
-    (chosen,) = (chosen for prefix, chosen in simulations.items() if mutant.module.startswith(prefix))
-    if fleets_s is not None and chosen is everywhere:
-        chosen = [*chosen, verified]
-    if fleets_s is not None and chosen[0] is not sglang:
-        # where requests do not come again to the next start of an engine, others wait for them
-        chosen = [*chosen, vllm_room_fleets(), vllm_verified]
-    for seed in range(NUM_SEEDS if fleets_s is None else 100_000):
-        for simulation in chosen:
-            # digests cost as much as 15 other fleets
-            if simulation in (verified, vllm_verified) and seed % 8:
-                continue
-            if fleets_s is not None and time.process_time() > fleets_s:
-                return ""
-            features = Feature.of(seed) & (SGLANG_FEATURES if simulation is sglang else ~Feature(0))
-            is_plain = fleets_s is None or simulation in (staged, verified)
-            model = "attention" if is_plain else [*MODELS][seed % len(MODELS)]
-            outcome = simulation.run(Scenario.of(seed, MODELS[model], features=features))
-            if outcome.error is not None:
-                return f"{outcome.rule} {seed}"
+    for name, seed in chosen:
+        if fleets_s is not None and time.process_time() > fleets_s:
+            return "survives"
+        outcome = outcome_of(fleets, name, seed, is_plain=fleets_s is None)
+        if outcome.error is not None:
+            return f"{outcome.rule} {seed} {name}"
+    if fleets_s is not None:
+        return "survives"
     logging.disable(logging.NOTSET)
-    return "unit tests" if pytest.main([*OPTIONS, *TESTS[mutant.module]]) != 0 else ""
+    return "unit tests" if pytest.main([*OPTIONS, *TESTS[mutant.module]]) != 0 else "survives"
 
 
-def judge(mutant: Mutant, fleets_s: float | None = None) -> str:
-    """The verdict on a mutant, from a process of its own; one that hangs is noticed."""
+def in_a_process(limit_s: int, clock_s: int, call: Callable[[], T]) -> T | str:
+    """What a call returns in a process of its own, nothing from one that ends or hangs."""
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
         os.setsid()
-        limit_s = round(PROCESSOR_S + (fleets_s or 0.0))
-        signal.alarm(LIMIT_S if fleets_s is None else 4 * limit_s)
+        signal.alarm(clock_s)
         resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
         os.close(reading)
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
-        os.dup2(silent, 2)
-        os.write(writing, (verdict(mutant, fleets_s) or "survives").encode())
+        with os.fdopen(writing, "wb") as answer:
+            pickle.dump(call(), answer)
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as answer:
-        text = answer.read().decode()
+        data = answer.read()
     os.waitpid(process, 0)
-    return text or "ends the process, or hangs"
+    return pickle.loads(data) if data else ""
 
 
 def main() -> None:
     """Judge a sample of mutants."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="mutants to draw")
-    parser.add_argument("--seed", type=int, default=1, help="the seed of the sample")
+    parser.add_argument("--seed", type=int, default=[1], nargs="+", help="the seed of each sample")
     parser.add_argument("--part", default="", help="a regular expression for the modules' names")
     parser.add_argument("--fleets", type=float, help="seconds of fleets for each, and no unit tests")
     options = parser.parse_args()
     modules = [module for module in TESTS if re.search(options.part, module)]
-    for tests in {TESTS[module] for module in modules if options.fleets is None}:
-        # tests that fail in any case would notice everything
-        subprocess.run([sys.executable, "-m", "pytest", *OPTIONS, *tests], check=True)
-    if options.fleets is not None:
-        # and so would fleets that break a rule in any case
-        for module in {module.rpartition(".")[0]: module for module in modules}.values():
-            text = judge(Mutant(module, 0, "", "", source_of(module)), options.fleets)
-            if text != "survives":
-                sys.exit(f"{text}: {module}, without a change")
+    by_statement: Any = {}
+    if options.fleets is None:
+        for tests in {TESTS[module] for module in modules}:
+            # tests that fail in any case would notice everything
+            subprocess.run([sys.executable, "-m", "pytest", *OPTIONS, *tests], check=True)
+    else:
+        by_statement = in_a_process(REACHED_S, 4 * REACHED_S, reached) or sys.exit("no answer")
     mutants = [mutant for module in modules for mutant in mutants_of(module)]
     print(f"{len(mutants)} mutants", flush=True)
-    sample = random.Random(options.seed).sample(mutants, min(options.count, len(mutants)))
-    verdicts = Counter[str]()
-    for number, mutant in enumerate(sample):
-        began = time.perf_counter()
-        text = judge(mutant, options.fleets)
-        verdicts[text.partition(":")[0].partition(" ")[0]] += 1
-        print(f"{number} {text}: {mutant} ({time.perf_counter() - began:.0f} s)", flush=True)
-    num_noticed = verdicts.total() - verdicts["survives"]
-    print(dict(verdicts.most_common()), f"score {num_noticed / verdicts.total():.1%}", flush=True)
+    limit_s = round(PROCESSOR_S + (options.fleets or 0.0))
+    clock_s = LIMIT_S if options.fleets is None else 4 * limit_s
+    for seed in options.seed:
+        verdicts = Counter[str]()
+        sample = random.Random(seed).sample(mutants, min(options.count, len(mutants)))
+        for number, mutant in enumerate(sample):
+            if options.fleets is None:
+                (names,) = (names for prefix, names in FLEETS.items() if mutant.module.startswith(prefix))
+                chosen = [(name, fleet) for fleet in range(NUM_SEEDS) for name in names]
+            else:
+                chosen = by_statement.get((mutant.module, mutant.statement), [])
+            began = time.perf_counter()
+            text = in_a_process(limit_s, clock_s, partial(verdict, mutant, options.fleets, chosen))
+            text = (text or "ends the process, or hangs").strip()
+            verdicts[text.partition(":")[0].partition(" ")[0]] += 1
+            seconds = time.perf_counter() - began
+            print(f"{number} {text}, of {len(chosen)} fleets: {mutant} ({seconds:.0f} s)", flush=True)
+        num_noticed = verdicts.total() - verdicts["survives"]
+        print(f"seed {seed}:", dict(verdicts.most_common()), f"score {num_noticed / verdicts.total():.1%}", flush=True)
 
 
 if __name__ == "__main__":
