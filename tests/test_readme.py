@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
+from kvplan.models.layouts import ORDERS
 from kvplan.models.model import Model
 from tests.conftest import Cli
 from tests.engines import outcomes
@@ -15,6 +17,41 @@ from tests.pages import ROOT, commands, fences, wrong_command, wrong_prints
 PAGE = ROOT / "README.md"
 README = PAGE.read_text()
 COMMANDS = list(commands(PAGE))
+
+DIFFERENCES = {
+    "tensor parallelism": [
+        ("llama-3.1-8b", "tp=2", "tp=3"),
+        ("llama-3.1-8b", "tp=16", "tp=4"),
+        ("granite-4.0-h-tiny", "tp=4", "tp=2"),
+    ],
+    "pipeline parallelism": [("llama-3.1-8b", "pp=2", "pp=3"), ("granite-4.0-h-tiny", "stages=1+3", "pp=2,tp=2")],
+    "context parallelism": [
+        ("llama-3.1-8b", "pcp=2,dcp=2,interleave=16", "pcp=3,dcp=3"),
+        ("llama-3.1-8b", "tp=16,dcp=2", "tp=2"),
+    ],
+    "block size": [("llama-3.1-8b", "block=48", "block=32"), ("granite-4.0-h-tiny", "block=16", "block=64")],
+    "axis order": [("llama-3.1-8b", f"layout={a}", f"layout={b}") for a, b in pairwise(ORDERS)],
+    "K and V": [("llama-3.1-8b", "kv=content", "kv=split"), ("granite-4.0-h-tiny", "kv=axis", "kv=content")],
+    "layers": [
+        ("llama-3.1-8b", "layout=LBHNC", "layout=BLHNC"),
+        ("granite-4.0-h-tiny", "layout=BHLNC", "layout=LHBNC"),
+    ],
+    "pools": [
+        ("granite-4.0-h-tiny", "shared=1", "shared=0"),
+        ("granite-4.0-h-tiny", "shared=1,tp=2", "shared=1,tp=4,layout=BLHNC"),
+    ],
+    "padding, kernel blocks": [
+        ("llama-3.1-8b", "pad=0", "pad=4096"),
+        ("llama-3.1-8b", "block=64,kernel=16", "block=64"),
+    ],
+    "scales": [
+        ("llama-3.1-8b", "scales=inline", "scales=page"),
+        ("granite-4.0-h-tiny", "scales=page", "scales=region,tp=2"),
+    ],
+    "caches": [("deepseek-v3.2", "tp=4", "tp=2,block=64"), ("granite-4.0-h-tiny", "tp=1", "tp=2")],
+    "convolution states": [("granite-4.0-h-tiny", "conv=SD", "conv=DS")],
+}
+"""Engines of each row of README's table that differ in this; ``direction`` is the Python block's and the tutorial's."""
 
 
 def test_the_python_prints_what_the_readme_says() -> None:
@@ -47,6 +84,20 @@ def test_the_readme_names_every_shipped_model() -> None:
     """The list of shipped models is the one that the package has, in its order."""
     (listed,) = re.findall(r"^Shipped models: (.*?)\.$", README, re.DOTALL | re.MULTILINE)
     assert tuple(re.split(r",\s+", listed)) == Model.names()
+
+
+def test_each_difference_of_the_readme_has_engines() -> None:
+    """The table has the rows that the next test verifies, and that of the direction."""
+    table = README.partition("| | source and destination may differ in |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| (\w.*?) \|", table, re.MULTILINE) == [*DIFFERENCES, "direction"]
+    assert (len(ORDERS), "the six orders of a `layout`" in table) == (6, True)
+
+
+@pytest.mark.parametrize("model, source, destination", [pair for pairs in DIFFERENCES.values() for pair in pairs])
+def test_engines_may_differ_as_the_readme_says(cli: Cli, model: str, source: str, destination: str) -> None:
+    """A request moves between them, and every byte is right."""
+    run = cli("verify", model, "--layers", "4", "--src", source, "--dst", destination)
+    assert (run.status, run.err) == (0, "")
 
 
 def test_the_readme_counts_the_verdicts_of_real_engines() -> None:
