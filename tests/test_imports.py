@@ -55,7 +55,7 @@ MAY_IMPORT = {
 LATE = {"cli"}
 """Commands are imported by a function, which says so where their extra is missing."""
 
-OTHER_PACKAGES = {"cli": {"click", "rich", "kvplan_nixl"}, "testing": {"hypothesis"}}
+OTHER_PACKAGES = {"cli": {"click", "kvplan_nixl"}, "testing": {"hypothesis"}}
 
 
 def test_import_loads_only_numpy_and_attrs() -> None:

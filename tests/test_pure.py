@@ -281,7 +281,7 @@ def is_frozen(value: Any) -> bool:
     if attrs.has(type(value)) and type(value).__setattr__ is FROZEN_SETATTR:
         return all(is_frozen(getattr(value, field.name)) for field in attrs.fields(type(value)))
     of_python = type(value).__module__ in {"typing", "collections.abc", "__future__"} or type(value) is object
-    of_click = any(base.__module__ in {"click.core", "rich.box"} for base in type(value).__mro__)
+    of_click = any(base.__module__ in {"click.core"} for base in type(value).__mro__)
     return of_python or of_click or isinstance(value, FROZEN)
 
 

@@ -1,6 +1,6 @@
 """The ``kvplan`` command line.
 
-This module works without the ``cli`` extra, and names the packages to install.
+This module works without the ``cli`` extra, and names the package to install.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Without ``arguments``, those of this process count.
     """
-    for package in ("click", "rich"):
-        if importlib.util.find_spec(package) is None:
-            text = f"kvplan: the command line needs {package}: pip install click rich"
-            print(text, file=sys.stderr)
-            return 2
-    # the rest of the command line imports click and rich, which takes long enough for a ^C
+    if importlib.util.find_spec("click") is None:
+        print("kvplan: the command line needs click: pip install click", file=sys.stderr)
+        return 2
+    # the rest of the command line imports click, which takes long enough for a ^C
     try:
         from kvplan.cli.app import run
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ import attrs
 import click
 
 from kvplan.cli.caches import cache_lines
-from kvplan.cli.console import echo_json, progress_bar
+from kvplan.cli.console import echo_json, progress
 from kvplan.cli.options import (
     EngineCommand,
     Engines,
@@ -135,13 +135,12 @@ def advice(engines: Engines) -> list[Result]:
     Raises the refusal of the engines as they are; changes that are refused are left out.
     """
     results = []
-    with progress_bar() as bar:
-        for change, sides in bar.track([*changes(engines).items()], description="advise"):
-            try:
-                results.append(Result.of(engines.model, change, *sides))
-            except KVPlanError:
-                if change == NO_CHANGE:
-                    raise
+    for change, sides in progress(changes(engines).items(), "advise"):
+        try:
+            results.append(Result.of(engines.model, change, *sides))
+        except KVPlanError:
+            if change == NO_CHANGE:
+                raise
     now, *others = results
     # of changes with the same figures, that of one engine or the first says enough
     fewer: dict[tuple[int, tuple[int, ...]], Result] = {}

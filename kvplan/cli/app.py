@@ -56,7 +56,8 @@ Exit status:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status, one of those in :data:`EPILOG`."""
     try:
-        return kvplan.main(list(arguments), prog_name="kvplan", standalone_mode=False) or 0
+        color = False if os.environ.get("NO_COLOR") else None
+        return kvplan.main(list(arguments), "kvplan", standalone_mode=False, color=color) or 0
     except KVPlanError as error:
         return _refuse(error, arguments)
     except click.ClickException as error:
@@ -69,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except SystemExit as ended:
-        # click ends so with what a shell completes, and like rich if its output pipe is closed
+        # click ends so with what a shell completes, and if its output pipe is closed
         return int(ended.code or 0) if COMPLETION in os.environ else PIPE_CLOSED
 
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal
 
 import attrs
 import click
-from rich.text import Text
 
 from kvplan._text import count, fold, intervals, size
 from kvplan.cli.console import (
     echo_json,
-    plain_console,
     print_lines,
-    progress_bar,
     terminal_width,
     wrapped,
 )
@@ -39,9 +35,6 @@ from kvplan.handshake.messages import MAX_BYTES
 from kvplan.models.options import read_decimal
 from kvplan.models.values import MAX_LAYERS
 from kvplan.plan import TransferPlan, plan_mesh, plan_reads
-
-STYLES: Final = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
-"""Colours of source workers in a drawing; the seventh has the first again."""
 
 
 @click.command("verify", cls=EngineCommand)
@@ -83,17 +76,14 @@ def verify_command(
         model = sampled(model, read_decimal(layers, "--layers", 1, MAX_LAYERS))
         title += f", {len(model.layers)} of {num_layers} layers"
         moved = {"layers": {"moved": len(model.layers), "of": num_layers}}
-    # a large request takes seconds
-    with progress_bar() as bar:
-        bar.add_task("verify", total=None)
-        trial = Trial.of(PlacedRequest.of(model, engines.src, engines.dst, tokens))
+    trial = Trial.of(PlacedRequest.of(model, engines.src, engines.dst, tokens))
     if as_json:
         document = {"model": engines.name, "tokens": list(tokens), **moved, **trial.to_json()}
         echo_json(document | {"unsupported": unsupported})
     else:
         print_lines([*engines.heading(title), *_moved_lines(trial)])
         report = trial.report
-        plain_console().print(Text(str(report), style="green" if report.ok else "bold red"))
+        click.secho(str(report), fg="green" if report.ok else "red")
         print_lines(support_lines(unsupported))
     return 0 if trial.report.ok else 1
 
@@ -210,19 +200,12 @@ def show_command(engines: Engines, rank: str) -> int:
         for remote, pair in zip(plan.remotes, plan.pairs, strict=True)
         if pair.local_table.num_ids
     ]
-    console = plain_console()
     width = terminal_width()
     print_lines(engines.heading())
     # a block of the first source that sends bytes, one of the destination, and the plan
     for subject in (*sending[:1], local, plan):
-        text = Text(f"\n{explain(subject, detail='line', width=width)}\n\n", style="bold")
-        text.append(Text(show(subject, width=width), style="not bold"))
-        text.highlight_regex(r"[│░]|···", "dim")
-        # a source has one colour in all three drawings
-        for nth, worker in enumerate(sending):
-            style = STYLES[nth % len(STYLES)]
-            text.highlight_regex(rf"{re.escape(worker.label)}(?!\d)", style)
-        console.print(text)
+        print_lines(["", explain(subject, detail="line", width=width), ""])
+        click.echo(show(subject, width=width))
     return 0
 
 

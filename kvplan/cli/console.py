@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import attrs
 import click
-from rich.console import Console
-from rich.progress import Progress
-from rich.text import Text
 
 from kvplan._text import WIDTH
 from kvplan.display.explanation import wrap_line
+
+T = TypeVar("T")
 
 
 def _plain(value: Any) -> Any:
@@ -25,14 +24,6 @@ def _plain(value: Any) -> Any:
 def echo_json(document: Mapping[str, Any]) -> None:
     """Print one JSON document. A frozen value becomes an object of its fields."""
     click.echo(json.dumps(document, indent=2, default=_plain))
-
-
-def plain_console() -> Console:
-    """Return a console for stdout that reads no markup.
-
-    It wraps and colours text on a terminal alone.
-    """
-    return Console(markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def terminal_width() -> int:
@@ -47,23 +38,14 @@ def wrapped(lines: Iterable[str]) -> list[str]:
 
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines; those without indent are headings, which are bold on a terminal."""
-    console = plain_console()
     for line in lines:
-        console.print(Text(line, style="bold" if line[:1].strip() else ""))
+        click.echo(click.style(line, bold=True) if line[:1].strip() else line)
 
 
-def progress_bar(disable: bool = False) -> Progress:
-    """Return a progress bar on stderr, which is erased at the end.
-
-    It is only drawn if stderr is a terminal.
-    """
-    console = Console(stderr=True)
-    # FORCE_COLOR lets rich take a pipe for a terminal
-    hidden = disable or not (sys.stderr.isatty() and console.is_terminal)
-    return Progress(
-        console=console,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-        disable=hidden,
-    )
+def progress(items: Iterable[T], label: str) -> Iterator[T]:
+    """Yield items, with a progress bar on stderr if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    with click.progressbar(items, label=label, file=sys.stderr) as bar:
+        yield from bar

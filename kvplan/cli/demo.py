@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 import click
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from kvplan._text import WIDTH, size
-from kvplan.cli.console import echo_json, progress_bar
+from kvplan._text import size
+from kvplan.cli.console import echo_json, progress
 from kvplan.cli.model_files import load
 from kvplan.cli.options import json_option
 from kvplan.cli.trials import PlacedRequest, Trial, lengths_of
@@ -37,6 +33,11 @@ EXAMPLES: Final = (
 )
 """Models, each with the options of a prefill engine (source) and a decode engine (destination)."""
 
+HEADS: Final = (
+    *("model", "prefill (source)", "decode (destination)"),
+    *("descriptors", "of bytes", "moved", "verified"),
+)
+
 INTRODUCTION: Final = f"""\
 Each line moves one request of {DEMO_TOKENS[1]} tokens from a prefill engine (source) to a decode
 engine (destination) with different sizes or layouts. kvplan plans the pair, binds scattered blocks,
@@ -53,26 +54,17 @@ def demo_command(as_json: bool) -> int:
     \b
     kvplan demo
     """
-    is_terminal = Console().is_terminal
-    console = Console(quiet=as_json, width=None if is_terminal else WIDTH, highlight=False)
-    console.print(INTRODUCTION)
-    table = Table(box=SIMPLE_HEAD, header_style="bold", show_edge=False, pad_edge=False)
-    for name in ("model", "prefill (source)", "decode (destination)"):
-        table.add_column(name, overflow="fold")
-    for name in ("descriptors", "of bytes", "moved", "verified"):
-        table.add_column(name, justify="right", no_wrap=True)
+    if not as_json:
+        click.echo(INTRODUCTION)
+    rows: list[tuple[str, ...]] = [HEADS]
     trials = []
-    with progress_bar() as bar:
-        for model, src, dst in bar.track(EXAMPLES, description="demo"):
-            source, destination = EngineOptions.parse(src, "src"), EngineOptions.parse(dst, "dst")
-            request = PlacedRequest.of(load(model), source, destination, DEMO_TOKENS)
-            trial = Trial.of(request)
-            trials.append(trial)
-            lengths = lengths_of(trial.pairs)
-            verified = Text("yes", style="green")
-            if not trial.report.ok:
-                verified = Text(f"NO: {trial.report.failures[0][0]}", style="bold red")
-            table.add_row(
+    for model, src, dst in progress(EXAMPLES, "demo"):
+        source, destination = EngineOptions.parse(src, "src"), EngineOptions.parse(dst, "dst")
+        trial = Trial.of(PlacedRequest.of(load(model), source, destination, DEMO_TOKENS))
+        trials.append(trial)
+        lengths = lengths_of(trial.pairs)
+        rows.append(
+            (
                 # no real model has 12 KV heads
                 "12 KV heads" if "=" in model else model,
                 # options without what all of them have, so that a line stays short
@@ -81,12 +73,18 @@ def demo_command(as_json: bool) -> int:
                 # one number if all descriptors are equally long
                 "-".join(dict.fromkeys((f"{lengths[0]:,}", f"{lengths[-1]:,}"))),
                 size(trial.report.num_bytes),
-                verified,
+                "yes" if trial.report.ok else f"NO: {trial.report.failures[0][0]}",
             )
-    console.print(table)
+        )
     if as_json:
         cases = []
         for (model, *_), trial in zip(EXAMPLES, trials, strict=True):
             cases.append({"model": model, **trial.to_json()})
         echo_json({"tokens": list(DEMO_TOKENS), "cases": cases})
+    else:
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
+            cells += [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
+            click.echo("  ".join(cells))
     return 0 if all(trial.report.ok for trial in trials) else 1

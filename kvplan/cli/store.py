@@ -15,7 +15,7 @@ import click
 
 from kvplan._text import count, few, fold, intervals, size
 from kvplan.cli.commands import read_offer
-from kvplan.cli.console import echo_json, print_lines, progress_bar
+from kvplan.cli.console import echo_json, print_lines, progress
 from kvplan.cli.options import json_option
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
@@ -283,20 +283,16 @@ def verify_files_command(location: str, delete: bool, as_json: bool) -> int:
     unlisted: list[str] = []
     damaged: dict[str, str] = {}
     pages = PageChecks()
-    # all bytes are read, which takes minutes for a large store
-    with progress_bar(as_json) as bar:
-        bar.add_task("verify", total=None)
-        files = filter(is_shard, backend.entries(unlisted))
-        # a chunk of each file that is being read is in memory
-        for entry, check in in_batches(
-            lambda entry: (entry, check_of(backend, entry)), files, backend.at_once
-        ):
-            num_files += check is not None
-            num_bytes += entry.num_bytes if check is not None else 0
-            if isinstance(check, PageHeader):
-                pages.add(entry.name, check)
-            elif check is not None:
-                damaged[entry.name] = check
+    files = filter(is_shard, backend.entries(unlisted))
+    # all bytes are read, a chunk of each file at once, which takes minutes for a large store
+    checks = in_batches(lambda entry: (entry, check_of(backend, entry)), files, backend.at_once)
+    for entry, check in progress(checks, "verify"):
+        num_files += check is not None
+        num_bytes += entry.num_bytes if check is not None else 0
+        if isinstance(check, PageHeader):
+            pages.add(entry.name, check)
+        elif check is not None:
+            damaged[entry.name] = check
     damaged |= pages.misplaced()
     undeleted = deleted_of(backend, damaged) if delete else []
     # pages with damaged files are named once

@@ -326,12 +326,3 @@ def reasons(model: Model, options: EngineOptions) -> dict[str, list[str]]:
     for engine, source, rule in RULES:
         by_engine[engine] += [f"{reason} ({source})" for reason in rule(model, options)]
     return by_engine
-
-
-def reasons_of(model: Model, side: str) -> dict[str, list[str]]:
-    """Return the :func:`reasons` for the text of a side, each engine with its own defaults."""
-    by_engine = {}
-    for engine in ENGINES.values():
-        options = EngineOptions.parse(with_defaults(model, engine, side), "a side")
-        by_engine[engine] = reasons(model, options)[engine]
-    return by_engine

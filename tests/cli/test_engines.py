@@ -11,7 +11,7 @@ from kvplan import Model
 from kvplan.cli.advise import supporting
 from kvplan.cli.model_files import load, quantize_model
 from kvplan.cli.options import support_lines
-from kvplan.models.engines import ENGINES, RULES, default_keys, reasons, reasons_of
+from kvplan.models.engines import ENGINES, RULES, default_keys, reasons
 from kvplan.models.options import EngineOptions
 from tests.conftest import Cli
 
@@ -201,7 +201,8 @@ def test_engines_that_nobody_names_say_nothing(cli: Cli) -> None:
 def test_engines_run_their_own_words(name: str) -> None:
     """Each engine runs each shipped model on one rank, as it stores it by default."""
     model = Model.shipped(name)
-    assert reasons_of(model, "tp=1") == {VLLM: [], SGLANG: []}
     for engine in ENGINES.values():
-        text = default_keys(model, engine)
-        EngineOptions.parse(",".join(f"{key}={value}" for key, value in text.items()), "").engine(model, "e", 300)
+        text = ",".join(f"{key}={value}" for key, value in default_keys(model, engine).items())
+        options = EngineOptions.parse(text, "a side")
+        assert reasons(model, options)[engine] == []
+        options.engine(model, "e", 300)
