@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
@@ -12,10 +13,19 @@ from kvplan.describe.blocks import Request
 from kvplan.errors import KVPlanError
 from kvplan.executor import Transfer
 from kvplan.plan import ReadSpec, TransferPlan
-from kvplan.protocol.lease_check import LeaseCheck
+from kvplan.protocol.claims import Claims
 from kvplan.protocol.read import Read, ReadResult, error_of
-from kvplan.protocol.system import Pending
+from kvplan.protocol.system import RETRY_S, Pending, System
 from kvplan.staging import StagedTransfer
+
+if TYPE_CHECKING:
+    from logging import Logger
+
+ASK_S: Final = 5.0
+"""Seconds after which a source is asked about a lease whose bytes still move."""
+
+SILENCE_S: Final = 30.0
+"""Seconds without an answer after which a source counts as gone."""
 
 Digest = Callable[[Request], Mapping[str, Any]]
 """Computes the digests of a request's local blocks, for the comparison of rule read.R6."""
@@ -25,23 +35,24 @@ Digest = Callable[[Request], Mapping[str, Any]]
 class RequestReads:
     """The partial reads of a request, done one after the other; most requests have one.
 
-    ``waiting`` have not started, and ``results`` are of those that have ended. No more come once
-    ``has_last``. ``error`` is the first reason to fail. A read ``is_under_way`` until it has a
-    result, and ``is_moving`` if its bytes may move.
+    ``queue`` has the reads that have no result yet. The first one ``is_moving``: it waits for a
+    handshake since ``came_at``, or its bytes may move. ``results`` are of those that have ended. No
+    more come once ``has_last``. ``error`` is the first reason to fail.
     """
 
-    waiting: deque[Read] = attrs.field(factory=deque)
-    results: list[ReadResult] = attrs.field(factory=list)
-    is_under_way: bool = False
+    request: str
+    queue: deque[Read] = attrs.field(factory=deque)
     is_moving: bool = False
+    came_at: float = 0.0
+    results: list[ReadResult] = attrs.field(factory=list)
     has_last: bool = False
     error: KVPlanError | None = None
     is_reported_late: bool = False
 
-    def result(self, request: str) -> ReadResult:
+    def result(self) -> ReadResult:
         """Return the result of all reads together."""
         return ReadResult(
-            request=request,
+            request=self.request,
             error=self.error,
             num_bytes=sum(result.num_bytes for result in self.results),
             seconds=sum(result.seconds for result in self.results),
@@ -52,21 +63,61 @@ class RequestReads:
         )
 
 
-@attrs.frozen(eq=False)
-class PendingRead:
-    """A read that came at a time, and waits for a handshake."""
+@attrs.define(eq=False)
+class LeaseCheck:
+    """The questions to a source about the lease of one read, by rule read.R4.
+
+    ``asked_at`` is when the source was last asked. ``confirmed_at`` is when it was asked the last
+    question that it answered with yes. ``error`` says that the lease has ended, or that the source
+    is silent.
+    """
 
     read: Read
-    came_at: float
+    claims: Claims
+    logger: Logger
+    system: System
+    asked_at: float
+    confirmed_at: float
+    answer: Pending[None] | None = None
+    has_last_byte: bool = False
+    is_confirmed: bool = False  # the lease was valid when the last byte had come
+    error: KVPlanError | None = None
 
+    def begin_last(self) -> None:
+        """Ask once more, since the last byte has come. Earlier questions say nothing about it."""
+        self.has_last_byte = True
+        self.asked_at = -math.inf
+        self.answer = None
 
-@attrs.frozen(eq=False)
-class DigestCheck:
-    """The comparison of rule read.R6: ``expected`` are digests of the source's workers."""
+    def is_due(self, now: float) -> bool:
+        """Return whether an answer has come, or it is time to ask."""
+        if self.answer is not None:
+            return self.answer.done
+        return now - self.asked_at >= (RETRY_S if self.has_last_byte else ASK_S)
 
-    digest: Digest
-    request: Request
-    expected: Pending[list[Mapping[str, Any]]]
+    def poll(self) -> None:
+        """Take the answer that has come, and ask again when it is time."""
+        now = self.system.monotonic()
+        if self.answer is not None and self.answer.done:
+            error = self.answer.error
+            self.answer = None
+            self._take(error, now)
+        is_over = self.is_confirmed or self.error is not None
+        if self.answer is None and not is_over and self.is_due(now):
+            self.asked_at = now
+            self.answer = self.claims.ask(self.read.source, self.read.lease)
+
+    def _take(self, error: KVPlanError | None, now: float) -> None:
+        if error is None:
+            self.confirmed_at = self.asked_at
+            self.is_confirmed = self.has_last_byte
+        elif error.code == "LEASE" or now - self.confirmed_at > SILENCE_S:
+            self.error = error
+        else:
+            request = self.read.request
+            self.logger.warning(
+                "request %r: waiting for the lease to be confirmed: %s", request, error
+            )
 
 
 @attrs.define(eq=False)
@@ -76,22 +127,23 @@ class Job:
     ``unposted`` are transfers to be handed over, none of a read that has failed. ``num_changes``
     counts what was seen to happen to the others. ``error`` is the first reason to fail. Once
     ``is_settled``, no byte can move any more. If its engine ``was_connected`` when it began, the
-    connection may have been lost since; it ``is_lost`` once that has shown.
+    connection may have been lost since; it ``is_lost`` once that has shown. ``digests`` are those
+    of the source's workers, for rule read.R6.
     """
 
+    reads: RequestReads
     read: Read
     plan: TransferPlan
     lease_check: LeaseCheck
     began_at: float
     was_connected: bool
     is_lost: bool = False
-    digest_check: DigestCheck | None = None
+    digests: Pending[list[Mapping[str, Any]]] | None = None
     transfers: list[Transfer | StagedTransfer] = attrs.field(factory=list)
     unposted: deque[ReadSpec] = attrs.field(factory=deque)
     num_changes: int = -1
     error: KVPlanError | None = None
     is_settled: bool = False
-    is_reported_late: bool = False
     post_seconds: float = 0.0
     transfer_seconds: float = 0.0
 
@@ -105,9 +157,9 @@ class Job:
 
     @property
     def may_repeat(self) -> bool:
-        """Whether an old connection was lost, the lease was not, and no failure was reported."""
-        has_lease = self.lease_check.error is None
-        return self.was_connected and self.is_lost and has_lease and not self.is_reported_late
+        """Whether an old connection was lost, the lease was not, and no failure is known yet."""
+        is_new = self.reads.error is None and self.lease_check.error is None
+        return self.was_connected and self.is_lost and is_new
 
     def result(self, now: float) -> ReadResult:
         """Return the result of a read that has ended at ``now``."""

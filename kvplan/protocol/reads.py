@@ -14,8 +14,8 @@
   still move: a connection that broke while nothing was read shows it only when bytes are to move.
 - read.R4: A request is right only if its source says, after the last byte, that the lease is valid:
   until then it has given the blocks to no other request. No clock is compared. While bytes move,
-  the source is asked every :data:`~kvplan.protocol.lease_check.ASK_S`; a request fails if the lease
-  has ended, or if no answer came for :data:`~kvplan.protocol.lease_check.SILENCE_S`.
+  the source is asked every :data:`~kvplan.protocol.read_jobs.ASK_S`; a request fails if the lease
+  has ended, or if no answer came for :data:`~kvplan.protocol.read_jobs.SILENCE_S`.
 - read.R5: With a pipeline, an engine is read from through its staging region if that takes less
   time for a request of :data:`~kvplan.protocol.peer_engines.USUAL_TOKENS` positions. A request that
   waits while no chunk has begun for :data:`STALL_S` is read directly: the transfers that hold the
@@ -33,8 +33,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
 from kvplan._checks import having, instance, integer
@@ -47,11 +48,9 @@ from kvplan.protocol.digest import mismatch
 from kvplan.protocol.digest_requests import DigestRequest, fetch_digests
 from kvplan.protocol.handoff import Source
 from kvplan.protocol.importer import PartialRead
-from kvplan.protocol.lease_check import SILENCE_S, LeaseCheck
 from kvplan.protocol.peer_engines import (
     Connections,
     HandshakeResult,
-    PeerEngine,
     PeerEngines,
     PeerPlan,
 )
@@ -63,8 +62,8 @@ from kvplan.protocol.read import (
     error_of,
     request_of,
 )
-from kvplan.protocol.read_jobs import Digest, DigestCheck, Job, PendingRead, RequestReads
-from kvplan.protocol.system import RETRY_S, System
+from kvplan.protocol.read_jobs import SILENCE_S, Digest, Job, LeaseCheck, RequestReads
+from kvplan.protocol.system import RETRY_S, Pending, System
 from kvplan.staging import Pipeline, StagedTransfer
 
 if TYPE_CHECKING:
@@ -122,11 +121,9 @@ class Reads:
         self._last_chunk_at = 0.0
         self._posted_s = 0.0  # in this step, which begins with poll
         self._requests: dict[str, RequestReads] = {}
-        self._waiting: dict[Source, list[PendingRead]] = {}
-        # all reads under way, and those to which something has happened since ``late`` looked
+        # by the engine whose handshake they wait for
+        self._waiting: dict[Source, list[RequestReads]] = {}
         self._jobs: dict[Job, None] = {}
-        self._changed: dict[Job, None] = {}
-        self._results: list[ReadResult] = []
 
     def submit(self, partial_read: PartialRead) -> None:
         """Read some of a request, or report that it fails, as an importer has returned it.
@@ -136,68 +133,66 @@ class Reads:
         ended, and later ones are not read.
         """
         request = instance(PartialRead, partial_read, "partial read").request
-        reads = self._requests.setdefault(request, RequestReads())
+        reads = self._requests.setdefault(request, RequestReads(request))
         reads.has_last = partial_read.is_last
-        if partial_read.error is not None:
-            self._refuse(request, reads, partial_read.error)
-        elif partial_read.read is not None:
-            reads.waiting.append(partial_read.read)
-            self._start_next(reads)
-
-    def _refuse(self, request: str, reads: RequestReads, error: KVPlanError) -> None:
-        """Let a request fail that cannot be read, when what is under way has ended."""
-        reads.waiting.clear()
-        if reads.is_under_way:
-            reads.error = reads.error or error
-        elif reads.error is None:
-            # nothing is read, but this logs and reports the reason
-            reads.is_under_way = True
-            self._report(ReadResult(request, error.with_details(request=request)))
+        if partial_read.read is not None and partial_read.error is None:
+            reads.queue.append(partial_read.read)
+            if not reads.is_moving:
+                self._begin(reads)
+        elif partial_read.error is not None and reads.error is None:
+            reads.error = partial_read.error.with_details(request=request)
+            if not reads.is_moving:
+                self._log_failure(request, reads.error)
 
     def is_moving(self, request: str) -> bool:
         """Return whether bytes of a request may move now, also if it has failed."""
         return request in self._requests and self._requests[request].is_moving
 
-    def _start_next(self, reads: RequestReads) -> None:
-        """Start the next partial read, if none is under way and none has failed."""
+    def _begin(self, reads: RequestReads) -> None:
+        """Begin the next read of a request, or the same one again, unless one has failed."""
         if reads.error is not None:
-            reads.waiting.clear()
-        elif reads.waiting and not reads.is_under_way:
-            reads.is_under_way = reads.is_moving = True
-            self._begin(reads.waiting.popleft())
-
-    def _begin(self, read: Read) -> None:
-        peer = self._peers.use(read.source)
-        if peer.plan is None:
-            pending_read = PendingRead(read, self._system.monotonic())
-            self._waiting.setdefault(peer.source, []).append(pending_read)
+            reads.queue.clear()
+        reads.is_moving = bool(reads.queue)
+        if not reads.is_moving:
+            return
+        peer = self._peers.use(reads.queue[0].source)
+        if peer.plan is not None:
+            self._start(reads, peer.plan, was_connected=True)
         else:
-            self._start(read, peer.plan, was_connected=True)
+            reads.came_at = self._system.monotonic()
+            self._waiting.setdefault(peer.source, []).append(reads)
+
+    def _end(self, reads: RequestReads, result: ReadResult) -> None:
+        """Note the result of a read, and begin the next one of its request."""
+        reads.queue.popleft()
+        reads.results.append(result)
+        reads.error = reads.error or result.error
+        if result.error is None:
+            message = "request %r is read: %d bytes in %.3f s"
+            self._logger.debug(message, result.request, result.num_bytes, result.seconds)
+        else:
+            self._log_failure(result.request, result.error)
+        self._begin(reads)
+
+    def _log_failure(self, request: str, error: KVPlanError) -> None:
+        source = error.details.get("read_from", "another engine")
+        self._logger.error("request %r: KV read from %s failed: %s", request, source, error)
 
     def poll(self) -> list[ReadResult]:
         """Continue without waiting, and return the requests that have ended since the last call."""
-        for result in self._advance():
-            reads = self._requests[result.request]
-            reads.results.append(result)
-            reads.is_under_way = reads.is_moving = False
-            reads.error = reads.error or result.error
-            self._start_next(reads)
-        # only now: a request may fail before anything of it is read
-        ended = []
-        for request, reads in [*self._requests.items()]:
-            if reads.has_last and not reads.is_under_way:
-                del self._requests[request]
-                ended.append(reads.result(request))
-        return ended
-
-    def _advance(self) -> list[ReadResult]:
-        """Continue all reads, and return the results of those that have ended."""
         self._posted_s = 0.0
         # handshakes first, since a request that waited begins to move in this step
         for peer in self._peers.poll():
             self._connections.handshakes.report(HandshakeResult.of(peer, self._system.monotonic()))
-            for pending in self._waiting.pop(peer.source, []):
-                self._take_peer(pending, peer)
+            for reads in self._waiting.pop(peer.source, []):
+                if peer.plan is not None:
+                    self._start(reads, peer.plan, was_connected=False)
+                elif reads.came_at - peer.began_at > RETRY_S:
+                    self._begin(reads)
+                else:
+                    assert peer.error is not None
+                    read = reads.queue[0]
+                    self._end(reads, ReadResult(read.request, error_of(read, peer.error)))
         if self._pipeline is not None:
             self._poll_pipeline(self._pipeline)
         now = self._system.monotonic()
@@ -205,11 +200,13 @@ class Reads:
             job for job in self._jobs if self._has_changed(job) or job.lease_check.is_due(now)
         ]
         for job in changed:
-            self._changed[job] = None
             self._poll_job(job)
-        results = self._results
-        self._results = []
-        return results
+        ended = []
+        for request, reads in [*self._requests.items()]:
+            if reads.has_last and not reads.is_moving:
+                del self._requests[request]
+                ended.append(reads.result())
+        return ended
 
     def late(self) -> dict[str, KVPlanError]:
         """Return the requests that have failed while bytes may still move, with errors.
@@ -217,102 +214,77 @@ class Reads:
         They have lost their lease, or their connection, or more of them may come. Each is returned
         once. Its blocks must stay until :meth:`poll` reports it: when its source answers or dies.
         """
-        late = self._late_jobs()
-        # its read will end with an error too, which has been reported then
-        for request in late:
-            self._requests[request].is_reported_late = True
+        late = dict[str, KVPlanError]()
         for request, reads in self._requests.items():
             if reads.error is not None and not reads.is_reported_late:
                 reads.is_reported_late = True
                 late[request] = reads.error
         return late
 
-    def _late_jobs(self) -> dict[str, KVPlanError]:
-        """Return the reads that have failed while bytes may still move, each once."""
-        late = dict[str, KVPlanError]()
-        for job in self._changed:
-            error = job.held_error or job.lease_check.error
-            if error is not None and not job.is_reported_late:
-                job.is_reported_late = True
-                request = job.read.request
-                late[request] = error
-                message = "blocks of request %r stay until its source answers or dies: %s"
-                self._logger.error(message, request, error)
-        self._changed.clear()
-        return late
-
     @property
     def num_held(self) -> int:
         """The number of failed requests whose blocks stay until their source answers or dies."""
-        return sum(job.is_reported_late for job in self._jobs)
+        return sum(reads.is_reported_late and reads.is_moving for reads in self._requests.values())
 
-    def _take_peer(self, pending: PendingRead, peer: PeerEngine) -> None:
-        """Start a read whose engine is ready; end or repeat the wait for one that has failed."""
-        read = pending.read
-        if peer.plan is not None:
-            self._start(read, peer.plan, was_connected=False)
-        elif pending.came_at - peer.began_at > RETRY_S:
-            self._begin(read)
-        else:
-            assert peer.error is not None
-            self._report(ReadResult(read.request, error_of(read, peer.error)))
-
-    def _start(self, read: Read, plan: PeerPlan, *, was_connected: bool) -> None:
+    def _start(self, reads: RequestReads, plan: PeerPlan, *, was_connected: bool) -> None:
         """Start the transfers of a read. From now on it has a job, whatever fails."""
+        read = reads.queue[0]
         now = self._system.monotonic()
         lease_check = LeaseCheck(
             read, self._claims, self._logger, self._system, asked_at=now, confirmed_at=now
         )
-        job = Job(read, plan.direct, lease_check, began_at=now, was_connected=was_connected)
+        job = Job(reads, read, plan.direct, lease_check, began_at=now, was_connected=was_connected)
         self._jobs[job] = None
         try:
-            # The source computes its digests while the bytes move.
             if self._digest is not None:
-                digest_request = DigestRequest.of(read.lease, read.tokens)
-                fetches = Background("fetch digests", MAX_FETCHES, self._logger, self._system)
-                fetches = self._fetches.setdefault(read.source, fetches)
-                job.digest_check = DigestCheck(
-                    self._digest,
-                    request_of(read, plan.direct, to_block_end=False),
-                    fetches.submit(
-                        partial(
-                            fetch_digests,
-                            read.source,
-                            digest_request,
-                            SILENCE_S,
-                            system=self._system,
-                        )
-                    ),
-                )
+                job.digests = self._fetch_digests(read)
             if plan.staged is None or self._pipeline is None:
-                self._start_directly(job)
+                self._bind(job)
             else:
                 request = request_of(read, plan.direct, to_block_end=read.to_block_end)
                 job.transfers.append(self._pipeline.submit(plan.staged, read.request, **request))
                 job.post_seconds = self._system.monotonic() - now
         except KVPlanError as error:
             self._fail(job, error)
+        self._post(job)
 
-    def _start_directly(self, job: Job) -> None:
-        """Start transfers with each worker that has some of the bytes."""
+    def _fetch_digests(self, read: Read) -> Pending[list[Mapping[str, Any]]]:
+        """Let the source compute its digests while the bytes move."""
+        fetch = partial(
+            fetch_digests,
+            read.source,
+            DigestRequest.of(read.lease, read.tokens),
+            SILENCE_S,
+            system=self._system,
+        )
+        fetches = Background("fetch digests", MAX_FETCHES, self._logger, self._system)
+        return self._fetches.setdefault(read.source, fetches).submit(fetch)
+
+    def _bind(self, job: Job) -> None:
+        """Cut the request into transfers with each worker that has some of the bytes."""
         request = request_of(job.read, job.plan, to_block_end=job.read.to_block_end)
         # an executor that needs no ids binds by itself
         bind = getattr(self._executor, "bind", None)
         specs = job.plan.bind(**request) if bind is None else bind(job.plan, **request)
         for spec in specs:
             job.unposted.extend(cut(spec, self._max_transfer_ids))
-        self._post(job)
 
     def _post(self, job: Job) -> None:
         """Hand over transfers of a read while this step has time for it, rule read.R7."""
-        # one by one: those that have started are the job's, also if the next one fails
-        while job.unposted and self._posted_s < POST_S:
-            spec = job.unposted.popleft()
-            began_at = self._system.monotonic()
-            job.transfers.append(self._executor.start(spec, job.read.request))
-            posted_at = self._system.monotonic()
-            self._posted_s += posted_at - began_at
-            job.post_seconds = posted_at - job.began_at
+        settled = [transfer for transfer in job.transfers if transfer.status.is_settled]
+        if job.error is not None or any(transfer.status is not Status.DONE for transfer in settled):
+            job.unposted.clear()
+        try:
+            # one by one: those that have started are the job's, also if the next one fails
+            while job.unposted and self._posted_s < POST_S:
+                spec = job.unposted.popleft()
+                began_at = self._system.monotonic()
+                job.transfers.append(self._executor.start(spec, job.read.request))
+                posted_at = self._system.monotonic()
+                self._posted_s += posted_at - began_at
+                job.post_seconds = posted_at - job.began_at
+        except KVPlanError as error:
+            self._fail(job, error)
 
     def _fail(self, job: Job, error: KVPlanError) -> None:
         """Note the first reason for which a read fails."""
@@ -346,9 +318,10 @@ class Reads:
             return
         try:
             self._executor.prepare(job.plan)
-            self._start_directly(job)
+            self._bind(job)
         except KVPlanError as error:
             self._fail(job, error)
+        self._post(job)
 
     def _has_changed(self, job: Job) -> bool:
         """Look at the transfers of a read, and return whether there is something to do for it.
@@ -376,7 +349,7 @@ class Reads:
             if job.error is None and (held_error := job.held_error) is not None:
                 self._fail(job, held_error)
             if job.unposted:
-                self._post_more(job)
+                self._post(job)
             is_posted = not job.unposted
             if is_posted and all(transfer.status.is_settled for transfer in job.transfers):
                 self._settle_transfers(job)
@@ -388,17 +361,22 @@ class Reads:
             self._stop_staging(job)
         is_right = job.lease_check.is_confirmed
         # Digests matter only if the blocks were the request's until the last byte.
-        if job.error is None and is_right and job.digest_check is not None:
-            if not job.digest_check.expected.done:
+        if job.error is None and is_right and job.digests is not None:
+            if not job.digests.done:
                 return
-            job.error = self._mismatch(job, job.digest_check)
+            job.error = self._mismatch(job, job.digests)
         # Before it is settled, a read that has failed keeps its blocks, by rule read.R2.
         if job.is_settled and (job.error is not None or is_right):
-            del self._jobs[job], self._changed[job]
+            del self._jobs[job]
             if job.may_repeat:
-                self._begin(job.read)
+                self._begin(job.reads)
             else:
-                self._report(job.result(self._system.monotonic()))
+                self._end(job.reads, job.result(self._system.monotonic()))
+        elif job.reads.error is None and (job.held_error or job.lease_check.error) is not None:
+            assert job.error is not None
+            job.reads.error = error_of(job.read, job.error)
+            message = "blocks of request %r stay until its source answers or dies: %s"
+            self._logger.error(message, job.read.request, job.error)
 
     def _stop_staging(self, job: Job) -> None:
         """Begin no further chunk of a read that has failed."""
@@ -406,24 +384,15 @@ class Reads:
             if isinstance(transfer, StagedTransfer) and self._pipeline is not None:
                 self._pipeline.cancel(transfer)
 
-    def _post_more(self, job: Job) -> None:
-        """Hand over more of a read, unless it has failed."""
-        settled = [transfer for transfer in job.transfers if transfer.status.is_settled]
-        if job.error is not None or any(transfer.status is not Status.DONE for transfer in settled):
-            job.unposted.clear()
-            return
-        try:
-            self._post(job)
-        except KVPlanError as error:
-            self._fail(job, error)
-
-    def _mismatch(self, job: Job, check: DigestCheck) -> KVPlanError | None:
+    def _mismatch(self, job: Job, expected: Pending[list[Mapping[str, Any]]]) -> KVPlanError | None:
         """Return the difference between what has arrived and what the source has, if any.
 
         Digests that cannot be computed or fetched count as different.
         """
+        assert self._digest is not None
         try:
-            error = mismatch(check.expected.result(), [check.digest(check.request)])
+            arrived = self._digest(request_of(job.read, job.plan, to_block_end=False))
+            error = mismatch(expected.result(), [arrived])
         except KVPlanError as failure:
             return failure
         # Digests of different elements say nothing.
@@ -459,14 +428,3 @@ class Reads:
         if error.code in ("PEER", "TRANSFER"):
             job.is_lost = True
             self._peers.discard(job.read.source)
-
-    def _report(self, result: ReadResult) -> None:
-        """Log the end of a read, which the next :meth:`poll` returns."""
-        if result.error is None:
-            message = "request %r is read: %d bytes in %.3f s"
-            self._logger.debug(message, result.request, result.num_bytes, result.seconds)
-        else:
-            source = result.error.details.get("read_from", "another engine")
-            message = "request %r: KV read from %s failed: %s"
-            self._logger.error(message, result.request, source, result.error)
-        self._results.append(result)

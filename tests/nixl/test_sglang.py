@@ -765,7 +765,7 @@ def test_pages_of_a_read_that_hangs_stay(
         receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
         while not any(job.transfers for job in decode.manager.rank.reads._jobs):
             assert receiver.poll() == KVPoll.Transferring
-        hanging.setattr("kvplan.protocol.lease_check.ASK_S", 0.0)
+        hanging.setattr("kvplan.protocol.read_jobs.ASK_S", 0.0)
         prefill.manager.rank.exporter.leases.release(
             published_to(receiver).lease, decode.manager.rank.importer._name_of(receiver._name)
         )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from kvplan import Blocks, KVPlanError
 from kvplan.protocol import PartialRead, Read, ReadResult, Reads, Source
+from kvplan.protocol.read_jobs import RequestReads
 
 ERROR = KVPlanError("TRANSFER", "read", expected="bytes", got="none")
 OTHER = KVPlanError("LEASE", "read", expected="a lease", got="none")
@@ -16,9 +21,12 @@ class Noted(Reads):
 
     def __init__(self) -> None:
         self._requests = {}
-        self._results = []
+        self._jobs = {}
+        self._pipeline = None
+        self._logger = logging.getLogger("test")
+        self._system: Any = SimpleNamespace(monotonic=lambda: 0.0)
+        self._peers: Any = SimpleNamespace(poll=list, use=lambda source: SimpleNamespace(plan="a plan"))
         self.begun: list[tuple[str, int]] = []
-        self.overdue: dict[str, KVPlanError] = {}
 
     def add(self, read: Read, *, is_last: bool = True) -> None:
         self.submit(PartialRead(read.request, read, is_last=is_last))
@@ -26,25 +34,18 @@ class Noted(Reads):
     def fail(self, request: str, error: KVPlanError, *, is_last: bool = True) -> None:
         self.submit(PartialRead(request, None, error, is_last))
 
-    def _begin(self, read: Read) -> None:
-        self.begun.append((read.request, read.tokens["attn"][0]))
+    def _start(self, reads: RequestReads, *plan: object, was_connected: bool) -> None:
+        first, _ = reads.queue[0].tokens["attn"]
+        self.begun.append((reads.request, first))
 
-    def _report(self, result: ReadResult) -> None:
-        assert result.error is not None
-        assert result.error.details["request"] == result.request
-        self._results.append(ReadResult(result.request, {"TRANSFER": ERROR, "LEASE": OTHER}[result.error.code]))
-
-    def _advance(self) -> list[ReadResult]:
-        results, self._results = self._results, []
-        return results
-
-    def _late_jobs(self) -> dict[str, KVPlanError]:
-        overdue, self.overdue = self.overdue, {}
-        return overdue
+    def codes(self) -> dict[str, str]:
+        """The requests that are late now, with the codes of their errors."""
+        return {request: error.code for request, error in self.late().items()}
 
     def end(self, request: str, error: KVPlanError | None = None) -> None:
         """End the part of a request."""
-        self._results.append(ReadResult(request, error, 10, 1.0, 0.25, 0.5, 3, is_staged=error is None))
+        result = ReadResult(request, error, 10, 1.0, 0.25, 0.5, 3, is_staged=error is None)
+        self._end(self._requests[request], result)
 
 
 @pytest.fixture
@@ -59,6 +60,11 @@ def read(first: int, request: str = "r") -> Read:
     return Read(
         request=request, source=source, lease="l", local=blocks, remote=blocks, tokens={"attn": (first, first + 8)}
     )
+
+
+def error_code(result: ReadResult) -> str:
+    assert result.error is not None
+    return result.error.code
 
 
 def test_a_part_begins_when_the_one_before_has_ended(reads: Noted) -> None:
@@ -112,7 +118,7 @@ def test_a_part_that_fails(reads: Noted) -> None:
     reads.add(read(8), is_last=False)
     reads.end("r", ERROR)
     assert reads.poll() == []
-    assert (reads.late(), reads.late()) == ({"r": ERROR}, {})
+    assert (reads.codes(), reads.codes()) == ({"r": "TRANSFER"}, {})
     reads.add(read(16), is_last=False)
     assert (reads.poll(), reads.begun) == ([], [("r", 0)])
     reads.add(read(24))
@@ -133,10 +139,12 @@ def test_a_request_that_is_given_up(reads: Noted, is_under_way: bool) -> None:
         reads.poll()
     reads.fail("r", ERROR)
     if is_under_way:
-        assert (reads.poll(), reads.late()) == ([], {"r": ERROR})
+        assert (reads.poll(), reads.codes()) == ([], {"r": "TRANSFER"})
         reads.end("r", OTHER)
     (result,) = reads.poll()
-    assert (result.request, result.error, len(reads.begun)) == ("r", ERROR, 1 if is_under_way else 2)
+    assert result.error is not None
+    assert (result.error.code, result.error.details["request"]) == ("TRANSFER", "r")
+    assert (result.request, len(reads.begun)) == ("r", 1 if is_under_way else 2)
     assert (reads.poll(), reads.late()) == ([], {})
 
 
@@ -153,16 +161,17 @@ def test_a_request_that_is_given_up_when_it_has_failed(reads: Noted) -> None:
 def test_a_part_that_cannot_be_read(reads: Noted) -> None:
     """Of a request that never was read; others may follow."""
     reads.fail("r", ERROR, is_last=False)
-    assert (reads.poll(), reads.late()) == ([], {"r": ERROR})
+    assert (reads.poll(), reads.codes()) == ([], {"r": "TRANSFER"})
     reads.add(read(8))
-    assert [result.error for result in reads.poll()] == [ERROR]
+    assert [error_code(result) for result in reads.poll()] == ["TRANSFER"]
     reads.fail("again", OTHER)
-    assert [(result.request, result.error) for result in reads.poll()] == [("again", OTHER)]
+    assert [(result.request, error_code(result)) for result in reads.poll()] == [("again", "LEASE")]
+    assert reads.begun == []
 
 
 def test_a_late_part_is_late_once(reads: Noted) -> None:
     reads.add(read(0), is_last=False)
-    reads.overdue["r"] = ERROR
-    assert reads.late() == {"r": ERROR}
+    reads._requests["r"].error = ERROR
+    assert reads.codes() == {"r": "TRANSFER"}
     reads.end("r", ERROR)
     assert (reads.poll(), reads.late()) == ([], {})

@@ -32,9 +32,9 @@ from kvplan.protocol import (
 )
 from kvplan.protocol.background import Background
 from kvplan.protocol.digest_requests import DigestRequest
-from kvplan.protocol.lease_check import ASK_S
 from kvplan.protocol.listener import Offers
 from kvplan.protocol.read import cut
+from kvplan.protocol.read_jobs import ASK_S
 from kvplan.protocol.reads import POST_S
 from kvplan.protocol.system import Pending
 from kvplan.staging import Pipeline, Rates
@@ -881,6 +881,23 @@ def test_a_request_whose_connection_is_lost_is_read_again(one: Callable[..., Wor
     assert np.count_nonzero(world.cache()[2]) > 0
 
 
+def test_a_request_that_was_given_up_is_not_read_again(one: Callable[..., World]) -> None:
+    """Its connection is lost when it has been given up: nothing of it is needed, and its blocks are free."""
+    world = one()
+    world.submit(world.read("a"))
+    world.until(1)
+    world.executor.held = True
+    read = world.read("b")
+    world.reads.submit(PartialRead("b", read, is_last=False))
+    world.reads.poll()
+    world.fail("b", KVPlanError("TRANSFER", "read", expected="one that goes on", got="none"))
+    world.executor.failing, world.executor.held = {"b"}, False
+    error = world.until(1)["b"].error
+    assert error is not None
+    assert error.expected == "one that goes on"
+    assert (len(world.fetched), world.reads.is_moving("b")) == (1, False)
+
+
 def test_a_read_of_which_a_part_is_done_is_repeated_as_a_whole(one: Callable[..., World]) -> None:
     """Of several workers only one may have lost its connection."""
     world = one()
@@ -1022,14 +1039,14 @@ def test_the_source_is_asked_after_the_last_byte(one: Callable[..., World], monk
     world.submit(world.read("first"))
     world.until(1)
     world.sources.asked.clear()
-    monkeypatch.setattr("kvplan.protocol.lease_check.ASK_S", 0.0)
+    monkeypatch.setattr("kvplan.protocol.read_jobs.ASK_S", 0.0)
     world.executor.held = True
     world.submit(world.read())
     for _ in range(5):
         assert world.reads.poll() == []
     assert len(world.sources.asked) >= 4
     world.sources.over = {"lease of r"}
-    monkeypatch.setattr("kvplan.protocol.lease_check.ASK_S", 1000.0)
+    monkeypatch.setattr("kvplan.protocol.read_jobs.ASK_S", 1000.0)
     world.reads.poll()
     assert world.reads.late() == {} or world.reads.poll() == []
     world.executor.held = False
@@ -1045,7 +1062,7 @@ def test_a_request_that_loses_its_lease_is_late(one: Callable[..., World], monke
     world.submit(world.read("hangs"))
     world.submit(world.read("waits"))
     assert (world.reads.poll(), world.reads.late()) == ([], {})
-    monkeypatch.setattr("kvplan.protocol.lease_check.ASK_S", 0.0)
+    monkeypatch.setattr("kvplan.protocol.read_jobs.ASK_S", 0.0)
     world.sources.over = {"lease of hangs"}
     for _ in range(3):
         assert world.reads.poll() == []
@@ -1059,7 +1076,7 @@ def test_a_request_that_loses_its_lease_is_late(one: Callable[..., World], monke
 def test_a_silent_source_is_asked_again(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
     """No answer is no refusal: the request waits for one, and is right when it comes."""
     world = one()
-    monkeypatch.setattr("kvplan.protocol.lease_check.RETRY_S", 0.0)
+    monkeypatch.setattr("kvplan.protocol.read_jobs.RETRY_S", 0.0)
     world.sources.silent = True
     world.submit(world.read())
     while len(world.sources.asked) < 3:
@@ -1142,7 +1159,7 @@ def test_a_source_that_stays_silent_is_gone(
             assert world.reads.poll() == []
         assert [*world.reads.late()] == ["r"]
         world.executor.held = False
-    monkeypatch.setattr("kvplan.protocol.lease_check.RETRY_S", 0.0)
+    monkeypatch.setattr("kvplan.protocol.read_jobs.RETRY_S", 0.0)
     assert "PEER: cannot reach" in str(world.until(1)["r"].error)
 
 
@@ -1262,7 +1279,7 @@ def test_a_staged_read_that_has_lost_its_lease_begins_no_further_chunk(monkeypat
         assert world.reads.poll() == []
     num_chunks = world.pipeline.num_chunks
     world.sources.over = {"lease of r"}
-    monkeypatch.setattr("kvplan.protocol.lease_check.ASK_S", 0.0)
+    monkeypatch.setattr("kvplan.protocol.read_jobs.ASK_S", 0.0)
     for _ in range(3):
         assert world.reads.poll() == []
     assert world.reads.late().keys() == {"r"}

@@ -34,8 +34,8 @@ from kvplan.protocol import (
 from kvplan.protocol.digest_requests import DigestRequests
 from kvplan.protocol.exporter import Exporter
 from kvplan.protocol.importer import Importer
-from kvplan.protocol.lease_check import LeaseCheck
 from kvplan.protocol.page_keys import Chain
+from kvplan.protocol.read_jobs import LeaseCheck
 from kvplan.staging import Pipeline
 from kvplan.staging.plan import FreeBlocks
 from kvplan.testing.simulation import MODELS, Feature, Scenario, Stages, engine, fabric
@@ -132,7 +132,7 @@ FAULTS = [
     # Handshakes
     Fault("a failed handshake is kept", peer_engines.PeerEngines, "_fail", "del self._peers[peer.source]\n    ", "", seed=12, rule="LINGER"),
     Fault("a restarted engine is read by its old connection", peer_engines.PeerEngines, "_connect", "if connected is not None and connected.offer != offer:", "if connected is not None:\n            continue\n        if False:", seed=61, rule="AGAIN"),
-    Fault("a request fails with an old handshake", reads.Reads, "_take_peer", "pending.came_at - peer.began_at > RETRY_S", "False", seed=19, rule="AGAIN"),
+    Fault("a request fails with an old handshake", reads.Reads, "poll", "reads.came_at - peer.began_at > RETRY_S", "False", seed=19, rule="AGAIN"),
     Fault("the start of an offer is not compared", peer_engines, "fetch", "(offers.engine_id, offers.start) != (source.engine_id, source.start)", "offers.engine_id != source.engine_id", seed=34, rule="AGAIN"),
     # Handoffs
     Fault("a handoff serves any prompt", Handoff, "count_shared", "if digest == self.prompt:", "if True:", seed=1, rule="OWN"),
@@ -180,8 +180,8 @@ VLLM_ROOM_FAULTS = [
     Fault("an entry outlives its lease", Listener, "withdraw", "self.rooms.withdraw(room)", "pass", seed=0, rule="GROW"),
     Fault("blocks are lent before they are computed", Scheduler, "_publish_early", "num_tokens = request.num_computed_tokens - request.num_in_flight_tokens", "num_tokens = min(request.num_computed_tokens + 8, request.num_prompt_tokens - 1)", seed=4, rule="OWN"),
     Fault("the whole has a lease of its own", Exporter, "finish", "if not export.lease:", "if True:", seed=0, rule="CLAIM"),
-    Fault("a request is reported while a part is read", reads.Reads, "poll", "reads.has_last and not reads.is_under_way", "reads.has_last", seed=0, rule="OWN"),
-    Fault("the error of a part is forgotten", reads.Reads, "poll", "reads.error = reads.error or result.error", "reads.error = result.error"),
+    Fault("a request is reported while a part is read", reads.Reads, "poll", "reads.has_last and not reads.is_moving", "reads.has_last", seed=0, rule="OWN"),
+    Fault("the error of a part is forgotten", reads.Reads, "_end", "reads.error = reads.error or result.error", "reads.error = result.error"),
     Fault("what is lost is finished", Exporter, "finish", "export.state is LOST or is_over", "is_over", seed=0, rule="CRASH"),
 ]  # fmt: skip
 
@@ -252,7 +252,7 @@ SGLANG_FAULTS = [
     # chunks
     Fault("a page that is computed in part is read", Importer, "_read_more", "handoff.num_tokens // size * size", "-(-handoff.num_tokens // size) * size", seed=5, rule="RIGHT"),
     Fault("a chunk counts as the whole prompt", Importer, "_next", "if found.is_whole:", "if True:", seed=1, rule="RIGHT"),
-    Fault("a chunk is read while another one is", reads.Reads, "_start_next", "elif reads.waiting and not reads.is_under_way:", "elif reads.waiting:", seed=5, rule="OWN"),
+    Fault("a chunk is read while another one is", reads.Reads, "submit", "if not reads.is_moving:\n            self._begin(reads)", "self._begin(reads)", seed=6, rule="OWN"),
     Fault("a request that is given up keeps its lease", Exporter, "abort", "self.leases.revoke(export.lease)", "pass", seed=38, rule="GROW"),
     Fault("a lease that begins early never ends", Leases, "begin_first", "now = self._system.monotonic()", "now = math.inf", seed=0, rule="END"),
     # pages

@@ -14,8 +14,8 @@ from kvplan.protocol import Claims, Leases, Reads, exporter, importer
 from kvplan.protocol.claims import SourceClaims
 from kvplan.protocol.exporter import Exporter
 from kvplan.protocol.importer import Importer
-from kvplan.protocol.lease_check import LeaseCheck
 from kvplan.protocol.peer_engines import PeerEngines
+from kvplan.protocol.read_jobs import LeaseCheck
 from kvplan.protocol.rooms import Rooms
 from kvplan.testing.simulation import Feature, LeaseConnector, Scenario, Simulation
 from tests.simulation.faults import RESEND_S

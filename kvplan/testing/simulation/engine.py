@@ -18,9 +18,9 @@ import attrs
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.protocol import Connections, prompt_digest
-from kvplan.protocol.lease_check import ASK_S, SILENCE_S
 from kvplan.protocol.peer_engines import HANDSHAKE_S
 from kvplan.protocol.read import MAX_TRANSFER_IDS
+from kvplan.protocol.read_jobs import ASK_S, SILENCE_S
 from kvplan.protocol.system import ANSWER_S
 from kvplan.testing.simulation.catalog import NULL_BLOCK, GroupShape
 from kvplan.testing.simulation.fabric import Fabric, Port, VirtualCopier, VirtualExecutor

@@ -52,8 +52,8 @@ from kvplan._checks import integer
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan
-from kvplan.protocol.lease_check import ASK_S
 from kvplan.protocol.leases import LEASE_S
+from kvplan.protocol.read_jobs import ASK_S
 from kvplan.protocol.system import ANSWER_S
 from kvplan.testing.simulation.catalog import Catalog
 from kvplan.testing.simulation.engine import (
