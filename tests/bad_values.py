@@ -62,7 +62,7 @@ from kvplan.protocol import (
     prompt_digest,
 )
 from kvplan.protocol.claims import answer_claims
-from kvplan.protocol.handoff import WholeBlocks, whole_blocks
+from kvplan.protocol.groups import WholeBlocks, whole_blocks
 from kvplan.protocol.listener import Offers
 from kvplan.staging import Pipeline, Rates, choose, stage
 from kvplan.testing import FakeCopier, FakeNetwork, assert_copies

@@ -13,7 +13,7 @@ the request waits, says what to read, and ends the claim when it is read:
 
 These names are for authors of connectors, and provisional: they may change in any release. Modules
 of the package have others, as provisional, for what few connectors need: ``digest`` for digests on
-a device, ``groups`` for block tables, ``system`` and ``background`` for another event loop,
+a device, ``groups`` for block tables, ``system`` for another event loop,
 ``keys`` and ``room_contents`` for another server, and ``page_keys``, ``page_shards``,
 ``page_reads``, ``pages`` and ``prefix_search`` for the format of a store.
 """
@@ -22,13 +22,12 @@ from kvplan.protocol.claims import Claims
 from kvplan.protocol.digest_requests import DigestRequest
 from kvplan.protocol.exporter import EndedExports, Exporter
 from kvplan.protocol.groups import CacheGroup
-from kvplan.protocol.handoff import Handoff, Source
+from kvplan.protocol.handoff import Handoff, Source, prompt_digest
 from kvplan.protocol.importer import Importer, ImportState, PartialRead
 from kvplan.protocol.keys import SharedKey
 from kvplan.protocol.leases import Leases
 from kvplan.protocol.listener import Listener
 from kvplan.protocol.peer_engines import Connections, HandshakeResult, Handshakes
-from kvplan.protocol.prompt import prompt_digest
 from kvplan.protocol.read import Read, ReadResult
 from kvplan.protocol.reads import Reads
 from kvplan.protocol.retention import keeping

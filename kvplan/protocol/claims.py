@@ -52,10 +52,6 @@ Claim = tuple[str, str]
 """A lease and the reader that claims it."""
 
 
-def _checked_start(start: Any) -> str:
-    return name(start, "start of a message")
-
-
 def _checked_claim(lease: str, reader: str) -> Claim:
     """Return a claim. Raises ``TYPE``, ``NAME``, or ``RANGE`` for a name that is too long."""
     for subject, text in (("lease", lease), ("reader", reader)):
@@ -64,7 +60,8 @@ def _checked_claim(lease: str, reader: str) -> Claim:
     return lease, reader
 
 
-def _checked_claims(values: Any) -> tuple[Claim, ...]:
+def _read_claims(values: Any) -> tuple[Claim, ...]:
+    """Read untrusted claims."""
     claims = []
     for value in members(object, values, "claims"):
         strings = members(str, value, "a claim")
@@ -74,24 +71,14 @@ def _checked_claims(values: Any) -> tuple[Claim, ...]:
     return tuple(claims)
 
 
-def _checked_asks(leases: Any) -> tuple[str, ...]:
-    return members(str, leases, "leases")
-
-
 @attrs.frozen
 class ClaimMessage:
-    """Claims to make, renew or end, and leases to ask about, of one start of an engine.
+    """Claims to make, renew or end, and leases to ask about, of one start of an engine."""
 
-    Raises ``TYPE``, ``NAME`` or ``RANGE`` for a bad value.
-    """
-
-    start: str = attrs.field(converter=_checked_start)
-    claims: tuple[Claim, ...] = attrs.field(default=(), converter=_checked_claims)
-    done: tuple[Claim, ...] = attrs.field(default=(), converter=_checked_claims)
-    asks: tuple[str, ...] = attrs.field(default=(), converter=_checked_asks)
-
-    def __bool__(self) -> bool:
-        return bool(self.claims or self.done or self.asks)
+    start: str
+    claims: tuple[Claim, ...] = ()
+    done: tuple[Claim, ...] = ()
+    asks: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, Any]:
         """Return the message as plain values, for JSON."""
@@ -99,13 +86,13 @@ class ClaimMessage:
 
     @classmethod
     def of_fields(cls, fields: Any) -> ClaimMessage:
-        """Read an untrusted message. Raises ``TYPE`` or ``NAME``."""
+        """Read an untrusted message. Raises ``TYPE``, ``NAME`` or ``RANGE``."""
         message = instance(Mapping, fields, "a message of claims")
         return cls(
-            start=message.get("start"),
-            claims=message.get("claims", ()),
-            done=message.get("done", ()),
-            asks=message.get("asks", ()),
+            start=name(message.get("start"), "start of a message"),
+            claims=_read_claims(message.get("claims", ())),
+            done=_read_claims(message.get("done", ())),
+            asks=members(str, message.get("asks", ()), "leases"),
         )
 
 

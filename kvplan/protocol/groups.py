@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
-from kvplan._checks import instance
+from kvplan._checks import instance, integer, interval
 from kvplan._text import brief_repr
-from kvplan.describe.blocks import Blocks, Range
+from kvplan.describe.blocks import POSITION_END, Blocks, Range
+from kvplan.errors import KVPlanError
 
 __all__ = ["CacheGroup", "first_listed"]
 
@@ -89,3 +90,58 @@ def first_listed(blocks: Blocks, tokens_per_block: int) -> int:
     else:
         first = blocks.first
     return first * tokens_per_block
+
+
+@attrs.frozen
+class WholeBlocks:
+    """The positions of a group that a request reads, and the position from which blocks are whole.
+
+    A block that starts before ``first_whole`` was read in part, so no other request may find it in
+    a prefix cache.
+    """
+
+    start: int
+    stop: int
+    first_whole: int
+
+    __repr__ = brief_repr
+
+
+def whole_blocks(
+    tokens: Range, attended: int, tokens_per_block: int, listed: int, kept: int
+) -> WholeBlocks:
+    """Choose the positions of ``tokens`` that a group reads, so that each block it fills is whole.
+
+    A prefix cache keeps blocks, not positions: of a block that was read from the middle it keeps
+    bytes that were never written, for a later request whose window reaches further back. So a group
+    reads from ``listed`` on, the first position of its first block, also if its window begins
+    later, at ``attended``. If the source has only positions from ``kept`` on, and these are fewer,
+    the group reads them, and says from which position on blocks are whole. Raises ``BLOCKS`` if the
+    source lacks positions that are attended to.
+
+    >>> whole_blocks((0, 100), attended=37, tokens_per_block=32, listed=32, kept=32)
+    WholeBlocks(start=32, stop=100, first_whole=32)
+    >>> whole_blocks((0, 100), attended=70, tokens_per_block=64, listed=64, kept=68)
+    WholeBlocks(start=68, stop=100, first_whole=128)
+    """
+    first, stop = interval(tokens, "tokens", POSITION_END)
+    attended = integer(attended, "attended", high=POSITION_END)
+    size = integer(tokens_per_block, "tokens_per_block", low=1, high=POSITION_END)
+    first_wanted = max(first, integer(listed, "listed", high=POSITION_END))
+    kept = integer(kept, "kept", high=POSITION_END)
+    # Positions before a window need not be there, and those after ``stop`` are not read.
+    first_needed = max(first, attended)
+    if first_needed < min(kept, stop):
+        raise KVPlanError(
+            "BLOCKS",
+            "read all positions that a window reaches",
+            expected=f"positions from {first_needed} on",
+            got=f"those from {kept} on",
+            hint="the source has freed what it does not attend to any more",
+            needed=first_needed,
+            kept=kept,
+        )
+    start = min(max(first_wanted, kept), stop)
+    # the next block, if the source lacks the beginning of this one
+    first_whole = start if start == first_wanted else -(-start // size) * size
+    return WholeBlocks(start, stop, first_whole)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -14,13 +15,12 @@ from kvplan._checks import (
     having,
     instance,
     integer,
-    interval,
     members,
     name,
     wrong_type,
 )
 from kvplan._text import brief_repr, few, shown
-from kvplan.describe.blocks import POSITION_END, Blocks, Range
+from kvplan.describe.blocks import POSITION_END, Blocks
 from kvplan.errors import KVPlanError
 from kvplan.protocol.keys import HINT, SharedKey
 from kvplan.protocol.system import PORT_END
@@ -33,6 +33,9 @@ MAX_PREFIXES: Final = 16
 
 GAP: Final = -1
 """The id at a gap of a table, in JSON."""
+
+DIGEST_BYTES: Final = 16
+"""The length of a prompt's digest."""
 
 
 @attrs.frozen
@@ -355,56 +358,29 @@ def _read_prefixes(values: Any) -> dict[int, str]:
     return prefixes
 
 
-@attrs.frozen
-class WholeBlocks:
-    """The positions of a group that a request reads, and the position from which blocks are whole.
+def prompt_digest(tokens: Sequence[int], facts: Iterable[str] = ()) -> str:
+    """Digest the token ids of positions 0, 1, ..., and the facts that decide their cache too.
 
-    A block that starts before ``first_whole`` was read in part, so no other request may find it in
-    a prefix cache.
+    ``facts`` are strings that both engines derive alike: an adapter, a salt, hashes of images or
+    embeddings with their positions. Their order counts. Raises ``TYPE``.
+
+    >>> prompt_digest([3, 17, 5])
+    'c3fda288cda031ab788deda19738ab02'
+    >>> prompt_digest([3, 17, 5]) == prompt_digest([3, 17, 5], ["adapter sql"])
+    False
     """
-
-    start: int
-    stop: int
-    first_whole: int
-
-    __repr__ = brief_repr
-
-
-def whole_blocks(
-    tokens: Range, attended: int, tokens_per_block: int, listed: int, kept: int
-) -> WholeBlocks:
-    """Choose the positions of ``tokens`` that a group reads, so that each block it fills is whole.
-
-    A prefix cache keeps blocks, not positions: of a block that was read from the middle it keeps
-    bytes that were never written, for a later request whose window reaches further back. So a group
-    reads from ``listed`` on, the first position of its first block, also if its window begins
-    later, at ``attended``. If the source has only positions from ``kept`` on, and these are fewer,
-    the group reads them, and says from which position on blocks are whole. Raises ``BLOCKS`` if the
-    source lacks positions that are attended to.
-
-    >>> whole_blocks((0, 100), attended=37, tokens_per_block=32, listed=32, kept=32)
-    WholeBlocks(start=32, stop=100, first_whole=32)
-    >>> whole_blocks((0, 100), attended=70, tokens_per_block=64, listed=64, kept=68)
-    WholeBlocks(start=68, stop=100, first_whole=128)
-    """
-    first, stop = interval(tokens, "tokens", POSITION_END)
-    attended = integer(attended, "attended", high=POSITION_END)
-    size = integer(tokens_per_block, "tokens_per_block", low=1, high=POSITION_END)
-    first_wanted = max(first, integer(listed, "listed", high=POSITION_END))
-    kept = integer(kept, "kept", high=POSITION_END)
-    # Positions before a window need not be there, and those after ``stop`` are not read.
-    first_needed = max(first, attended)
-    if first_needed < min(kept, stop):
-        raise KVPlanError(
-            "BLOCKS",
-            "read all positions that a window reaches",
-            expected=f"positions from {first_needed} on",
-            got=f"those from {kept} on",
-            hint="the source has freed what it does not attend to any more",
-            needed=first_needed,
-            kept=kept,
-        )
-    start = min(max(first_wanted, kept), stop)
-    # the next block, if the source lacks the beginning of this one
-    first_whole = start if start == first_wanted else -(-start // size) * size
-    return WholeBlocks(start, stop, first_whole)
+    try:
+        ids = np.asarray(tokens)
+    except Exception:
+        # of a ragged list, or of a tensor that is no array, in its framework's own words
+        raise wrong_type("token ids", "a flat sequence of integers", tokens) from None
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise wrong_type("token ids", "a flat sequence of integers", tokens)
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    digest.update(ids.size.to_bytes(8, "little"))
+    digest.update(ids.astype("<i8").tobytes())
+    for fact in members(str, facts, "facts of a prompt"):
+        text = fact.encode()
+        digest.update(len(text).to_bytes(8, "little"))
+        digest.update(text)
+    return digest.hexdigest()

@@ -28,7 +28,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import attrs
 
@@ -36,11 +36,20 @@ from kvplan._checks import check_fields, instance, name
 from kvplan._text import brief_repr
 from kvplan.describe.blocks import POSITION_END, Blocks, Range
 from kvplan.errors import KVPlanError
-from kvplan.protocol.groups import CacheGroup, cache_groups, first_listed, whole_groups
-from kvplan.protocol.handoff import Handoff, Source, WholeBlocks, whole_blocks
+from kvplan.protocol.claims import Claims
+from kvplan.protocol.groups import (
+    CacheGroup,
+    WholeBlocks,
+    cache_groups,
+    first_listed,
+    whole_blocks,
+    whole_groups,
+)
+from kvplan.protocol.handoff import Handoff
 from kvplan.protocol.keys import SharedKey
 from kvplan.protocol.read import Read
 from kvplan.protocol.room_contents import Published
+from kvplan.protocol.rooms import Rooms
 from kvplan.protocol.transitions import after
 
 NONE: Final[Mapping[str, int]] = MappingProxyType({})
@@ -94,24 +103,6 @@ TRANSITIONS: Final[Mapping[tuple[ImportState, ImportEvent], ImportState]] = Mapp
     }
 )
 """What a request becomes by what happens to it; nothing else may happen."""
-
-
-class HoldsClaims(Protocol):
-    """Claims the leases of other engines: :class:`~kvplan.protocol.Claims`."""
-
-    def claim(self, source: Source, lease: str, reader: str) -> None: ...
-    def release(self, source: Source, lease: str, reader: str) -> None: ...
-    def refusal(self, source: Source, lease: str, reader: str) -> KVPlanError | None: ...
-
-
-class AsksRooms(Protocol):
-    """Polls other engines for rooms: :class:`~kvplan.protocol.Rooms`."""
-
-    def subscribe(
-        self, reader: str, room: str, address: str, deliver: Callable[[Any], bool]
-    ) -> None: ...
-    def silence(self, reader: str) -> KVPlanError | None: ...
-    def unsubscribe(self, reader: str) -> None: ...
 
 
 @attrs.frozen
@@ -191,11 +182,11 @@ class Importer:
     def __init__(
         self,
         groups: Mapping[str, CacheGroup],
-        claims: HoldsClaims | None,
+        claims: Claims | None,
         reader: str,
         key: SharedKey,
         *,
-        rooms: AsksRooms | None = None,
+        rooms: Rooms | None = None,
         weights: Callable[[], str] = str,
         to_block_end: bool = False,
     ) -> None:

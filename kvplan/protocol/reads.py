@@ -42,7 +42,6 @@ from kvplan._checks import having, instance, integer
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Status, Transfer
-from kvplan.protocol.background import Background
 from kvplan.protocol.claims import Claims
 from kvplan.protocol.digest import mismatch
 from kvplan.protocol.digest_requests import DigestRequest, fetch_digests
@@ -63,7 +62,7 @@ from kvplan.protocol.read import (
     request_of,
 )
 from kvplan.protocol.read_jobs import SILENCE_S, Digest, Job, LeaseCheck, RequestReads
-from kvplan.protocol.system import RETRY_S, Pending, System
+from kvplan.protocol.system import RETRY_S, Background, Pending, System
 from kvplan.staging import Pipeline, StagedTransfer
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ Engines call from their threads while coroutines run, so what both touch is guar
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
@@ -32,6 +33,7 @@ __all__ = [
     "PORT_END",
     "RETRY_S",
     "TOKEN_BYTES",
+    "Background",
     "Pending",
     "Route",
     "Server",
@@ -205,3 +207,38 @@ async def pend(
         got = repr(error)
         details["error"] = type(error).__name__
         pending.fail(KVPlanError("PEER", action, expected="a value", got=got, hint=hint, **details))
+
+
+class Background:
+    """Runs coroutine functions in the order in which they come, at most ``max_running`` at a time.
+
+    ``name`` says what they do, such as ``"fetch digests"``.
+    """
+
+    def __init__(self, name: str, max_running: int, logger: Logger, system: System) -> None:
+        self._name = name
+        self._max_running = max_running
+        self._logger = logger
+        self._system = system
+        self._lock = system.lock()
+        self._waiting: deque[tuple[Callable[[], Awaitable[Any]], Pending[Any]]] = deque()
+        self._num_running = 0
+
+    def submit(self, run: Callable[[], Awaitable[T]]) -> Pending[T]:
+        """Run a coroutine function when it is its turn. Any thread may call this."""
+        pending = Pending[T]()
+        with self._lock:
+            self._waiting.append((run, pending))
+            if self._num_running < self._max_running:
+                self._num_running += 1
+                self._system.start(f"kvplan {self._name}", self._run)
+        return pending
+
+    async def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._num_running -= 1
+                    return
+                run, pending = self._waiting.popleft()
+            await pend(pending, run(), self._name, self._logger)

@@ -21,8 +21,7 @@ from sglang.srt.utils.network import get_local_ip_auto
 
 from kvplan import KVPlanError
 from kvplan.protocol import Exporter, Handoff, Leases, Listener, Source, System
-from kvplan.protocol.background import Background
-from kvplan.protocol.system import RETRY_S, TOKEN_BYTES
+from kvplan.protocol.system import RETRY_S, TOKEN_BYTES, Background
 from kvplan.support import at_most
 from kvplan_nixl.serving.access import is_loopback
 from kvplan_nixl.settings import Settings

@@ -26,8 +26,7 @@ import pytest
 from kvplan import Blocks, Group, KVPlanError, Worker, plan_reads
 from kvplan.bridges import RankInfo, from_vllm, vllm_model
 from kvplan.protocol import Handoff, Read, Source
-from kvplan.protocol.groups import first_listed
-from kvplan.protocol.handoff import whole_blocks
+from kvplan.protocol.groups import first_listed, whole_blocks
 from kvplan.protocol.read import request_of
 from tests.engines import specs
 from tests.engines.specs import Cached, Caches, allocated, engine_config, label, places, planned, row_bytes, spec_of

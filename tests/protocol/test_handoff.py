@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError
 from kvplan.protocol import CacheGroup, Handoff, Source
-from kvplan.protocol.handoff import PARAMS, PURPOSE, SIGNATURE, WholeBlocks, whole_blocks
+from kvplan.protocol.groups import WholeBlocks, whole_blocks
+from kvplan.protocol.handoff import PARAMS, PURPOSE, SIGNATURE
 from kvplan.protocol.keys import SharedKey
 from tests.blocking import KEY
 

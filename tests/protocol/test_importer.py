@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -45,7 +45,7 @@ class World:
     importer: Importer = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.importer = Importer(GROUPS, self, "decode", KEY, rooms=self)
+        self.importer = Importer(GROUPS, cast(Any, self), "decode", KEY, rooms=cast(Any, self))
 
     def claim(self, source: Source, lease: str, reader: str) -> None:
         self.claimed.append(lease)
@@ -112,7 +112,7 @@ def test_a_ring_is_read_as_a_state(world: World) -> None:
     tables = {"attn": Blocks(range(1, 8)), "ring": Blocks([2, 9, 4, 1]), "state": Blocks([3])}
     found = []
     for num_tokens in (40, 100):
-        importer = Importer(groups, world, "decode", KEY)
+        importer = Importer(groups, cast(Any, world), "decode", KEY)
         handoff = Handoff(SOURCE, "l", num_tokens, f"{num_tokens}", tables, {"attn": 0})
         importer.claim("r", handoff.params(KEY), prompt)
         number = importer.count("r", 16, num_tokens)

@@ -30,13 +30,12 @@ from kvplan.protocol import (
     Reads,
     Source,
 )
-from kvplan.protocol.background import Background
 from kvplan.protocol.digest_requests import DigestRequest
 from kvplan.protocol.listener import Offers
 from kvplan.protocol.read import cut
 from kvplan.protocol.read_jobs import ASK_S
 from kvplan.protocol.reads import POST_S
-from kvplan.protocol.system import Pending
+from kvplan.protocol.system import Background, Pending
 from kvplan.staging import Pipeline, Rates
 from kvplan.testing import FakeCopier, FakeExecutor, FakeNetwork
 from kvplan_nixl.serving import Driver

@@ -62,7 +62,6 @@ TESTS = {
     **{
         f"kvplan.protocol.{name}": CONNECTOR_TESTS
         for name in (
-            "background",
             "claims",
             "digest_requests",
             "handoff",
