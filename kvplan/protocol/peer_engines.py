@@ -152,13 +152,6 @@ class HandshakeResult:
 
     __repr__ = brief_repr
 
-    @classmethod
-    def of(cls, peer: PeerEngine, now: float) -> HandshakeResult:
-        """Return the result of a handshake that has ended ``now``."""
-        instance(PeerEngine, peer, "engine of a handshake")
-        plan_seconds = 0.0 if peer.plan is None else peer.plan.seconds
-        return cls(peer.source, peer.error, now - peer.began_at, plan_seconds)
-
 
 @attrs.frozen
 class WorkerOffer:
@@ -201,13 +194,16 @@ class PeerEngines:
         return peer
 
     def poll(self) -> Iterator[PeerEngine]:
-        """Yield the engines that are ready now, or have failed.
+        """Report and yield the engines that are ready now, or have failed.
 
         The caller starts the requests to an engine before the next one is connected, which may
-        take its place.
+        replace it.
         """
         for peer in [*self._peers.values()]:
             if peer.plan is None and self._advance(peer):
+                taken_s = self._system.monotonic() - peer.began_at
+                plan_s = 0.0 if peer.plan is None else peer.plan.seconds
+                self._handshake.report(HandshakeResult(peer.source, peer.error, taken_s, plan_s))
                 yield peer
 
     def discard(self, source: Source) -> None:
@@ -220,31 +216,31 @@ class PeerEngines:
             del self._peers[source]
 
     def _begin_handshake(self, peer: PeerEngine) -> None:
-        """Begin a handshake, unless too many are under way, by peer.P3."""
+        """Begin to fetch offers and to make a plan, unless too many handshakes are under way.
+
+        That is rule peer.P3.
+        """
         self._handshakes = [handshake for handshake in self._handshakes if not handshake.done]
-        if len(self._handshakes) < MAX_HANDSHAKES:
-            begun = [start for start in self._other_starts(peer) if start.handshake is not None]
-            peer.earlier = tuple(start.source for start in begun)
-            peer.began_at = self._system.monotonic()
-            peer.handshake = self._shake_hands(peer.source, peer.earlier)
-            self._handshakes.append(peer.handshake)
+        if len(self._handshakes) >= MAX_HANDSHAKES:
+            return
+        source = peer.source
+        begun = [start for start in self._other_starts(peer) if start.handshake is not None]
+        peer.earlier = tuple(start.source for start in begun)
+        peer.began_at = self._system.monotonic()
+        peer.handshake = handshake = Pending[PeerPlan]()
+        self._handshakes.append(handshake)
+        plan = partial(self._plan, source, peer.earlier)
+        action = f"shake hands with {source}"
+        self._system.start(
+            f"kvplan handshake {source.engine_id}",
+            lambda: pend(handshake, plan(), action, self._logger, source=source),
+        )
 
     def _other_starts(self, peer: PeerEngine) -> list[PeerEngine]:
         """Return the other starts of a peer's engine, or engines that have taken its name."""
         engine_id = peer.source.engine_id
         starts = [start for start in self._peers.values() if start.source.engine_id == engine_id]
         return [start for start in starts if start is not peer]
-
-    def _shake_hands(self, source: Source, earlier: Sequence[Source]) -> Pending[PeerPlan]:
-        """Begin to fetch the offers of an engine and to make a plan."""
-        handshake = Pending[PeerPlan]()
-        action = f"shake hands with {source}"
-        plan = partial(self._plan, source, earlier)
-        self._system.start(
-            f"kvplan handshake {source.engine_id}",
-            lambda: pend(handshake, plan(), action, self._logger, source=source),
-        )
-        return handshake
 
     async def _plan(self, source: Source, earlier: Sequence[Source]) -> PeerPlan:
         """Fetch offers, and choose how to read from their workers, by rule read.R5.
@@ -325,41 +321,34 @@ class PeerEngines:
         if peer.handshake is None:
             self._begin_handshake(peer)
             return False
-        if peer.error is not None:
-            self._fail(peer, peer.error)
-            return True
-        if not peer.handshake.done:
-            if self._system.monotonic() - peer.began_at <= self._handshake.timeout_s:
-                return False
-            action = f"shake hands with {peer.source}"
-            expected = f"an answer within {self._handshake.timeout_s:g} s"
-            error = KVPlanError(
-                "PEER",
-                action,
-                expected=expected,
-                got="none",
-                hint="it is busy, stopped or not reachable; a later request tries again",
-                source=peer.source,
-            )
-            self._fail(peer, error)
-            return True
+        timeout_s = self._handshake.timeout_s
+        is_late = self._system.monotonic() - peer.began_at > timeout_s
+        if peer.error is None and not peer.handshake.done and not is_late:
+            return False
         try:
+            if peer.error is not None:
+                raise peer.error
+            if not peer.handshake.done:
+                raise KVPlanError(
+                    "PEER",
+                    f"shake hands with {peer.source}",
+                    expected=f"an answer within {timeout_s:g} s",
+                    got="none",
+                    hint="it is busy, stopped or not reachable; a later request tries again",
+                    source=peer.source,
+                )
             plan = peer.handshake.result()
-            # Connecting takes the places of the workers before, also where it fails.
+            # Connecting replaces the workers of earlier starts, also where it fails.
             self._forget_older(peer)
-            plan = self._connect(plan)
+            peer.plan = self._connect(plan)
         except KVPlanError as error:
-            self._fail(peer, error)
+            del self._peers[peer.source]
+            peer.error = error
             return True
-        peer.plan = plan
-        self._logger.info("%s: %r", peer.source, plan)
+        self._logger.info("%s: %r", peer.source, peer.plan)
         if plan.remark:
             self._logger.info("%s %s", peer.source, plan.remark)
         return True
-
-    def _fail(self, peer: PeerEngine, error: KVPlanError) -> None:
-        del self._peers[peer.source]
-        peer.error = error
 
     def _connect(self, plan: PeerPlan) -> PeerPlan:
         """Connect to the workers with which bytes are exchanged, and return the prepared plan.

@@ -49,7 +49,6 @@ from kvplan.protocol.handoff import Source
 from kvplan.protocol.importer import PartialRead
 from kvplan.protocol.peer_engines import (
     Connections,
-    HandshakeResult,
     PeerEngines,
     PeerPlan,
 )
@@ -108,11 +107,9 @@ class Reads:
         if digest is not None:
             having("__call__", digest, "digest", "a function")
         self._digest = digest
-        self._connections = instance(Connections, connections, "connections")
+        instance(Connections, connections, "connections")
         self._system = instance(System, system, "system")
-        self._peers = PeerEngines(
-            worker, executor, logger, self._connections, self._pipeline, system
-        )
+        self._peers = PeerEngines(worker, executor, logger, connections, self._pipeline, system)
         # by engine, so that one that does not answer holds up no other; an idle one is dropped
         self._fetches: WeakValueDictionary[Source, Background] = WeakValueDictionary()
         # the chunks of the pipeline that have begun, and when that number was seen to change
@@ -182,7 +179,6 @@ class Reads:
         self._posted_s = 0.0
         # handshakes first, since a request that waited begins to move in this step
         for peer in self._peers.poll():
-            self._connections.handshakes.report(HandshakeResult.of(peer, self._system.monotonic()))
             for reads in self._waiting.pop(peer.source, []):
                 if peer.plan is not None:
                     self._start(reads, peer.plan, was_connected=False)

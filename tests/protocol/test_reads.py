@@ -835,7 +835,7 @@ def test_one_engine_is_planned_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
             meeting.wait(0.2)
         return decode(offer)
 
-    world.reads._peers._connections = attrs.evolve(world.reads._connections, open_offer=meet)
+    world.reads._peers._connections = attrs.evolve(world.reads._peers._connections, open_offer=meet)
     for name in names:
         world.submit(world.read(name, source_of(name)))
     assert [result.error for result in world.until(2).values()] == [None, None]
