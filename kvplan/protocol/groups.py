@@ -1,4 +1,4 @@
-"""Cache groups, as far as it matters which positions of a request an engine keeps and reads."""
+"""Cache groups: which positions of a request an engine keeps in each, and which ones it reads."""
 
 from __future__ import annotations
 

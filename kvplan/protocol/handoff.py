@@ -1,4 +1,7 @@
-"""Handoffs: prefill describes a computed request to decode, in the request's own parameters."""
+"""Handoffs: prefill describes a computed request to decode, in the request's own parameters.
+
+A digest of the prompt binds a handoff to the tokens whose cache it hands over.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +77,8 @@ class Handoff:
     :func:`~kvplan.protocol.prompt_digest` is ``prompt``. ``prefixes`` has the digests of fewer of
     them, by their number: those of a prompt before the answer to it. ``blocks`` has a table for
     each group, of the blocks that the engine still has. ``kept`` has the position from which on a
-    group's blocks are all there and whole. ``weights_version`` says which weights the engine has
-    computed it with, if they are others than those it started with. :meth:`params` are plain
-    values, for JSON;
+    group's blocks are all there and whole. ``weights_version`` says which weights have computed it,
+    if not those that the engine started with. :meth:`params` are plain values, for JSON;
     :meth:`of_params` reads them. They are signed with the key that all engines share, so a client
     cannot send a reader to another address, lease or block.
 

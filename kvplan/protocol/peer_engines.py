@@ -6,9 +6,9 @@ it has failed, with an error. A failed one is forgotten at once, so that the nex
 engine shakes hands again.
 
 - peer.P1: An engine offers workers of its own name alone.
-- peer.P2: Another start of an engine takes the place of an earlier one only if that one does not
-  answer any more. It does not wait for the end of a handshake with the earlier one, which may hang
-  for all its time: that handshake fails as soon as the other start is ready.
+- peer.P2: Another start of an engine replaces an earlier one only if that one does not answer any
+  more. It does not wait for the end of a handshake with the earlier one, which may hang for all its
+  time: that handshake fails as soon as the other start is ready.
 - peer.P3: At most :data:`MAX_HANDSHAKES` handshakes are under way. Other engines wait for one.
 - peer.P4: What an engine offers is read and planned within a :class:`kvplan.Budget`, all its
   workers together, and one engine at a time.
@@ -402,7 +402,7 @@ class PeerEngines:
         del self._peers[peer.source]
         for key, offer in plan.offers.items():
             connected = self._connected.get(key)
-            # A later start may have the worker's place already.
+            # A later start may have replaced the worker already.
             if connected is not None and connected.offer == offer:
                 del self._connected[key]
                 # The executor keeps a worker with which a transfer still runs.
