@@ -22,13 +22,14 @@ from kvplan._checks import INT64_END, check_fields, instance, integer
 from kvplan._text import brief_repr, shown
 from kvplan.describe.axes import Axis
 from kvplan.describe.tensors import Device, MemoryOwner, device_of, view_of
-from kvplan.describe.views import ITEMSIZE, TOKEN, Context, Group, Region, View
+from kvplan.describe.views import ITEMSIZE, TOKEN, Context, Group, Region, View, dtype_name
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.models.layouts import STEP, Layout, LocalTensor, Page
 from kvplan.models.model import Model, NamedLayer
 from kvplan.models.parallel import MAX_RANKS, RankShard
 from kvplan.models.pools import place_pool
+from kvplan.models.tensors import STATE, Layer, Tensor
 
 CONTENT: Final = "content"
 """The dimension of a pattern that has all axes of a tensor that the pattern does not name."""
@@ -101,7 +102,7 @@ def reads_engine(release: str) -> Callable[[Reader], Reader]:
 class ObservedModel:
     """The cached tensors of a running engine, read off its own objects: no model type is needed.
 
-    ``layers`` has the engine's key of each layer, a name or a number. Takes the place of a
+    ``layers`` has the engine's key of each layer, a name or a number. Bridges take it, or a
     :class:`~kvplan.Model`, which says the same from a configuration. ``name`` is whose cache it is,
     as in :class:`~kvplan.Worker`.
     """
@@ -124,6 +125,41 @@ class ObservedModel:
         if layer is None:
             raise contradiction("NAME", "place a layer", "a layer of the engine", shown(key))
         return layer
+
+
+def total_heads(action: str, local: int, tp: int, total: int | None, hint: str) -> int:
+    """Return the KV heads of a layer on all ranks together, of which a rank has ``local``.
+
+    Several heads are a share of their own. One head may be one of fewer heads than ranks: then
+    ``total`` says how many there are, since the engine's objects do not. Raises ``SIZE`` where they
+    are not known, or cannot be so many.
+    """
+    if local > 1 or tp == 1:
+        return local * tp
+    if total is None or not 0 < total <= tp:
+        expected = f"1 to {tp} KV heads in all, of which each rank has one"
+        got = "an unknown number" if total is None else total
+        raise contradiction("SIZE", action, expected, got).with_hint(hint)
+    return total
+
+
+def rank_prefix(info: RankInfo) -> str:
+    """Return the beginning of names of tensors that ranks divide in an unknown way.
+
+    It names the rank, so such a tensor moves between equal ranks of equally large engines.
+    """
+    return "" if info.tp == 1 else f"tp{info.tp}.{info.tp_rank}."
+
+
+def unknown_states(prefix: str, shapes: Iterable[Sequence[int]], dtypes: Iterable[Any]) -> Layer:
+    """Return recurrent states whose axes are not known: one tensor for each, of its shape."""
+    tensors = []
+    for number, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+        axes = tuple((f"dim{index}", size) for index, size in enumerate(shape))
+        kind = f"{prefix}state.{number}"
+        state = Tensor(kind, STATE, axes, paged=False, dtype=dtype_name(dtype), pool=STATE)
+        tensors.append(state)
+    return tuple(tensors)
 
 
 class MemoryInterval(NamedTuple):
@@ -394,10 +430,10 @@ def _extent(axes: Iterable[Axis]) -> int:
 
 def check_dtype(tensor: LocalTensor, dtype: Any) -> None:
     """Raise ``DTYPE`` unless a dtype is the tensor's own, or plain bytes if that has one byte."""
-    dtype_name = str(dtype).removeprefix("torch.")
-    are_bytes = dtype_name in ("uint8", "int8") and ITEMSIZE[tensor.dtype] == 1
-    if dtype_name != tensor.dtype and not are_bytes:
-        raise contradiction("DTYPE", f"read tensor {tensor.name!r}", tensor.dtype, dtype_name)
+    found = dtype_name(dtype)
+    are_bytes = found in ("uint8", "int8") and ITEMSIZE[tensor.dtype] == 1
+    if found != tensor.dtype and not are_bytes:
+        raise contradiction("DTYPE", f"read tensor {tensor.name!r}", tensor.dtype, found)
 
 
 def dense_strides(shape: Sequence[int], size_bytes: int) -> list[int]:
@@ -406,7 +442,7 @@ def dense_strides(shape: Sequence[int], size_bytes: int) -> list[int]:
     >>> dense_strides([3, 4, 5], 2)
     [40, 10, 2]
     """
-    return [size_bytes * math.prod(shape[place + 1 :]) for place in range(len(shape))]
+    return [size_bytes * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def strided_memory(

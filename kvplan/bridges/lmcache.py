@@ -22,7 +22,7 @@ from kvplan.bridges.assembly import (
     view_at_addresses,
 )
 from kvplan.describe.tensors import device_of
-from kvplan.describe.views import ITEMSIZE, View
+from kvplan.describe.views import ITEMSIZE, View, dtype_name
 from kvplan.describe.worker import Worker
 from kvplan.models.model import Model
 
@@ -76,7 +76,7 @@ def from_lmcache(
     assembly = Assembly(model, info)
     metadata = chunk.metadata
     shapes = [tuple(shape) for shape in metadata.shapes or [metadata.shape]]
-    dtypes = [str(dtype).removeprefix("torch.") for dtype in metadata.dtypes or [metadata.dtype]]
+    dtypes = [dtype_name(dtype) for dtype in metadata.dtypes or [metadata.dtype]]
     layer_lists = [range(len(model.layers))] if layers is None else layers
     pool = _pool(assembly, chunk)
     action = "read a chunk of LMCache"

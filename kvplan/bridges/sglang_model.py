@@ -30,12 +30,20 @@ import attrs
 
 from kvplan._checks import instance, integer, members
 from kvplan._text import brief_repr
-from kvplan.bridges.assembly import ObservedModel, RankInfo, contradiction, reads_engine
+from kvplan.bridges.assembly import (
+    ObservedModel,
+    RankInfo,
+    contradiction,
+    rank_prefix,
+    reads_engine,
+    total_heads,
+    unknown_states,
+)
+from kvplan.describe.views import dtype_name
 from kvplan.models.model import NamedLayer
 from kvplan.models.tensors import (
     FULL,
     SLIDING,
-    STATE,
     Layer,
     Tensor,
     attention,
@@ -72,7 +80,7 @@ class PoolPart(NamedTuple):
     """A pool, maybe inside another, and the model's layers with their indices in its buffers.
 
     ``slides`` says that its layers attend to a window, and have a block table of their own.
-    ``index_keys`` has the buffers beside the pool in which layers keep index keys of
+    ``index_keys`` has the buffers outside the pool in which layers keep index keys of
     ``index_dtype``.
     """
 
@@ -109,7 +117,7 @@ def pool_parts(pool: Any) -> Iterator[PoolPart]:
         yield PoolPart(pool.full_kv_pool, full_layers)
         yield PoolPart(pool.swa_kv_pool, sliding_layers, slides=True)
     elif hasattr(pool, "main_pool"):
-        # All layers have K and V in one pool; some have index keys beside it.
+        # All layers have K and V in one pool; some have index keys in another.
         if pool.index_kv_pool is not None:
             got = "index keys and values"
             raise contradiction("LAYOUT", READ_POOL, "index keys alone", got)
@@ -199,11 +207,12 @@ def _cached(
     if hasattr(pool, "kv_lora_rank"):
         tensors = _latent(pool, index, group)
     else:
-        heads = _total_heads(f"read layer {layer} of a pool of SGLang", pool.head_num, tp, total)
+        action = f"read layer {layer} of a pool of SGLang"
+        heads = total_heads(action, pool.head_num, tp, total, "set KVPLAN_KV_HEADS")
         tensors = attention(heads, pool.head_dim, group, value_dim=pool.v_head_dim)
-    values_dtype = dtype or _dtype_name(pool.dtype)
+    values_dtype = dtype or dtype_name(pool.dtype)
     if layer in part.index_keys:
-        keys_dtype = _dtype_name(part.index_dtype)
+        keys_dtype = dtype_name(part.index_dtype)
         keys = with_index_keys((), part.index_keys[layer].shape[-1])
         tensors += tuple(attrs.evolve(tensor, dtype=keys_dtype) for tensor in keys)
     return tuple(attrs.evolve(tensor, dtype=tensor.dtype or values_dtype) for tensor in tensors)
@@ -225,21 +234,6 @@ def _latent(pool: Any, index: int, group: str) -> Layer:
     has_keys = index_keys is not None and index_keys[index].shape[0] > 0
     tensors = (packed.in_group(group),) if is_packed else plain
     return (*tensors, *keys) if has_keys else tensors
-
-
-def _total_heads(action: str, local: int, tp: int, total: int | None) -> int:
-    """Return the KV heads of a layer on all ranks together, of which a rank has ``local``."""
-    if local > 1 or tp == 1:
-        return local * tp
-    if total is None or not 0 < total <= tp:
-        expected = f"1 to {tp} KV heads in all, of which each rank has one"
-        got = "an unknown number" if total is None else total
-        raise contradiction("SIZE", action, expected, got).with_hint("set KVPLAN_KV_HEADS")
-    return total
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @reads_engine("SGLang 0.5.23")
@@ -268,7 +262,7 @@ def state_layer(shape: Any, conv_dtype: Any, ssm_dtype: Any, rule: str = "") -> 
     if len(shape.conv) != 1:
         return None
     steps = shape.conv_kernel - 1
-    dtypes = (_dtype_name(conv_dtype), _dtype_name(ssm_dtype))
+    dtypes = (dtype_name(conv_dtype), dtype_name(ssm_dtype))
     heads, dim = shape.num_heads, shape.head_dim
     layer: Layer | None = None
     if hasattr(shape, "num_k_heads"):
@@ -300,18 +294,9 @@ def rank_state(pool: Any, info: RankInfo) -> Layer:
     ``pool`` is a ``MambaPool``. Each of its buffers is a tensor named after this rank, so it moves
     between equal ranks of equally large engines.
     """
-    part = "" if info.tp == 1 else f"tp{info.tp}.{info.tp_rank}."
-    return tuple(
-        Tensor(
-            f"{part}state.{number}",
-            STATE,
-            tuple((f"dim{place}", size) for place, size in enumerate(buffer.shape[2:])),
-            paged=False,
-            dtype=_dtype_name(buffer.dtype),
-            pool=STATE,
-        )
-        for number, buffer in enumerate(state_buffers(pool))
-    )
+    buffers = state_buffers(pool)
+    shapes = [buffer.shape[2:] for buffer in buffers]
+    return unknown_states(rank_prefix(info), shapes, [buffer.dtype for buffer in buffers])
 
 
 def state_buffers(pool: Any) -> list[Any]:

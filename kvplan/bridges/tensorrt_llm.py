@@ -30,8 +30,8 @@ def from_tensorrt_llm(
     Its pools are ``[block, layer, kv, values of a block]``. The attention backend decides how the
     values of K and of V are arranged, and ``kv_layout`` names it: ``HND``, heads outside slots, or
     ``NHD``. Each attention window has a block table. Ids are those of ``get_batch_cache_indices``,
-    as long as no block has been moved to the host's pool and back; after that, the id of a block
-    and its place in the pool may differ.
+    as long as no block has been moved to the host's pool and back; after that, a block's id may not
+    be its index in the pool.
 
     Raises ``LAYOUT`` for any other ``kv_layout``, and for layers that cache more than K and V or a
     latent. It refuses the overlapping buffers that ``KVCacheManagerV2`` returns for several layers

@@ -11,10 +11,10 @@ cpu_attn_amx.hpp.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from kvplan._checks import instance, is_one_of
 from kvplan.bridges.assembly import (
@@ -31,12 +31,13 @@ from kvplan.bridges.assembly import (
     view_at_addresses,
 )
 from kvplan.bridges.vllm_model import (
-    DRAFT_MODULES,
     CachedLayer,
     cached_layers,
     holds_state,
+    is_in_draft_module,
     is_indexer,
     is_ring,
+    numbers_in,
     unit_of,
 )
 from kvplan.bridges.vllm_rows import PAGE
@@ -141,7 +142,12 @@ def from_vllm(
         raise contradiction("LAYOUT", "read kv_layout", expected, repr(kv_layout))
     assembly = Assembly(model, info)
     layers = instance(Mapping, layers, "layers")
-    places = _places(kv_cache_config.kv_cache_tensors)
+    # The KVCacheTensor of each layer by its name, and the layer's number in it.
+    allocated = {
+        name: (tensor, number)
+        for tensor in kv_cache_config.kv_cache_tensors
+        for number, name in enumerate(tensor.layers)
+    }
     kv_caches = instance(Mapping, kv_caches, "kv_caches")
     tables = groupby(cached_layers(kv_cache_config), lambda layer: layer.group)
     for _, cached in tables:
@@ -164,24 +170,8 @@ def from_vllm(
                     raise contradiction("NAME", action, "a cache for each", f"none for {name!r}")
                 first_view = len(assembly.views)
                 _add_layer(assembly, layer, _key_of(layer, model), kv_caches, layers, kv_layout)
-                _check_place(assembly, name, first_view, places[name])
+                _check_addresses(assembly, name, first_view, *allocated[name])
     return assembly.finish()
-
-
-class TensorPlace(NamedTuple):
-    """The ``KVCacheTensor`` of a layer, and the layer's number in it."""
-
-    tensor: Any
-    number: int
-
-
-def _places(tensors: Sequence[Any]) -> dict[str, TensorPlace]:
-    """Return the place of each layer, by its name."""
-    places = {}
-    for tensor in tensors:
-        for number, name in enumerate(tensor.layers):
-            places[name] = TensorPlace(tensor, number)
-    return places
 
 
 def _add_layer(
@@ -342,26 +332,27 @@ def _half(cache: Any, half: int, dims: str, tensor: LocalTensor) -> tuple[Any, s
     return memory, " ".join(["block", HEAD, *names])
 
 
-def _check_place(assembly: Assembly, name: str, first_view: int, place: TensorPlace) -> None:
+def _check_addresses(
+    assembly: Assembly, name: str, first_view: int, tensor: Any, number: int
+) -> None:
     """Raise ``STRIDE`` or ``BOUNDS`` if a layer's views lie elsewhere than its tensor says.
 
-    They are the views from ``first_view`` on.
+    They are the views from ``first_view`` on. The layer has a number in its ``KVCacheTensor``.
     """
-    tensor = place.tensor
     device, view, _ = assembly.views[first_view]
     action = f"place the cache of {name!r}"
     if view.block_stride_bytes != tensor.block_stride:
         expected = f"blocks {tensor.block_stride} bytes apart"
         raise contradiction("STRIDE", action, expected, view.block_stride_bytes)
     # All tensors lie in one allocation, which begins before the offset of each.
-    start = view.offset_bytes - tensor.offset - place.number * tensor.layer_stride
+    start = view.offset_bytes - tensor.offset - number * tensor.layer_stride
     stop = start + tensor.size
     assembly.allocations.add(MemoryInterval(device, start, stop))
     allocations = sorted(interval for interval in assembly.allocations if interval.device == device)
     if len(allocations) > 1:
-        places = [f"{interval.start:#x} to {interval.stop:#x}" for interval in allocations]
+        ranges = [f"{interval.start:#x} to {interval.stop:#x}" for interval in allocations]
         raise contradiction(
-            "BOUNDS", action, f"one allocation, {places[0]}", f"another, {places[1]}"
+            "BOUNDS", action, f"one allocation, {ranges[0]}", f"another, {ranges[1]}"
         )
     # The layer lies inside that allocation.
     end = max(placed.view.end_bytes for placed in assembly.views[first_view:])
@@ -379,10 +370,8 @@ def _key_of(layer: CachedLayer, model: Model | ObservedModel) -> Hashable:
     """Return the key of vLLM's layer in a model: its name, or the number in it."""
     if isinstance(model, ObservedModel):
         return layer.name
-    parts = layer.name.split(".")
-    numbers = [int(part) for part in parts if part.isdecimal()]
+    numbers = numbers_in(layer.name)
     if len(numbers) != 1:
         action = f"read the layer name {layer.name!r}"
         raise contradiction("NAME", action, "one number", f"{len(numbers)}")
-    is_draft = not DRAFT_MODULES.isdisjoint(parts)
-    return numbers[0] + (len(model.layers) if is_draft else 0)
+    return numbers[0] + (len(model.layers) if is_in_draft_module(layer.name) else 0)

@@ -39,14 +39,18 @@ from typing import Any, Final, NamedTuple
 
 import attrs
 
-from kvplan._checks import instance, integer
+from kvplan._checks import INT64_END, instance, integer
 from kvplan.bridges.assembly import (
     ObservedModel,
     RankInfo,
     contradiction,
+    rank_prefix,
     reads_engine,
+    total_heads,
+    unknown_states,
 )
 from kvplan.bridges.vllm_rows import PAGE, is_packed, packed_row, packed_tensors
+from kvplan.describe.views import dtype_name
 from kvplan.models.layouts import HEAD
 from kvplan.models.model import NamedLayer
 from kvplan.models.tensors import (
@@ -157,7 +161,7 @@ def tokens_per_state(spec: Any) -> int:
 
 
 BLOCK: Final = 0
-"""In place of a number of tokens: a whole block, whatever its size."""
+"""Instead of a number of tokens: a whole block, whatever its size."""
 
 
 def units_of(spec: Any) -> list[int]:
@@ -225,14 +229,17 @@ def vllm_model(
     """
     instance(RankInfo, info, "info")
     cached = [*cached_layers(kv_cache_config)]
+    first_draft = INT64_END if num_layers is None else num_layers
     # A number that has several caches of one role does not tell them apart.
     holders = Counter((_number(layer.name), layer.role) for layer in cached)
     observed: dict[Hashable, NamedLayer] = {}
     for layer in cached:
         number = _number(layer.name)
-        is_draft = _is_draft(layer.name, number, num_layers)
-        if is_draft and number is not None and DRAFT_MODULES.isdisjoint(layer.name.split(".")):
-            number -= num_layers or 0
+        is_draft = is_in_draft_module(layer.name)
+        # Other drafts are numbered behind the model's layers.
+        if number is not None and not is_draft and number >= first_draft:
+            is_draft = True
+            number -= first_draft
         prefix = f"{layer.name}."
         if number is not None:
             prefix = f"draft.{number}." if is_draft else f"layers.{number}."
@@ -252,22 +259,26 @@ def vllm_model(
     return ObservedModel(model_name, MappingProxyType(observed))
 
 
+def numbers_in(name: str) -> list[int]:
+    """Return the numbers in vLLM's name of a layer."""
+    return [int(part) for part in name.split(".") if part.isdecimal()]
+
+
+def is_in_draft_module(name: str) -> bool:
+    """Return whether vLLM's name of a layer is in a module whose layers are numbered from 0."""
+    return not DRAFT_MODULES.isdisjoint(name.split("."))
+
+
 def _number(name: str) -> int | None:
     """Return the number in vLLM's name of a layer, None unless there is exactly one."""
-    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    numbers = numbers_in(name)
     return numbers[0] if len(numbers) == 1 else None
 
 
 def _after_number(name: str) -> str:
     parts = name.split(".")
-    (place,) = [index for index, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[place + 1 :])
-
-
-def _is_draft(name: str, number: int | None, num_layers: int | None) -> bool:
-    if not DRAFT_MODULES.isdisjoint(name.split(".")):
-        return True
-    return num_layers is not None and number is not None and number >= num_layers
+    (number,) = [index for index, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[number + 1 :])
 
 
 def _values(
@@ -293,7 +304,7 @@ def _values(
         got = f"{quantization} in {slots} slots of {packed_bytes} bytes"
         raise contradiction("LAYOUT", action, "values of each head side by side", got)
     whole = is_latent(spec)
-    heads = int(spec.num_kv_heads) if whole else _total_heads(layer, tp, total)
+    heads = int(spec.num_kv_heads) if whole else _heads_of(layer, tp, total)
     sharded = None if whole or heads == 1 else HEAD
     if dtype == "uint8" and is_packed(spec) and sharded is None and spec.num_kv_heads == 1:
         row = packed_row(spec, module, tiled_keys=tiled_keys)
@@ -332,21 +343,13 @@ def _ring(
     if rows and all(is_latent(row.spec) for row in rows):
         return (Tensor("ring", STATE, content, paged=False, dtype="uint8"),)
     if rows and slots == 1:
-        heads = _total_heads(rows[0], info.tp, total)
+        heads = _heads_of(rows[0], info.tp, total)
         axes = ((HEAD, heads), *content[1:])
         return (
             Tensor("ring", STATE, axes, paged=False, sharded=HEAD, shards=heads, dtype="uint8"),
         )
-    kind = f"{_part_of(info)}ring"
+    kind = f"{rank_prefix(info)}ring"
     return (Tensor(kind, STATE, content, paged=False, dtype="uint8", pool="ring"),)
-
-
-def _part_of(info: RankInfo) -> str:
-    """Return the beginning of names of tensors that ranks divide in an unknown way.
-
-    It names the rank, so such a tensor moves between equal ranks of equally large engines.
-    """
-    return "" if info.tp == 1 else f"tp{info.tp}.{info.tp_rank}."
 
 
 def _with_dtype(layer: Layer, dtype: str) -> Layer:
@@ -355,7 +358,7 @@ def _with_dtype(layer: Layer, dtype: str) -> Layer:
 
 def _dtype(spec: Any, module: Any, action: str) -> str:
     """Return the dtype of a cache. vLLM stores fp8 as bytes; the layer says which fp8 that is."""
-    dtype = str(spec.dtype).removeprefix("torch.")
+    dtype = dtype_name(spec.dtype)
     words = getattr(spec, "cache_dtype_str", None), getattr(module, "kv_cache_dtype", None)
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "")
     if dtype != "uint8" or mode != "FP8_PER_TENSOR" or is_packed(spec):
@@ -366,39 +369,26 @@ def _dtype(spec: Any, module: Any, action: str) -> str:
     raise contradiction("DTYPE", action, f"one of {', '.join(FP8_DTYPES)}", f"{words}")
 
 
-def _total_heads(layer: CachedLayer, tp: int, total: int | None) -> int:
-    """Return the KV heads of a layer on all ranks together.
-
-    Raises ``SIZE`` where they are not known, or are not those of which the spec has a part.
-    """
+def _heads_of(layer: CachedLayer, tp: int, total: int | None) -> int:
+    action = f"count the KV heads of {layer.name!r}"
     local = int(layer.spec.num_kv_heads)
-    if local > 1 or tp == 1:
-        return local * tp
-    if total is None or not 0 < total <= tp:
-        expected = f"1 to {tp} heads, of which each rank has one"
-        got = "an unknown number" if total is None else f"{total}"
-        error = contradiction("SIZE", f"count the KV heads of {layer.name!r}", expected, got)
-        raise error.with_hint("set kv_heads of the connector")
-    return total
+    return total_heads(action, local, tp, total, "set kv_heads of the connector")
 
 
 def _states(layer: CachedLayer, module: Any, info: RankInfo, conv: str) -> Layer:
     """Return the tensors of a recurrent state, by the kind of state that its spec declares."""
     spec = layer.spec
-    dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
+    dtypes = [dtype_name(dtype) for dtype in spec.dtypes]
     shapes = [tuple(map(int, shape)) for shape in spec.shapes]
     kind = getattr(getattr(spec, "mamba_type", None), "name", "")
     ranks = 1 if getattr(spec, "tp_replicated", False) else info.tp
     reader = STATE_READERS.get((kind, len(shapes)))
     if reader is not None:
-        return _whole(reader(shapes, dtypes, ranks, conv, module), ranks, info)
-    part = "" if ranks == 1 else _part_of(info)
-    tensors = []
-    for number, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
-        axes = tuple((f"dim{place}", size) for place, size in enumerate(shape))
-        kind = f"{part}state.{number}"
-        tensors.append(Tensor(kind, STATE, axes, paged=False, dtype=dtype, pool=STATE))
-    return tuple(tensors)
+        # A convolution is first where there is one; only its shape has two dimensions.
+        if conv == "SD" and len(shapes[0]) == 2:
+            shapes[0] = shapes[0][::-1]
+        return _whole(reader(shapes, dtypes, ranks, module), ranks, info)
+    return unknown_states("" if ranks == 1 else rank_prefix(info), shapes, dtypes)
 
 
 def _whole(tensors: Layer, ranks: int, info: RankInfo) -> Layer:
@@ -411,18 +401,13 @@ def _whole(tensors: Layer, ranks: int, info: RankInfo) -> Layer:
 StateSizes = list[tuple[int, ...]]
 
 
-def _conv_sizes(shape: tuple[int, ...], conv: str) -> tuple[int, int]:
-    channels, steps = shape if conv == "DS" else shape[::-1]
-    return channels, steps
-
-
-def _mamba1(shapes: StateSizes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
-    channels, steps = _conv_sizes(shapes[0], conv)
+def _mamba1(shapes: StateSizes, dtypes: list[str], ranks: int, module: Any) -> Layer:
+    channels, steps = shapes[0]
     return mamba1(channels * ranks, shapes[1][1], steps, dtypes[0], dtypes[1])
 
 
-def _mamba2(shapes: StateSizes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
-    channels, steps = _conv_sizes(shapes[0], conv)
+def _mamba2(shapes: StateSizes, dtypes: list[str], ranks: int, module: Any) -> Layer:
+    channels, steps = shapes[0]
     heads, dim, state = shapes[1]
     local_groups, rest = divmod(channels - heads * dim, 2 * state)
     if rest or local_groups < 1:
@@ -441,8 +426,8 @@ def _mamba2(shapes: StateSizes, dtypes: list[str], ranks: int, conv: str, module
     return mamba2(heads * ranks, dim, groups, state, steps, dtypes[0], dtypes[1])
 
 
-def _delta(shapes: StateSizes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
-    channels, steps = _conv_sizes(shapes[0], conv)
+def _delta(shapes: StateSizes, dtypes: list[str], ranks: int, module: Any) -> Layer:
+    channels, steps = shapes[0]
     value_heads, value_dim, key_dim = shapes[1]
     # q and k have as many channels as each other, v the rest.
     key_heads, rest = divmod(channels - value_heads * value_dim, 2 * key_dim)
@@ -453,17 +438,17 @@ def _delta(shapes: StateSizes, dtypes: list[str], ranks: int, conv: str, module:
     return delta(*sizes, steps, dtypes[0], dtypes[1])
 
 
-def _lightning(shapes: StateSizes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
+def _lightning(shapes: StateSizes, dtypes: list[str], ranks: int, module: Any) -> Layer:
     ((heads, dim, _),) = shapes
     return lightning(heads * ranks, dim, dtypes[0])
 
 
-def _short_conv(shapes: StateSizes, dtypes: list[str], ranks: int, conv: str, module: Any) -> Layer:
-    channels, steps = _conv_sizes(shapes[0], conv)
+def _short_conv(shapes: StateSizes, dtypes: list[str], ranks: int, module: Any) -> Layer:
+    channels, steps = shapes[0]
     return convolution(channels * ranks, steps, dtypes[0])
 
 
-StatesReader = Callable[[StateSizes, list[str], int, str, Any], Layer]
+StatesReader = Callable[[StateSizes, list[str], int, Any], Layer]
 
 STATE_READERS: Final[Mapping[tuple[str, int], StatesReader]] = MappingProxyType(
     {

@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from kvplan.describe.views import dtype_name
 from kvplan.models.tensors import FULL, Layer, Tensor
 
 BYTES: Final = ("uint8", "int8")
@@ -85,7 +86,7 @@ PLAIN_ROWS: Final = frozenset({"STEP5_CSA_SUMMARY"})
 
 def is_packed(spec: Any) -> bool:
     """Return whether a spec has rows of bytes for all heads, in an order that it does not state."""
-    dtype = str(getattr(spec, "dtype", "")).removeprefix("torch.")
+    dtype = dtype_name(getattr(spec, "dtype", ""))
     if dtype not in BYTES or getattr(spec, "head_size_v", None) != 0:
         return False
     # vLLM keeps fp8 values without scales as bytes too.

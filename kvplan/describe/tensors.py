@@ -15,7 +15,7 @@ import attrs
 from kvplan._checks import integer, members, wrong_type
 from kvplan._text import shown
 from kvplan.describe.axes import Axis
-from kvplan.describe.views import ITEMSIZE, Group, Region, View
+from kvplan.describe.views import ITEMSIZE, Group, Region, View, dtype_name
 from kvplan.errors import KVPlanError
 
 BLOCK_NAME: Final = "block"
@@ -288,7 +288,7 @@ def _read_tensor(tensor: Any) -> _TensorMemory:
     is_torch = hasattr(tensor, "data_ptr") and hasattr(tensor, "stride")
     if not (is_torch or hasattr(tensor, "__array_interface__")) or not hasattr(tensor, "dtype"):
         raise wrong_type("a tensor", "data_ptr() and stride(), or __array_interface__", tensor)
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(tensor.dtype)
     if dtype not in ITEMSIZE:
         expected = f"a dtype of {', '.join(ITEMSIZE)}"
         raise KVPlanError(

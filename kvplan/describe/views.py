@@ -41,6 +41,16 @@ ITEMSIZE: Final[Mapping[str, int]] = MappingProxyType(
 )
 """Bytes per element, by the type names of numpy and PyTorch."""
 
+
+def dtype_name(dtype: Any) -> str:
+    """Return the name of an element type, which may be an object of PyTorch.
+
+    >>> dtype_name("torch.bfloat16")
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 MEMORY_KINDS: Final = ("DRAM", "VRAM", "FILE")
 OTHER_KINDS: Final = ("BLOCK", "BLK", "OBJ")
 """NIXL's other kinds of memory, which kvplan's executor does not register."""

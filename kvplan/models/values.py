@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from kvplan._checks import integer
-from kvplan.describe.views import ITEMSIZE
+from kvplan.describe.views import ITEMSIZE, dtype_name
 from kvplan.errors import KVPlanError
 from kvplan.models.tensors import MAX_COUNT
 
@@ -131,10 +131,10 @@ def dtype_of(config: Config, default: str, keys: Keys = ("dtype", "torch_dtype")
     value = config.get(key)
     if value is None:
         value = default
-    dtype_name = str(value).removeprefix("torch.")
-    if dtype_name not in ITEMSIZE:
+    dtype = dtype_name(value)
+    if dtype not in ITEMSIZE:
         raise unusable(key, f"a dtype of {', '.join(ITEMSIZE)}", value)
-    return dtype_name
+    return dtype
 
 
 def stated_key(config: Config, keys: Keys) -> str:

@@ -179,8 +179,8 @@ def test_a_state_of_an_unknown_kind(ranks: tuple[int, int], names: list[str]) ->
         (
             AttentionSpec(num_kv_heads=1),
             {},
-            "SIZE: cannot count the KV heads of 'model.layers.0.self_attn.attn': expected 1 to 2 heads, of which each "
-            "rank has one, got an unknown number (set kv_heads of the connector)",
+            "SIZE: cannot count the KV heads of 'model.layers.0.self_attn.attn': expected 1 to 2 KV heads in all, "
+            "of which each rank has one, got an unknown number (set kv_heads of the connector)",
         ),
         (AttentionSpec(num_kv_heads=1), {"kv_heads": lambda *_: 16}, "SIZE: cannot count the KV heads of"),
         (
