@@ -1,16 +1,17 @@
 """Bytes of torch tensors: local copies of staged requests (TorchCopier), and zeros.
 
-Tensors are in main memory or on a GPU. A copy is one operation of torch for each of its origins, or
-a few, whatever the request: between tensors of the widest word that divides all offsets, whose rows
-are boxes. Boxes of a staging buffer mostly follow each other by one stride; then the boxes of the
-other side are selected or written by an index in one pass.
+Tensors are in main memory or on a GPU. A copy is one operation of torch for each of its origins,
+between tensors of the widest word that divides all offsets, whose rows are boxes. Boxes of a
+staging buffer mostly follow each other by one stride; then the boxes of the other side are selected
+or written by an index in one pass. Where neither side has one stride, boxes are selected and then
+written, some at a time.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
@@ -28,11 +29,8 @@ __all__ = ["TorchCopier"]
 WORDS: Final = {16: "complex128", 8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
 """Types of torch by their bytes. Copies move bits, whatever numbers these would be."""
 
-MAX_STRIPS: Final = 4
-"""The most strips that a table of offsets is cut into.
-
-Beyond that, one list of indices takes fewer launches.
-"""
+CHUNK_BYTES: Final = {"cpu": 1 << 18, "cuda": 32 << 20}
+"""Bytes that are collected before they are spread, by type of device: a cache's, or a launch's."""
 
 STAGING: Final = "staging"
 """The name of the staging region that :func:`~kvplan_nixl.kernel.with_staging` makes."""
@@ -191,14 +189,14 @@ class TorchCopier:
             raise _refused(error) from None
 
     def _copy(self, copy: Copy) -> None:
-        """Carry one copy out, in as few parts as have no index on at least one side."""
-        pairs = paired(copy.destination.offsets, copy.source.offsets)
-        for destination_rows, source_rows in pairs:
-            destination_index = self._on_device(destination_rows.index)
-            source_index = self._on_device(source_rows.index)
-            destinations, sources = self._boxes(copy, destination_rows, source_rows)
-            for destination, source in zip(destinations, sources, strict=True):
-                _copy_boxes(destination, destination_index, source, source_index)
+        """Carry one copy out."""
+        destination_rows = BoxRows.of(copy.destination.offsets)
+        source_rows = BoxRows.of(copy.source.offsets)
+        destination_index = self._on_device(destination_rows.index)
+        source_index = self._on_device(source_rows.index)
+        destinations, sources = self._boxes(copy, destination_rows, source_rows)
+        for destination, source in zip(destinations, sources, strict=True):
+            _copy_boxes(destination, destination_index, source, source_index)
 
     def _on_device(self, index: Ints | None) -> torch.Tensor | None:
         """Return an index on the device of the tensors, if there is one."""
@@ -268,9 +266,13 @@ def _copy_boxes(
     source_index: torch.Tensor | None,
 ) -> None:
     """Copy the indexed boxes of a tensor to those of another one, all where there is no index."""
-    if destination_index is not None:
-        if source_index is not None:
-            source = source.index_select(0, source_index)
+    if destination_index is not None and source_index is not None:
+        box_bytes = source[0].numel() * source.element_size()
+        at_a_time = max(1, CHUNK_BYTES[source.device.type] // box_bytes)
+        parts = zip(destination_index.split(at_a_time), source_index.split(at_a_time), strict=True)
+        for to_rows, from_rows in parts:
+            destination.index_copy_(0, to_rows, source.index_select(0, from_rows))
+    elif destination_index is not None:
         destination.index_copy_(0, destination_index, source)
     elif source_index is not None:
         torch.index_select(source, 0, source_index, out=destination)
@@ -337,31 +339,6 @@ class BoxRows:
         return cls(int(index.max()) + 1, stride, first, index)
 
 
-def paired(destination_offsets: Ints, source_offsets: Ints) -> list[tuple[BoxRows, BoxRows]]:
-    """Return the boxes of both sides, in as few parts as have no index on at least one side.
-
-    >>> pairs = paired(np.array([32, 8, 24]), np.array([0, 4, 8]))
-    >>> [(destination.index, source.index) for destination, source in pairs]
-    [(array([3, 0, 2]), None)]
-    """
-
-    def cost(parts: Sequence[Ints]) -> tuple[int, int]:
-        """Return the number of parts with an index on both sides, and that of all parts."""
-        num_uneven = 0
-        for part in parts:
-            if not (is_even(destination_offsets[part]) or is_even(source_offsets[part])):
-                num_uneven += 1
-        return num_uneven, len(parts)
-
-    # both sides are cut at the same boxes, as it is best for one of them
-    cuts = [list(strips(offsets)) for offsets in (destination_offsets, source_offsets)]
-    pairs = list[tuple[BoxRows, BoxRows]]()
-    for part in min(cuts, key=cost):
-        destination_rows = BoxRows.of(destination_offsets[part])
-        pairs.append((destination_rows, BoxRows.of(source_offsets[part])))
-    return pairs
-
-
 def is_even(offsets: Ints) -> bool:
     """Return whether one stride that is not negative leads from each offset to the next.
 
@@ -370,54 +347,3 @@ def is_even(offsets: Ints) -> bool:
     """
     steps = np.diff(offsets)
     return not steps.size or bool(steps[0] >= 0 and (steps == steps[0]).all())
-
-
-def strips(offsets: Ints) -> Iterator[Ints]:
-    """Yield the indices of a list of offsets, in strips of one stride where a table has few.
-
-    Otherwise yield them table by table.
-
-    >>> [part.tolist() for part in strips(np.array([103, 111, 119, 203, 211, 219, 303]))]
-    [[0, 1, 2], [3, 4, 5], [6]]
-    """
-    for table in tables(offsets):
-        # rows have one stride, and so have columns
-        lines = min(table, table.T, key=len)
-        yield from lines if len(lines) <= MAX_STRIPS else [table.reshape(-1)]
-
-
-def tables(offsets: Ints) -> Iterator[Ints]:
-    """Yield the indices of a list of offsets, as tables with one stride in rows, one in columns.
-
-    A few offsets may come before the first row, as where a request begins within a block; the last
-    table has those that follow no stride.
-
-    >>> [part.tolist() for part in tables(np.array([103, 111, 203, 211, 303]))]
-    [[[0, 1], [2, 3]], [[4]]]
-    """
-    indices = np.arange(offsets.size)
-    start = 0
-    while start < offsets.size:
-        rest = offsets[start:]
-        # a row ends where the stride changes: at the first second difference that is not 0
-        changes = np.flatnonzero(np.diff(rest, 2))
-        num_columns = int(changes[0]) + 2 if changes.size else rest.size
-        num_offsets = rest.size // num_columns * num_columns
-        num_rows = _even_rows(rest[:num_offsets].reshape(-1, num_columns))
-        if 2 * num_rows * num_columns < rest.size:
-            # no table has most of the rest: the first row is left out, or nothing follows a stride
-            num_rows = 1
-            num_columns = rest.size if start else num_columns
-        stop = start + num_rows * num_columns
-        yield indices[start:stop].reshape(num_rows, num_columns)
-        start = stop
-
-
-def _even_rows(table: Ints) -> int:
-    """Return how many rows, from the first on, are at the same distance from the one before."""
-    first_column = table[:, 0]
-    step = first_column[min(1, len(table) - 1)] - first_column[0]
-    # the table that continues the step from row 0 to row 1
-    even_rows = np.add.outer(np.arange(len(table)) * step, table[0])
-    uneven = np.flatnonzero((table != even_rows).any(axis=1))
-    return int(uneven[0]) if uneven.size else len(table)

@@ -13,9 +13,9 @@ from benchmarks.real_memory import Memory, placed, synchronized
 from kvplan import Blocks, KVPlanError, Model, Region, Worker
 from kvplan.staging import Copy
 from kvplan.staging.copies import CopySide
-from kvplan_nixl import kernel
+from kvplan_nixl import kernel, rearrange
 from kvplan_nixl.calibrate import copy_and_wait
-from kvplan_nixl.rearrange import STAGING, TorchCopier, is_even, paired, strips, tables
+from kvplan_nixl.rearrange import STAGING, TorchCopier, is_even
 from tests.small import engine
 from tests.staged import NAME, Request, plans_of, request_of, run, with_staging
 
@@ -105,8 +105,12 @@ def test_words_of_any_width(odd: int, device: str) -> None:
 
 @pytest.mark.parametrize("out_of", [[0, 1, 2, 3, 4], [4, 0, 3, 1, 2]])
 @pytest.mark.parametrize("into", [[0, 1, 2, 3, 4], [2, 4, 0, 3, 1]])
-def test_blocks_in_any_order(into: list[int], out_of: list[int], device: str) -> None:
-    """Blocks that follow each other, or do not, on either side."""
+@pytest.mark.parametrize("chunk_bytes", [1, 32, 1 << 20])
+def test_blocks_in_any_order(
+    into: list[int], out_of: list[int], chunk_bytes: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that follow each other, or do not, on either side; in one go, two at a time, or each alone."""
+    monkeypatch.setattr(rearrange, "CHUNK_BYTES", {"cpu": chunk_bytes, "cuda": chunk_bytes})
     kv, staging = torch.zeros(80, dtype=torch.uint8, device=device), torch.arange(80, device=device).to(torch.uint8)
     synchronized(device)
     destination, source = (
@@ -226,26 +230,6 @@ def test_no_event_is_queried_while_a_graph_is_captured(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "at, shapes",
-    [
-        ([7], [(1, 1)]),
-        ([3, 11, 19], [(1, 3)]),
-        ([3, 11, 103, 111], [(2, 2)]),
-        ([8, 100, 108, 200, 208, 300], [(3, 2)]),
-        ([8, 16, 100, 108, 116, 200, 208, 216, 300, 308, 316], [(1, 2), (3, 3)]),
-        ([0, 8, 16, 100, 108, 116, 200, 208], [(2, 3), (1, 2)]),
-        ([0, 8, 100, 108, 200, 208, 999, 1, 5], [(3, 2), (1, 2), (1, 1)]),
-        ([5, 3, 9, 1, 2, 0, 77], [(1, 2), (1, 5)]),
-    ],
-)
-def test_offsets_are_tables_as_long_as_they_are_even(at: list[int], shapes: list[tuple[int, int]]) -> None:
-    """Each entry is in one table, in order."""
-    found = list(tables(np.array(at)))
-    assert [table.shape for table in found] == shapes
-    assert [entry for table in found for entry in table.reshape(-1).tolist()] == list(range(len(at)))
-
-
-@pytest.mark.parametrize(
     ("at", "found"),
     [
         ([5], True),
@@ -258,31 +242,3 @@ def test_offsets_are_tables_as_long_as_they_are_even(at: list[int], shapes: list
 def test_offsets_are_even_if_one_stride_leads_through_them(at: list[int], found: bool) -> None:
     """A single one always; never backwards."""
     assert is_even(np.array(at)) is found
-
-
-@pytest.mark.parametrize(
-    ("shape", "found"),
-    [
-        ((1, 7), [[0, 1, 2, 3, 4, 5, 6]]),
-        ((2, 3), [[0, 1, 2], [3, 4, 5]]),
-        ((3, 2), [[0, 2, 4], [1, 3, 5]]),
-        ((4, 5), [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]),
-        ((5, 5), [[*range(25)]]),
-    ],
-)
-def test_a_table_is_cut_along_its_longer_side(shape: tuple[int, int], found: list[list[int]]) -> None:
-    """Into rows or columns, unless there are too many of both."""
-    at = np.add.outer(np.arange(shape[0]) * 100, np.arange(shape[1]) * 8).reshape(-1)
-    assert [part.tolist() for part in strips(at)] == found
-
-
-@pytest.mark.parametrize("at", [[0, 8, 16, 200, 208, 216], [216, 0, 8, 200, 208, 16]])
-def test_boxes_are_paired_in_few_parts(at: list[int]) -> None:
-    """One part is enough where either side is evenly apart, whatever the other is."""
-    lined, here_and_there = np.arange(6) * 8, np.array(at)
-    for sides in ((here_and_there, lined), (lined, here_and_there)):
-        (pair,) = paired(*sides)
-        assert [found.index is None for found in pair] == [side is lined for side in sides]
-        for found, side in zip(pair, sides, strict=True):
-            which = np.arange(found.count) if found.index is None else found.index
-            assert (found.offset_bytes + which * found.stride_bytes).tolist() == side.tolist()
