@@ -15,7 +15,6 @@ the errors that are raised instead do not refer to it, and all handles are in a
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -52,50 +51,27 @@ LOCAL: Final = "NIXL_INIT_AGENT"
 """NIXL's name for the agent itself, as the owner of rows."""
 
 PROGRESS_US: Final = 1000
-"""Microseconds after which an agent's progress thread looks for work that has not woken it."""
+"""Microseconds after which an agent's progress thread looks for work that has not woken it.
 
-CONFIG: Final = nixl._bindings.nixlAgentConfig
-"""NIXL's settings of an agent."""
-
-DELAY: Final = CONFIG.pthrDelay
-"""The delay of the progress thread in these settings.
-
-UCX wakes a thread that waits. A thread with a delay of 0 takes a core.
+UCX wakes a thread that waits. A thread with a delay of 0, NIXL's own choice, takes a core.
 """
 
 
-class WakingConfig(nixl._bindings.nixlAgentConfig):  # type: ignore[misc]
-    """Settings of an agent whose progress thread waits until UCX wakes it.
+def open_agent(name: str) -> Any:
+    """Return a new agent of NIXL without backends.
 
-    NIXL's Python layer sets another delay, which has no effect.
+    NIXL's Python layer takes no delay from a caller, so the agent beneath it is replaced.
     """
-
-    @property
-    def pthrDelay(self) -> int:  # noqa: N802
-        """The delay, in microseconds."""
-        return int(DELAY.__get__(self))
-
-    @pthrDelay.setter
-    def pthrDelay(self, _: int) -> None:  # noqa: N802
-        DELAY.__set__(self, PROGRESS_US)
-
-
-OPENING: Final = threading.Lock()
-"""Held while NIXL's settings are replaced, which all threads share."""
-
-
-def open_agent(name: str, config: Any) -> Any:
-    """Return a new agent of NIXL.
-
-    NIXL's Python layer makes the settings itself, and takes no delay from a caller.
-    """
-    # NIXL looks the class of settings up in its module when it makes an agent
-    with OPENING:
-        nixl._bindings.nixlAgentConfig = WakingConfig
-        try:
-            return nixl.nixl_agent(name, config)
-        finally:
-            nixl._bindings.nixlAgentConfig = CONFIG
+    config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
+    agent = nixl.nixl_agent(name, config)
+    # two of one name would share files of telemetry
+    agent.agent = None
+    settings = nixl._bindings.nixlAgentConfig()
+    settings.useProgThread = True
+    settings.pthrDelay = PROGRESS_US
+    settings.captureTelemetry = True
+    agent.agent = nixl._bindings.nixlAgent(name, settings)
+    return agent
 
 
 @attrs.define(eq=False)
@@ -159,13 +135,10 @@ class Agent:
 
     def __init__(self, name: str, backends: Mapping[str, Mapping[str, str]]) -> None:
         self.name = name
-        config = nixl.nixl_agent_config(
-            enable_prog_thread=True, backends=[], capture_telemetry=True
-        )
         self._nixl_agent: Any = None
         text = ""
         try:
-            self._nixl_agent = open_agent(name, config)
+            self._nixl_agent = open_agent(name)
         except FAILURES as error:
             text = " ".join(str(error).split())
         # raised after the exception of NIXL is gone, which would be its context otherwise

@@ -8,10 +8,12 @@ import socket
 import stat
 import struct
 import subprocess
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 import nixl
@@ -23,7 +25,7 @@ from kvplan import Blocks, KVPlanError, Model, Region, Status, Worker, plan_read
 from kvplan.testing.executors import Transmission
 from kvplan.verification import FakeMemory
 from kvplan_nixl import UCX, NixlExecutor, settle
-from kvplan_nixl.agent import CONFIG, DELAY, PROGRESS_US, Agent
+from kvplan_nixl.agent import PROGRESS_US, Agent
 from kvplan_nixl.backends import Backends
 from tests.small import engine
 
@@ -286,18 +288,43 @@ def test_a_worker_of_the_same_process(device: str) -> None:
 
 
 def test_the_progress_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent's progress thread has a delay, without which it takes a core; NIXL's own settings stay as they are."""
+    """An agent's progress thread has a delay, without which it takes a core. Its name is of one agent at a time."""
     delays_us: list[int] = []
+    made: list[Any] = []
+    real = nixl._bindings.nixlAgent
+
+    def noted(name: str, config: Any) -> Any:
+        assert [agent() for agent in made if agent() is not None] == []
+        agent = Noted(real(name, config))
+        made.append(weakref.ref(agent))
+        delays_us.extend([config.pthrDelay] if config.useProgThread else [])
+        return agent
+
+    monkeypatch.setattr(nixl._bindings, "nixlAgent", noted)
+    agent = Agent("a", {})
+    assert delays_us == [PROGRESS_US]
+    agent.close()
+
+
+class Noted:
+    """NIXL's own agent, and whether anything still refers to it."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+
+def test_an_agent_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL's reason is told."""
 
     def refuse(_: str, config: object) -> object:
-        delays_us.append(DELAY.__get__(config))
         raise RuntimeError("no agent is made here")
 
     monkeypatch.setattr(nixl._bindings, "nixlAgent", refuse)
     with pytest.raises(KVPlanError, match=r"BACKEND: cannot make a NIXL agent: .*no agent is made here"):
         Agent("a", {})
-    assert delays_us == [PROGRESS_US]
-    assert nixl._bindings.nixlAgentConfig is CONFIG
 
 
 def test_memory_that_was_resized_is_not_used() -> None:
