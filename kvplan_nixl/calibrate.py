@@ -21,7 +21,7 @@ from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -71,17 +71,19 @@ class Measurement:
     """A function to time, and the amount that it takes of each thing that has a rate."""
 
     amounts: tuple[int, ...]
-    run: Callable[[], None]
+    run: Callable[[], object]
 
 
-def memory(engine_id: str, device: str, size: int) -> tuple[Worker, torch.Tensor]:
+def memory(
+    engine_id: str, device: str, size: int, lengths: Sequence[int] = LENGTHS
+) -> tuple[Worker, torch.Tensor]:
     """Return a worker with views of the same bytes as blocks of each length, and these bytes."""
     tensor = allocated(device, size)
     region = region_of(tensor, "memory")
-    groups = [Group(f"{length}") for length in LENGTHS]
+    groups = [Group(f"{length}") for length in lengths]
     views = list[View]()
     # one group of one tensor for each length
-    for group, length in zip(groups, LENGTHS, strict=True):
+    for group, length in zip(groups, lengths, strict=True):
         axes = (Axis("byte", 0, length, length, 1),)
         num_blocks = size // length
         views.append(View(group.name, group.name, region, "uint8", axes, num_blocks, length))
@@ -89,12 +91,13 @@ def memory(engine_id: str, device: str, size: int) -> tuple[Worker, torch.Tensor
 
 
 def allocated(device: str, size: int) -> torch.Tensor:
-    """Return bytes of a device, which becomes torch's present one.
+    """Return bytes of a device, which becomes torch's present one. No two blocks have the same.
 
     Raises ``MEMORY`` where torch has none.
     """
     try:
-        tensor = torch.ones(size, dtype=torch.uint8, device=device)
+        array = np.random.default_rng(1).integers(0, 256, size, np.uint8)
+        tensor = torch.from_numpy(array).to(device)
         if tensor.is_cuda:
             # before an executor is made, or UCX leaves out CUDA IPC
             torch.cuda.set_device(tensor.device)
@@ -106,28 +109,31 @@ def allocated(device: str, size: int) -> torch.Tensor:
     )
 
 
-def serve(channel: Connection, device: str, size: int) -> None:
-    """Register memory until a message comes. The other process runs this."""
+def serve(channel: Connection, *where: Any) -> None:
+    """Register memory until the other process ends its message. The other process runs this."""
     logging.getLogger("nixl").setLevel(logging.WARNING)
-    worker, _ = memory("source", device, size)
+    worker, _tensor = memory("source", *where)
     with NixlExecutor(worker) as executor:
         channel.send_bytes(executor.envelope())
-        channel.recv_bytes()
+        channel.poll(None)
 
 
 @contextmanager
-def peer(device: str, size: int) -> Iterator[bytes]:
-    """Yield the envelope of a worker of another process, which runs until the context ends."""
+def peer(device: str, size: int, lengths: Sequence[int] = LENGTHS) -> Iterator[bytes]:
+    """Yield the envelope of a worker of another process, which runs until the context ends.
+
+    Raises EOFError if that process has ended.
+    """
     context = multiprocessing.get_context("spawn")
     channel, peer_channel = context.Pipe()
     # a daemon ends with this process
-    process = context.Process(target=serve, args=(peer_channel, device, size), daemon=True)
+    where = (device, size, lengths)
+    process = context.Process(target=serve, args=(peer_channel, *where), daemon=True)
     process.start()
     peer_channel.close()  # so that receiving fails when the process ends
     with channel:
         yield channel.recv_bytes()
-        channel.send_bytes(b"end")
-        process.join(CALIBRATION_TIMEOUT_S)
+    process.join(CALIBRATION_TIMEOUT_S)
 
 
 def transfers(executor: NixlExecutor, plan: TransferPlan, size: int) -> Iterator[Measurement]:
@@ -155,15 +161,20 @@ def move_blocks(
     plan: TransferPlan,
     local: Mapping[str, Blocks],
     remote: Mapping[str, Blocks],
-) -> None:
-    """Move blocks once, and wait until they have moved."""
+    timeout_s: float = CALIBRATION_TIMEOUT_S,
+) -> int:
+    """Move blocks once, wait until they have moved, and return their bytes.
+
+    Raises TimeoutError, and the error of the transfer.
+    """
     (spec,) = plan.bind(local=local, remote=remote)
     transfer = executor.start(spec, "calibration")
-    if not settle(executor, [transfer], CALIBRATION_TIMEOUT_S):
+    if not settle(executor, [transfer], timeout_s):
         raise TimeoutError(f"{transfer!r}")
     if transfer.error is not None:
         raise transfer.error
     executor.release(transfer)
+    return spec.num_bytes
 
 
 def copies(device: str, size: int) -> Iterator[Measurement]:
@@ -205,7 +216,7 @@ def copy_and_wait(copier: Copier, copies: Sequence[Copy]) -> None:
         pass
 
 
-def medians(functions: Sequence[Callable[[], None]]) -> list[float]:
+def medians(functions: Sequence[Callable[[], object]]) -> list[float]:
     """Return the median seconds of each function, after a first call.
 
     The functions take turns, so that all see the same load.

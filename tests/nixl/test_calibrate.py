@@ -35,7 +35,8 @@ def test_rates_are_measured_and_saved(
 def test_a_gpu_is_the_present_device_before_there_is_an_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX leaves out CUDA IPC otherwise. A stand-in for a machine with two GPUs."""
     seen: list[object] = []
-    monkeypatch.setattr(torch, "ones", lambda size, *, dtype, device: SimpleNamespace(is_cuda=True, device=device))
+    on_gpu = SimpleNamespace(to=lambda device: SimpleNamespace(is_cuda=True, device=device))
+    monkeypatch.setattr(torch, "from_numpy", lambda _: on_gpu)
     monkeypatch.setattr(torch.cuda, "set_device", seen.append)
     module.allocated("cuda:1", 8)
     assert seen == ["cuda:1"]
