@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -66,7 +67,8 @@ HARMLESS_CALLS: Final = MappingProxyType(
 RELEASING_CALLS: Final = ("discard", "sleep")
 """Calls to workers that release memory."""
 
-Wrapper = Callable[[Any], Callable[..., Any]]
+Watch = Callable[..., AbstractContextManager[list[Any]]]
+"""A context around the calls of a method, with their arguments; the result is put in its list."""
 
 
 def watch_engine(config: VllmConfig) -> None:
@@ -97,9 +99,9 @@ def watch_adapters(config: VllmConfig) -> None:
     _watch(WorkerLoRAManager, {"_load_adapter": _with_loads}, "enable_lora", has_adapters)
 
 
-def _watch(owner: type[Any], wrappers: Mapping[str, Wrapper], option: str, given: Any) -> None:
+def _watch(owner: type[Any], watches: Mapping[str, Watch], option: str, given: Any) -> None:
     """Wrap methods of a class. Raises ``SETTING`` if some are missing and their option is set."""
-    missing = [name for name, wrapper in wrappers.items() if not _wrap(owner, name, wrapper)]
+    missing = [name for name, watch in watches.items() if not _wrap(owner, name, watch)]
     if missing and given:
         methods = ", ".join(f"{owner.__name__}.{name}" for name in missing)
         hint = f"this release of vLLM has no {methods}, by which kvplan learns of changes"
@@ -111,15 +113,21 @@ def _definer(kind: type[Any], name: str) -> type[Any]:
     return next((base for base in kind.__mro__ if name in vars(base)), kind)
 
 
-def _wrap(owner: type[Any], name: str, wrapper: Wrapper) -> bool:
+def _wrap(owner: type[Any], name: str, watch: Watch) -> bool:
     """Wrap a method once. Returns whether the class defines it."""
     method = vars(owner).get(name)
     if method is None:
         return False
     if not hasattr(method, "is_watched_by_kvplan"):
-        wrapped: Any = functools.wraps(method)(wrapper(method))
-        wrapped.is_watched_by_kvplan = True
-        setattr(owner, name, wrapped)
+
+        @functools.wraps(method)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with watch(*args, **kwargs) as results:
+                results.append(method(*args, **kwargs))
+            return results[0]
+
+        vars(watched)["is_watched_by_kvplan"] = True
+        setattr(owner, name, watched)
     return True
 
 
@@ -140,37 +148,31 @@ def _connectors(connector: Any) -> Iterator[Any]:
             yield from _connectors(child)
 
 
-def _with_calls(method: Any) -> Callable[..., Any]:
-    def collective_rpc(core: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(call, str) and call in RELEASING_CALLS:
-            _check_kept(core, call)
-        try:
-            return method(core, call, *args, **kwargs)
-        finally:
-            # a call that failed may have changed some of them
-            if not (isinstance(call, str) and call in HARMLESS_CALLS):
-                for state in _states(getattr(core, "scheduler", None)):
-                    state.weights_changed()
-
-    return collective_rpc
+@contextmanager
+def _with_calls(core: Any, call: Any, *_: Any, **__: Any) -> Iterator[list[Any]]:
+    if isinstance(call, str) and call in RELEASING_CALLS:
+        _check_kept(core, call)
+    try:
+        yield []
+    finally:
+        # a call that failed may have changed some of them
+        if not (isinstance(call, str) and call in HARMLESS_CALLS):
+            for state in _states(getattr(core, "scheduler", None)):
+                state.weights_changed()
 
 
-def _with_sleep(method: Any) -> Callable[..., Any]:
-    def sleep(core: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-        # level 0 pauses the scheduler alone
-        if level:
-            _check_kept(core, "sleep")
-        return method(core, level, *args, **kwargs)
-
-    return sleep
+@contextmanager
+def _with_sleep(core: Any, level: int = 1, *_: Any, **__: Any) -> Iterator[list[Any]]:
+    # level 0 pauses the scheduler alone
+    if level:
+        _check_kept(core, "sleep")
+    yield []
 
 
-def _with_release(method: Any) -> Callable[..., Any]:
-    def release_kv_cache_memory(core: Any) -> Any:
-        _check_kept(core, "release_kv_cache_memory")
-        return method(core)
-
-    return release_kv_cache_memory
+@contextmanager
+def _with_release(core: Any) -> Iterator[list[Any]]:
+    _check_kept(core, "release_kv_cache_memory")
+    yield []
 
 
 def _check_kept(core: Any, call: str) -> None:
@@ -185,80 +187,69 @@ def _check_kept(core: Any, call: str) -> None:
         )
 
 
-def _with_versions(method: Any) -> Callable[..., Any]:
-    def set_weight_version(core: Any, weight_version: str, *args: Any, **kwargs: Any) -> Any:
-        result = method(core, weight_version, *args, **kwargs)
+@contextmanager
+def _with_versions(core: Any, weight_version: str, *_: Any, **__: Any) -> Iterator[list[Any]]:
+    yield []
+    for state in _states(core.scheduler):
+        state.weights_named(str(weight_version))
+
+
+@contextmanager
+def _with_resets(core: Any, *_: Any, **__: Any) -> Iterator[list[Any]]:
+    results = list[Any]()
+    yield results
+    if results[0]:
         for state in _states(core.scheduler):
-            state.weights_named(str(weight_version))
-        return result
-
-    return set_weight_version
+            state.prefix_cache_reset()
 
 
-def _with_resets(method: Any) -> Callable[..., Any]:
-    def reset_prefix_cache(core: Any, *args: Any, **kwargs: Any) -> Any:
-        is_reset = method(core, *args, **kwargs)
-        if is_reset:
-            for state in _states(core.scheduler):
-                state.prefix_cache_reset()
-        return is_reset
-
-    return reset_prefix_cache
-
-
-def _with_added_adapters(method: Any) -> Callable[..., Any]:
-    def add_lora(core: Any, lora_request: LoRARequest, *args: Any, **kwargs: Any) -> Any:
-        before = adapter_of(lora_request.lora_path)
-        result = method(core, lora_request, *args, **kwargs)
-        # the workers say more exactly what they have loaded, but not before the next step
-        loaded = _loaded(lora_request, before)
-        for state in _states(core.scheduler):
-            state.adapter_added(loaded, is_replaced=lora_request.load_inplace)
-        return result
-
-    return add_lora
+@contextmanager
+def _with_added_adapters(
+    core: Any, lora_request: LoRARequest, *_: Any, **__: Any
+) -> Iterator[list[Any]]:
+    before = adapter_of(lora_request.lora_path)
+    yield []
+    # the workers say more exactly what they have loaded, but not before the next step
+    loaded = _loaded(lora_request, before)
+    for state in _states(core.scheduler):
+        state.adapter_added(loaded, is_replaced=lora_request.load_inplace)
 
 
-def _with_removed_adapters(method: Any) -> Callable[..., Any]:
-    def remove_lora(core: Any, lora_id: int, *args: Any, **kwargs: Any) -> Any:
-        result = method(core, lora_id, *args, **kwargs)
-        for state in _states(core.scheduler):
-            state.adapters_changed([AdapterChanges(dropped=frozenset({lora_id}))])
-        return result
-
-    return remove_lora
+@contextmanager
+def _with_removed_adapters(core: Any, lora_id: int, *_: Any, **__: Any) -> Iterator[list[Any]]:
+    yield []
+    for state in _states(core.scheduler):
+        state.adapters_changed([AdapterChanges(dropped=frozenset({lora_id}))])
 
 
-def _with_reports(method: Any) -> Callable[..., Any]:
-    def update_from_output(scheduler: Any, scheduled: Any, output: Any) -> Any:
-        # before requests of this step end, which connectors are told of first
-        reports = getattr(output, "kv_connector_output", None)
-        metadata = getattr(reports, "kv_connector_worker_meta", None)
-        connectors = [*_connectors(getattr(scheduler, "connector", None))]
-        parts = getattr(metadata, "metadata", None) or (metadata,) * len(connectors)
-        failed = list[Any]()
-        for part in parts:
-            if reports and isinstance(part, KvplanWorkerMetadata) and part.failed:
-                reports.failed_recving = {*reports.failed_recving, *part.failed}
-            if changes := changes_of(part):
-                for state in _states(scheduler):
-                    state.adapters_changed(changes)
-                failed += _fail_outdated(scheduler)
-        outputs = method(scheduler, scheduled, output)
-        for request in failed:
-            answers = outputs.setdefault(request.client_index, EngineCoreOutputs())
-            answers.outputs.append(
-                EngineCoreOutput(
-                    request_id=request.request_id,
-                    new_token_ids=[],
-                    finish_reason=request.get_finished_reason(),
-                    events=request.take_events(),
-                    trace_headers=request.trace_headers,
-                )
+@contextmanager
+def _with_reports(scheduler: Any, _: Any, output: Any) -> Iterator[list[Any]]:
+    # before requests of this step end, which connectors are told of first
+    reports = getattr(output, "kv_connector_output", None)
+    metadata = getattr(reports, "kv_connector_worker_meta", None)
+    connectors = [*_connectors(getattr(scheduler, "connector", None))]
+    parts = getattr(metadata, "metadata", None) or (metadata,) * len(connectors)
+    failed = list[Any]()
+    for part in parts:
+        if reports and isinstance(part, KvplanWorkerMetadata) and part.failed:
+            reports.failed_recving = {*reports.failed_recving, *part.failed}
+        if changes := changes_of(part):
+            for state in _states(scheduler):
+                state.adapters_changed(changes)
+            failed += _fail_outdated(scheduler)
+    results = list[Any]()
+    yield results
+    for request in failed:
+        answers = results[0].setdefault(request.client_index, EngineCoreOutputs())
+        answers.outputs.append(
+            EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
             )
-        return outputs
-
-    return update_from_output
+        )
 
 
 def _fail_outdated(scheduler: Any) -> list[Any]:
@@ -278,21 +269,18 @@ def _fail_outdated(scheduler: Any) -> list[Any]:
     return [*scheduler.finish_requests(names, RequestStatus.FINISHED_ERROR)]
 
 
-def _with_loads(method: Any) -> Callable[..., Any]:
-    def load_adapter(manager: Any, lora_request: LoRARequest) -> Any:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+@contextmanager
+def _with_loads(manager: Any, lora_request: LoRARequest) -> Iterator[list[Any]]:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        path = _local(lora_request.lora_path)
-        before = adapter_of(path)
-        adapter = method(manager, lora_request)
-        loaded = _loaded(lora_request, before, path)
-        for connector in _connectors(get_kv_transfer_group() if has_kv_transfer_group() else None):
-            watched = getattr(connector, "adapters", None)
-            if isinstance(watched, WorkerAdapters):
-                watched.load(manager, loaded)
-        return adapter
-
-    return load_adapter
+    path = _local(lora_request.lora_path)
+    before = adapter_of(path)
+    yield []
+    loaded = _loaded(lora_request, before, path)
+    for connector in _connectors(get_kv_transfer_group() if has_kv_transfer_group() else None):
+        watched = getattr(connector, "adapters", None)
+        if isinstance(watched, WorkerAdapters):
+            watched.load(manager, loaded)
 
 
 def _local(path: str) -> str:
