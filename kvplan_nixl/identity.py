@@ -39,7 +39,7 @@ import hashlib
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from importlib import resources
@@ -323,51 +323,6 @@ def short_model(facts: Mapping[str, Any]) -> str:
 
 FIRST_WEIGHTS: Final = "default"
 """Engines' name for the version of the weights that they started with."""
-
-
-class Identity:
-    """The identity of a running engine: the facts that it started with, and its weights' version.
-
-    Weights may change while an engine runs, as in reinforcement learning. Each change begins a
-    *version*. A trainer that updates several engines alike can name the version, and engines that
-    started with equal facts share caches again under that name. Until it is named, no other engine
-    has the version. It is a fact, ``weights_version``, empty for the weights of the start.
-
-    >>> identity = Identity({"weights": "5f1a"}, lambda num_bytes: "c0ffee")
-    >>> identity.change()
-    >>> identity.facts()
-    {'weights': '5f1a', 'weights_version': 'unnamed c0ffee'}
-    >>> identity.name_version("step 7")
-    >>> identity.facts()
-    {'weights': '5f1a', 'weights_version': 'step 7'}
-    """
-
-    def __init__(self, started: Mapping[str, Any], token_hex: Callable[[int], str]) -> None:
-        self.started: Facts = dict(started)
-        self.version = ""
-        self._token_hex = token_hex
-        self._has_changed = False
-
-    def facts(self) -> Facts:
-        """Return all facts as they are now."""
-        version = {"weights_version": self.version} if self.version else {}
-        return {**self.started, **version}
-
-    def change(self) -> None:
-        """Begin a version without a name: weights have changed, or may have."""
-        self._has_changed = True
-        self.version = f"unnamed {self._token_hex(DIGEST_BYTES)}"
-
-    def forget(self) -> None:
-        """Begin a version without a name under the same weights: stored pages are not found."""
-        self.version = f"unnamed {self._token_hex(DIGEST_BYTES)}"
-
-    def name_version(self, version: str) -> None:
-        """Name the version of the weights. The first name is that of the weights of the start."""
-        if version != FIRST_WEIGHTS:
-            self.version = version
-        elif not self._has_changed:
-            self.version = ""
 
 
 def _without_harmless(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 import attrs
 
@@ -179,28 +179,24 @@ class NamedSettings:
         return cls.read(values, where)
 
 
-class ModelNames(Protocol):
-    """The settings that say which model an engine runs, empty where the engine says it."""
+@attrs.frozen(kw_only=True)
+class ModelSettings(NamedSettings):
+    """The settings that say which model an engine runs, empty where the engine says it.
 
-    @property
-    def model(self) -> str:
-        """The name of the model."""
+    ``model`` and ``weights`` replace the engine's name for its model and the fingerprint of its
+    weights; ``kv_heads``, unless 0, the number of KV heads of a layer that has one on each rank.
+    ``ignored_facts`` are those of the engine's identity (:mod:`kvplan_nixl.identity`) that the
+    operator knows to be harmless; ``*`` stands for any text.
+    """
 
-    @property
-    def weights(self) -> str:
-        """The fingerprint of its weights."""
-
-    @property
-    def ignored_facts(self) -> tuple[str, ...]:
-        """Facts of its identity that do not count. ``*`` stands for any text."""
-
-    @property
-    def kv_heads(self) -> int:
-        """The KV heads of a layer that has one on each rank, 0 where the engine says it."""
+    model: str = setting(name, "")
+    weights: str = setting(name, "")
+    ignored_facts: tuple[str, ...] = setting(texts, ())
+    kv_heads: int = setting(integer, 0)
 
 
 @attrs.frozen(kw_only=True)
-class StoreSettings(NamedSettings):
+class StoreSettings(ModelSettings):
     """The settings of connectors to a store.
 
     ``folder``, or the bucket of that URL, has the pages, of ``tokens_per_page``. Each worker copies
@@ -208,8 +204,7 @@ class StoreSettings(NamedSettings):
     ``search_timeout_s`` for a search, and ``stall_s`` for a load that makes no step. The engine
     keeps the store below ``max_bytes``, each model below ``max_model_bytes``, and evicts what was
     not used for ``max_age_s``; 0 is no limit. Requests may pin pages of ``max_pinned_bytes``, and
-    none where that is 0. ``model``, ``weights``, ``ignored_facts`` and ``kv_heads`` are those of
-    other connectors.
+    none where that is 0.
     """
 
     folder: str = setting(name, "")
@@ -221,10 +216,6 @@ class StoreSettings(NamedSettings):
     max_model_bytes: int = setting(integer, 0)
     max_age_s: float = setting(seconds, 0.0)
     max_pinned_bytes: int = setting(integer, 0)
-    model: str = setting(name, "")
-    weights: str = setting(name, "")
-    ignored_facts: tuple[str, ...] = setting(texts, ())
-    kv_heads: int = setting(integer, 0)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], where: str) -> Self:
@@ -251,19 +242,15 @@ def store_refusal(label: str, expected: str, got: str) -> KVPlanError:
 
 
 @attrs.frozen(kw_only=True)
-class Settings(NamedSettings):
+class Settings(ModelSettings):
     """The settings that connectors have in common, with their defaults.
 
     An engine announces ``host`` and listens on ``bind``, or on ``host`` if that is empty, at
-    ``port``, or at a free one if that is 0. ``model`` and ``weights``, unless empty,
-    replace the engine's name for its model and the fingerprint of its weights; ``kv_heads``, unless
-    0, the number of KV heads of a layer. ``ignored_facts`` are those of the
-    engine's identity (:mod:`kvplan_nixl.identity`) that the operator knows to be harmless. Prefill
-    publishes a request early, each time that ``early_tokens`` more positions are computed. With
-    ``map_memory`` GPUs of one host are read out of their mapped memory. ``rates`` names the file of
-    a calibration, by which decode chooses what it stages. ``bootstrap_servers`` are those that
-    requests may name besides this machine's and ``host``: SGLang's, or listeners. The other
-    settings of the network are those of :meth:`access`.
+    ``port``, or at a free one if that is 0. Prefill publishes a request early, each time that
+    ``early_tokens`` more positions are computed. With ``map_memory`` GPUs of one host are read out
+    of their mapped memory. ``rates`` names the file of a calibration, by which decode chooses what
+    it stages. ``bootstrap_servers`` are those that requests may name besides this machine's and
+    ``host``: SGLang's, or listeners. The other settings of the network are those of :meth:`access`.
     """
 
     host: str = setting(host_name, "")
@@ -278,10 +265,6 @@ class Settings(NamedSettings):
     budget_bytes: int = setting(integer, Budget.DEFAULT_BYTES)
     max_peers: int = setting(at_least_one, Claims.MAX_SOURCES)
     early_tokens: int = setting(at_least_one, EARLY_TOKENS)
-    model: str = setting(name, "")
-    weights: str = setting(name, "")
-    ignored_facts: tuple[str, ...] = setting(texts, ())
-    kv_heads: int = setting(integer, 0)
     key: bytes = setting(_secret, b"")
     key_file: str = setting(name, "")
     bootstrap_servers: tuple[str, ...] = setting(texts, ())

@@ -22,13 +22,16 @@ def weights_of(model: str, revision: str | None = None) -> str:
     return fingerprint(folder_of(model, revision) or model) or revision or "unknown"
 
 
-def folder_of(model: str, revision: str | None = None) -> Path | None:
-    """Return a model's folder, or that of its snapshot in the hub's local cache; None without."""
+def folder_of(model: str, revision: str | None = None, file: str = "config.json") -> Path | None:
+    """Return a model's folder, or that of its snapshot in the hub's local cache; None without.
+
+    A snapshot has the ``file``.
+    """
     folder = Path(model)
-    return folder if folder.is_dir() else _snapshot(model, revision)
+    return folder if folder.is_dir() else _snapshot(model, revision, file)
 
 
-def _snapshot(repository: str, revision: str | None) -> Path | None:
+def _snapshot(repository: str, revision: str | None, file: str) -> Path | None:
     """Return the folder of a repository in the hub's local cache, None where it is not there."""
     try:
         from huggingface_hub import try_to_load_from_cache
@@ -36,10 +39,10 @@ def _snapshot(repository: str, revision: str | None) -> Path | None:
     except ImportError:
         return None
     try:
-        config_file = try_to_load_from_cache(repository, "config.json", revision=revision)
+        found = try_to_load_from_cache(repository, file, revision=revision)
     except HFValidationError:  # it is no name of a repository
         return None
-    return Path(config_file).parent if isinstance(config_file, str) else None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def adapter_of(path: str) -> str:

@@ -259,14 +259,13 @@ ROOMS_ABOVE: dict[str, tuple[set[str], set[str]]] = {
     "serving.store": (set(), {"attrs", "numpy", "obstore"}),
     "": ({"serving", "serving.store"}, {"attrs", "numpy"}),
     "vllm": ({"", "serving", "serving.store"}, {"attrs", "numpy", "torch", "vllm"}),
-    "sglang": ({"", "serving", "serving.store"}, {"attrs", "huggingface_hub", "numpy", "sglang", "torch"}),
+    "sglang": ({"", "serving", "serving.store"}, {"attrs", "numpy", "sglang", "torch"}),
 }
 PROXY = {"aiohttp", "click", "yarl"}
 TENSORS = {"torch", "triton"}
 MORE: dict[str, set[str]] = {
     "agent": {"nixl"},
     "weights": {"huggingface_hub"},
-    "probe": {"torch"},
     "rearrange": {"torch"},
     "calibrate": {"torch"},
     "digest": {"torch"},

@@ -13,7 +13,6 @@ import json
 import uuid
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 import attrs
@@ -23,6 +22,7 @@ from sglang.srt.runtime_context import get_serving
 from kvplan import KVPlanError
 from kvplan_nixl.identity import DIGEST_BYTES, FIRST_WEIGHTS
 from kvplan_nixl.serving import fingerprint
+from kvplan_nixl.weights import folder_of
 
 UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 MANAGER: Final = "sglang.srt.managers.scheduler_components.weight_updater"
@@ -217,17 +217,7 @@ def note_tensors(lora_ref: Any, tensors: Any, config: Any) -> None:
 
 def _adapter(path: str) -> str | None:
     """Return a fingerprint of an adapter's folder, or of its snapshot of a hub's repository."""
-    folder = Path(path)
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        file = None
-        with suppress(HFValidationError):  # it is no name of a repository
-            file = try_to_load_from_cache(path, ADAPTER_CONFIG)
-        if not isinstance(file, str):
-            return None
-        folder = Path(file).parent
+    folder = folder_of(path, file=ADAPTER_CONFIG)
     with suppress(KVPlanError):  # of broken files
-        return fingerprint(folder)
+        return None if folder is None else fingerprint(folder)
     return None

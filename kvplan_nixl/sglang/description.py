@@ -19,7 +19,7 @@ from kvplan import KVPlanError, Worker
 from kvplan.bridges import RankInfo, TotalHeads, from_sglang, sglang_model, sglang_state
 from kvplan.models import Layer
 from kvplan_nixl.identity import Facts
-from kvplan_nixl.settings import ModelNames
+from kvplan_nixl.settings import ModelSettings
 
 MODEL: Final = "SGLang's model"
 """What messages call the model before its facts are known."""
@@ -47,7 +47,7 @@ def worker_of(
     draft_pool: Any,
     runner: Any,
     draft_config: Any,
-    names: ModelNames,
+    names: ModelSettings,
 ) -> Worker:
     """Return the worker of a rank, whose ``runner`` is its ``ModelRunner``."""
     config = runner.model_config
@@ -63,7 +63,7 @@ def worker_of(
     return attrs.evolve(from_sglang(model, info, pool, draft_pool), model=facts)
 
 
-def kv_heads_of(config: Any, draft_config: Any, names: ModelNames) -> TotalHeads:
+def kv_heads_of(config: Any, draft_config: Any, names: ModelSettings) -> TotalHeads:
     """Return how many KV heads there are in all, by ``ModelConfig``, or as the operator says."""
     if names.kv_heads:
         return TotalHeads(full=names.kv_heads, sliding=names.kv_heads, draft=names.kv_heads)

@@ -39,7 +39,7 @@ from kvplan_nixl.identity import (
     stated_config,
     without,
 )
-from kvplan_nixl.settings import ModelNames
+from kvplan_nixl.settings import ModelSettings
 from kvplan_nixl.weights import folder_of, weights_of
 
 FOREIGN_FORMATS: Final = ("dummy", "private", "remote", "remote_instance")
@@ -65,7 +65,7 @@ NO_FACTS: Final = options_without_facts("kvplan_nixl.sglang")
 """Options that are no facts."""
 
 
-def facts_of(names: ModelNames, *, has_draft_cache: bool = False) -> Facts:
+def facts_of(names: ModelSettings, *, has_draft_cache: bool = False) -> Facts:
     """Return the facts that decide what is in the caches of this engine, as it starts.
 
     A draft counts if its cache moves with that of the model. Files are read, which takes seconds,

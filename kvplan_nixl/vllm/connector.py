@@ -26,7 +26,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvplan_nixl.identity import Identity
 from kvplan_nixl.serving import Driver
 from kvplan_nixl.vllm.base import BlockConnector
 from kvplan_nixl.vllm.drafts import check_drafts
@@ -60,12 +59,12 @@ class KvplanConnector(BlockConnector):
         check_drafts(vllm_config, kv_cache_config)
         check_engine(vllm_config)
         settings = settings_of(vllm_config)
-        facts = identity_of(vllm_config, settings)
+        facts = identity_of(vllm_config, settings, settings.draft)
         system = Driver(settings.access())
         self._has_host_cache = uses_host_cache(vllm_config.kv_transfer_config)
         if role == KVConnectorRole.SCHEDULER:
             watch_engine(vllm_config)
-            self.state = EngineState(Identity(facts, system.token_hex))
+            self.state = EngineState(facts, system.token_hex)
             self._scheduler = Scheduler(vllm_config, kv_cache_config, settings, system, self.state)
         else:
             watch_adapters(vllm_config)
@@ -134,7 +133,7 @@ class KvplanConnector(BlockConnector):
         handshakes = [
             value for value in metadata.values() if isinstance(value, KvplanHandshakeMetadata)
         ]
-        check_models(self.state.identity, (handshake.model for handshake in handshakes))
+        check_models(self.state.started, (handshake.model for handshake in handshakes))
         self._scheduler.set_siblings(set().union(*(value.siblings for value in handshakes)))
         self._scheduler.serve_offers([handshake.envelope for handshake in handshakes])
 

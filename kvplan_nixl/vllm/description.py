@@ -36,7 +36,7 @@ from kvplan.bridges import (
 )
 from kvplan.describe import POSITION_END
 from kvplan.protocol import keeping
-from kvplan_nixl.vllm.settings import ModelSettings
+from kvplan_nixl.settings import ModelSettings
 
 
 def specs_of(group: Any) -> list[Any]:

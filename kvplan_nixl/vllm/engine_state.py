@@ -1,10 +1,14 @@
 """The weights and adapters with which a running engine computes, as its scheduler knows them.
 
-An engine starts with an identity (:mod:`kvplan_nixl.identity`). Later its weights may change, and
-adapters are loaded, replaced and evicted. A cache is handed over, or stored, under what was loaded
-when it was computed: an adapter is the content that workers have loaded, whatever its folder holds
-now, and whatever its name is. A request is *current* while nothing has changed since its first
-position was computed. Only such a request is handed over or stored; others end as usual.
+An engine starts with an identity (:mod:`kvplan_nixl.identity`). Later its weights may change, as in
+reinforcement learning. Each change begins a *version*. A trainer that updates several engines alike
+can name the version, and engines that started with equal facts share caches again under that name;
+until it is named, no other engine has it.
+
+Adapters are loaded, replaced and evicted, too. A cache is handed over, or stored, under what was
+loaded when it was computed: an adapter is the content that workers have loaded, whatever its folder
+holds now, and whatever its name is. A request is *current* while nothing has changed since its
+first position was computed. Only such a request is handed over or stored; others end as usual.
 
 vLLM's prefix cache knows an adapter by its name, and weights not at all. So a request that begins
 with blocks of the prefix cache is not current if weights, or the content of its adapter's name,
@@ -15,7 +19,7 @@ have changed since that cache was last empty: the blocks may be older. A reset o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import attrs
@@ -23,7 +27,7 @@ import torch
 from vllm.v1.request import Request
 
 from kvplan.protocol import prompt_digest
-from kvplan_nixl.identity import Identity
+from kvplan_nixl.identity import DIGEST_BYTES, FIRST_WEIGHTS, Facts
 from kvplan_nixl.weights import adapter_of
 
 Fact = tuple[int, str]
@@ -62,13 +66,17 @@ class _Origin:
 
 
 class EngineState:
-    """The identity of an engine, its adapters, and whether requests are current.
+    """The weights and adapters of an engine, and whether requests are current.
 
-    All calls come from the thread of vLLM's engine core.
+    ``started`` are the facts of its identity at the start, and ``version`` is that of its weights,
+    empty for those of the start. All calls come from the thread of vLLM's engine core.
     """
 
-    def __init__(self, identity: Identity) -> None:
-        self.identity = identity
+    def __init__(self, started: Mapping[str, Any], token_hex: Callable[[int], str]) -> None:
+        self.started: Facts = dict(started)
+        self.version = ""
+        self._token_hex = token_hex
+        self._has_changed = False
         # by id
         self._adapters: dict[int, LoadedAdapter] = {}
         # by name, as they were loaded last
@@ -86,16 +94,26 @@ class EngineState:
 
     def weights_changed(self) -> None:
         """Begin a version without a name: weights have changed, or may have."""
-        self.identity.change()
+        self._has_changed = True
+        self._begin_version()
         self._explains_reset = True
         self._has_old_weights |= self._has_computed
 
+    def _begin_version(self) -> None:
+        self.version = f"unnamed {self._token_hex(DIGEST_BYTES)}"
+
     def weights_named(self, version: str) -> None:
-        """Name the version of the weights, which may have changed with it."""
-        before = self.identity.version
-        self.identity.name_version(version)
+        """Name the version of the weights, which may have changed with it.
+
+        The first name is that of the weights of the start.
+        """
+        before = self.version
+        if version != FIRST_WEIGHTS:
+            self.version = version
+        elif not self._has_changed:
+            self.version = ""
         self._explains_reset = True
-        if self.identity.version != before:
+        if self.version != before:
             self._has_old_weights |= self._has_computed
 
     def prefix_cache_reset(self) -> None:
@@ -112,7 +130,7 @@ class EngineState:
         has changed them already.
         """
         if not self._explains_reset:
-            self.identity.forget()
+            self._begin_version()
         self._explains_reset = False
 
     def step_begun(self) -> None:
@@ -157,12 +175,12 @@ class EngineState:
         is_old = self._has_old_weights or (
             adapter is not None and adapter.lora_name in self._old_names
         )
-        origin = _Origin(self.identity.version, self.adapter_of(request))
+        origin = _Origin(self.version, self.adapter_of(request))
         self._origins[request.request_id] = None if is_old and num_cached else origin
 
     def is_current(self, request: Request) -> bool:
         """Return whether all of a request was computed with what is loaded now."""
-        now = _Origin(self.identity.version, self.adapter_of(request))
+        now = _Origin(self.version, self.adapter_of(request))
         return self._origins.get(request.request_id, now) == now
 
     def load(self, request: str) -> None:
@@ -219,13 +237,13 @@ class EngineState:
         if request.prompt_embeds is not None:
             embeddings = request.prompt_embeds[:num_tokens].contiguous()
             data = embeddings.view(torch.uint8).cpu().numpy()
-            digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+            digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
             facts.append(f"embeddings {digest} at {request.prompt_is_token_ids}")
         return prompt_digest(request._all_token_ids[:num_tokens], facts)
 
     def store_facts_of(self, request: Request) -> list[Fact]:
         """Return the facts that a store's keys have: also the version of the weights."""
-        version = self.identity.version
+        version = self.version
         first = [(0, f"weights version {version}")] if version else []
         return [*first, *self.facts_of(request)]
 

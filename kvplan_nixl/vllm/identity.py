@@ -20,7 +20,6 @@ from kvplan_nixl.identity import (
     KEPT_WHOLE,
     MISTRAL_CONFIG,
     Facts,
-    Identity,
     changes,
     config_facts,
     difference,
@@ -34,8 +33,8 @@ from kvplan_nixl.identity import (
     stated_config,
     without,
 )
+from kvplan_nixl.settings import ModelSettings
 from kvplan_nixl.vllm.drafts import WITH_CACHE
-from kvplan_nixl.vllm.settings import ModelSettings
 from kvplan_nixl.weights import folder_of, weights_of
 
 SAME_FILES: Final = ("auto", "hf", "safetensors", "instanttensor", "ipc_cache", "runai_streamer")
@@ -45,8 +44,10 @@ NO_FACTS: Final = options_without_facts("kvplan_nixl.vllm")
 """Fields that are no facts, as CLASS.FIELD."""
 
 
-def identity_of(config: VllmConfig, settings: ModelSettings) -> Facts:
+def identity_of(config: VllmConfig, settings: ModelSettings, draft: str = "") -> Facts:
     """Return the facts that decide what is in the caches of an engine, as it starts.
+
+    ``draft`` replaces vLLM's name of the model that drafts tokens, unless it is empty.
 
     It reads files, which takes seconds, and they may change later: call it once in each process.
     """
@@ -69,16 +70,16 @@ def identity_of(config: VllmConfig, settings: ModelSettings) -> Facts:
         if config.lora_config.lora_dtype not in ("auto", model.dtype):
             facts["lora_dtype"] = _dtype(config.lora_config.lora_dtype)
     facts.update(_length_facts(model))
-    facts.update(_draft_facts(config, settings))
+    facts.update(_draft_facts(config, draft))
     return without(facts, settings.ignored_facts)
 
 
-def check_models(identity: Identity, models: Iterable[str]) -> None:
+def check_models(started: Facts, models: Iterable[str]) -> None:
     """Refuse an engine whose files have changed between the start of its scheduler and its workers.
 
     Raises ``MODEL``.
     """
-    own = model_text(identity.started)
+    own = model_text(started)
     for model in models:
         if model != own:
             expected, got = model_values(own, model)
@@ -202,7 +203,7 @@ def _length_facts(model: Any) -> Facts:
     return facts
 
 
-def _draft_facts(config: VllmConfig, settings: ModelSettings) -> Facts:
+def _draft_facts(config: VllmConfig, name: str) -> Facts:
     speculative: Any = config.speculative_config
     if speculative is None or speculative.method not in WITH_CACHE:
         return {}
@@ -213,8 +214,8 @@ def _draft_facts(config: VllmConfig, settings: ModelSettings) -> Facts:
         load = speculative.draft_load_config or config.load_config
         # its overrides are what vLLM makes of the model's, which are facts of the model
         facts.update(_model_facts(draft, load, {}))
-        if settings.draft:
-            facts["model"] = settings.draft
+        if name:
+            facts["model"] = name
     return {f"draft.{name}": value for name, value in facts.items()}
 
 

@@ -34,7 +34,6 @@ from kvplan.protocol import (
 )
 from kvplan.protocol.digest import joined
 from kvplan.protocol.system import TOKEN_BYTES
-from kvplan_nixl.identity import Identity
 from kvplan_nixl.vllm.description import check_kinds
 from kvplan_nixl.vllm.engine_state import OUTDATED, EngineState
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
@@ -81,7 +80,7 @@ class Scheduler:
         self._transfer = config.kv_transfer_config
         self._settings = settings
         self._system = system
-        self._state = state or EngineState(Identity({}, system.token_hex))
+        self._state = state or EngineState({}, system.token_hex)
         self.stats = KvplanStats()
         self._key = settings.access().key
         self._tables = BlockTables(config, cache)
@@ -112,7 +111,7 @@ class Scheduler:
                 timeout_s=settings.prefill_timeout_s,
                 max_servers=settings.max_peers,
             ),
-            weights=lambda: self._state.identity.version,
+            weights=lambda: self._state.version,
             # the slots after the last position must stay zero if the engine needs them so
             to_block_end=not cache.needs_kv_cache_zeroing,
         )
@@ -324,7 +323,7 @@ class Scheduler:
             partial(self._tables.of_request, name),
             partial(self._state.prompt_of, request),
             read_from=self._importer.read_from.get(name, {}),
-            weights_version=self._state.identity.version,
+            weights_version=self._state.version,
         )
         if handoff is not None and self._listener is not None:
             entry = {"handoff": handoff.params(self._key)}
@@ -386,7 +385,7 @@ class Scheduler:
             first_s=None if is_computed(request) else ttl_s,
             read_from=read_from,
             prefixes=prefixes,
-            weights_version=self._state.identity.version,
+            weights_version=self._state.version,
         )
 
     def save(self, scheduled: SchedulerOutput) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 import os
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import attrs
 from vllm import envs
@@ -19,7 +19,7 @@ from vllm.config import VllmConfig
 
 from kvplan import KVPlanError
 from kvplan.support import integer, name, seconds, shown
-from kvplan_nixl.settings import ModelNames, Settings, secrets_of_environment, setting, switch
+from kvplan_nixl.settings import Settings, secrets_of_environment, setting, switch
 
 OPTION: Final = "kv_connector_extra_config"
 
@@ -69,14 +69,6 @@ UNSUPPORTED: Final = MappingProxyType(
     }
 )
 """NixlConnector's settings in vLLM 0.32 and 0.33 that kvplan lacks, by name."""
-
-
-class ModelSettings(ModelNames, Protocol):
-    """The settings that say which model an engine runs. They are empty unless vLLM is overruled."""
-
-    @property
-    def draft(self) -> str:
-        """The name of the model that drafts tokens."""
 
 
 @attrs.frozen(kw_only=True)

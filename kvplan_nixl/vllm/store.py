@@ -19,7 +19,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvplan_nixl.identity import Identity
 from kvplan_nixl.vllm.base import BlockConnector
 from kvplan_nixl.vllm.engine_hooks import watch_adapters, watch_engine
 from kvplan_nixl.vllm.engine_state import EngineState
@@ -50,7 +49,7 @@ class KvplanStore(BlockConnector):
         facts = identity_of(vllm_config, settings)
         if role == KVConnectorRole.SCHEDULER:
             watch_engine(vllm_config)
-            self.state = EngineState(Identity(facts, token_hex))
+            self.state = EngineState(facts, token_hex)
             self._scheduler = StoreScheduler(vllm_config, kv_cache_config, settings, self.state)
         else:
             watch_adapters(vllm_config)
@@ -68,7 +67,7 @@ class KvplanStore(BlockConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, KvplanStoreWorkerMetadata) and metadata.offers:
-            check_models(self.state.identity, metadata.models)
+            check_models(self.state.started, metadata.models)
             self._scheduler.set_offers(metadata.offers)
 
     def get_num_new_matched_tokens(

@@ -23,7 +23,6 @@ from kvplan.describe import Range
 from kvplan.protocol.groups import first_listed
 from kvplan.protocol.page_keys import Chain
 from kvplan.protocol.prefix_search import Attended
-from kvplan_nixl.identity import Identity
 from kvplan_nixl.serving.store import open_backend
 from kvplan_nixl.serving.store.eviction import evict_beside
 from kvplan_nixl.settings import StoreSettings
@@ -105,7 +104,7 @@ class StoreScheduler:
         settings: StoreSettings,
         state: EngineState | None = None,
     ) -> None:
-        self._state = state or EngineState(Identity({}, token_hex))
+        self._state = state or EngineState({}, token_hex)
         assert config.kv_transfer_config is not None
         self._settings = settings
         self._saves = config.kv_transfer_config.is_kv_producer

@@ -17,14 +17,9 @@ from kvplan_nixl.vllm.settings import OPTION, check_engine, check_transfer
 
 @attrs.frozen(kw_only=True)
 class VllmStoreSettings(StoreSettings):
-    """The settings of vLLM's connector. ``draft`` is always empty: such engines are refused."""
+    """The settings of vLLM's connector, which copies by NIXL from and to a GPU."""
 
     backends: Backends = setting(backends_of, UCX)  # noqa: RUF009
-
-    @property
-    def draft(self) -> str:
-        """The name of a model that drafts tokens: none."""
-        return ""
 
 
 def store_settings_of(config: VllmConfig) -> VllmStoreSettings:

@@ -24,7 +24,6 @@ from vllm.engine.arg_utils import EngineArgs
 
 from kvplan import KVPlanError
 from kvplan.describe.model import model_text
-from kvplan_nixl.identity import Identity
 from kvplan_nixl.vllm.engine_hooks import watch_adapters, watch_engine
 from kvplan_nixl.vllm.identity import NO_FACTS, check_models, identity_of
 from kvplan_nixl.vllm.settings import ConnectorSettings
@@ -387,13 +386,13 @@ CHECKS: list[Callable[[], list[str]]] = [list, lambda: [model_text({"weights": "
 
 @pytest.mark.parametrize("models", CHECKS)
 def test_workers_that_agree_start(models: Callable[[], list[str]]) -> None:
-    check_models(Identity({"weights": "5f1a"}, str), models())
+    check_models({"weights": "5f1a"}, models())
 
 
 def test_files_that_change_while_an_engine_starts_are_refused() -> None:
     models = [model_text({"weights": weights}) for weights in ("5f1a", "77aa")]
     with pytest.raises(KVPlanError) as caught:
-        check_models(Identity({"weights": "5f1a"}, str), models)
+        check_models({"weights": "5f1a"}, models)
     assert str(caught.value) == (
         'MODEL: cannot start an engine: expected weights "5f1a" (its scheduler), got weights "77aa" (one of its '
         "workers) (the model's files have changed while it started: start it again)"

@@ -408,6 +408,7 @@ def check_observed(config: dict[str, Any], ranks: int, vllm: Any, groups: Sequen
     """
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
+    from kvplan_nixl.settings import ModelSettings
     from kvplan_nixl.vllm.description import kv_heads_of
 
     names = [name for group in groups for name in group.layer_names]
@@ -417,7 +418,7 @@ def check_observed(config: dict[str, Any], ranks: int, vllm: Any, groups: Sequen
         RankInfo("vllm", ranks - 1, ranks - 1, ranks),
         cache,
         vllm.compilation_config.static_forward_context,
-        kv_heads=kv_heads_of(vllm, SimpleNamespace(kv_heads=0)),
+        kv_heads=kv_heads_of(vllm, ModelSettings()),
         conv=get_conv_state_layout(),
     )
     model = Model.from_config(config)

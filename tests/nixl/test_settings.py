@@ -100,7 +100,7 @@ def test_an_unknown_setting_is_refused_by_name(vllm: Any) -> None:
     """The hint has the nearest name, or all."""
     error = settings_error(vllm, {"staging_byte": 1})
     assert (error.code, error.got, error.hint) == ("SETTING", "'staging_byte'", "did you mean 'staging_bytes'?")
-    assert settings_error(vllm, {"zzz": 1}).hint.startswith("they are host, bind, port, ")
+    assert settings_error(vllm, {"zzz": 1}).hint.startswith("they are model, weights, ignored_facts, ")
 
 
 @pytest.mark.parametrize(

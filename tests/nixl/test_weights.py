@@ -32,11 +32,11 @@ def test_a_folder_goes_by_its_files(tmp_path: Path) -> None:
 
 def test_a_model_without_files_goes_by_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing is stored here, a revision tells models apart, or nothing does; a hub's cache is looked at."""
-    monkeypatch.setattr(weights, "_snapshot", lambda model, revision: None)
+    monkeypatch.setattr(weights, "_snapshot", lambda *_: None)
     assert weights_of("someone/model", "main") == "main"
     assert weights_of("someone/model") == "unknown"
     write(tmp_path / "snapshot", 1)
-    monkeypatch.setattr(weights, "_snapshot", lambda model, revision: tmp_path / "snapshot")
+    monkeypatch.setattr(weights, "_snapshot", lambda *_: tmp_path / "snapshot")
     assert weights_of("someone/model", "main") == fingerprint(tmp_path / "snapshot")
 
 

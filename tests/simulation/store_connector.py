@@ -29,7 +29,6 @@ from kvplan.testing.simulation.catalog import GroupShape
 from kvplan.testing.simulation.fleet import MakeParams
 from kvplan.testing.simulation.memory import LabelledMemory
 from kvplan.testing.simulation.scenario import StoreTrouble
-from kvplan_nixl.identity import Identity
 from kvplan_nixl.serving.store import (
     BackgroundEviction,
     MemoryBackend,
@@ -234,7 +233,7 @@ class StoreConnector(VllmConnector):
         draw = random.Random(site.host.token_hex(8))
         self._is_first = draw.random() < 0.5
         facts = {"model": "that of all engines"}
-        self._store_state = ENGINE_STATE.EngineState(Identity(facts, site.host.token_hex))
+        self._store_state = ENGINE_STATE.EngineState(facts, site.host.token_hex)
         for name in ADAPTERS:
             loaded = ENGINE_STATE.LoadedAdapter(crc32(name.encode()), name, f"content of {name}")
             self._store_state.adapter_added(loaded, is_replaced=False)

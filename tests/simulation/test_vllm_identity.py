@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from kvplan import KVPlanError, Model, encode
-from kvplan_nixl.identity import Identity
 from kvplan_nixl.settings import StoreSettings
 from tests.serving.test_fingerprint import MODEL, poke, write
 from tests.simulation.stand_in import stand_in
@@ -39,7 +38,7 @@ __all__ = ["engines"]
 def state_of(*tokens: str) -> Any:
     """The state of an engine whose changes without a name have these versions."""
     remaining = iter(tokens or ("1", "2", "3"))
-    return STATE.EngineState(Identity({"weights": "5f1a"}, lambda _: next(remaining)))
+    return STATE.EngineState({"weights": "5f1a"}, lambda _: next(remaining))
 
 
 def lora(adapter_id: int = 1, name: str = "sql", path: str = "/nowhere", **fields: Any) -> Any:
@@ -190,10 +189,10 @@ def test_the_first_version_is_that_of_the_start() -> None:
     """Naming it changes nothing, unless weights have changed."""
     state = state_of()
     state.weights_named("default")
-    assert state.identity.facts() == {"weights": "5f1a"}
+    assert state.version == ""
     state.weights_changed()
     state.weights_named("default")
-    assert state.identity.version == "unnamed 1"
+    assert state.version == "unnamed 1"
 
 
 # Keys of a store
@@ -220,22 +219,22 @@ def test_a_reset_of_a_store_forgets_what_was_stored() -> None:
     """Unless a change that vLLM has told of explains it: its version stays, which others may have too."""
     state = state_of()
     state.store_reset()
-    assert state.identity.version == "unnamed 1"
+    assert state.version == "unnamed 1"
     state.weights_changed()
     state.weights_named("step 7")
     state.store_reset()
-    assert state.identity.version == "step 7"
+    assert state.version == "step 7"
     state.store_reset()
-    assert state.identity.version == "unnamed 3"
+    assert state.version == "unnamed 3"
     state.weights_named("step 8")
-    assert state.identity.version == "step 8"
+    assert state.version == "step 8"
 
 
 def test_a_reset_of_a_store_is_undone_by_the_first_name() -> None:
     state = state_of()
     state.store_reset()
     state.weights_named("default")
-    assert state.identity.version == ""
+    assert state.version == ""
 
 
 def test_a_request_that_weights_have_changed_under_is_not_stored(
@@ -470,18 +469,18 @@ def test_calls_that_may_change_weights_are_told(core_class: type[Core], number: 
     core, other = core_class(*connectors(*states)), state_of()
     core_class(*connectors(other))
     assert core.collective_rpc("check_health") == "result"
-    assert [state.identity.version for state in states] == [""] * number
+    assert [state.version for state in states] == [""] * number
     assert core.collective_rpc("update_weights", kwargs={"update_info": {}}) == "result"
-    assert [state.identity.version for state in states] == ["unnamed 1"] * number
+    assert [state.version for state in states] == ["unnamed 1"] * number
     with pytest.raises(RuntimeError):
         core.collective_rpc("fails")
     # nobody knows what a function does
     core.collective_rpc(print)
-    assert [state.identity.version for state in states] == ["unnamed 3"] * number
+    assert [state.version for state in states] == ["unnamed 3"] * number
     core.set_weight_version("step 7")
-    assert [state.identity.version for state in states] == ["step 7"] * number
+    assert [state.version for state in states] == ["step 7"] * number
     assert core.calls == ["check_health", "update_weights", "fails", print, "step 7"]
-    assert other.identity.version == ""
+    assert other.version == ""
 
 
 def test_a_call_before_there_is_a_scheduler_tells_nobody(core_class: type[Core]) -> None:
