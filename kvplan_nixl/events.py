@@ -1,19 +1,18 @@
-"""Events: the result of each transfer and the duration of its stages.
+"""Events: the result of each transfer and the duration of its stages, as records of a log.
 
-A transfer has one event, at the time it settles. Its executor passes the event to the callback
-``on_event``, and logs one line to the logger ``kvplan_nixl``, with the event as the record's
-``event``: WARNING for a failed transfer, DEBUG for any other. The executor checks for a callback
-and for the log level when a transfer starts. Without either it measures nothing, and logs a failed
-transfer without an event.
+A transfer has one event, at the time it settles. Its executor logs one line to the logger
+``kvplan_nixl``, with the event as the record's ``event``: WARNING for a failed transfer, DEBUG for
+any other. A handler of that logger gets the events of all executors, those of connectors too. The
+log level is looked at when a transfer starts: above DEBUG nothing is measured, and a failed
+transfer is logged without an event.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from itertools import pairwise
 from time import perf_counter_ns
-from typing import Final, TypeVar
+from typing import Final
 
 import attrs
 
@@ -21,35 +20,31 @@ from kvplan import KVPlanError, Status, Transfer, Worker
 from kvplan.describe import Key
 from kvplan.support import brief_repr
 
-__all__ = ["Listener", "Peer", "TransferEvent"]
+__all__ = ["Peer", "TransferEvent"]
 
 LOGGER: Final = logging.getLogger("kvplan_nixl")
-
-Event = TypeVar("Event")
 
 
 @attrs.frozen
 class Peer:
-    """A remote worker of an executor.
+    """A remote worker of an executor. ``error`` says why its connection is lost, if it is.
 
-    ``error`` says why its connection is lost; a disconnected worker has none.
-
-    >>> print(Peer(Worker("prefill", 3, (), (), ()), is_connected=True))
+    >>> print(Peer(Worker("prefill", 3, (), (), ())))
     prefill/3 connected
     """
 
     worker: Worker
-    is_connected: bool
     error: KVPlanError | None = None
 
     __repr__ = brief_repr
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether it is connected, and not lost."""
+        return self.error is None
+
     def __str__(self) -> str:
-        if self.is_connected:
-            return f"{self.worker.label} connected"
-        if self.error is None:
-            return f"{self.worker.label} disconnected"
-        return f"{self.worker.label} lost: {self.error}"
+        return f"{self.worker.label} {f'lost: {self.error}' if self.error else 'connected'}"
 
 
 @attrs.frozen(kw_only=True)
@@ -106,22 +101,6 @@ class TransferEvent:
         )
 
 
-Listener = Callable[[TransferEvent], object]
-"""A callback on the executor's thread, during its call.
-
-It must return soon and not use the executor. The executor logs what the callback raises, which
-affects no transfer.
-"""
-
-
-def call_listener(listener: Callable[[Event], object], event: Event) -> None:
-    """Call a listener, and log what it raises."""
-    try:
-        listener(event)
-    except Exception:
-        LOGGER.exception("the listener raised an exception for: %s", event)
-
-
 class Unwatched:
     """Measures nothing, and logs a failure."""
 
@@ -144,8 +123,7 @@ UNWATCHED: Final = Unwatched()
 class Watch(Unwatched):
     """Measures one transfer, from its start."""
 
-    def __init__(self, listener: Listener | None) -> None:
-        self._listener = listener
+    def __init__(self) -> None:
         self._num_bytes: int | None = None
         # the times at which stages begin and end, as far as the transfer has come
         self._marks = [perf_counter_ns()]
@@ -161,13 +139,11 @@ class Watch(Unwatched):
         self._num_bytes = transfer.spec.num_bytes
 
     def settled(self, transfer: Transfer) -> None:
-        """The transfer has settled: log the event, and call the listener."""
+        """The transfer has settled: log the event."""
         self._marks.append(perf_counter_ns())
         event = self._event(transfer)
         level = logging.WARNING if event.status is Status.FAILED else logging.DEBUG
         LOGGER.log(level, "%s", event, extra={"event": event})
-        if self._listener is not None:
-            call_listener(self._listener, event)
 
     def _event(self, transfer: Transfer) -> TransferEvent:
         spec = transfer.spec
@@ -189,8 +165,6 @@ class Watch(Unwatched):
         )
 
 
-def watch_for(listener: Listener | None) -> Unwatched:
+def new_watch() -> Unwatched:
     """Return the watch of a transfer that starts."""
-    if listener is None and not LOGGER.isEnabledFor(logging.DEBUG):
-        return UNWATCHED
-    return Watch(listener)
+    return Watch() if LOGGER.isEnabledFor(logging.DEBUG) else UNWATCHED

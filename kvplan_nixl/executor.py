@@ -25,9 +25,9 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Final, Self
+from typing import Final, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import attrs
@@ -42,7 +42,7 @@ from kvplan_nixl import cma
 from kvplan_nixl.agent import LOCAL, Agent, Handle, MemoryRange
 from kvplan_nixl.backends import UCX, Backends, checked_backends
 from kvplan_nixl.envelope import Envelope, agent_prefix
-from kvplan_nixl.events import UNWATCHED, Listener, Peer, Unwatched, call_listener, watch_for
+from kvplan_nixl.events import UNWATCHED, Peer, Unwatched, new_watch
 from kvplan_nixl.rows import PreparedRows, memory_kind_of
 from kvplan_nixl.serving.host_key import AnyKey
 
@@ -86,10 +86,8 @@ class NixlExecutor:
 
     ``backends`` are NIXL's backends by name, in order of preference, each with its options: ``UCX``
     for DRAM and VRAM, followed by ``POSIX`` for files. The worker's regions stay registered until
-    the executor is closed, so use it as a context manager, from one thread at a time. It calls
-    ``on_event`` for each settled transfer, and ``on_peer`` when a remote worker is connected, lost
-    or disconnected. Envelopes are authenticated by ``key``, which all engines
-    share: by default the one of this host's engines.
+    the executor is closed, so use it as a context manager, from one thread at a time. Envelopes are
+    authenticated by ``key``, which all engines share: by default the one of this host's engines.
 
     Raises ``BACKEND`` for a backend that is missing or refuses the worker's memory.
 
@@ -119,15 +117,11 @@ class NixlExecutor:
         worker: Worker,
         backends: Backends = UCX,
         *,
-        on_event: Listener | None = None,
-        on_peer: Callable[[Peer], object] | None = None,
         key: AnyKey = None,
     ) -> None:
         self.worker = instance(Worker, worker, "worker")
         # a worker that connects to none needs no key of the host either
         self._key = None if key is None else SharedKey.of(key)
-        self._on_event = _function_or_none(on_event, "on_event")
-        self._on_peer = _function_or_none(on_peer, "on_peer")
         check_memory(worker.regions, f"register the memory of {worker.label}")
         self._process = cma.Process.current()
         named_process = "" if self._process is None else f"{self._process}."
@@ -166,8 +160,7 @@ class NixlExecutor:
 
         A worker that dies is lost when a transfer fails.
         """
-        peers = self._peers.values()
-        return tuple(Peer(peer.worker, peer.lost is None, peer.lost) for peer in peers)
+        return tuple(Peer(peer.worker, peer.lost) for peer in self._peers.values())
 
     def connect(self, envelope: bytes) -> Worker:
         """Connect to a remote worker by its envelope, and return the worker, to plan with.
@@ -188,7 +181,7 @@ class NixlExecutor:
         self._agent.load(opened.agent, opened.metadata)
         peer = _Peer(opened.worker, opened.agent)
         self._open_memory(peer, opened.handles)
-        self._add(peer)
+        self._peers[peer.worker.key] = peer
         return opened.worker
 
     def _open_memory(self, peer: _Peer, handles: bytes) -> None:
@@ -198,7 +191,8 @@ class NixlExecutor:
         """Connect to a worker of this process, such as that of a file."""
         self._replace_lost(instance(Worker, worker, "worker"))
         check_memory(worker.regions, f"register the memory of {worker.label}")
-        self._add(_Peer(worker, self._agent.name, attached=self._agent.register(worker.regions)))
+        memory = self._agent.register(worker.regions)
+        self._peers[worker.key] = _Peer(worker, self._agent.name, attached=memory)
 
     def disconnect(self, worker: Worker, *, force: bool = False) -> None:
         """Disconnect a remote worker, so that another process can connect under its name.
@@ -222,7 +216,6 @@ class NixlExecutor:
         del self._peers[worker.key]
         self._disconnected.add(peer)
         self._drop_disconnected()
-        self._report(Peer(peer.worker, is_connected=False))
 
     def prepare(self, plan: TransferPlan) -> None:
         """Hand the rows of a plan to NIXL, except those that NIXL already has.
@@ -268,7 +261,7 @@ class NixlExecutor:
         Raises ``PEER`` where the worker is not connected, ``TRANSFER`` where the plan is not
         prepared; ``TYPE`` or ``NAME`` for what can name no request.
         """
-        transfer = NixlTransfer(spec, request, watch=watch_for(self._on_event))
+        transfer = NixlTransfer(spec, request, watch=new_watch())
         if not len(spec.local_table.rows):
             self._end(transfer)
             return transfer
@@ -351,14 +344,9 @@ class NixlExecutor:
         transfer.watch.settled(transfer)
 
     def _lose(self, peer: _Peer, error: KVPlanError) -> None:
-        """Remember the first error by which the connection to a peer was lost, and report it."""
+        """Remember the first error by which the connection to a peer was lost."""
         if peer.lost is None:
             peer.lost = error.with_hint(error.hint)
-            self._report(Peer(peer.worker, is_connected=False, error=peer.lost))
-
-    def _report(self, peer: Peer) -> None:
-        if self._on_peer is not None:
-            call_listener(self._on_peer, peer)
 
     def poll(self, transfer: Transfer) -> Status:
         """Update and return the status of a transfer, without waiting.
@@ -443,11 +431,6 @@ class NixlExecutor:
                     self._end(transfer)
         self._agent.close()
 
-    def _add(self, peer: _Peer) -> None:
-        """Add a peer that is connected, and report it."""
-        self._peers[peer.worker.key] = peer
-        self._report(Peer(peer.worker, is_connected=True))
-
     def _drop_disconnected(self) -> None:
         """Free the peers that were disconnected and have no transfer any more."""
         for peer in tuple(self._disconnected):
@@ -478,11 +461,6 @@ class NixlExecutor:
         return (
             f"<NixlExecutor {self.worker.label}: {len(self._peers)} peers, {transfers} transfers>"
         )
-
-
-def _function_or_none(value: Any, name: str) -> Any:
-    """Return a callback, or None where there is none. Raises ``TYPE`` for anything else."""
-    return None if value is None else having("__call__", value, name, "a function")
 
 
 def _is_connected(worker: Worker, got: str, hint: str = "") -> KVPlanError:

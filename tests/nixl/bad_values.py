@@ -58,8 +58,7 @@ def calls_of(stack: ExitStack) -> Calls:
     yield "Envelope.unpack", Envelope.unpack, {"data": envelope, "key": KEY}
 
     given: dict[str, Any] = {"worker": local, "backends": UCX, "key": KEY}
-    listeners = {"on_event": lambda event: None, "on_peer": lambda peer: None}
-    yield "NixlExecutor", closed(NixlExecutor), {**given, **listeners}
+    yield "NixlExecutor", closed(NixlExecutor), given
     yield "NixlExecutor.connect", ours.connect, {"envelope": envelope}
     yield "NixlExecutor.prepare", ours.prepare, {"plan": plan}
     yield "NixlExecutor.start", ours.start, {"spec": spec, "request": "r"}

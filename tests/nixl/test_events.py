@@ -1,11 +1,10 @@
-"""Events: one for each settled transfer, for the callback and in the log, and none where there is neither."""
+"""Events: one for each settled transfer, in the log, and none where that is above DEBUG."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from benchmarks.real_memory import placed
 from kvplan import Blocks, KVPlanError, Model, Status, Transfer, Workspace, plan_reads
 from kvplan_nixl import NixlExecutor, TransferEvent, settle
-from kvplan_nixl.events import UNWATCHED, Listener, Watch
+from kvplan_nixl.events import LOGGER, UNWATCHED, Watch
 from tests.small import engine
 
 TIMEOUT_S = 60.0
@@ -22,10 +21,10 @@ TIMEOUT_S = 60.0
 class Reader:
     """A worker that reads from other workers of this process."""
 
-    def __init__(self, listener: Listener | None = None, tp: int = 1) -> None:
+    def __init__(self, tp: int = 1) -> None:
         self.sources = [placed(worker)[0] for worker in engine("prefill", tp=tp)]
         self.local, self.memory = placed(engine("decode", tokens=6, tp=2 if tp == 2 else 1)[0])
-        self.executor = NixlExecutor(self.local, on_event=listener)
+        self.executor = NixlExecutor(self.local)
         for source in self.sources:
             self.executor.attach(source)
         self.plan = plan_reads(self.local, self.sources)
@@ -43,23 +42,30 @@ class Reader:
         return transfer
 
 
-def events_of(**options: Any) -> tuple[Reader, list[TransferEvent]]:
-    """A reader, and the list of its events."""
-    events: list[TransferEvent] = []
-    return Reader(events.append, **options), events
+class Events(logging.Handler):
+    """A handler, and the list of events that it has got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[TransferEvent] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.events.append(vars(record)["event"])
 
 
 @pytest.fixture
-def watched() -> Iterator[tuple[Reader, list[TransferEvent]]]:
-    """A reader with a callback, and the list of its events."""
-    reader, events = events_of()
-    with reader.executor:
-        yield reader, events
+def events(caplog: pytest.LogCaptureFixture) -> Iterator[list[TransferEvent]]:
+    """The events of a test, whose log is at DEBUG."""
+    caplog.set_level(logging.DEBUG, "kvplan_nixl")
+    handler = Events()
+    LOGGER.addHandler(handler)
+    yield handler.events
+    LOGGER.removeHandler(handler)
 
 
 @pytest.fixture
-def silent() -> Iterator[Reader]:
-    """A reader without a callback."""
+def reader() -> Iterator[Reader]:
+    """A reader of one source."""
     reader = Reader()
     with reader.executor:
         yield reader
@@ -88,18 +94,16 @@ READ = TransferEvent(
 """Six tokens of two layers, 64 bytes each: ranges of four heads, from two blocks in each layer."""
 
 
-def test_a_transfer_has_one_event(watched: tuple[Reader, list[TransferEvent]]) -> None:
+def test_a_transfer_has_one_event(reader: Reader, events: list[TransferEvent]) -> None:
     """A transfer that is done has one event, however often it is polled, and also when the executor is closed."""
-    reader, events = watched
     transfer = reader.read()
     reader.executor.poll(transfer)
     reader.executor.close()
     assert [untimed(event) for event in events] == [READ]
 
 
-def test_stages_are_timed(watched: tuple[Reader, list[TransferEvent]]) -> None:
+def test_stages_are_timed(reader: Reader, events: list[TransferEvent]) -> None:
     """Each stage takes some time, and their sum is the total."""
-    reader, events = watched
     reader.read()
     (event,) = events
     assert min(event.make_us, event.post_us) > 0
@@ -107,16 +111,15 @@ def test_stages_are_timed(watched: tuple[Reader, list[TransferEvent]]) -> None:
     assert event.total_us == event.make_us + event.post_us + event.transfer_us < TIMEOUT_S * 1e6
 
 
-def test_a_transfer_without_bytes(watched: tuple[Reader, list[TransferEvent]]) -> None:
+def test_a_transfer_without_bytes(reader: Reader, events: list[TransferEvent]) -> None:
     """A pair that moves no byte of a request has an event of no bytes."""
-    reader, events = watched
     reader.read(tokens=(0, 0))
     assert [untimed(event) for event in events] == [attrs.evolve(READ, num_bytes=0, num_ids=0)]
 
 
-def test_a_pair_without_rows() -> None:
+def test_a_pair_without_rows(events: list[TransferEvent]) -> None:
     """A pair whose tables are empty has an event of no bytes."""
-    reader, events = events_of(tp=2)
+    reader = Reader(tp=2)
     with reader.executor:
         assert not len(reader.plan.pairs[1].local_table.rows)
         reader.read()
@@ -126,13 +129,13 @@ def test_a_pair_without_rows() -> None:
 
 @pytest.mark.parametrize("stage", ["make", "post"])
 def test_a_failed_transfer(
-    watched: tuple[Reader, list[TransferEvent]],
+    reader: Reader,
+    events: list[TransferEvent],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     stage: str,
 ) -> None:
     """A transfer that NIXL refuses has an event with the error's code and the stages before it, and logs a warning."""
-    reader, events = watched
     monkeypatch.setattr(reader.executor._agent, stage, refuse)
     reader.start()
     (event,) = events
@@ -144,10 +147,9 @@ def test_a_failed_transfer(
 
 
 def test_a_transfer_that_is_closed_under(
-    watched: tuple[Reader, list[TransferEvent]], monkeypatch: pytest.MonkeyPatch
+    reader: Reader, events: list[TransferEvent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A transfer that runs when its executor is closed has a CANCELLED event."""
-    reader, events = watched
     monkeypatch.setattr(reader.executor._agent, "post", lambda handle: False)
     reader.start()
     assert events == []
@@ -155,61 +157,42 @@ def test_a_transfer_that_is_closed_under(
     assert [untimed(event) for event in events] == [attrs.evolve(READ, status=Status.CANCELLED)]
 
 
-def test_without_callback_or_debug_log_nothing_is_measured(silent: Reader, caplog: pytest.LogCaptureFixture) -> None:
-    """Without a callback, and with the logger at INFO, a transfer is neither measured nor logged."""
+def test_above_debug_nothing_is_measured(reader: Reader, caplog: pytest.LogCaptureFixture) -> None:
+    """With the logger at INFO, a transfer is neither measured nor logged."""
     caplog.set_level(logging.INFO, "kvplan_nixl")
-    transfer = silent.read()
+    transfer = reader.read()
     assert transfer.watch is UNWATCHED  # type: ignore[attr-defined]
     assert caplog.records == []
 
 
-def test_a_failure_without_a_callback(
-    silent: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_failure_above_debug(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A failed transfer logs a warning with its error, also without a callback."""
-    monkeypatch.setattr(silent.executor._agent, "post", refuse)
-    transfer = silent.start()
+    """A failed transfer logs a warning with its error, without an event."""
+    monkeypatch.setattr(reader.executor._agent, "post", refuse)
+    transfer = reader.start()
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("kvplan_nixl", "WARNING")
     assert record.getMessage() == f"<Transfer 'request' failed: {transfer.spec!r}>: {transfer.error}"
 
 
-def test_the_log_without_a_callback(silent: Reader, caplog: pytest.LogCaptureFixture) -> None:
-    """At level DEBUG the logger has the event of each transfer, also without a callback."""
-    caplog.set_level(logging.DEBUG, "kvplan_nixl")
-    silent.read("one")
-    silent.read("two")
-    events = [vars(record)["event"] for record in caplog.records]
+def test_the_lines_of_the_log(reader: Reader, events: list[TransferEvent], caplog: pytest.LogCaptureFixture) -> None:
+    """At level DEBUG there is a line for each transfer."""
+    reader.read("one")
+    reader.read("two")
     assert [untimed(event) for event in events] == [attrs.evolve(READ, request=name) for name in ("one", "two")]
     assert [record.getMessage() for record in caplog.records] == [str(event) for event in events]
     assert {record.levelname for record in caplog.records} == {"DEBUG"}
 
 
-def test_a_listener_that_raises(caplog: pytest.LogCaptureFixture) -> None:
-    """An exception in the callback is logged with its traceback. The transfer is DONE, and so is the next one."""
-
-    def raises(event: TransferEvent) -> None:
-        raise ZeroDivisionError(event.request)
-
-    reader = Reader(raises)
-    with reader.executor:
-        transfers = [reader.read("one"), reader.read("two")]
-    assert [(transfer.status, transfer.error) for transfer in transfers] == [(Status.DONE, None)] * 2
-    assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
-    for record, name in zip(caplog.records, ("one", "two"), strict=True):
-        assert record.exc_info is not None
-        assert (record.exc_info[0], str(record.exc_info[1])) == (ZeroDivisionError, name)
-
-
-def test_bytes_are_counted_before_ids_are_used_again() -> None:
+def test_bytes_are_counted_before_ids_are_used_again(events: list[TransferEvent]) -> None:
     """A running transfer's ids may be in a workspace that the next request reuses. Its event counts its own bytes."""
     (source,), (local,) = (Model.shipped("llama-3.2-1b").engine(name, num_blocks=50) for name in ("a", "b"))
     plan, workspace = plan_reads(local, [source]), Workspace()
     blocks = {"attn": Blocks([3, 7, 5])}
-    events: list[TransferEvent] = []
     for tokens in ((0, 1), (0, 32)):  # the workspace grows to the first request, and holds the second
         (spec,) = plan.bind(local=blocks, remote=blocks, tokens=tokens, workspace=workspace)
-    transfer, watch = Transfer(spec, "request"), Watch(events.append)
+    transfer, watch = Transfer(spec, "request"), Watch()
     watch.made()
     watch.posted(transfer)
     expected = spec.num_bytes

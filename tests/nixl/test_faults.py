@@ -263,13 +263,12 @@ def test_a_peer_that_dies_after_it_was_removed(reader: Reader, peer: PeerProcess
 
 
 def test_peers_and_their_state(reader: Reader, peer: PeerProcess) -> None:
-    """Peers are listed, and each change of one is an event."""
-    told: list[Peer] = []
-    with NixlExecutor(reader.worker, on_peer=told.append) as executor:
+    """Peers are listed, with the error of those that are lost."""
+    with NixlExecutor(reader.worker) as executor:
         reader.executor = executor
         plan = reader.plan(peer)
-        connected = Peer(plan.remotes[0], is_connected=True)
-        assert list(executor.peers) == [connected]
+        assert executor.peers == (Peer(plan.remotes[0]),)
+        assert executor.peers[0].is_connected
         peer.kill()
         transfers = [reader.start(plan), reader.start(plan)]
         assert settle(executor, transfers, TIMEOUT_S)
@@ -278,8 +277,6 @@ def test_peers_and_their_state(reader: Reader, peer: PeerProcess) -> None:
         assert str(lost).startswith("prefill/0 lost: PEER: cannot ")
         executor.disconnect(worker("prefill"))
         assert not executor.peers
-    assert told == [connected, lost, Peer(connected.worker, is_connected=False)]
-    assert str(told[-1]) == "prefill/0 disconnected"
 
 
 def test_starts_with_a_lost_peer_leave_nothing_behind(reader: Reader, peer: PeerProcess) -> None:

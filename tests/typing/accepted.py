@@ -40,7 +40,7 @@ from kvplan.testing import FakeCopier, FakeNetwork, assert_copies
 from kvplan.testing.executors import Cluster, ExecutorContract
 from kvplan.testing.strategies import requests
 from kvplan.verification import Certificate, Report
-from kvplan_nixl import NixlExecutor, TransferEvent, settle
+from kvplan_nixl import NixlExecutor, settle
 
 Key = tuple[str, int]
 Rows = npt.NDArray[np.uint64]
@@ -151,14 +151,9 @@ def executed(executor: Executor, plan: TransferPlan, spec: ReadSpec) -> Transfer
 
 
 def executed_by_each(worker: Worker, plan: TransferPlan, spec: ReadSpec) -> None:
-    """Fake memory and NIXL are executors, and on_event may return anything."""
-
-    def listener(event: TransferEvent) -> int:
-        assert_type(event.remote, Key)
-        return event.num_bytes
-
+    """Fake memory and NIXL are executors."""
     executed(FakeNetwork([worker]).executor(worker), plan, spec)
-    with NixlExecutor(worker, {"UCX": {}, "POSIX": {}}, on_event=listener) as executor:
+    with NixlExecutor(worker, {"UCX": {}, "POSIX": {}}) as executor:
         assert_type(executor.connect(executor.envelope()), Worker)
         assert_type(settle(executor, [executed(executor, plan, spec)], timeout_s=1), bool)
 

@@ -46,9 +46,9 @@ def verified(plan: TransferPlan, worker: Worker, tables: dict[str, Blocks]) -> N
 
 
 def executed(executor: Executor, plan: TransferPlan, mesh: MeshPlan, worker: Worker) -> None:
-    """A mesh in place of a plan, a plan in place of a spec, an object that is no executor, and a wrong on_event."""
+    """A mesh in place of a plan, a plan in place of a spec, an object that is no executor, and a wrong key."""
     executor.prepare(mesh)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     executor.start(plan, "request 1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     unable: Executor = plan  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
-    NixlExecutor(worker, on_event=len)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    NixlExecutor(worker, key=len)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     print(unable)
