@@ -7,7 +7,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.request import Request
@@ -57,22 +63,31 @@ class LayoutRequest(NamedTuple):
 
 
 class BlockConnector(KVConnectorBase_V1, SupportsHMA):
-    """A connector that moves the blocks of whole requests, between steps, in registered memory."""
+    """A connector that moves the blocks of whole requests, between steps, in registered memory.
+
+    vLLM makes it once in the scheduler and once in each worker. It only hands calls on, to the half
+    of that process: ``_scheduler`` or ``_worker``.
+    """
+
+    _scheduler: Any
+    _worker: Any
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         return LayoutRequest.of(vllm_config).layout
 
-    def log_layout(self) -> None:
-        """Log the layout that vLLM has taken, and why, when caches are registered."""
-        layout = self._vllm_config.cache_config.kv_cache_layout
-        request = LayoutRequest.of(self._vllm_config)
-        logger.info_once("%s", request.note(str(layout), envs.VLLM_KV_CACHE_LAYOUT))
-
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """Sleep mode would release memory that NIXL has registered."""
         return False
+
+    @property
+    def _half(self) -> Any:
+        """The half of this process."""
+        return self._scheduler if self._role == KVConnectorRole.SCHEDULER else self._worker
+
+    def shutdown(self) -> None:
+        self._half.close()
 
     # In the scheduler
 
@@ -87,6 +102,23 @@ class BlockConnector(KVConnectorBase_V1, SupportsHMA):
         return ended
 
     # In a worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        layout = self._vllm_config.cache_config.kv_cache_layout
+        request = LayoutRequest.of(self._vllm_config)
+        logger.info_once("%s", request.note(str(layout), envs.VLLM_KV_CACHE_LAYOUT))
+        self._worker.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._worker.start_step(self._get_connector_metadata())
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        report: KVConnectorWorkerMetadata | None = self._worker.take_report()
+        return report
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results: KVConnectorTransferResults = self._worker.results()
+        return results
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """vLLM calls this before each layer. Bytes move between steps, so nothing is to do."""

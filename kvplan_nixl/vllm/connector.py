@@ -1,6 +1,6 @@
-"""The connector as vLLM sees it: made once in the scheduler and once in each worker.
+"""The connector between engines as vLLM sees it.
 
-It only hands calls on, to a :class:`~kvplan_nixl.vllm.scheduler.Scheduler` or a
+It hands calls on to a :class:`~kvplan_nixl.vllm.scheduler.Scheduler` or a
 :class:`~kvplan_nixl.vllm.worker.Worker`.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -16,7 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -32,11 +30,7 @@ from kvplan_nixl.vllm.drafts import check_drafts
 from kvplan_nixl.vllm.engine_hooks import watch_adapters, watch_engine
 from kvplan_nixl.vllm.engine_state import EngineState
 from kvplan_nixl.vllm.identity import check_models, identity_of
-from kvplan_nixl.vllm.metadata import (
-    KvplanHandshakeMetadata,
-    KvplanMetadata,
-    KvplanWorkerMetadata,
-)
+from kvplan_nixl.vllm.metadata import KvplanHandshakeMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import KvplanPromMetrics, KvplanStats
 from kvplan_nixl.vllm.registration import register
 from kvplan_nixl.vllm.scheduler import Scheduler
@@ -75,14 +69,6 @@ class KvplanConnector(BlockConnector):
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """A read has the state after its last position, whatever states are cached."""
         return True
-
-    @property
-    def _half(self) -> Scheduler | Worker:
-        """The half of this process."""
-        return self._scheduler if self._role == KVConnectorRole.SCHEDULER else self._worker
-
-    def shutdown(self) -> None:
-        self._half.close()
 
     # In the scheduler
 
@@ -139,10 +125,6 @@ class KvplanConnector(BlockConnector):
 
     # In a worker
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.log_layout()
-        self._worker.register(kv_caches)
-
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
         self._worker.set_copies(copy_operation)
 
@@ -153,25 +135,13 @@ class KvplanConnector(BlockConnector):
         siblings = [type(connector).__name__ for connector in connectors if connector is not self]
         return KvplanHandshakeMetadata(self._worker.envelope(), tuple(siblings), self._worker.model)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        step = self._get_connector_metadata()
-        assert isinstance(step, KvplanMetadata)
-        self._worker.start_step(step)
-
     def wait_for_save(self) -> None:
         """Wait until a host cache has what readers may read after this step."""
-        step = self._get_connector_metadata()
-        assert isinstance(step, KvplanMetadata)
-        self._worker.save(step)
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self._worker.results()
-
-    def build_connector_worker_meta(self) -> KvplanWorkerMetadata | None:
-        return self._worker.take_report()
+        self._worker.save(self._get_connector_metadata())
 
     def get_kv_connector_stats(self) -> KvplanStats | None:
-        return self._half.stats.take()
+        stats: KvplanStats = self._half.stats
+        return stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvplanStats:

@@ -1,17 +1,12 @@
-"""The connector to a store as vLLM sees it. It only hands calls on."""
+"""The connector to a store as vLLM sees it."""
 
 from __future__ import annotations
 
 from secrets import token_hex
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -23,11 +18,7 @@ from kvplan_nixl.vllm.base import BlockConnector
 from kvplan_nixl.vllm.engine_hooks import watch_adapters, watch_engine
 from kvplan_nixl.vllm.engine_state import EngineState
 from kvplan_nixl.vllm.identity import check_models, identity_of
-from kvplan_nixl.vllm.store_scheduler import (
-    KvplanStoreMetadata,
-    KvplanStoreWorkerMetadata,
-    StoreScheduler,
-)
+from kvplan_nixl.vllm.store_scheduler import KvplanStoreWorkerMetadata, StoreScheduler
 from kvplan_nixl.vllm.store_settings import check_store_engine, store_settings_of
 from kvplan_nixl.vllm.store_worker import StoreWorker
 
@@ -55,12 +46,6 @@ class KvplanStore(BlockConnector):
             watch_adapters(vllm_config)
             self._worker = StoreWorker(vllm_config, kv_cache_config, settings, facts)
             self.adapters = self._worker.adapters
-
-    def shutdown(self) -> None:
-        if self._role == KVConnectorRole.SCHEDULER:
-            self._scheduler.close()
-        else:
-            self._worker.close()
 
     # In the scheduler
 
@@ -95,19 +80,3 @@ class KvplanStore(BlockConnector):
     def reset_cache(self) -> bool:
         self.state.store_reset()
         return True
-
-    # In a worker
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register(kv_caches)
-
-    def build_connector_worker_meta(self) -> KvplanStoreWorkerMetadata | None:
-        return self._worker.take_report()
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        step = self._get_connector_metadata()
-        assert isinstance(step, KvplanStoreMetadata)
-        self._worker.start_step(step)
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self._worker.results()
