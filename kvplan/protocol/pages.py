@@ -14,13 +14,14 @@ The header has the keys ``key``, the page's name, ``stop``, the positions up to 
 
 The digest tells damage: torn pages, lost and swapped sectors, flipped bits. It is no signature,
 since a writer of the data writes the digest too. SHA-256 of all bytes takes longer than reading
-and copying them together, so rows of 64 KiB are first folded into one, of which SHA-256 is taken:
+and copying them together, so it is taken of sums:
 
-- store.D1: A row is 8192 integers of 8 bytes, little-endian; the last row is filled up with zeros.
-  Each of 8192 lanes begins at 0. With each row a lane ``x`` becomes ``y ^ (y >> 32)`` plus the
-  row's integer, where ``y`` is ``x`` times :data:`FOLD`, all modulo 2**64.
-- store.D2: A step has an inverse, so a change within one row, or of any bytes of it, is always
-  seen. Changes of several rows are missed if they cancel out, by chance once in 2**64 for a lane.
+- store.D1: A row is 1024 integers of 8 bytes; the last row is filled up with zeros. A sum is a
+  polynomial in :data:`FACTOR` modulo 2**64, as by Horner's rule. There is one for each of the 1024
+  columns, of little-endian integers, and one for each row, of big-endian ones.
+- store.D2: A change within one row, or of one integer in each of any rows, is always seen, since
+  an odd factor has an inverse. Other changes are missed if all sums of the rows and of the columns
+  cancel out. Bits that weigh least in one kind of sum, the highest ones, weigh most in the other.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from kvplan._checks import integer
 from kvplan._text import brief_repr, shown
@@ -63,9 +65,16 @@ MAX_HEADER_BYTES: Final = 2 * MAX_BYTES
 
 HEADER_KEYS: Final = frozenset({"key", "stop", "num_bytes", "digest", "offer"})
 
-ROW_BYTES: Final = 64 << 10
-FOLD: Final = 0x9E3779B97F4A7C15
+COLUMNS: Final = 1024
+ROW_BYTES: Final = 8 * COLUMNS
+ROWS_AT_ONCE: Final = 64
+"""As many rows as stay in a processor's cache for both sums."""
+
+FACTOR: Final = 0x9E3779B97F4A7C15
 """An odd number, so that multiplying by it has an inverse modulo 2**64."""
+
+POWERS: Final = np.multiply.accumulate(np.array([1, *[FACTOR] * COLUMNS], "<u8"))[::-1].copy()
+"""The factors of the integers of a row, and before them the one of what was before."""
 
 
 class DataDigest:
@@ -75,28 +84,30 @@ class DataDigest:
     >>> digest.update(memoryview(bytes(ROW_BYTES)))
     >>> digest.update(memoryview(b"cache"))
     >>> digest.hexdigest()[:16]
-    'f02c10e0abcbb57f'
+    '8828f27b7ec5f350'
     """
 
     def __init__(self) -> None:
-        self._lanes = np.zeros(ROW_BYTES // 8, "<u8")
-        halves = self._lanes.view("<u4")
-        self._low, self._high = halves[0::2], halves[1::2]
+        self._columns = np.zeros(COLUMNS, "<u8")
+        self._rows: list[npt.NDArray[np.uint64]] = []
 
     def update(self, chunk: memoryview) -> None:
-        """Fold the rows of a chunk into the lanes."""
-        for start in range(0, len(chunk), ROW_BYTES):
-            row = chunk[start : start + ROW_BYTES]
-            if len(row) < ROW_BYTES:
-                row = memoryview(bytes(row).ljust(ROW_BYTES, b"\0"))
-            # every call works on the lanes in place, in the processor's cache
-            np.multiply(self._lanes, np.uint64(FOLD), out=self._lanes)
-            np.bitwise_xor(self._low, self._high, out=self._low)
-            np.add(self._lanes, np.frombuffer(row, "<u8"), out=self._lanes)
+        """Add the rows of a chunk to the sums."""
+        for start in range(0, len(chunk), ROWS_AT_ONCE * ROW_BYTES):
+            data: memoryview | bytes = chunk[start : start + ROWS_AT_ONCE * ROW_BYTES]
+            if missing := -len(data) % ROW_BYTES:
+                data = bytes(data) + bytes(missing)
+            rows = np.frombuffer(data, "<u8").reshape(-1, COLUMNS)
+            # each is one call, during which other threads go on
+            factors = POWERS[-len(rows) - 1 :]
+            self._columns *= factors[0]
+            self._columns += np.einsum("i,ij->j", factors[1:], rows)
+            self._rows.append(np.einsum("j,ij->i", POWERS[1:], rows.view(">u8")))
 
     def hexdigest(self) -> str:
         """Return the digest of all chunks, 64 hexadecimal digits."""
-        return hashlib.sha256(self._lanes.data).hexdigest()
+        sums = np.concatenate([self._columns, *self._rows]).astype("<u8")
+        return hashlib.sha256(sums.data).hexdigest()
 
 
 @attrs.frozen

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvplan.protocol.pages import FOLD, ROW_BYTES, DataDigest
+from kvplan.protocol.pages import COLUMNS, FACTOR, ROW_BYTES, ROWS_AT_ONCE, DataDigest
 
 SECTOR = 4096
-NUM_ROWS = 5
+NUM_ROWS = ROWS_AT_ONCE + 16
 DATA = np.random.default_rng(1).integers(0, 256, NUM_ROWS * ROW_BYTES - 1000, np.uint8).tobytes()
 
 
@@ -25,18 +25,23 @@ def digest(data: bytes, rows: int = 1) -> str:
 
 def specified(data: bytes) -> str:
     """The digest in the words of docs/store.md, in Python's integers."""
-    lanes = [0] * (ROW_BYTES // 8)
+    columns = [0] * COLUMNS
+    sums = []
     for start in range(0, len(data), ROW_BYTES):
         row = data[start : start + ROW_BYTES].ljust(ROW_BYTES, b"\0")
-        mixed = [lane * FOLD % 2**64 for lane in lanes]
-        words = [int.from_bytes(row[8 * lane : 8 * lane + 8], "little") for lane in range(len(lanes))]
-        lanes = [((y ^ (y >> 32)) + word) % 2**64 for y, word in zip(mixed, words, strict=True)]
-    return hashlib.sha256(b"".join(lane.to_bytes(8, "little") for lane in lanes)).hexdigest()
+        words = [row[8 * column : 8 * column + 8] for column in range(COLUMNS)]
+        pairs = zip(columns, words, strict=True)
+        columns = [(value * FACTOR + int.from_bytes(word, "little")) % 2**64 for value, word in pairs]
+        total = 0
+        for word in words:
+            total = (total * FACTOR + int.from_bytes(word, "big")) % 2**64
+        sums.append(total)
+    return hashlib.sha256(b"".join(value.to_bytes(8, "little") for value in [*columns, *sums])).hexdigest()
 
 
 def test_the_digest_is_the_specified_one() -> None:
     """However many rows come at a time."""
-    assert {digest(DATA, rows) for rows in (1, 2, 9)} == {specified(DATA)}
+    assert {digest(DATA, rows) for rows in (1, 9, NUM_ROWS)} == {specified(DATA)}
 
 
 @given(st.lists(st.integers(0, 8 * len(DATA) - 1), min_size=1, max_size=3, unique=True))
@@ -69,10 +74,23 @@ def test_damaged_sectors_are_seen(first: int, second: int, how: str) -> None:
     assert digest(bytes(damaged)) != digest(DATA)
 
 
-@given(st.integers(0, NUM_ROWS - 2), st.integers(0, ROW_BYTES // 8 - 1))
-def test_signs_of_two_elements_a_row_apart_are_seen(row: int, lane: int) -> None:
-    """The highest bit of an integer stays the highest when it is multiplied; the shift carries it on."""
-    damaged = bytearray(DATA)
-    for number in (row, row + 1):
-        damaged[(ROW_BYTES * number + 8 * lane + 7) % len(DATA)] ^= 0x80
-    assert digest(bytes(damaged)) != digest(DATA)
+ROWS = st.lists(st.integers(0, NUM_ROWS - 2), min_size=1, max_size=4, unique=True)
+COLUMN = st.integers(0, COLUMNS - 1)
+
+
+@given(ROWS, COLUMN, st.integers(1, 2**64 - 1))
+def test_a_change_of_an_integer_in_each_of_some_rows_is_seen(rows: list[int], column: int, change: int) -> None:
+    """By the sums of the rows, whatever the sum of the column says."""
+    damaged = np.frombuffer(DATA.ljust(NUM_ROWS * ROW_BYTES, b"\0"), np.uint64).reshape(NUM_ROWS, COLUMNS).copy()
+    damaged[rows, column] ^= np.uint64(change)
+    assert digest(damaged.tobytes()) != digest(DATA)
+
+
+@given(ROWS, st.sets(COLUMN, min_size=1, max_size=4), st.integers(0, 63))
+@example([3, 7], {1, 8}, 7)
+@example([3, 7], {1, 8}, 63)
+def test_a_bit_that_is_wrong_in_rows_and_columns_is_seen(rows: list[int], columns: set[int], bit: int) -> None:
+    """The highest bits of two integers cancel out in the sums of one kind. In those of the other they do not."""
+    damaged = np.frombuffer(DATA.ljust(NUM_ROWS * ROW_BYTES, b"\0"), np.uint64).reshape(NUM_ROWS, COLUMNS).copy()
+    damaged[np.ix_(rows, sorted(columns))] ^= np.uint64(1 << bit)
+    assert digest(damaged.tobytes()) != digest(DATA)

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvplan import KVPlanError
-from kvplan.plan import ReadSpec, TransferPlan
+from kvplan.plan import ReadSpec, Table, TransferPlan
 from kvplan.support import Ints, instance, members
 from kvplan_nixl.serving.store.parallel import FILES_AT_ONCE, in_parallel
 
@@ -46,18 +47,23 @@ class MemoryMover:
 
 
 def _copy(spec: ReadSpec) -> None:
-    local, remote = (side.astype(np.int64) for side in spec.descriptors())
+    local, lengths = _ranges(spec.local_table, spec.local_ids)
+    remote, _ = _ranges(spec.remote_table, spec.remote_ids)
+    written, read = (local, remote) if spec.operation == "READ" else (remote, local)
     # the ranges of pages follow each other, in the order of their addresses
-    order = np.argsort(remote[:, 0])
-    sides = (local[order], remote[order])
-    written, read = sides if spec.operation == "READ" else sides[::-1]
-    # both sides list the same lengths
-    lengths = written[:, 1]
+    order = np.argsort(remote)
     for num_bytes in np.unique(lengths).tolist():
-        ranges = lengths == num_bytes
-        items, index = _items(written[ranges, 0], num_bytes)
-        read_items, read_index = _items(read[ranges, 0], num_bytes)
+        ranges = order[lengths[order] == num_bytes]
+        items, index = _items(written[ranges], num_bytes)
+        read_items, read_index = _items(read[ranges], num_bytes)
         items[index] = read_items[read_index]
+
+
+def _ranges(table: Table, ids: npt.NDArray[np.int32]) -> tuple[Ints, Ints]:
+    """Return the addresses and the lengths of ids. To join them would take longer than it saves."""
+    row = table.row_of(ids)
+    rows = table.rows.astype(np.int64)[row]
+    return rows[:, 0] + (ids - table.first[row]) * rows[:, 3], rows[:, 1]
 
 
 def _items(addresses: Ints, num_bytes: int) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ from kvplan.support import having
 from kvplan.support import name as checked_name
 from kvplan_nixl.serving.store.backends import Backend, OpenFile, read_fully
 
-CHUNK_BYTES: Final = 16 * ROW_BYTES
+CHUNK_BYTES: Final = 64 * ROW_BYTES
 """The bytes that are read, and digested, at a time."""
 
 MAX_DATA_BYTES: Final = 1 << 30
