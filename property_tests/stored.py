@@ -14,8 +14,8 @@ from typing import Final
 import attrs
 
 from kvplan import Blocks, Group, ReadSpec, TransferPlan, Worker
-from kvplan.testing import engines
-from kvplan.testing.engines import EngineDesign
+from kvplan.testing import designs
+from kvplan.testing.designs import EngineDesign
 from kvplan.testing.strategies import Case
 from kvplan_nixl.serving.store import Backend, StoreClient, find
 from property_tests.oracle import Meaning, Place, contents
@@ -63,7 +63,7 @@ def full_tables(design: EngineDesign, num_tokens: int, state: int) -> dict[str, 
     for name, group in design.groups.items():
         number = 1
         if group.tokens_per_block:
-            number = len(engines.ordinals_of(engines.on_ranks(group), 0, num_tokens))
+            number = len(designs.ordinals_of(designs.on_ranks(group), 0, num_tokens))
         ids = [first_id + (3 * i + 1) % (3 * number + 1) for i in range(number)]
         tables[name] = Blocks(ids, first=0 if group.tokens_per_block else state)
         first_id += 3 * number + 1
@@ -112,7 +112,7 @@ class StoredEngine:
         """An engine of a design, with empty memory."""
         tables = full_tables(design, num_tokens, state)
         stored = []
-        for worker in engines.workers(design, tables):
+        for worker in designs.workers(design, tables):
             named, mover = attrs.evolve(worker, model=MODEL), FakeMover()
             client = StoreClient(backend, named, mover=mover, tokens_per_page=page, buffer_bytes=1 << 16)
             stored.append(StoredWorker(named, tables, client, mover))

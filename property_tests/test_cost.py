@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvplan import Blocks, plan_mesh
 from kvplan.plan import PairCost
-from kvplan.testing.engines import POOL, EngineDesign, on_ranks, ordinals_of, workers
+from kvplan.testing.designs import POOL, EngineDesign, on_ranks, ordinals_of, workers
 from kvplan.testing.strategies import Case, cases
 from property_tests.oracle import copies_by_id, copies_of, fewest_descriptors
 

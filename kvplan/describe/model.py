@@ -47,15 +47,23 @@ def model_text(value: Mapping[str, Any] | str) -> str:
     if not isinstance(value, Mapping):
         raise wrong_type("model of a worker", "a text, or a mapping of JSON values", value)
     facts = dict(value)
-    try:
-        if not all(isinstance(key, str) and key for key in facts):
-            raise TypeError
-        text = json.dumps(facts, sort_keys=True, allow_nan=False, separators=(",", ":"))
-        # half of a surrogate pair is no text that could be sent
-        json.dumps(facts, ensure_ascii=False).encode()
-    except (TypeError, ValueError, RecursionError):
-        raise wrong_type("model of a worker", "a mapping of JSON values", value) from None
+    if not all(isinstance(fact, str) and fact for fact in facts):
+        raise wrong_type("model of a worker", "a mapping of JSON values", value)
+    text = json_text(facts, "model of a worker")
     return text if facts else ""
+
+
+def json_text(value: Any, subject: str) -> str:
+    """Return a mapping as canonical JSON text. Raises ``TYPE`` if it has other values."""
+    try:
+        text = json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":"))
+        # half of a surrogate pair is no text that could be sent
+        json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        text = ""
+    if not text.startswith("{"):
+        raise wrong_type(subject, "a mapping of JSON values", value)
+    return text
 
 
 def model_facts(text: str) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ import itertools
 import json
 import operator
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -33,7 +34,7 @@ from kvplan._checks import at_most, check_fields, integer, members, name, wrong_
 from kvplan._text import count, fold, meant, shown
 from kvplan.describe._overlap import describe_overlap, groups_sharing, overlaps
 from kvplan.describe.axes import MAX_SEGMENTS, most_segments
-from kvplan.describe.model import model_text
+from kvplan.describe.model import json_text, model_text
 from kvplan.describe.views import TOKEN, Geometry, Group, Region, View
 from kvplan.errors import KVPlanError
 
@@ -51,15 +52,11 @@ def _views(values: Iterable[View]) -> tuple[View, ...]:
 
 
 def _extensions(extensions: Mapping[str, Any] | str) -> str:
-    try:
-        value = json.loads(extensions) if isinstance(extensions, str) else extensions
-        text = json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":"))
-        json.dumps(value, ensure_ascii=False).encode()  # an error for half of a surrogate pair
-    except (TypeError, ValueError, RecursionError):
-        text = ""
-    if not text.startswith("{"):
-        raise wrong_type("extensions of a worker", "a mapping of JSON values", extensions)
-    return text
+    value: Any = extensions
+    if isinstance(extensions, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(extensions)
+    return json_text(value, "extensions of a worker")
 
 
 def _token_axis(num_slots: int | None) -> str:

@@ -127,7 +127,7 @@ _GROUPS: Final = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 
 
 def mamba2_state(config: Config) -> Layer:
-    """Return the state of a Mamba-2 layer."""
+    """Return the state of a Mamba-2 layer whose file states its heads and their size."""
     num_heads = integer_of(config, _HEADS)
     dim = integer_of(config, ("mamba_d_head", "mamba_head_dim", "head_dim"))
     num_groups = integer_of(config, _GROUPS)

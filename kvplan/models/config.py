@@ -108,7 +108,7 @@ def _read_decoder(decoder: _Decoder, quantization: Config, with_drafts: bool) ->
     family = decoder.family
     cache_dtype = _cache_dtype(quantization, config["dtype"])
     kinds = _kinds(config, family)
-    # Layers that own a cache come first, then those that share one of theirs.
+    # Layers that own a cache come first, then those that share the cache of an owner.
     num_owners = _num_owners(config, family, kinds)
     owners = _owners(config, family, kinds, num_owners)
     sharers: Layers = ((),) * (len(kinds) - num_owners)
@@ -121,7 +121,7 @@ def _read_decoder(decoder: _Decoder, quantization: Config, with_drafts: bool) ->
 
 
 def _with_stated_key(error: KVPlanError, decoder: _Decoder) -> KVPlanError:
-    """Return the error with the key that the file states in place of one that was computed."""
+    """Return the error with the key that the file states instead of one that was computed."""
     computed_key = str(error.details.get("key"))
     if decoder.family.keys is None or computed_key not in decoder.computed:
         return error

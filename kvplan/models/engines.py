@@ -22,7 +22,7 @@ VLLM: Final = "vLLM 0.33"
 SGLANG: Final = "SGLang 0.5.23"
 
 ENGINES: Final = MappingProxyType({"vllm": VLLM, "sglang": SGLANG})
-"""Engines by the word that stands for their defaults in ``--src vllm,tp=4``."""
+"""Engines by the word for their defaults, as in ``--src vllm,tp=4``."""
 
 CONNECTOR: Final = "KvplanConnector"
 ASKED_LAYOUTS: Final = MappingProxyType(
@@ -70,7 +70,7 @@ def _sglang_keys(model: Model) -> dict[str, str]:
 
 def _vllm_keys(model: Model, connector: str) -> dict[str, str]:
     keys = {"layout": "LBNHC", "block": "64" if _has_index(model) else "16"}
-    # attention beside recurrent states
+    # attention layers and recurrent states
     if len({tensor.paged for tensor in model.tensors}) > 1:
         keys["block"] = AUTO
     if not _is_mla(model):
@@ -90,7 +90,7 @@ def _vllm_keys(model: Model, connector: str) -> dict[str, str]:
 
 
 def engine_named(text: str) -> tuple[str | None, str]:
-    """Return the engine that the text of a side names, if it names one, and the keys beside it.
+    """Return the engine that the text of a side names, if it names one, and the other keys.
 
     Raises ``NAME`` if it names two.
 
@@ -244,7 +244,7 @@ def _kv_apart(model: Model, options: EngineOptions) -> Iterator[str]:
 
 def _whole_blocks(model: Model, options: EngineOptions) -> Iterator[str]:
     """Layers of unequal shapes share memory block by block: a layer's block is contiguous."""
-    # scales lie beside their tensors and have no shape of their own
+    # scales are stored with their tensors and have no shape of their own
     shapes = {tensor.axes for tensor in model.tensors if tensor.scale_of is None}
     if len(shapes) > 1 and options.layout in ("LHBNC", "BHLNC"):
         yield f"layout={options.layout}, which divides blocks, in a model whose layers differ"
@@ -260,16 +260,15 @@ def _sparse_heads(model: Model, options: EngineOptions) -> Iterator[str]:
         yield f"layout={options.layout}, not LBHNC, in a model whose indexer chooses blocks"
 
 
-def _scales(place_of_dtype: Mapping[str, str]) -> Rule:
-    """Return the rule that scales are in the place of their dtype."""
+def _scales(stored: Mapping[str, str]) -> Rule:
+    """Return the rule that scales of each dtype are ``inline``, in the ``page`` or a ``region``."""
 
     def rule(model: Model, options: EngineOptions) -> Iterator[str]:
         scales = [tensor for tensor in model.tensors if tensor.scale_of is not None]
         for dtype in sorted({tensor.dtype or "" for tensor in scales}):
-            place = place_of_dtype.get(dtype)
-            if place != options.scales:
-                stored = "not stored" if place is None else f"not {place}"
-                yield f"scales={options.scales} of {dtype}, {stored}"
+            if options.scales != stored.get(dtype):
+                instead = f"not {stored[dtype]}" if dtype in stored else "not stored"
+                yield f"scales={options.scales} of {dtype}, {instead}"
 
     return rule
 

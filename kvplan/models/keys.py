@@ -46,7 +46,7 @@ def computes(**sources: str) -> Callable[[Callable[[Config], Config]], KeyRule]:
 def query_width(config: Config) -> Config:
     """Return the size of the heads of Zamba.
 
-    Its attention reads the layer's input beside the embeddings, so the heads are twice as wide.
+    Its attention reads the layer's input and the embeddings, so the heads are twice as wide.
     """
     dim = 2 * integer_of(config, HIDDEN) // integer_of(config, NUM_HEADS)
     return {} if config.get("attention_head_dim") is not None else {"attention_head_dim": dim}

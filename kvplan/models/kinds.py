@@ -230,7 +230,7 @@ def by_letter(config: Config) -> list[str]:
 
 
 def by_block(config: Config) -> list[str]:
-    """Layers of ``block_configs`` attend, unless a linear layer or nothing takes the place."""
+    """Layers of ``block_configs`` attend, unless replaced by a linear layer or nothing."""
     kinds = []
     for block in nas_attention(config):
         is_replaced = flag_of(block, "no_op") or flag_of(block, "replace_with_linear")
@@ -275,7 +275,7 @@ def numbered_from_one(config: Config) -> list[str]:
 
 
 def by_flags(key: str, kinds: Mapping[str, str], otherwise: Any = None) -> LayerRule:
-    """Return the rule that ``key`` has a number for each layer, which stands for one of the kinds.
+    """Return the rule that ``key`` has a number for each layer, of one of the kinds.
 
     Files that lack it follow the rule ``otherwise``.
 
@@ -300,7 +300,7 @@ def by_flags(key: str, kinds: Mapping[str, str], otherwise: Any = None) -> Layer
 def by_period(config: Config) -> list[str]:
     """``sliding_window_pattern`` is a number, or the letters of a period (Exaone4Config)."""
     pattern = config.get("sliding_window_pattern")
-    # A pattern counts only beside a window.
+    # Without a window, a pattern does not count.
     if config.get("sliding_window") is None:
         return [FULL] * num_layers_of(config)
     if not isinstance(pattern, str):

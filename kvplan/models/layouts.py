@@ -59,7 +59,7 @@ OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType({"NHD": "LBNHC", "HND":
 """Orders by vLLM's other names for them."""
 
 KV_FORMS: Final = ("content", "axis", "split")
-"""The places of K and V in relation to each other."""
+"""Where K is relative to V."""
 
 CONV_ORDERS: Final = ("DS", "SD")
 """The orders of a convolution's state: channels outside steps, and steps outside channels."""

@@ -97,8 +97,8 @@ class Model:
         ``with_draft_layers`` adds the layers of multi-token prediction, which most engines don't
         run. ``like`` is the known type as which a file of an unknown type is read. It must cache
         the same: kvplan cannot check that, but refuses keys that change the cache of another type.
-        ``quantization`` is the parsed hf_quant_config.json beside it, if there is one: it may say
-        that engines store the cache in fp8.
+        ``quantization`` is the parsed hf_quant_config.json of the same folder, which may say that
+        engines store the cache in fp8.
 
         Raises ``TYPE`` if ``config`` is not a mapping, ``CONFIG`` for an unknown model type, a
         missing key or an unusable value.

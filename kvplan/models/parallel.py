@@ -33,9 +33,9 @@ from kvplan.models.values import MAX_LAYERS
 MAX_RANKS: Final = 1 << 16
 
 SCALES: Final = ("inline", "page", "region")
-"""The place of a quantized cache's scales.
+"""Where scales of a quantized cache are.
 
-They are beside each head's values, behind those of all heads, or in a region of their own.
+They follow each head's values, or those of all heads, or have a region of their own.
 """
 
 

@@ -48,7 +48,7 @@ STATE: Final = "state"
 """The group of layers with a recurrent state."""
 
 SSM: Final = "ssm"
-"""The kind of the recurrent state itself, beside the state of its convolution."""
+"""The kind of the recurrent state itself, as opposed to the state of its convolution."""
 
 MAX_COUNT: Final = 1 << 24
 
@@ -406,7 +406,7 @@ def _values_and_scales(
     action = f"scale each head of {tensor.kind!r}"
     sizes = dict(tensor.axes)
     if KV not in sizes or "dim" not in sizes:
-        # A quantized tensor has bytes or scales in place of elements.
+        # A quantized tensor has bytes or scales instead of elements.
         elements = "of elements on an axis 'dim', not quantized yet"
         expected = f"K and V {elements if KV in sizes else 'of equal sizes'}"
         raise KVPlanError("SIZE", action, expected=expected, got=f"{sizes}", kind=tensor.kind)

@@ -70,7 +70,7 @@ def integer_of(
 def optional_integer_of(config: Config, keys: Keys) -> int | None:
     """Return the positive integer under a key, or None if the file lacks it or states null.
 
-    No other value stands for a missing one. Raises ``CONFIG`` as :func:`integer_of` does.
+    No other value counts as a missing one. Raises ``CONFIG`` as :func:`integer_of` does.
     """
     is_stated = config.get(stated_key(config, keys)) is not None
     return integer_of(config, keys) if is_stated else None

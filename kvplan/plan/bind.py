@@ -148,7 +148,7 @@ def range_of(tokens: Tokens, group: Group) -> Range | None:
         raise KVPlanError(
             "TOKENS", "bind tokens", expected="start <= stop", got=got, tokens=(start, stop)
         )
-    return (start, stop) if group.tokens_per_slot == 1 else in_slots(group, (start, stop))
+    return in_slots(group, (start, stop))
 
 
 def wanted(group: Group, table: Blocks, token_range: Range | None, side: str) -> Range:

@@ -18,8 +18,8 @@ from kvplan._text import brief_repr
 from kvplan.describe import Blocks, Context, Group, Request, Worker
 from kvplan.describe.blocks import Range, Tokens
 from kvplan.plan import TransferPlan, plan_reads, plan_writes
-from kvplan.testing import engines
-from kvplan.testing.engines import (
+from kvplan.testing import designs
+from kvplan.testing.designs import (
     BOTH,
     DESTINATION_ONLY,
     EXCLUDED,
@@ -48,7 +48,7 @@ class GroupPool:
     def ordinals(self, span: Range, states: Range) -> range:
         """Return the blocks that hold positions of a span, or states in a state group."""
         is_paged = self.ranks[0].tokens_per_block is not None
-        return engines.ordinals_of(self.ranks, *(span if is_paged else states))
+        return designs.ordinals_of(self.ranks, *(span if is_paged else states))
 
 
 def _group_pools(workers: Iterable[Worker]) -> dict[str, GroupPool]:
@@ -347,14 +347,14 @@ def case_of(drawn: bytes) -> Case:
         group = destination_groups[name]
         if span is None or source_spans[name] is None:
             _, end = _held_positions(group, local[group.name])
-            ranks = engines.on_ranks(source_groups[name])
-            if remote[source_groups[name].name].stop > engines.ordinals_of(ranks, 0, end).stop:
+            ranks = designs.on_ranks(source_groups[name])
+            if remote[source_groups[name].name].stop > designs.ordinals_of(ranks, 0, end).stop:
                 local[group.name] = _listing_more(local[group.name])
 
     skipped = [tensor.name for tensor in tensors if tensor.engines in (DESTINATION_ONLY, EXCLUDED)]
     return Case(
-        destinations=engines.workers(destination, local),
-        sources=engines.workers(source, remote),
+        destinations=designs.workers(destination, local),
+        sources=designs.workers(source, remote),
         tables=(local, remote),
         spans=(destination_spans, source_spans),
         tokens=tokens,
@@ -371,7 +371,7 @@ def _groups_of_tensors(design: EngineDesign, names: set[str]) -> dict[str, Group
 def _held_positions(group: Group, blocks: Blocks) -> Range:
     """Return the positions between the first and the last that a block table has on any rank."""
     ordinals = range(blocks.first, blocks.first + len(blocks.ids))
-    positions = engines.positions_of(engines.on_ranks(group), ordinals)
+    positions = designs.positions_of(designs.on_ranks(group), ordinals)
     return positions.start, positions.stop
 
 
@@ -559,7 +559,7 @@ def _tables(
     drawn = choices.several_below(5, 2, 2, 3, 256)
     for (name, group), group_choices in zip(design.groups.items(), drawn, strict=False):
         before, after, low, seed = group_choices
-        ordinals = engines.ordinals_of(engines.on_ranks(group), *_hull(wanted[name] or [(0, 3)]))
+        ordinals = designs.ordinals_of(designs.on_ranks(group), *_hull(wanted[name] or [(0, 3)]))
         first = max(0, (ordinals.start if ordinals else low) - before)
         num_blocks = (ordinals.stop if ordinals else first) - first + after
         pool = range(first_id, first_id + num_blocks + design.extra_blocks)
