@@ -180,10 +180,11 @@ class Reads:
         # handshakes first, since a request that waited begins to move in this step
         for peer in self._peers.poll():
             for reads in self._waiting.pop(peer.source, []):
-                if peer.plan is not None:
-                    self._start(reads, peer.plan, was_connected=False)
-                elif reads.came_at - peer.began_at > RETRY_S:
+                is_later = reads.came_at - peer.began_at > RETRY_S
+                if reads.error is not None or (peer.plan is None and is_later):
                     self._begin(reads)
+                elif peer.plan is not None:
+                    self._start(reads, peer.plan, was_connected=False)
                 else:
                     assert peer.error is not None
                     read = reads.queue[0]

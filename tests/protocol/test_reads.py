@@ -897,6 +897,39 @@ def test_a_request_that_was_given_up_is_not_read_again(one: Callable[..., World]
     assert (len(world.fetched), world.reads.is_moving("b")) == (1, False)
 
 
+def test_a_request_that_was_given_up_is_not_read_after_the_handshake(one: Callable[..., World]) -> None:
+    world, is_answering = one(), threading.Event()
+    world.answer = lambda source: is_answering.wait(10)
+    world.reads.submit(PartialRead("a", world.read("a"), is_last=False))
+    world.submit(world.read("b", local={"attn": Blocks([1, 3, 5])}))
+    world.fail("a", KVPlanError("TRANSFER", "read", expected="one that goes on", got="none"))
+    assert world.reads.is_moving("a")
+    is_answering.set()
+    ended = world.until(2)
+    assert ended["b"].error is None
+    assert ended["a"].error is not None
+    assert {transfer.request for transfer in world.executor.started} == {"b"}
+
+
+def test_a_request_that_was_given_up_is_late_once(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it loses its lease while its bytes may still move."""
+    world = one()
+    world.executor.held = True
+    world.reads.submit(PartialRead("r", world.read(), is_last=False))
+    world.poll_until(lambda: world.executor.started)
+    world.fail("r", KVPlanError("TRANSFER", "read", expected="one that goes on", got="none"))
+    assert [*world.reads.late()] == ["r"]
+    monkeypatch.setattr("kvplan.protocol.read_jobs.ASK_S", 0.0)
+    world.sources.over = {"lease of r"}
+    for _ in range(3):
+        assert world.reads.poll() == []
+    assert (world.reads.late(), world.reads.num_held) == ({}, 1)
+    world.executor.held = False
+    error = world.until(1)["r"].error
+    assert error is not None
+    assert error.expected == "one that goes on"
+
+
 def test_a_read_of_which_a_part_is_done_is_repeated_as_a_whole(one: Callable[..., World]) -> None:
     """Of several workers only one may have lost its connection."""
     world = one()

@@ -372,7 +372,7 @@ FEATURE_ROOM_FAULTS = [
     Fault("malformed answers of rooms end their coroutine", rooms.Rooms, "_run", "except KVPlanError as error:", "except KVPlanError as error:\n            if error.code == 'MESSAGE':\n                raise", seed=1, rule="CRASH", features=Feature.GARBLED_MESSAGES),
     Fault("a restarted server of rooms is not noticed", rooms.Rooms, "_deliver", "subscription.start or answer.start", "subscription.start and answer.start", seed=1, rule="END", features=BURSTS | Feature.RESTARTS),
     Fault("a lease ends of a request that is gone", Exporter, "step", "export is None or ", "", seed=24, rule="CRASH", features=Feature.HANGUPS),
-    Fault("a request that is given up is reported while a part is read", reads.Reads, "_refuse", "if reads.is_under_way:", "if not reads.is_under_way:", seed=3, rule="CRASH", features=Feature.HANGUPS),
+    Fault("a request that is given up is reported while a part is read", reads.Reads, "submit", "reads.error = partial_read.error.with_details(request=request)", "reads.error = partial_read.error.with_details(request=request); reads.is_moving = False", seed=47, rule="GIVEN", features=Feature.HANGUPS),
     Fault("a request with a wrong address waits", Importer, "refuse", "record.refusal or error", "record.refusal", seed=0, rule="END", features=Feature.BAD_FIELDS),
 ]  # fmt: skip
 
