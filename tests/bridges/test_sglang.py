@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -12,6 +11,21 @@ import pytest
 
 from kvplan import Context, KVPlanError, Model
 from kvplan.bridges import RankInfo, from_sglang
+from tests.bridges.sglang_pools import (
+    DeepSeekV4TokenToKVPool,
+    DSATokenToKVPool,
+    HybridLinearKVPool,
+    IndexKeyPool,
+    MambaPool,
+    MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+    MHATokenToKVPoolHost,
+    MiniMaxSparseKVPool,
+    MLATokenToKVPool,
+    MLATokenToKVPoolHost,
+    State,
+    SWAKVPool,
+)
 from tests.engine_memory import (
     BLOCKS,
     DELTA,
@@ -37,73 +51,15 @@ from tests.engine_memory import (
     values_of,
 )
 
-# SGLang's own objects, with the attributes that from_sglang reads.
-State = attrs.make_class("State", ["conv", "temporal"])
-MambaPool = attrs.make_class("MambaPool", ["mamba_layer_ids", "mamba_cache"])
-HybridLinearKVPool = attrs.make_class(
-    "HybridLinearKVPool", ["full_kv_pool", "full_attention_layer_id_mapping", "mamba_pool"]
-)
 
-
-@attrs.frozen
-class Pool:
-    """SGLang's pool of K and V."""
-
-    k_buffer: Any
-    v_buffer: Any
-    page_size: int
-    kv_cache_layout: str = "nhd"
-    layer_num: int = 3
-    start_layer: int = 0
-    k_scale_buffer: Any = None
-
-
-@attrs.frozen
-class MLATokenToKVPool:
-    """SGLang's pool of latents."""
-
-    kv_buffer: Any
-    page_size: int
-    start_layer: int = 0
-    layer_num: int = 3
-    kv_scale_buffer: Any = None
-    index_k_with_scale_buffer: Any = None
-
-
-@attrs.frozen
-class KeyPool:
-    """SGLang's pool of keys alone."""
-
-    k_buffer: Any
-
-
-@attrs.frozen
-class MiniMaxSparseKVPool:
-    """SGLang's pools of K and V, and of the index keys of some layers."""
-
-    main_pool: Any
-    index_k_pool: Any
-    index_k_layer_id_mapping: Mapping[int, int]
-    index_kv_pool: Any = None
-
-
-@attrs.frozen
-class SWAKVPool:
-    """SGLang's pools of full and of sliding layers."""
-
-    full_kv_pool: Any
-    swa_kv_pool: Any
-    layers_mapping: Mapping[int, tuple[int, bool]]
-    page_size: int
-    swa_req_ring_size: int | None = None
-
-
-def sglang_nhd(zeros: Any, layers: Sequence[int | str], held: range, page: int, table: Sequence[int]) -> Pool:
+def sglang_nhd(
+    zeros: Any, layers: Sequence[int | str], held: range, page: int, table: Sequence[int]
+) -> MHATokenToKVPool:
     """K and V buffers [slot, head, dim], filled by slot."""
     both = zeros(2, len(layers), BLOCKS * 8 + page, len(held), DIM)
     for layer, half, head, block, offset, value in values_of(layers, held, page, table):
         both[half, layers.index(layer), block * page + offset, head] = value
-    return Pool(both[0], both[1], page, "nhd", len(layers))
+    return MHATokenToKVPool(both[0], both[1], page, len(layers))
 
 
 @pytest.mark.parametrize("page, table", [(1, list(range(40, 11, -1))), (8, TABLES["attn"])])
@@ -121,7 +77,7 @@ def test_heads_outside_slots(zeros: Any) -> None:
     both = zeros(2, 3, BLOCKS, HEADS, 8, DIM)
     for layer, half, head, block, slot, value in values_of(range(3), range(HEADS), 8, TABLES["attn"]):
         both[half, layer, block, head, slot] = value
-    check(GQA, [from_sglang(GQA, RankInfo("prefill"), Pool(both[0], both[1], 8, "hnd"))])
+    check(GQA, [from_sglang(GQA, RankInfo("prefill"), MHATokenToKVPool(both[0], both[1], 8, kv_cache_layout="hnd"))])
 
 
 def test_vectors(zeros: Any) -> None:
@@ -132,7 +88,7 @@ def test_vectors(zeros: Any) -> None:
             v[layer, block, head, slot // 4, :, slot % 4] = value
         else:
             k[layer, block, head, :, slot] = value.reshape(-1, 4)
-    pool = Pool(k, v, 8, "vectorized_5d")
+    pool = MHATokenToKVPool(k, v, 8, kv_cache_layout="vectorized_5d")
     check(GQA, [from_sglang(GQA, RankInfo("prefill"), pool)])
 
 
@@ -147,37 +103,6 @@ def test_pipeline_stages(zeros: Any) -> None:
 def test_latents(zeros: Any) -> None:
     """Latents are slots of one head."""
     check(MLA, [from_sglang(MLA, RankInfo("prefill"), latent_pool(zeros))])
-
-
-@attrs.frozen
-class MHATokenToKVPoolHost:
-    """HiCache's pool of K and V in host memory."""
-
-    kv_buffer: Any
-    layout: str
-    page_size: int = 8
-    layer_num: int = 3
-    start_layer: int = 0
-
-    @property
-    def k_buffer(self) -> Any:
-        return self.kv_buffer[0]
-
-    @property
-    def v_buffer(self) -> Any:
-        return self.kv_buffer[1]
-
-
-@attrs.frozen
-class MLATokenToKVPoolHost:
-    """HiCache's pool of latents in host memory."""
-
-    kv_buffer: Any
-    layout: str
-    kv_cache_dim: int = 8
-    page_size: int = 8
-    layer_num: int = 3
-    start_layer: int = 0
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
@@ -264,7 +189,7 @@ def test_a_draft_has_the_block_table_of_its_target(zeros: Any, is_hybrid: bool) 
             "LAYOUT: cannot read pools of SGLang: expected pages of one size, got [4, 8]",
         ),
         (
-            lambda z: SWAKVPool(sglang_pool(z), sglang_pool(z), {0: (0, False), 1: (0, True)}, 8),
+            lambda z: SWAKVPool(sglang_pool(z), sglang_pool(z), {0: (0, False), 1: (0, True)}),
             "LAYOUT: cannot read a draft pool of SGLang: expected one block table, got 2 block tables",
         ),
     ],
@@ -281,7 +206,7 @@ def test_sliding_layers(zeros: Any) -> None:
     """Full and sliding layers have their own pools and block tables, and their own indices in them."""
     full = sglang_nhd(zeros, [0, 2], range(HEADS), 8, TABLES["attn"])
     sliding = sglang_nhd(zeros, [1, 3], range(HEADS), 8, TABLES["attn.1"])
-    pool = SWAKVPool(full, sliding, {0: (0, False), 1: (0, True), 2: (1, False), 3: (1, True)}, 8)
+    pool = SWAKVPool(full, sliding, {0: (0, False), 1: (0, True), 2: (1, False), 3: (1, True)})
     tables = {"attn": TABLES["attn"], "swa": TABLES["attn.1"]}
     check(SLIDING, [from_sglang(SLIDING, RankInfo("prefill"), pool)], tables)
 
@@ -289,7 +214,7 @@ def test_sliding_layers(zeros: Any) -> None:
 def test_a_stage_without_sliding_layers(zeros: Any) -> None:
     """A pool without layers has no group."""
     full = sglang_nhd(zeros, [0], range(HEADS), 8, TABLES["attn"])
-    worker = from_sglang(SLIDING, RankInfo("prefill"), SWAKVPool(full, None, {0: (0, False)}, 8))
+    worker = from_sglang(SLIDING, RankInfo("prefill"), SWAKVPool(full, None, {0: (0, False)}))
     assert blocks_of(worker) == {"attn": 8}
 
 
@@ -330,7 +255,7 @@ def test_indexers(zeros: Any) -> None:
     for position, block, slot in slots(8, TABLES["attn"]):
         latents[0, block * 8 + slot, 0] = sparse_row(position)
     fill_index(keys[0], TABLES["attn"])
-    pool = MLATokenToKVPool(latents, 8, layer_num=1, index_k_with_scale_buffer=keys)
+    pool = DSATokenToKVPool(latents, 8, 1, index_k_with_scale_buffer=keys)
     check(SPARSE, [from_sglang(SPARSE, RankInfo("prefill"), pool)])
 
 
@@ -342,7 +267,7 @@ def test_index_keys_beside_k_and_v(zeros: Any) -> None:
         for position, block, slot in slots(8, TABLES["attn"]):
             keys[0, block * 8 + slot, 0] = index_of(1, position)
         main_pool = sglang_nhd(zeros, [0, 1], heads(rank, 2), 8, TABLES["attn"])
-        pools.append(MiniMaxSparseKVPool(main_pool, KeyPool(keys), {1: 0}))
+        pools.append(MiniMaxSparseKVPool(main_pool, IndexKeyPool(keys), {1: 0}))
     workers = [from_sglang(INDEXED, RankInfo("prefill", rank, rank, 2), pools[rank]) for rank in range(2)]
     check(INDEXED, workers, {"attn": TABLES["attn"]}, tp=4)
 
@@ -351,7 +276,7 @@ def test_index_keys_beside_k_and_v(zeros: Any) -> None:
     "make, text",
     [
         (
-            lambda main, keys: MiniMaxSparseKVPool(main, None, {}, KeyPool(keys)),
+            lambda main, keys: MiniMaxSparseKVPool(main, None, {}, IndexKeyPool(keys)),
             "LAYOUT: cannot read a pool of SGLang: expected index keys alone, got index keys and values",
         ),
         (
@@ -359,7 +284,7 @@ def test_index_keys_beside_k_and_v(zeros: Any) -> None:
             "LAYOUT: cannot read the cache of layer 1: expected K and V, or a latent, got index",
         ),
         (
-            lambda main, keys: MiniMaxSparseKVPool(main, KeyPool(keys), {0: 0, 1: 0}),
+            lambda main, keys: MiniMaxSparseKVPool(main, IndexKeyPool(keys), {0: 0, 1: 0}),
             "LAYOUT: cannot read the cache of layer 0: expected no indexer in indexed, got one",
         ),
     ],
@@ -375,14 +300,14 @@ def test_index_keys_that_are_refused(zeros: Any, make: Any, text: str) -> None:
 
 def test_layers_without_index_keys(zeros: Any) -> None:
     """A layer that reuses the choice of the layer before has no keys."""
-    pool = MLATokenToKVPool(zeros(1, 9 * 8, 1, 656, dtype=np.uint8), 8, layer_num=1)
-    pool = attrs.evolve(pool, index_k_with_scale_buffer=zeros(1, 0, 8 * 132, dtype=np.uint8))
+    latents, keys = zeros(1, 9 * 8, 1, 656, dtype=np.uint8), zeros(1, 0, 8 * 132, dtype=np.uint8)
+    pool = DSATokenToKVPool(latents, 8, 1, index_k_with_scale_buffer=keys)
     assert [view.name for view in from_sglang(SPARSE, RankInfo("prefill"), pool).views] == ["layers.0.attn"]
 
 
 def test_bytes_take_the_dtype_of_the_model(zeros: Any) -> None:
     """Plain bytes of an engine have the dtype of the model, here fp8."""
-    pool = Pool(zeros(3, 72, HEADS, DIM, dtype=np.uint8), zeros(3, 72, HEADS, DIM, dtype=np.uint8), 8)
+    pool = MHATokenToKVPool(zeros(3, 72, HEADS, DIM, dtype=np.uint8), zeros(3, 72, HEADS, DIM, dtype=np.uint8), 8)
     worker = from_sglang(GQA.with_dtypes("float8_e4m3fn"), RankInfo("prefill"), pool)
     assert {view.dtype for view in worker.views} == {"float8_e4m3fn"}
 
@@ -402,13 +327,13 @@ def test_tensors_of_torch(zeros: Any) -> None:
     assert from_sglang(GQA, RankInfo("prefill"), same) == from_sglang(GQA, RankInfo("prefill"), pool)
 
 
-def sglang_pool(zeros: Any, **changes: Any) -> Pool:
-    return attrs.evolve(Pool(zeros(3, 72, HEADS, DIM), zeros(3, 72, HEADS, DIM), 8), **changes)
+def sglang_pool(zeros: Any, **changes: Any) -> MHATokenToKVPool:
+    return MHATokenToKVPool(zeros(3, 72, HEADS, DIM), zeros(3, 72, HEADS, DIM), 8, **changes)
 
 
-def refused_keys(zeros: Any, size: int) -> MLATokenToKVPool:
-    pool = MLATokenToKVPool(zeros(1, 72, 1, 656, dtype=np.uint8), 8, layer_num=1)
-    return attrs.evolve(pool, index_k_with_scale_buffer=zeros(1, 9, size, dtype=np.uint8))
+def refused_keys(zeros: Any, size: int) -> DSATokenToKVPool:
+    keys = zeros(1, 9, size, dtype=np.uint8)
+    return DSATokenToKVPool(zeros(1, 72, 1, 656, dtype=np.uint8), 8, 1, index_k_with_scale_buffer=keys)
 
 
 def refused_states(zeros: Any, *shape: int, dtype: Any = np.int16) -> Any:
@@ -425,7 +350,7 @@ def refused_states(zeros: Any, *shape: int, dtype: Any = np.int16) -> Any:
             "LAYOUT: cannot read a pool of SGLang: expected one of nhd, hnd, vectorized_5d, got 'page_major'",
         ),
         (
-            lambda z: sglang_pool(z, k_scale_buffer=z(1)),
+            lambda z: MHATokenToKVPoolFP4(z(3, 72, HEADS, DIM), z(3, 72, HEADS, DIM), 8, k_scale_buffer=z(1)),
             GQA,
             "LAYOUT: cannot read a pool of SGLang: expected no buffers of scales, got k_scale_buffer",
         ),
@@ -435,12 +360,12 @@ def refused_states(zeros: Any, *shape: int, dtype: Any = np.int16) -> Any:
             "NAME: cannot place a layer: expected one of 3 layers and 0 draft layers of gqa, got layer 3",
         ),
         (
-            lambda z: SWAKVPool(None, None, {}, 8, 128),
+            lambda z: SWAKVPool(None, None, {}, 128),
             SLIDING,
             "LAYOUT: cannot read a pool of SGLang: expected pages of tokens, got a ring of 128 for each request",
         ),
         (
-            lambda z: SimpleNamespace(swa_kv_pool=None, compression_ratios=[0, 4, 128]),
+            lambda z: DeepSeekV4TokenToKVPool(None, [0, 4, 128]),
             GQA,
             "LAYOUT: cannot read a pool of SGLang: expected rows whose positions the pages of a request say, "
             "got rows of compressors in rings, by position % size (DeepSeek-V4) (vLLM's compressors keep scores with "
@@ -467,7 +392,7 @@ def refused_states(zeros: Any, *shape: int, dtype: Any = np.int16) -> Any:
             "DTYPE: cannot read tensor 'layers.0.conv.x': expected int16, got int32",
         ),
         (
-            lambda z: Pool(z(3, 72, HEADS, DIM, dtype=np.uint8), z(1), 8),
+            lambda z: MHATokenToKVPool(z(3, 72, HEADS, DIM, dtype=np.uint8), z(1), 8),
             GQA,
             "DTYPE: cannot read tensor 'layers.0.attn': expected int32, got uint8",
         ),

@@ -6,13 +6,13 @@ import inspect
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from vllm.platforms.cpu import CpuPlatform
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvplan import Blocks, Context, Group, KVPlanError
 from kvplan.protocol import Read, ReadResult, Source
@@ -42,12 +42,7 @@ SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch
 
 def host_cache_of(tensors: Tensors, groups: list[list[str]]) -> HostCache:
     """The second cache of tensors in groups of layers."""
-    cache: Any = SimpleNamespace(
-        num_blocks=NUM_BLOCKS,
-        transfer_group_ids=[*range(len(groups))],
-        kv_cache_groups=[SimpleNamespace(layer_names=layers, kv_cache_spec=SPEC) for layers in groups],
-    )
-    made = HostCache(cache, tensors)
+    made = HostCache(KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(layers, SPEC) for layers in groups]), tensors)
     made.set_copies(copy_blocks)
     for tensor in made.tensors.values():
         tensor.fill_(STALE)
@@ -160,6 +155,12 @@ def test_a_platform_that_copies_nothing_is_refused() -> None:
     assert refusal.value.code == "SETTING"
 
 
+class Manager(NamedTuple):
+    """A manager of a group's blocks."""
+
+    req_to_blocks: dict[str, Any]
+
+
 def test_the_scheduler_saves_with_a_cache_in_main_memory(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,12 +169,11 @@ def test_the_scheduler_saves_with_a_cache_in_main_memory(
     connector = start("full")
     connector.on_new_request(request_of([*range(PROMPT)], ASKED))
     (table,) = blocks_of(("full",), PROMPT).blocks
-    connector._scheduler.set_managers([SimpleNamespace(req_to_blocks={"r": table})])
-    scheduled = SimpleNamespace(
-        num_scheduled_tokens={"r": PROMPT},
-        scheduled_new_reqs=[SimpleNamespace(req_id="r")],
-        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
-    )
+    connector._scheduler.set_managers([Manager({"r": table})])
+    request = request_of([*range(PROMPT)], ASKED)
+    scheduled = SchedulerOutput.make_empty()
+    scheduled.num_scheduled_tokens = {"r": PROMPT}
+    scheduled.scheduled_new_reqs = [NewRequestData.from_request(request, ([],))]
     assert connector.build_connector_meta(scheduled).saves == {"group0": {*range(1, 8)}}
 
 

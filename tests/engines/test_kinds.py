@@ -6,7 +6,6 @@ Every class of vLLM's interface has a row. One that a new release adds has none,
 from __future__ import annotations
 
 from fractions import Fraction
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,13 +56,15 @@ def spec_of(kind: str, fields: dict[str, Any]) -> Any:
 
 def check(*specs: Any, **fields: Any) -> None:
     """Check a cache of one group."""
-    spec = specs[0]
-    if len(specs) > 1:
-        names = {f"layers.{number}": spec for number, spec in enumerate(specs)}
-        spec = SimpleNamespace(kv_cache_specs=names)
-    group = SimpleNamespace(kv_cache_spec=spec, **fields)
-    description.check_kinds(SimpleNamespace(transfer_groups=[group]))
-    description.groups_of(SimpleNamespace(transfer_group_ids=[0], kv_cache_groups=[group]))
+    names = {f"layers.{number}": spec for number, spec in enumerate(specs)}
+    spec = specs[0] if len(specs) == 1 else interface.UniformTypeKVCacheSpecs(16, kv_cache_specs=names)
+    cache = cache_of(interface.KVCacheGroupSpec([*names], spec, **fields))
+    description.check_kinds(cache)
+    description.groups_of(cache)
+
+
+def cache_of(group: Any) -> Any:
+    return interface.KVCacheConfig(num_blocks=50, kv_cache_tensors=[], kv_cache_groups=[group])
 
 
 @pytest.mark.parametrize(
@@ -77,8 +78,7 @@ def check(*specs: Any, **fields: Any) -> None:
 )
 def test_positions_kept_before_the_next_one(kind: str, fields: dict[str, int], kept: int | None) -> None:
     """The fewest at any position: where a chunk ends there are none, whatever its size."""
-    group = SimpleNamespace(kv_cache_spec=spec_of(kind, fields))
-    cache = SimpleNamespace(kv_cache_groups=[group], transfer_group_ids=[0])
+    cache = cache_of(interface.KVCacheGroupSpec(["layers.0"], spec_of(kind, fields)))
     assert description.windows_of(cache) == ({} if kept is None else {"group0": kept})
 
 

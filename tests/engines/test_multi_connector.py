@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -181,9 +182,24 @@ def handed_over(multi: MultiConnector) -> dict[str, Any]:
     return dict(params)
 
 
+class EndedReads:
+    """A worker's reads, of which some have ended, and some have failed while bytes may move."""
+
+    num_held = 0
+
+    def __init__(self, ended: Sequence[ReadResult] = (), late: Mapping[str, KVPlanError] | None = None) -> None:
+        self._ended, self._late = ended, late or {}
+
+    def poll(self) -> list[ReadResult]:
+        return [*self._ended]
+
+    def late(self) -> dict[str, KVPlanError]:
+        return {**self._late}
+
+
 def step(multi: MultiConnector) -> MultiKVConnectorMetadata:
     """The work of one step, in which nothing is computed."""
-    return multi.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=set()))
+    return multi.build_connector_meta(SchedulerOutput.make_empty())
 
 
 def wait(holds: Callable[[], object]) -> None:
@@ -260,7 +276,7 @@ def test_blocks_stay_for_all_that_keep_them(start: Start, order: tuple[str, ...]
     worker.bind_connector_metadata(step(prefill))
     parts = dict(zip(order, worker.sub_connectors, strict=True))
     parts["other"].saves = True
-    parts["own"]._worker._reads = SimpleNamespace(poll=list, late=dict, num_held=0)
+    parts["own"]._worker._reads = EndedReads()
     assert worker.get_transfer_results({"r"}).finished_sending == set()
     parts["own"]._worker._released = {"r"}
     assert worker.get_transfer_results(set()).finished_sending == {"r"}
@@ -272,7 +288,7 @@ def test_what_fails_or_is_late_is_told(order: tuple[str, ...]) -> None:
     worker = MultiConnector(config_of(order), KVConnectorRole.WORKER, cache_of(None))
     own = dict(zip(order, worker.sub_connectors, strict=True))["own"]
     ended = [ReadResult("right"), ReadResult("wrong", ERROR)]
-    own._worker._reads = SimpleNamespace(poll=lambda: ended, late=lambda: {"late": ERROR}, num_held=0)
+    own._worker._reads = EndedReads(ended, {"late": ERROR})
     results = worker.get_transfer_results(set())
     assert results.finished_recving == {"right", "wrong"}
     assert results.failed_recving == {"wrong", "late"}
@@ -319,7 +335,7 @@ def test_a_failure_of_one_worker_is_told_at_once(order: tuple[str, ...]) -> None
     def step(*reads: tuple[list[ReadResult], dict[str, KVPlanError]]) -> None:
         outputs = []
         for worker, part, (ended, late) in zip(workers, own, reads, strict=True):
-            part._worker._reads = SimpleNamespace(poll=lambda e=ended: e, late=lambda f=late: f, num_held=0)
+            part._worker._reads = EndedReads(ended, late)
             results = worker.get_transfer_results(set())
             report = KVConnectorOutput(
                 finished_recving=results.finished_recving,

@@ -13,6 +13,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -112,7 +113,7 @@ def read_of(
     assert num_tokens is not None
     assert is_async == (num_tokens > 0)
     prefill.update_state_after_alloc(request, blocks_of(kinds, num_cached + num_tokens or 1, cached), num_tokens)
-    step = Seen(prefill.build_connector_meta(SimpleNamespace(num_scheduled_tokens={})))
+    step = Seen(prefill.build_connector_meta(SchedulerOutput.make_empty()))
     assert step.refused == {}
     return step.reads[0] if step.reads else None
 
@@ -159,7 +160,7 @@ def test_another_conversation_is_refused(start: Start) -> None:
     num_tokens, _ = prefill.get_num_new_matched_tokens(request, 0)
     assert num_tokens
     prefill.update_state_after_alloc(request, blocks_of(("full",), num_tokens), num_tokens)
-    assert Seen(prefill.build_connector_meta(SimpleNamespace())).refused["r"].code == "PROMPT"
+    assert Seen(prefill.build_connector_meta(SchedulerOutput.make_empty())).refused["r"].code == "PROMPT"
 
 
 @pytest.mark.parametrize(("threshold", "is_read"), [(COMPUTED - 4 * BLOCK, True), (COMPUTED - 4 * BLOCK + 1, False)])
@@ -199,6 +200,6 @@ def test_a_reset_ends_handoffs(start: Start) -> None:
     """Their requests are released, and their leases are over."""
     decode = start("full", role="kv_consumer", bidirectional_kv_xfer=True)
     assert answered(decode, ("full",)) is not None
-    assert decode.build_connector_meta(SimpleNamespace()).released == set()
+    assert decode.build_connector_meta(SchedulerOutput.make_empty()).released == set()
     assert decode.reset_cache() is True
-    assert decode.build_connector_meta(SimpleNamespace()).released == {"r"}
+    assert decode.build_connector_meta(SchedulerOutput.make_empty()).released == {"r"}

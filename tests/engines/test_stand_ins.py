@@ -1,6 +1,6 @@
 """Stand-ins for engines' objects have nothing that the engines' own classes lack.
 
-They are in ``tests/nixl/sglang_objects.py`` and ``tests/bridges/vllm_objects.py``.
+They are in ``tests/nixl/sglang_objects.py``, ``tests/bridges/sglang_pools.py`` and ``tests/bridges/vllm_objects.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 import pytest
 
-from tests.bridges import vllm_objects
+from tests.bridges import sglang_pools, vllm_objects
 from tests.engines.models import build
 from tests.nixl import sglang_objects as ours
 
@@ -43,15 +43,21 @@ CLASSES = {
     "managers.tp_worker": "TpModelWorker",
     "mem_cache.hicache_storage": "HiCacheStorage HiCacheStorageConfig HiCacheStorageExtraInfo PoolTransfer "
     "PoolTransferResult",
-    "mem_cache.memory_pool": "MHATokenToKVPool DSATokenToKVPool",
-    "mem_cache.pool_host.mha": "MHATokenToKVPoolHost",
     "mem_cache.radix_cache": "RadixKey",
-    "mem_cache.swa_memory_pool": "SWAKVPool",
     "mem_cache.unified_cache.unified_tree_core": "StorageBackupSpec",
     "model_executor.model_runner": "ModelRunner",
     "server_args": "ServerArgs",
 }
 """SGLang's classes that have a stand-in of their name, by module."""
+
+POOLS = {
+    "mem_cache.deepseek_v4_memory_pool": "DeepSeekV4TokenToKVPool",
+    "mem_cache.memory_pool": "MHATokenToKVPool MHATokenToKVPoolFP4 MLATokenToKVPool DSATokenToKVPool MambaPool "
+    "HybridLinearKVPool MiniMaxSparseKVPool",
+    "mem_cache.pool_host.mha": "MHATokenToKVPoolHost",
+    "mem_cache.pool_host.mla": "MLATokenToKVPoolHost",
+    "mem_cache.swa_memory_pool": "SWAKVPool",
+}
 
 ENUMS = {
     "disaggregation.base.conn": "KVTransferDestination StateType",
@@ -88,6 +94,18 @@ def attributes(cls: type) -> set[str]:
 @pytest.mark.parametrize(("module", "name"), named(CLASSES))
 def test_a_stand_in_has_what_its_class_has(module: str, name: str) -> None:
     assert attributes(getattr(ours, name)) <= attributes(of_sglang(module, name))
+
+
+@pytest.mark.parametrize(("module", "name"), named(POOLS))
+def test_a_pool_has_what_its_class_has(module: str, name: str) -> None:
+    assert attributes(getattr(sglang_pools, name)) <= attributes(of_sglang(module, name))
+
+
+def test_parts_of_pools() -> None:
+    """A pool's states, and its index keys."""
+    memory_pool = import_module("sglang.srt.mem_cache.memory_pool")
+    assert attributes(sglang_pools.State) <= attributes(memory_pool.MambaPool.State)
+    assert attributes(sglang_pools.IndexKeyPool) <= attributes(memory_pool.MHATokenToKOnlyPool)
 
 
 VLLM = """

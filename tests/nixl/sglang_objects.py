@@ -96,62 +96,6 @@ def kv_args(metadata: MetadataBuffers, page_size: int, state_types: Iterable[Sta
     return KVArgs(page_size, addresses, sizes, [*state_types])
 
 
-@attrs.define
-class MHATokenToKVPool:
-    k_buffer: Any
-    v_buffer: Any
-    page_size: int
-    layer_num: int
-    start_layer: int = 0
-    kv_cache_layout: str = "nhd"
-    dtype: Any = torch.float32
-    head_num: int = 2
-    head_dim: int = 8
-    v_head_dim: int = 8
-
-
-@attrs.define
-class DSATokenToKVPool:
-    kv_buffer: Any
-    index_k_with_scale_buffer: Any
-    page_size: int
-    layer_num: int
-    start_layer: int = 0
-    dtype: Any = torch.float32
-    kv_lora_rank: int = 16
-    qk_rope_head_dim: int = 8
-    index_head_dim: int = 128
-
-
-@attrs.define
-class SWAKVPool:
-    full_kv_pool: Any
-    swa_kv_pool: Any
-    layers_mapping: Mapping[int, tuple[int, bool]]
-    dtype: Any = torch.float32
-
-
-@attrs.define
-class MHATokenToKVPoolHost:
-    kv_buffer: Any
-    page_size: int
-    layer_num: int
-    dtype: Any
-    start_layer: int = 0
-    layout: str = "layer_first"
-    head_num: int = 2
-    head_dim: int = 8
-    v_head_dim: int = 8
-
-    @property
-    def k_buffer(self) -> Any:
-        return self.kv_buffer[0]
-
-    @property
-    def v_buffer(self) -> Any:
-        return self.kv_buffer[1]
-
-
 # What the engine says of itself
 
 

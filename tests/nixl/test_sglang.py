@@ -29,16 +29,15 @@ from kvplan_nixl.serving import Access, Driver
 from kvplan_nixl.serving.host_key import host_key
 from kvplan_nixl.sglang.bootstrap import BootstrapServer
 from tests.blocking import ask, fetch, poll_rooms, publish, unblocked, waited
+from tests.bridges.sglang_pools import DSATokenToKVPool, MHATokenToKVPool, SWAKVPool
 from tests.nixl.sglang_objects import (
     DecodeRequest,
     DisaggregationMode,
-    DSATokenToKVPool,
     Env,
     GroupCoordinator,
     KVPoll,
     LoRARef,
     MetadataBuffers,
-    MHATokenToKVPool,
     ModelConfig,
     ModelRunner,
     ParallelContext,
@@ -50,7 +49,6 @@ from tests.nixl.sglang_objects import (
     Spec,
     SpeculativeAlgorithm,
     StateType,
-    SWAKVPool,
     TpModelWorker,
     kv_args,
 )
@@ -142,7 +140,7 @@ class Side:
             states = [StateType.DSA]
             self.latents = torch.zeros(2, 160, 1, 24)
             self.keys = torch.zeros(2, 160 // page, page * 132, dtype=torch.uint8)
-            pool = DSATokenToKVPool(self.latents, self.keys, page, 2)
+            pool = DSATokenToKVPool(self.latents, page, 2, index_k_with_scale_buffer=self.keys)
         draft_pool = None
         if draft_heads:
             self.draft = torch.zeros(2, 1, 160, draft_heads, 8)

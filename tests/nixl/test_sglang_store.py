@@ -17,11 +17,11 @@ import torch
 
 from kvplan import KVPlanError
 from kvplan_nixl.serving.store import FileBackend, Limits
+from tests.bridges.sglang_pools import MHATokenToKVPoolHost
 from tests.nixl.sglang_objects import (
     IMAGE,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
-    MHATokenToKVPoolHost,
     PoolTransfer,
     PoolTransferResult,
     Runtime,
@@ -60,7 +60,7 @@ def host_pool(filled: bool, dtype: Any) -> tuple[Any, MHATokenToKVPoolHost]:
     memory = np.zeros((2, LAYERS, 20 * PAGE, 2, 8), dtype)
     if filled:
         memory[:] = np.arange(memory.size).reshape(memory.shape)
-    return memory, MHATokenToKVPoolHost(memory, PAGE, LAYERS, memory.dtype)
+    return memory, MHATokenToKVPoolHost(memory, page_size=PAGE, layer_num=LAYERS, dtype=memory.dtype)
 
 
 class Engine:
