@@ -268,13 +268,6 @@ class Fit:
     extents: tuple[PoolExtent, ...]
 
 
-class _Layout(NamedTuple):
-    """The extents of pools, and where the last one ends."""
-
-    extents: tuple[PoolExtent, ...]
-    end_bytes: int
-
-
 def fit(demands: Sequence[Demand], size_bytes: int) -> Fit:
     """Return the longest window for which the pools of ``demands`` fit into a region.
 
@@ -286,13 +279,14 @@ def fit(demands: Sequence[Demand], size_bytes: int) -> Fit:
     # best
     for grain in sorted({math.lcm(*periods), *periods, math.gcd(*periods), 1}, reverse=True):
         windows = range(grain, MAX_WINDOW + 1, grain)
-        num_fitting = bisect_right(windows, size_bytes, key=partial(_end_bytes, demands, grain))
+        layouts = partial(_laid_out, demands, grain)
+        num_fitting = bisect_right(windows, size_bytes, key=lambda window: layouts(window)[1])
         if num_fitting:
             longest = windows[num_fitting - 1]
-            extents = _laid_out(demands, grain, longest).extents
+            extents, _ = layouts(longest)
             # states alone are not divided among windows
             return Fit(longest if token_groups else MAX_WINDOW, extents)
-    needed_bytes = _end_bytes(demands, 1, 1)
+    _, needed_bytes = _laid_out(demands, 1, 1)
     raise KVPlanError(
         "MEMORY",
         "stage a request",
@@ -333,12 +327,10 @@ def blocks_touched(group: Group, window: int, grain: int) -> int:
     return (num_slots - slot_step + most_held - 1) // num_slots + 1
 
 
-def _end_bytes(demands: Sequence[Demand], grain: int, window: int) -> int:
-    return _laid_out(demands, grain, window).end_bytes
-
-
-def _laid_out(demands: Sequence[Demand], grain: int, window: int) -> _Layout:
-    """Return the extents of pools for windows of some length, one pool after the other."""
+def _laid_out(
+    demands: Sequence[Demand], grain: int, window: int
+) -> tuple[tuple[PoolExtent, ...], int]:
+    """Return the extents of pools for windows of some length, one after another, and their end."""
     groups = {group for group, _ in demands}
     touched = {group: blocks_touched(group, window, grain) for group in groups}
     extents = []
@@ -348,7 +340,7 @@ def _laid_out(demands: Sequence[Demand], grain: int, window: int) -> _Layout:
         # two whole chunks, rule staging.S7
         extents.append(PoolExtent(offset, 2 * touched[group]))
         end = offset + extents[-1].num_blocks * block_bytes
-    return _Layout(tuple(extents), end)
+    return tuple(extents), end
 
 
 def staging_buffer(

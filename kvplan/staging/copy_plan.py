@@ -546,8 +546,6 @@ class BoundCopy:
 class CopyPlan:
     """The copies of a plan: prepared once for each peer, bound once for each request.
 
-    ``remote_tables`` are those of remote workers whose memory this process has elsewhere.
-
     >>> from kvplan import Model, plan_reads
     >>> model = Model.shipped("qwen2.5-1.5b")
     >>> (decode,), (prefill,) = (model.engine(name, num_blocks=9) for name in "dp")
@@ -558,15 +556,12 @@ class CopyPlan:
     (917504, [16])
     """
 
-    def __init__(
-        self, plan: TransferPlan, remote_tables: Mapping[Key, Table] | None = None
-    ) -> None:
+    def __init__(self, plan: TransferPlan) -> None:
         self.plan = plan
         self.pairs: dict[Key, tuple[tuple[GroupPair, ...], PairCopy]] = {}
         for pair in plan.pairs:
-            if pair.group_pairs and (remote_tables is None or pair.remote in remote_tables):
-                remote = pair.remote_table if remote_tables is None else remote_tables[pair.remote]
-                tables = plan.direction.by_role(pair.local_table, remote)
+            if pair.group_pairs:
+                tables = plan.direction.by_role(pair.local_table, pair.remote_table)
                 self.pairs[pair.remote] = (pair.group_pairs, PairCopy.of(pair.group_pairs, tables))
 
     def bind(
@@ -586,55 +581,48 @@ ONE_ID: Final = Group("ids", 1)
 NO_TERM: Final = read_only(np.zeros(1, np.int64))
 
 
-class Listed(NamedTuple):
-    """Runs of one length at each of some ids: the id in the table adds ``steps`` bytes to each.
-
-    ``origins`` (2, runs) are the addresses at id 0, ``places`` where the ids of both sides begin.
-    """
-
-    length: int
-    steps: tuple[int, int]
-    origins: npt.NDArray[np.uint64]
-    regions: tuple[Ints, Ints]
-    places: tuple[int, int]
-    num_ids: int
-
-    @property
-    def entry(self) -> Entry:
-        """The entry of these runs: a series of as many blocks as there are ids."""
-        return _entry(
-            length=self.length,
-            starts=NO_TERM,
-            period=1,
-            groups=(ONE_ID, ONE_ID),
-            num_blocks=(2, 2),
-            terms=(NO_TERM, NO_TERM),
-            by_slot=False,
-            steps=self.steps,
-            origins=self.origins,
-            regions=self.regions,
-        )
+AtIds = tuple[Entry, int, tuple[int, int]]
+"""Runs at each of some ids: how many ids, and where those of both sides begin in the tables."""
 
 
-def _listed(
-    found: Iterable[Listed],
+def _entry_of_ids(
+    length: int,
+    steps: tuple[int, int],
+    origins: npt.NDArray[np.uint64],
+    regions: tuple[Ints, Ints],
+) -> Entry:
+    """Return runs at ids, as a series of blocks: an id adds ``steps`` bytes to each origin."""
+    return _entry(
+        length=length,
+        starts=NO_TERM,
+        period=1,
+        groups=(ONE_ID, ONE_ID),
+        num_blocks=(2, 2),
+        terms=(NO_TERM, NO_TERM),
+        by_slot=False,
+        steps=steps,
+        origins=origins,
+        regions=regions,
+    )
+
+
+def _bound_at_ids(
+    found: Sequence[AtIds],
     regions: tuple[Sequence[Region], Sequence[Region]],
     tables: JoinedTables,
 ) -> BoundCopy:
     """Return the copies of runs at ids that tables list."""
-    listed = [(each, each.entry) for each in found]
-    pair = PairCopy({}, laid_out([entry for _, entry in listed]), regions)
+    pair = PairCopy({}, laid_out([entry for entry, _, _ in found]), regions)
     bound: dict[Launch, list[Bound]] = {}
-    for each, entry in listed:
+    for entry, num_ids, places in found:
         part = LaunchEntries.of(entry.launch, [entry])
-        of_launch = bound.setdefault(part.launch_of(each.num_ids, 1), [])
-        of_launch.append((part, 0, each.num_ids, *each.places))
+        bound.setdefault(part.launch_of(num_ids, 1), []).append((part, 0, num_ids, *places))
     return BoundCopy.of(pair, bound, tables)
 
 
 def copy_of_spec(spec: ReadSpec, tables: RowTables, is_read: bool) -> BoundCopy:
     """Return the copies of a spec whose ids are listed. A row of ids is a series of blocks."""
-    found: list[Listed] = []
+    found: list[AtIds] = []
     blocks = JoinedTables()
     for local, remote in spec._sums():
         sides = (local, remote) if is_read else (remote, local)
@@ -653,17 +641,14 @@ def copy_of_spec(spec: ReadSpec, tables: RowTables, is_read: bool) -> BoundCopy:
         columns = np.stack([length, *stride])
         for one in np.unique(columns, axis=1).T.tolist():
             runs = np.flatnonzero((one == columns.T).all(axis=1))
-            found.append(
-                Listed(
-                    length=one[0],
-                    steps=(one[1], one[2]),
-                    origins=np.stack([values[runs] for values in address]),
-                    regions=(region[0][runs], region[1][runs]),
-                    places=(places[0], places[1]),
-                    num_ids=sides[0].along.size,
-                )
+            entry = _entry_of_ids(
+                length=one[0],
+                steps=(one[1], one[2]),
+                origins=np.stack([values[runs] for values in address]),
+                regions=(region[0][runs], region[1][runs]),
             )
-    return _listed(found, (tables[0].regions, tables[1].regions), blocks)
+            found.append((entry, sides[0].along.size, (places[0], places[1])))
+    return _bound_at_ids(found, (tables[0].regions, tables[1].regions), blocks)
 
 
 def copy_of_boxes(copies: Iterable[Copy]) -> BoundCopy:
@@ -679,7 +664,7 @@ def copy_of_boxes(copies: Iterable[Copy]) -> BoundCopy:
     >>> bound.num_runs, bound.num_bytes, bound.tables
     (4, 32, array([1, 0, 0, 1], dtype=int32))
     """
-    found: list[Listed] = []
+    found: list[AtIds] = []
     tables = JoinedTables()
     regions: tuple[list[Region], list[Region]] = ([], [])
     for copy in copies:
@@ -703,17 +688,14 @@ def copy_of_boxes(copies: Iterable[Copy]) -> BoundCopy:
             region_of_run.append(np.repeat(numbers, offsets.size))
             places.append(tables.add(side_ids.astype(np.int32)))
             steps.append(step)
-        found.append(
-            Listed(
-                length=copy.length_bytes,
-                steps=(steps[0], steps[1]),
-                origins=np.stack(origins),
-                regions=(region_of_run[0], region_of_run[1]),
-                places=(places[0], places[1]),
-                num_ids=num_ids,
-            )
+        entry = _entry_of_ids(
+            length=copy.length_bytes,
+            steps=(steps[0], steps[1]),
+            origins=np.stack(origins),
+            regions=(region_of_run[0], region_of_run[1]),
         )
-    return _listed(found, regions, tables)
+        found.append((entry, num_ids, (places[0], places[1])))
+    return _bound_at_ids(found, regions, tables)
 
 
 def _offset_ids(offsets: Ints) -> tuple[Ints, int]:

@@ -38,7 +38,7 @@ from kvplan.verification.memory import Cells, FakeMemory, runs_of
 if TYPE_CHECKING:
     from kvplan._arrays import Ints
 
-CHUNK_CELLS: Final = 1 << 22
+CHUNK_CELLS: Final = 1 << 19
 """Labels are made for at most this many cells at a time, or for one position."""
 
 Weights = tuple[tuple[str, int], ...]

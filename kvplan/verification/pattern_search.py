@@ -41,9 +41,6 @@ MAX_RUNS: Final = 1 << 16
 MAX_UNJOINED: Final = 1 << 15
 """Products of all chunks of a worker together: the search ends where runs join to no fewer."""
 
-CHUNK_CELLS: Final = 1 << 19
-"""Cells that are searched for runs at a time."""
-
 _NO_LABEL: Final = -1
 _POISON: Final = -2
 """Instead of a label: in bytes that were never written, or copied from outside the request."""
@@ -76,16 +73,13 @@ class PatternSearch:
 
         Both are (positions, segments, bytes), as those of a :class:`Window`.
         """
-        positions_per_chunk = max(1, CHUNK_CELLS // max(cells[:1].size, 1))
-        for low in range(0, len(cells), positions_per_chunk):
-            if self.num_unjoined > MAX_UNJOINED:
-                break
-            chunk = slice(low, low + positions_per_chunk)
-            products = self._products(labels, expected[chunk], cells[chunk])
-            self.num_unjoined += len(products)
-            merged = joined_products([*self.products.get(labels.name, ()), *products])
-            merged.sort(key=attrgetter("num_bytes"), reverse=True)
-            self.products[labels.name] = merged[:MAX_PRODUCTS]
+        if self.num_unjoined > MAX_UNJOINED:
+            return
+        products = self._products(labels, expected, cells)
+        self.num_unjoined += len(products)
+        merged = joined_products([*self.products.get(labels.name, ()), *products])
+        merged.sort(key=attrgetter("num_bytes"), reverse=True)
+        self.products[labels.name] = merged[:MAX_PRODUCTS]
 
     def _products(self, labels: Labels, expected: Cells, cells: Cells) -> list[Product]:
         """Return the wrong bytes of a tensor at some positions."""
