@@ -21,7 +21,7 @@ Which rank holds what, as in vLLM 0.33:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, product
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.models.config import read_config, shipped_configs
 from kvplan.models.layouts import Layout, Page
-from kvplan.models.parallel import MAX_RANKS, Parallel, RankShard, flag, stages_of
+from kvplan.models.parallel import MAX_RANKS, Parallel, RankShard, stages_of
 from kvplan.models.pools import Addresses, page_stride, place_pools
 from kvplan.models.tensors import Layer, Layers, Tensor, convert, group_evenly, quantize
 
@@ -225,7 +225,13 @@ expected a value for key 'hidden_size', got no such key
         >>> Model.shipped("gpt-oss-20b").windows
         {'swa': 128, 'attn': None}
         """
-        return _widest((tensor.group, tensor.window) for tensor in self.tensors if tensor.paged)
+        windows: dict[str, int | None] = {}
+        for tensor in self.tensors:
+            if tensor.paged:
+                # A layer without a window makes that of its group unlimited.
+                widest, own = windows.get(tensor.group, tensor.window), tensor.window
+                windows[tensor.group] = None if widest is None or own is None else max(widest, own)
+        return windows
 
     def tokens(self, start: int, stop: int, worker: Worker) -> dict[str, tuple[int, int]]:
         """Return the range of the positions ``[start, stop)`` that a request moves, by token group.
@@ -438,7 +444,7 @@ expected a value for key 'hidden_size', got no such key
         blocks = self.blocks(sizes.tp, tokens_per_block)
         stages = stages_of(len(self.layers), sizes.pp, layers_per_stage)
         sizes.check(self.name, (tensor for tensor in self.tensors if tensor.paged))
-        share_memory = flag(shared, "shared") and len(self.groups) > 1
+        share_memory = instance(bool, shared, "shared") and len(self.groups) > 1
         addresses = Addresses(name(engine_id, "engine_id"), name(memory, "memory"))
         group_names = self.groups
         # One worker for each rank: TP ranks are consecutive, then PCP ranks, then stages.
@@ -468,16 +474,6 @@ expected a value for key 'hidden_size', got no such key
             for pool, page in shard.pages(layer, prefix):
                 pools.setdefault(pool_prefix + pool, []).append(page)
         return pools
-
-
-def _widest(windows: Iterable[tuple[str, int | None]]) -> dict[str, int | None]:
-    """Return the largest window of each group. None, for all tokens, is the largest."""
-    widest: dict[str, int | None] = {}
-    for group, window in windows:
-        # A layer without a window makes that of its group unlimited.
-        previous = widest.get(group, window)
-        widest[group] = None if previous is None or window is None else max(previous, window)
-    return widest
 
 
 def _layers(value: Any, subject: str) -> Layers:

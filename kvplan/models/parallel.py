@@ -18,11 +18,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
-from kvplan._checks import check_fields, integer, wrong_type
+from kvplan._checks import check_fields, integer
 from kvplan._text import count
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import TOKEN, Context
@@ -37,13 +37,6 @@ SCALES: Final = ("inline", "page", "region")
 
 They follow each head's values, or those of all heads, or have a region of their own.
 """
-
-
-def flag(value: Any, subject: str) -> bool:
-    """Return ``value``, which must be True or False."""
-    if not isinstance(value, bool):
-        raise wrong_type(subject, "True or False", value)
-    return value
 
 
 @attrs.frozen

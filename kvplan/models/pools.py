@@ -270,17 +270,16 @@ def _check_has_kv(page: Page) -> None:
 
 def _part_of_page(page: Page, index: int) -> Page:
     """Return K (0) or V (1) of a page."""
-    parts = iter([k_or_v(tensor, index) for tensor in page.tensors])
-    sections = [tuple(itertools.islice(parts, len(section))) for section in page.sections]
+    sections = [tuple(k_or_v(tensor, index) for tensor in section) for section in page.sections]
     return attrs.evolve(page, sections=tuple(sections))
 
 
 def k_or_v(tensor: LocalTensor, index: int) -> LocalTensor:
     """Return K (0) or V (1) of a tensor."""
-    axes = list(tensor.axes)
-    for place_of_axis, axis in enumerate(axes):
-        if axis.name == KV:
-            axes[place_of_axis] = attrs.evolve(axis, start=index, stop=index + 1)
+    axes = [
+        attrs.evolve(axis, start=index, stop=index + 1) if axis.name == KV else axis
+        for axis in tensor.axes
+    ]
     return attrs.evolve(tensor, axes=tuple(axes))
 
 
