@@ -23,7 +23,10 @@ MAX_REQUEST_BYTES: Final = 1 << 16
 """The length of a request: hundreds of groups."""
 
 ASK_AGAIN_S: Final = 0.005
-"""Seconds after which a reader asks again for digests that are not computed yet."""
+"""Seconds after which an engine looks again for digests that are not computed yet."""
+
+WAIT_S: Final = 1.0
+"""Seconds for which an engine holds a request whose digests are not computed yet."""
 
 
 @attrs.frozen
@@ -50,6 +53,16 @@ class DigestRequest:
             ranges.append((name(group, "a group"), span))
         return cls(name(lease, "lease"), tuple(ranges))
 
+    @classmethod
+    def of_fields(cls, start: str, body: Any) -> DigestRequest:
+        """Read an untrusted request to this start of the engine. Raises ``LEASE`` for another."""
+        fields = instance(Mapping, body, "a request for digests")
+        if instance(str, fields.get("start", ""), "start of a request") != start:
+            raise KVPlanError(
+                "LEASE", "compute digests", expected=f"start {start}", got="another start"
+            )
+        return cls.of(fields.get("lease", ""), fields.get("tokens", {}))
+
     def fields(self, start: str) -> dict[str, Any]:
         """Return the request to one start of an engine as plain values, for JSON."""
         return {"start": start, "lease": self.lease, "tokens": dict(self.tokens)}
@@ -72,6 +85,7 @@ class DigestRequests:
 
     def __init__(self, leases: Leases, system: System) -> None:
         self._leases: Leases = instance(Leases, leases, "leases of digests")
+        self._system = system
         self._lock = system.lock()
         self._answers: dict[DigestRequest, list[Mapping[str, Any]] | None] = {}
         self._new: list[DigestRequest] = []
@@ -95,6 +109,13 @@ class DigestRequests:
                 self._new.append(request)
             return self._answers[request]
 
+    async def answer(self, request: DigestRequest) -> list[Mapping[str, Any]] | None:
+        """Return the digests when they are computed, None if they are not within ``WAIT_S``."""
+        until = self._system.monotonic() + WAIT_S
+        while (digests := self.ask(request)) is None and self._system.monotonic() < until:
+            await self._system.sleep(ASK_AGAIN_S)
+        return digests
+
     def take(self) -> list[DigestRequest]:
         """Return the requests that have come since the last call."""
         with self._lock:
@@ -115,17 +136,6 @@ class DigestRequests:
             for request in [*self._answers]:
                 if request.lease == lease:
                     del self._answers[request]
-
-
-def answer_digests(requests: DigestRequests, start: str, body: Any) -> dict[str, Any]:
-    """Answer a reader's request. Raises ``LEASE`` if it is for another start of the engine."""
-    fields = instance(Mapping, body, "a request for digests")
-    if instance(str, fields.get("start", ""), "start of a request") != start:
-        raise KVPlanError(
-            "LEASE", "compute digests", expected=f"start {start}", got="another start"
-        )
-    request = DigestRequest.of(fields.get("lease", ""), fields.get("tokens", {}))
-    return {"digests": requests.ask(request)}
 
 
 async def fetch_digests(

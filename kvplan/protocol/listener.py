@@ -20,7 +20,7 @@ from kvplan._checks import check_fields, instance, members, name
 from kvplan._text import brief_repr, count, shown
 from kvplan.errors import KVPlanError
 from kvplan.protocol.claims import MAX_MESSAGE_BYTES, ClaimMessage, answer_claims
-from kvplan.protocol.digest_requests import MAX_REQUEST_BYTES, DigestRequests, answer_digests
+from kvplan.protocol.digest_requests import MAX_REQUEST_BYTES, DigestRequest, DigestRequests
 from kvplan.protocol.handoff import Source
 from kvplan.protocol.leases import Leases
 from kvplan.protocol.room_contents import MAX_QUESTION_BYTES, RoomStore
@@ -121,8 +121,9 @@ class Listener:
             answer = answer_claims(leases, start, message)
             return json.dumps(answer.fields()).encode()
 
-        def give_digests(body: bytes) -> bytes:
-            return json.dumps(answer_digests(digests, start, json.loads(body))).encode()
+        async def give_digests(body: bytes) -> bytes:
+            request = DigestRequest.of_fields(start, json.loads(body))
+            return json.dumps({"digests": await digests.answer(request)}).encode()
 
         routes = {
             "GET /": Route(give_offers),

@@ -52,6 +52,31 @@ def test_digests_are_fetched_when_they_are_there(listener: Listener, leases: Lea
     assert listener.digests.take() == []
 
 
+def test_a_reader_asks_once_for_digests_that_take_a_while(
+    listener: Listener, leases: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine holds the request: a reader that asked every few milliseconds would load both event loops."""
+    request = DigestRequest.of(leases.grant("r"), TOKENS)
+    asked: list[str] = []
+    exchange = Driver.exchange
+
+    async def counted(driver: Driver, peer: str, address: str, path: str, *rest: Any) -> bytes:
+        asked.append(path)
+        return await exchange(driver, peer, address, path, *rest)
+
+    monkeypatch.setattr(Driver, "exchange", counted)
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(fetch_digests(listener.source, request, 10)))
+    thread.start()
+    until = time.monotonic() + 10
+    while not listener.digests.take() and time.monotonic() < until:
+        time.sleep(0.001)
+    time.sleep(0.1)
+    listener.digests.put(request, [{"of worker": 0}])
+    thread.join(10)
+    assert (answers, asked) == ([[{"of worker": 0}]], ["/digests"])
+
+
 def test_digests_of_no_engine_are_not_asked_for(leases: Leases) -> None:
     wrong: Any = "prefill"
     with pytest.raises(KVPlanError, match=r"^TYPE: cannot read source"):

@@ -14,7 +14,7 @@ from kvplan import Blocks, Context, KVPlanError
 from kvplan.protocol import Handoff, Leases, Source
 from kvplan.protocol.claims import ClaimAnswer, ClaimMessage, answer_claims
 from kvplan.protocol.digest import Positions, TensorDigests, joined, mismatch, of_json, to_json
-from kvplan.protocol.digest_requests import DigestRequests, answer_digests
+from kvplan.protocol.digest_requests import DigestRequest
 from kvplan.protocol.listener import Offers
 from kvplan_nixl.serving import Driver
 from tests.blocking import KEY
@@ -61,7 +61,7 @@ READERS: dict[str, tuple[Callable[[Any], Any], Any]] = {
         lambda fields: Offers.decode(json.dumps(fields).encode()),
         {"engine_id": "p", "start": "a", "workers": ["AAAA"]},
     ),
-    "request for digests": (lambda body: answer_digests(DigestRequests(LEASES, Driver()), "a", body), DIGEST_REQUEST),
+    "request for digests": (lambda body: DigestRequest.of_fields("a", body), DIGEST_REQUEST),
     "digests": (of_json, DIGESTS),
     "joined digests": (lambda record: joined([record]), DIGESTS),
     "expected digests": (lambda record: mismatch([record], [DIGESTS]), DIGESTS),
