@@ -237,13 +237,12 @@ def _kernel_blocks(layer: CachedLayer, num_slots: int, kernel_slots: int) -> int
 def _add_packed(assembly: Assembly, layer: CachedLayer, key: Hashable, cache: Any) -> None:
     """Add the views of rows whose scales are behind all rows of a block, or of whole blocks."""
     shape = tuple(cache.shape)
-    num_slots = assembly.groups[-1].num_slots
     (page,) = assembly.pages(key).values()
-    if _is_whole_block(page):
-        num_slots = int(layer.spec.num_states)
+    is_whole = _is_whole_block(page)
+    num_slots = int(layer.spec.num_states) if is_whole else assembly.groups[-1].num_slots
     # An older cache has no dimension of rows.
     kernel_blocks = _kernel_blocks(layer, num_slots, shape[-2] if len(shape) > 2 else num_slots)
-    if _is_whole_block(page):
+    if is_whole:
         assembly.add_page(_joined_blocks(cache, kernel_blocks), page)
         return
     (kernel_page,) = assembly.pages(key, kernel_blocks).values()

@@ -61,7 +61,7 @@ NO_KEYS: Final = ("ep", "expert_parallel_size", "ep_size", "enable_expert_parall
 
 LAYOUTS: Final = f"{', '.join(ORDERS)}; vLLM's NHD is LBNHC, its HND is LBHNC"
 KV_PLACES: Final = (
-    "content (K beside V for each token and head), axis (K, then V, in each block and layer), "
+    "content (K next to V for each token and head), axis (K, then V, in each block and layer), "
     "split (separate regions)"
 )
 

@@ -264,7 +264,7 @@ def _check_has_kv(page: Page) -> None:
             action = f"split page {page.name!r} into K and V"
             expected = f"a {KV!r} axis in each of its tensors"
             got = f"none in {tensor.name!r}"
-            hint = "K and V of unequal sizes are beside each other: kv=content"
+            hint = "K and V of unequal sizes are next to each other: kv=content"
             raise layout_error(action, expected, got, hint, tensor=tensor.name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,7 @@ from kvplan.models import FAMILIES, families, kinds
 from kvplan.models.caches import ATTENTION as ATTENTION_READERS
 from kvplan.models.caches import STATES
 from kvplan.models.keys import RULES
-from kvplan.models.tensors import Layers, Tensor
+from kvplan.models.tensors import FULL, SLIDING, STATE, Layers, Tensor
 
 ATTENTION = [
     name
@@ -635,6 +635,25 @@ def test_each_rule_has_a_family(name: str, rules: Mapping[str, Any]) -> None:
     stated = json.dumps([entry[name] for entry in table if name in entry])
     by_default = {"all_slide", "repeat", "kv_heads", "mla", "sparse_mla"}
     assert {rule for rule in rules if f'"{rule}"' not in stated} <= by_default
+
+
+def kinds_in(rule: Any) -> Iterator[str]:
+    """The kinds of layers that a rule of families.json states."""
+    if isinstance(rule, list):
+        yield from rule
+    elif isinstance(rule, dict):
+        named = [rule[name] for name in ("kind", "absent", "listed", "last", "needs") if name in rule]
+        yield from (*named, *rule.get("period", ()) * ("kind" not in rule), *rule.get("first", ()))
+        yield from rule.get("kinds", {}).values()
+        yield from kinds_in(rule.get("otherwise"))
+
+
+def test_rules_state_kinds_of_layers() -> None:
+    """A misspelled kind would be one of layers without a cache."""
+    table = json.loads(Path(families.__file__).with_suffix(".json").read_text())["rules"].values()
+    found = {kind for entry in table for kind in kinds_in(entry.get("layers"))}
+    found |= {entry["last"] for entry in table if "last" in entry}
+    assert found == {FULL, SLIDING, STATE, kinds.BOTH}
 
 
 def test_the_families_cannot_be_changed() -> None:

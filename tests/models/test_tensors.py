@@ -150,7 +150,7 @@ def test_k_and_v_of_unequal_sizes_are_beside_each_other() -> None:
         ("dim", 320, 2),
     ]
     for kv in ("axis", "split"):
-        with pytest.raises(KVPlanError, match=r"unequal sizes are beside each other: kv=content") as caught:
+        with pytest.raises(KVPlanError, match=r"unequal sizes are next to each other: kv=content") as caught:
             model.engine("decode", kv=kv)
         assert caught.value.code == "LAYOUT"
     with pytest.raises(KVPlanError, match="K and V of equal sizes") as caught:
