@@ -1,7 +1,7 @@
 """Side by side: from a request's block tables to descriptors, by kvplan, by its peers' own planners, and by numpy.
 
     python -m benchmarks.peers.environment     # once: vLLM and SGLang as released, in .second_opinion
-    python -m benchmarks.side_by_side          # ten minutes; one with --blocks 512 --short
+    python -m benchmarks.side_by_side          # ten minutes; one with --blocks 512
 
 All functions take turns in one process of that environment. Peers' functions run as released, with recording agents in
 place of NIXL and Mooncake. All start from lists of block ids of both sides. Their results differ:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     elif not environment.PYTHON.parent.parent.samefile(sys.prefix):
         command = [str(environment.PYTHON), "-m", "benchmarks.side_by_side", *arguments]
         return subprocess.run(command, cwd=environment.ROOT).returncode
-    print(table.markdown(list(run(options, with_peers)), caption(with_peers), options.short))
+    print(table.markdown(list(run(options, with_peers)), caption(with_peers)))
     return 0
 
 
@@ -62,7 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--blocks", type=int, nargs="+", default=BLOCKS, metavar="N", help="sizes of the request")
     parser.add_argument("--case", nargs="+", default=[""], metavar="WORDS", help="cases with these words in their name")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each case and size; five rounds at least")
-    parser.add_argument("--short", action="store_true", help="one line for each case and size")
     return parser
 
 

@@ -105,13 +105,6 @@ def test_lines_have_ratios_to_what_makes_the_same() -> None:
     assert ratios["kvplan bind and descriptors"] == ("", "1.00x")
 
 
-def test_a_short_line_has_a_peer_s_ids_alone_and_its_whole_request() -> None:
-    """It shows what makes the peer's ids beside all that the peer does, and an empty cell where a peer refuses."""
-    assert table.short(SECTION) == (
-        "a case (vLLM)", "8", "640", "20.0 µs", "25.0 µs", "12.0 µs", "0.50x", "0.80x", "1.50x", "100 µs", ""
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(("output", "count"), [("ids", 639), ("ranges", 79)])
 def test_a_peer_with_fewer_descriptors_is_an_error(output: str, count: int) -> None:
     """The request has 640 ids, and 80 ranges once neighbouring blocks are one."""
@@ -123,14 +116,13 @@ def test_a_peer_with_fewer_descriptors_is_an_error(output: str, count: int) -> N
         side_by_side.section(world, request, [attrs.evolve(rows[0], call=lambda: count)], 0.0)
 
 
-@pytest.mark.parametrize("is_short", [False, True])
-def test_markdown_has_a_table_notes_and_the_caption(is_short: bool) -> None:
+def test_markdown_has_a_table_notes_and_the_caption() -> None:
     """Rows have as many cells as the head, and each note appears once, with the functions that it is about."""
-    text = table.markdown([SECTION], "a caption", is_short)
+    text = table.markdown([SECTION], "a caption")
     widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
-    assert widths == {12 if is_short else 9}
+    assert widths == {9}
     assert f"- {BIND}; kvplan bind and descriptors: a note." in text
-    assert ("another note" in text) is not is_short
+    assert "another note" in text
     assert "- vLLM Mooncake refuses 'a case': why not" in text
     assert text.endswith("\n\na caption")
 

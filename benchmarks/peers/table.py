@@ -10,11 +10,6 @@ from benchmarks.peers.rows import BASES, BIND, DESCRIPTORS, FLOOR, OF_BLOCKS, Fi
 Line = tuple[str, ...]
 
 COLUMNS: Final = ("function", "median", "quartiles", "cold", "makes", "a second", "/ additions", "/ kvplan")
-SHORT: Final = (
-    "case", "blocks", "ids", "bind", "cold", "of Blocks", "two additions", "NIXL, ids alone", "NIXL", "bind, ranges",
-    "Mooncake",
-)  # fmt: skip
-IDS_ALONE: Final = "vLLM NIXL, _compute_desc_ids"
 
 NOTES: Final = (
     "A decode worker's request, from lists of block ids on both sides, between engines that have shaken hands. All "
@@ -28,13 +23,6 @@ MEMORY: Final = f"'{BIND}', '{OF_BLOCKS}' and '{FLOOR}' reuse memory; 'kvplan bi
 RATIOS: Final = (
     "/ additions: the time over that of two additions of numpy, one for each side, into arrays that are there already. "
     f"/ kvplan: over that of '{BIND}' for ids, of '{DESCRIPTORS}' for ranges."
-)
-SHORT_RATIOS: Final = (
-    f"bind: '{BIND}', and its cold time; of Blocks: '{OF_BLOCKS}'; bind, ranges: '{DESCRIPTORS}'. Ratios are times "
-    f"over that of '{BIND}', and for Mooncake over that of '{DESCRIPTORS}': two additions of numpy for the same ids, "
-    "the function that makes vLLM's ids, all that the peer does before it calls NIXL, its planner for Mooncake. A cell "
-    "is empty where the peer has no such function or refuses the pair. Each peer makes at least as many ids or ranges "
-    "as kvplan does."
 )
 
 
@@ -76,36 +64,13 @@ def _ratio(figure: Figure, base: Figure) -> str:
     return f"{_digits(figure.over(base))}x"
 
 
-def short(section: Section) -> Line:
-    """Return a section in one line: kvplan's times, and those of peers over them."""
-    bind = section[BIND]
-    ranges = section[DESCRIPTORS]
-    peer = section.peers
-    return (
-        f"{section.case} ({peer})",
-        f"{section.blocks:,}",
-        f"{bind.count:,}",
-        *map(seconds, (bind.quartiles[1], bind.cold, section[OF_BLOCKS].quartiles[1])),
-        _over(section, FLOOR, bind),
-        _over(section, IDS_ALONE, bind),
-        _over(section, f"{peer} NIXL, {'_read' if peer == 'vLLM' else 'send'}", bind),
-        seconds(ranges.quartiles[1]),
-        _over(section, f"{peer} Mooncake", ranges),
-    )
-
-
-def _over(section: Section, name: str, base: Figure) -> str:
-    """Return the ratio of the function whose name begins so; empty without one."""
-    return next((_ratio(figure, base) for figure in section.figures if figure.name.startswith(name)), "")
-
-
-def remarks(sections: Sequence[Section], is_short: bool) -> Iterator[str]:
+def remarks(sections: Sequence[Section]) -> Iterator[str]:
     """Yield the notes of functions and the refusals of peers, each once."""
     notes: dict[str, dict[str, None]] = {}
     refused: dict[tuple[str, str], str] = {}
     for section in sections:
         for figure in section.figures:
-            if figure.note and not (is_short and figure.name == "kvplan bind"):
+            if figure.note:
                 notes.setdefault(figure.note, {})[figure.name] = None
         for refusal in section.refusals:
             refused[section.case, refusal.name] = refusal.reason
@@ -113,18 +78,10 @@ def remarks(sections: Sequence[Section], is_short: bool) -> Iterator[str]:
     yield from (f"{name} refuses '{case}': {reason}" for (case, name), reason in refused.items())
 
 
-def _notes(sections: Sequence[Section], is_short: bool) -> Iterator[str]:
-    yield from (*NOTES, MEMORY, SHORT_RATIOS if is_short else RATIOS)
-    yield from remarks(sections, is_short)
-
-
-def markdown(sections: Sequence[Section], caption: str, is_short: bool) -> str:
+def markdown(sections: Sequence[Section], caption: str) -> str:
     """Return everything as Markdown."""
-    if is_short:
-        tables = [[*_head(SHORT), *map(_row, map(short, sections))]]
-    else:
-        tables = [[f"**{title(section)}**", "", *_head(COLUMNS), *map(_row, lines(section))] for section in sections]
-    notes = [f"- {note}" for note in _notes(sections, is_short)]
+    tables = [[f"**{title(section)}**", "", *_head(COLUMNS), *map(_row, lines(section))] for section in sections]
+    notes = [f"- {note}" for note in (*NOTES, MEMORY, RATIOS, *remarks(sections))]
     return "\n\n".join(["\n".join(part) for part in (*tables, notes)] + [caption])
 
 
