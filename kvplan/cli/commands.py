@@ -304,13 +304,4 @@ class _OfferText:
         }
 
 
-def read_offer(path: str) -> Worker:
-    """Return the worker in a file, or on stdin for ``-``. Raises ``NAME`` or what it lacks."""
-    offer = _OfferText.read(path)
-    if offer.worker is None:
-        problem = offer.problems[0]
-        raise KVPlanError(problem.code, f"read {offer.name}", expected="an offer", got=f"{problem}")
-    return offer.worker
-
-
 COMMANDS: Final = (verify_command, explain_command, show_command, check_offer_command)

@@ -1,4 +1,4 @@
-"""Commands about a store: what is in it, whether it is whole, who can load it, what to evict."""
+"""Commands about a store: what is in it, whether it is whole, what to evict."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ import attrs
 import click
 
 from kvplan._text import count, few, fold, intervals, size
-from kvplan.cli.commands import read_offer
 from kvplan.cli.console import echo_json, print_lines, progress
 from kvplan.cli.options import json_option
-from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
-from kvplan.plan import plan_reads
-from kvplan.protocol.page_reads import lay_out, of_group
 from kvplan.protocol.page_shards import DIVIDED, NAME_DIGITS, StoredShard
 from kvplan.protocol.pages import PageHeader
 from kvplan_nixl.serving.store import Backend, FileEntry, Limits, evict, open_backend
@@ -323,86 +319,6 @@ def deleted_of(backend: Backend, names: Iterable[str]) -> list[str]:
     return faults
 
 
-@attrs.frozen
-class PageCost:
-    """What a page costs a group of a reader: files to read, and pieces to copy."""
-
-    group: str
-    num_files: int
-    file_bytes: int
-    num_bytes: int
-    num_descriptors: int
-
-    def __str__(self) -> str:
-        pieces = f"{count(self.num_descriptors, 'piece')} of {size(self.num_bytes)}"
-        files = f"{count(self.num_files, 'file')} of {size(self.file_bytes)}"
-        return f"group {self.group!r} loads a page from {files}, in {pieces}"
-
-
-def costs_of(worker: Worker, space: ModelEntry) -> tuple[list[PageCost], list[str]]:
-    """Return what a worker loads of a space, and why it cannot load the rest."""
-    # each reason once, in order of the shards
-    refusals = {entry.shard.misfit(worker): None for entry in space.shards.values()}
-    shards = [entry.shard for entry in space.shards.values() if not entry.shard.misfit(worker)]
-    reasons = [reason for reason in refusals if reason]
-    costs = []
-    for group in worker.groups:
-        own = of_group(worker, group)
-        is_state = group.tokens_per_block is None
-        candidates = [shard for shard in shards if (shard.num_tokens is None) is is_state]
-        if not own.views:
-            continue
-        try:
-            workers, _, _ = (
-                lay_out(candidates, "store", 1 << 12, 1 << 40) if candidates else ([], 0, 0)
-            )
-            plan = plan_reads(own, workers)
-        except KVPlanError as error:
-            reasons.append(f"group {group.name!r}: {error}")
-            continue
-        # files from which nothing is needed are not read
-        pairs = zip(candidates, plan.pairs, strict=True)
-        used = [shard for shard, pair in pairs if pair.group_pairs]
-        # of a window, a page has its last positions alone
-        num_tokens = used[0].num_tokens if used else None
-        cost = plan.cost(num_tokens or space.tokens_per_page)
-        file_bytes = sum(shard.num_bytes for shard in used)
-        costs.append(
-            PageCost(group.name, len(used), file_bytes, cost.num_bytes, cost.num_descriptors)
-        )
-    return costs, reasons
-
-
-@click.command("explain")
-@location_argument
-@click.argument("offer")
-@json_option
-def explain_pages_command(location: str, offer: str, as_json: bool) -> int:
-    """Say what a worker can load of a store, and at what cost.
-
-    OFFER is a file with the message that kvplan.encode makes of the worker.
-
-    Exit status: 0 it can load some model, 1 it can load none, 2 refused.
-    """
-    spaces, _ = spaces_of(opened(location))
-    worker = read_offer(offer)
-    # every model of the store is tried, also ones of other names
-    documents = []
-    is_any = False
-    for space in spaces:
-        costs, reasons = costs_of(worker, space)
-        # one model that can be loaded is enough
-        is_any |= bool(costs)
-        documents.append({"space": space.name, "costs": costs, "reasons": reasons})
-        if not as_json:
-            print_lines([f"{worker.label} from {space.name}, {space.model}"])
-            print_lines(f"  {cost}" for cost in costs)
-            print_lines([f"  not: {few(reasons, '; ')}"] if reasons else ())
-    if as_json:
-        echo_json({"worker": worker.label, "spaces": documents})
-    return 0 if is_any else 1
-
-
 @click.command("gc")
 @location_argument
 @click.option("--max-gib", type=click.FloatRange(min=0), help="Bytes of the whole store.")
@@ -451,9 +367,7 @@ def _scaled(number: float | None, unit: int) -> int | None:
     return None if number is None else round(number * unit)
 
 
-@click.group(
-    "store", commands=[ls_command, verify_files_command, explain_pages_command, gc_command]
-)
+@click.group("store", commands=[ls_command, verify_files_command, gc_command])
 def store_command() -> None:
     """List, check and clean a store of caches.
 

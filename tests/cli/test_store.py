@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvplan import Blocks, encode
-from kvplan.protocol.retention import keeping
+from kvplan import Blocks
 from kvplan_nixl.serving.store import FileBackend, StoreClient
 from tests.conftest import Cli
 from tests.store.engines import PAGE, PROMPT, QWEN, EngineWithStore
@@ -49,35 +48,6 @@ def test_a_damaged_file_is_found_and_deleted(cli: Cli, store: Path) -> None:
     assert cli("store", "ls", str(store)).status == 1
     assert json.loads(cli("store", "verify", str(store), "--delete", "--json").out)["files"] == 24
     assert cli("store", "verify", str(store)).out.startswith(f"{store}: 22 files of 22 whole, 0 damaged")
-
-
-def test_explain_says_who_can_load_what(cli: Cli, store: Path, tmp_path: Path) -> None:
-    """A worker of TP 4 needs one file of each page; one of another dtype none, and the reason is said."""
-    offer = tmp_path / "worker.json"
-    offer.write_bytes(encode(QWEN.engine("d", tp=4, num_blocks=9)[1]))
-    run = cli("store", "explain", str(store), str(offer))
-    assert run.status == 0
-    assert "  group 'attn' loads a page from 1 file of 2048 bytes, in" in run.out
-    offer.write_bytes(encode(QWEN.with_dtypes("float16").engine("d", num_blocks=9)[0]))
-    run = cli("store", "explain", str(store), str(offer))
-    assert run.status == 1
-    assert "  not: layers.0.attn is bfloat16 [dim 8, head 4, kv 2], not float16" in run.out
-    offer.write_bytes(b"{}")
-    assert cli("store", "explain", str(store), str(offer)).status == 2
-
-
-def test_explain_counts_the_positions_that_a_window_has_of_a_page(cli: Cli, tmp_path: Path) -> None:
-    """Of a window of 7 positions a page has 8: as many bytes are loaded as files have."""
-    backend = FileBackend(tmp_path / "windows")
-    (cache,) = EngineWithStore.of(QWEN, backend, seed=5).caches
-    worker = keeping(cache.worker, {"attn": 7})
-    client = StoreClient(backend, worker, tokens_per_page=PAGE)
-    assert client.save(client.chain(PROMPT), BLOCKS, {"attn": (0, PAGE)}) == 1
-    offer = tmp_path / "worker.json"
-    offer.write_bytes(encode(worker))
-    (space,) = json.loads(cli("store", "explain", str(tmp_path / "windows"), str(offer), "--json").out)["spaces"]
-    (cost,) = space["costs"]
-    assert cost["num_bytes"] == cost["file_bytes"]
 
 
 def test_gc_keeps_limits_and_pins(cli: Cli, store: Path) -> None:
