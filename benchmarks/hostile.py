@@ -3,8 +3,8 @@
     python -m benchmarks.hostile [CASE ...]
 
 For each case this prints the bytes of the answer, and how many CPU seconds and how much memory a worker needs for all
-that it may do with it: decode, plan and choose a strategy in one budget; count the cost, certify, explain and show.
-Each case runs in a process of its own. Errors are shown with their code; any other exception is a fault.
+that an engine does with it in one budget: decode, plan, count the cost and choose a strategy. Each case runs in a
+process of its own. Errors are shown with their code; any other exception is a fault.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from kvplan import (
     Region,
     View,
     Worker,
-    certify,
     decode,
     encode,
-    explain,
     plan_reads,
-    show,
 )
 from kvplan.budget import MESSAGE_BYTES
+from kvplan.models.options import EngineOptions
 from kvplan.plan import TransferPlan
 from kvplan.staging import choose
 
@@ -50,7 +48,7 @@ OneView = tuple[str, Group, Sequence[Axis], int, int]
 
 
 def worker(engine: str, views: Iterable[OneView]) -> Worker:
-    """Return a worker with each view in a region of its own."""
+    """A worker with each view in a region of its own."""
     groups: dict[str, Group] = {}
     regions = list[Region]()
     all_views = list[View]()
@@ -69,7 +67,7 @@ def axis(name: str, size: int, stride: int) -> Axis:
 
 
 def token(slots: int, stride: int = 4) -> list[Axis]:
-    """Return the axes of ``slots`` tokens of four bytes."""
+    """The axes of ``slots`` tokens of four bytes."""
     return [axis("token", slots, stride), axis("dim", 4, 1)]
 
 
@@ -130,12 +128,12 @@ def many_spans() -> Pair:
 
 
 def answer(engine: str, workers: Iterable[Worker]) -> list[Worker]:
-    """Return workers as the ranks of one engine."""
+    """Workers as the ranks of one engine."""
     return [attrs.evolve(member, engine_id=engine, rank=rank) for rank, member in enumerate(workers)]
 
 
 def scattered_heads(engine: str, slots: int, heads: range, number: int, gap: int) -> Worker:
-    """Return a worker with some of eight heads of 32 layers, whose tokens are ``gap`` bytes apart."""
+    """A worker with some of eight heads of 32 layers, whose tokens are ``gap`` bytes apart."""
     size = 256 + gap
     axes = [
         Axis("head", heads.start, heads.stop, 8, size * slots),
@@ -182,55 +180,25 @@ def rings() -> Pair:
     return whole, answer("s", sources)
 
 
-def real_pair(
-    model: Model | str, decode_sizes: dict[str, object], prefill_sizes: dict[str, object], rank: int = 0
-) -> Pair:
-    known = Model.shipped(model) if isinstance(model, str) else model
-    decoder = known.engine("decode", num_blocks=1000, **decode_sizes)[rank]  # type: ignore[arg-type]
-    return decoder, known.engine("prefill", num_blocks=1000, **prefill_sizes)  # type: ignore[arg-type]
+def real_pair(name: str, source: str, destination: str) -> Pair:
+    model = Model.shipped(name)
+    sides = [EngineOptions.parse(text, "a side").engine(model, text, 1000) for text in (source, destination)]
+    return sides[1][0], sides[0]
 
 
-DEEP_HYBRID = {
-    "model_type": "nemotron_h",
-    "hybrid_override_pattern": 4 * "M-M-M-M*M-M-M-M*",
-    "num_hidden_layers": 64,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "attention_head_dim": 128,
-    "hidden_size": 4096,
-    "mamba_num_heads": 128,
-    "mamba_head_dim": 64,
-    "n_groups": 8,
-    "ssm_state_size": 128,
-    "conv_kernel": 4,
-    "torch_dtype": "bfloat16",
-}
-
-REAL: dict[str, Callable[[], Pair]] = {
-    "Llama 3.1 8B, TP 2 to 1": partial(real_pair, "llama-3.1-8b", {}, {"tp": 2}),
-    "Llama 3.1 70B, TP 8 to 1, BLHNC, 16 to 64 tokens": partial(
-        real_pair, "llama-3.1-70b", {"tokens_per_block": 64, "layout": "BLHNC"}, {"tp": 8}
-    ),
-    "Llama 3.1 70B, heads and tokens swapped, 256 tokens": partial(
-        real_pair,
-        "llama-3.1-70b",
-        {"layout": "LBHNC", "tokens_per_block": 256},
-        {"layout": "LBNHC", "tokens_per_block": 256},
-    ),
-    "DeepSeek V3, DCP 8 to 1": partial(real_pair, "deepseek-v3", {"tp": 8}, {"tp": 8, "dcp": 8}),
-    "Qwen3 235B A22B, TP 16 to 4": partial(real_pair, "qwen3-235b-a22b", {"tp": 4}, {"tp": 16}),
-    "Gemma 3 27B, TP 1 to 4, 16 to 32 tokens": partial(real_pair, "gemma-3-27b", {"tp": 4, "tokens_per_block": 32}, {}),
-    "GPT-OSS 120B, PP 4 to TP 2": partial(real_pair, "gpt-oss-120b", {"tp": 2}, {"pp": 4}),
-    "Nemotron-H 8B, TP 2 to 1, convolutions reordered": partial(
-        real_pair, "nemotron-h-8b", {"conv_order": "SD"}, {"tp": 2}
-    ),
-    "Falcon-Mamba 7B, convolutions reordered": partial(real_pair, "falcon-mamba-7b", {"conv_order": "SD"}, {"tp": 2}),
-    "64 layers of a hybrid, 512 to 400 tokens, convolutions reordered": partial(
-        real_pair,
-        Model.from_config(DEEP_HYBRID),
-        {"tokens_per_block": 400, "conv_order": "SD"},
-        {"tokens_per_block": 512},
-    ),
+REAL = {
+    f"{name}, {source} to {destination}": partial(real_pair, name, source, destination)
+    for name, source, destination in (
+        ("llama-3.1-8b", "tp=2", "tp=1"),
+        ("llama-3.1-70b", "tp=8", "block=64,layout=BLHNC"),
+        ("llama-3.1-70b", "block=256,layout=LBNHC", "block=256,layout=LBHNC"),
+        ("deepseek-v3", "tp=8,dcp=8", "tp=8"),
+        ("qwen3-235b-a22b", "tp=16", "tp=4"),
+        ("gemma-3-27b", "tp=1", "tp=4,block=32"),
+        ("gpt-oss-120b", "pp=4", "tp=2"),
+        ("nemotron-h-8b", "tp=2", "conv=SD"),
+        ("falcon-mamba-7b", "tp=2", "conv=SD"),
+    )
 }
 """Pairs of engines as they are deployed, for comparison."""
 
@@ -249,26 +217,13 @@ HOSTILE = (
 
 
 def staged_region(local: Worker) -> Worker:
-    """Return a worker with a region for staging, behind all others."""
+    """A worker with a region for staging, behind all others."""
     end = max((region.end for region in local.regions), default=0)
     return attrs.evolve(local, regions=(*local.regions, Region("staging", end + 4096, 256 << 20)))
 
 
-def uses(
-    local: Worker, remotes: Sequence[Worker], plan: TransferPlan, budget: Budget
-) -> dict[str, Callable[[], object]]:
-    """Return what may be done with a plan, by name."""
-    return {
-        "cost": plan.cost,
-        "certify": lambda: certify(plan),
-        "choose": lambda: choose(staged_region(local), remotes, tokens=1024, staging="staging", budget=budget),
-        "explain": lambda: explain(plan, detail="rows"),
-        "show": lambda: show(plan),
-    }
-
-
 def outcome(action: Callable[[], object]) -> str:
-    """Return what an action ends in: ``ok``, or a code."""
+    """What an action ends in: ``ok``, or a code."""
     try:
         action()
     except KVPlanError as error:
@@ -291,8 +246,8 @@ def steps(pair: Pair, budget: Budget) -> Iterator[str]:
     if remotes:
         yield outcome(lambda: plans.append(plan_reads(local, remotes, budget=budget)))
     for plan in plans:
-        for use in uses(local, remotes, plan, budget).values():
-            yield outcome(use)
+        yield outcome(plan.cost)
+        yield outcome(lambda: choose(staged_region(local), remotes, tokens=1024, staging="staging", budget=budget))
 
 
 def measure(case: str) -> None:
