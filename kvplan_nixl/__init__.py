@@ -3,7 +3,7 @@
 The packages are ``vllm`` and ``sglang``, one engine's connectors each, over ``serving``, which runs
 :mod:`kvplan.protocol` and stores. Between them are the modules of this folder, by what they do::
 
-    transfers over NIXL        agent, backends, rows, envelope, executor, events
+    transfers over NIXL        agent, backends, envelope, executor, events
     memory of the same host    cma, mapping, mapped, kernel
     copies, zeros, digests     rearrange, calibrate, digest, digest_kernel
     what connectors share      settings, identity, weights, reads, mover

@@ -101,49 +101,42 @@ class TransferEvent:
         )
 
 
-class Unwatched:
-    """Measures nothing, and logs a failure."""
-
-    def made(self) -> None:
-        """NIXL has made the transfer."""
-
-    def posted(self, transfer: Transfer) -> None:
-        """NIXL has posted the transfer, which runs."""
-
-    def settled(self, transfer: Transfer) -> None:
-        """The transfer has settled."""
-        if transfer.status is Status.FAILED:
-            # as text: log records are kept, transfers are not
-            LOGGER.warning("%s: %s", repr(transfer), str(transfer.error))
-
-
-UNWATCHED: Final = Unwatched()
-
-
-class Watch(Unwatched):
-    """Measures one transfer, from its start."""
+class Watch:
+    """Logs one transfer when it settles, and from its start measures it if the log is at DEBUG."""
 
     def __init__(self) -> None:
+        self._is_measured = LOGGER.isEnabledFor(logging.DEBUG)
         self._num_bytes: int | None = None
         # the times at which stages begin and end, as far as the transfer has come
-        self._marks = [perf_counter_ns()]
+        self._marks = list[int]()
+        self._mark()
+
+    def _mark(self) -> None:
+        if self._is_measured:
+            self._marks.append(perf_counter_ns())
 
     def made(self) -> None:
-        """The first stage ends."""
-        self._marks.append(perf_counter_ns())
+        """NIXL has made the transfer: the first stage ends."""
+        self._mark()
 
     def posted(self, transfer: Transfer) -> None:
-        """The second stage ends."""
-        self._marks.append(perf_counter_ns())
-        # counted now: later a workspace may hold the ids of another request
-        self._num_bytes = transfer.spec.num_bytes
+        """NIXL has posted the transfer, which runs: the second stage ends."""
+        self._mark()
+        if self._is_measured:
+            # counted now: later a workspace may hold the ids of another request
+            self._num_bytes = transfer.spec.num_bytes
 
     def settled(self, transfer: Transfer) -> None:
-        """The transfer has settled: log the event."""
-        self._marks.append(perf_counter_ns())
-        event = self._event(transfer)
-        level = logging.WARNING if event.status is Status.FAILED else logging.DEBUG
-        LOGGER.log(level, "%s", event, extra={"event": event})
+        """The transfer has settled: log the event, or a failure alone."""
+        self._mark()
+        is_failed = transfer.status is Status.FAILED
+        if self._is_measured:
+            event = self._event(transfer)
+            level = logging.WARNING if is_failed else logging.DEBUG
+            LOGGER.log(level, "%s", event, extra={"event": event})
+        elif is_failed:
+            # as text: log records are kept, transfers are not
+            LOGGER.warning("%s: %s", repr(transfer), str(transfer.error))
 
     def _event(self, transfer: Transfer) -> TransferEvent:
         spec = transfer.spec
@@ -163,8 +156,3 @@ class Watch(Unwatched):
             status=transfer.status,
             code="" if transfer.error is None else transfer.error.code,
         )
-
-
-def new_watch() -> Unwatched:
-    """Return the watch of a transfer that starts."""
-    return Watch() if LOGGER.isEnabledFor(logging.DEBUG) else UNWATCHED

@@ -42,8 +42,7 @@ from kvplan_nixl import cma
 from kvplan_nixl.agent import LOCAL, Agent, Handle, MemoryRange
 from kvplan_nixl.backends import UCX, Backends, checked_backends
 from kvplan_nixl.envelope import Envelope, agent_prefix
-from kvplan_nixl.events import UNWATCHED, Peer, Unwatched, new_watch
-from kvplan_nixl.rows import PreparedRows, memory_kind_of
+from kvplan_nixl.events import Peer, Watch
 from kvplan_nixl.serving.host_key import AnyKey
 
 PAUSE_S: Final = 50e-6
@@ -57,7 +56,16 @@ class NixlTransfer(Transfer):
     is_cancelled: bool = False
     handle: Handle | None = None
     peer: _Peer | None = None
-    watch: Unwatched = UNWATCHED
+    watch: Watch = attrs.field(factory=Watch)
+
+
+@attrs.frozen(eq=False)
+class PreparedRows:
+    """The rows of both tables of a pair, ``local`` and ``remote``, as NIXL has them."""
+
+    local_table: Table
+    local: Handle
+    remote: Handle
 
 
 @attrs.define(eq=False)
@@ -261,7 +269,7 @@ class NixlExecutor:
         Raises ``PEER`` where the worker is not connected, ``TRANSFER`` where the plan is not
         prepared; ``TYPE`` or ``NAME`` for what can name no request.
         """
-        transfer = NixlTransfer(spec, request, watch=new_watch())
+        transfer = NixlTransfer(spec, request)
         if not len(spec.local_table.rows):
             self._end(transfer)
             return transfer
@@ -461,6 +469,23 @@ class NixlExecutor:
         return (
             f"<NixlExecutor {self.worker.label}: {len(self._peers)} peers, {transfers} transfers>"
         )
+
+
+def memory_kind_of(table: Table) -> str:
+    """Return the kind of memory of all rows of a table. Raises ``MEMORY`` if there are several."""
+    # one element for each row: the index of its region
+    region_indices = set(table.region.tolist())
+    kinds: list[str] = sorted({table.regions[index].memory for index in region_indices})
+    if len(kinds) > 1:
+        raise KVPlanError(
+            "MEMORY",
+            "prepare a plan",
+            expected="one kind of memory on each side of a pair",
+            got=" and ".join(kinds),
+            hint="make one plan for each kind, with not_transferred",
+            kinds=tuple(kinds),
+        )
+    return kinds[0]
 
 
 def _is_connected(worker: Worker, got: str, hint: str = "") -> KVPlanError:

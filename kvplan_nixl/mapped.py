@@ -38,11 +38,10 @@ from kvplan.staging.copy_plan import BoundCopy, PairCopy, RowTables, copy_of_spe
 from kvplan.support import shown
 from kvplan_nixl.backends import UCX, Backends
 from kvplan_nixl.cma import Process
-from kvplan_nixl.executor import NixlExecutor, NixlTransfer
+from kvplan_nixl.executor import NixlExecutor, NixlTransfer, PreparedRows
 from kvplan_nixl.kernel import Copies, KernelCopies, TorchCopies, has_triton
 from kvplan_nixl.mapping import MAX_HANDLE_BYTES, Mapped, Mapper, cuda_mapper, unmapped_note
 from kvplan_nixl.rearrange import tensor_at
-from kvplan_nixl.rows import PreparedRows
 
 __all__ = ["MappedExecutor"]
 

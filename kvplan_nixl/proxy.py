@@ -306,7 +306,7 @@ class Proxy:
                 body, partial(self._forward_body, request)
             )
             return response
-        complete = partial(self._complete, request)
+        complete = partial(self._asked, request, engines=self.decode)
         answers = await asyncio.gather(*(answer_one(each, complete) for each in bodies))
         return web.json_response(merged(answers))
 
@@ -329,9 +329,9 @@ class Proxy:
             LOGGER.warning("%s keeps no cache: decode computes the prompt", response.url.origin())
         return handoff
 
-    async def _complete(self, request: web.Request, body: Body) -> Body:
-        """Return decode's whole answer to a request."""
-        async with self.decode.ask(
+    async def _asked(self, request: web.Request, body: Body, engines: Engines) -> Body:
+        """Return an engine's whole answer."""
+        async with engines.ask(
             self._session, "POST", request.path, json=body, headers=credentials_of(request)
         ) as response:
             answer: Body = await response.json()

@@ -67,18 +67,6 @@ class _WithRooms(Proxy):
         except KVPlanError as error:
             raise proxy.bad_gateway(str(error)) from None
 
-    async def _asked(self, request: web.Request, body: Body, engines: Engines) -> Body:
-        """Return an engine's whole answer."""
-        async with engines.ask(
-            self._session,
-            "POST",
-            request.path,
-            json=body,
-            headers=proxy.credentials_of(request),
-        ) as response:
-            answer: Body = await response.json()
-        return answer
-
 
 @attrs.define(eq=False)
 class ToSglang(_WithRooms):
