@@ -1,40 +1,41 @@
-"""What a peer costs a rank of decode, and a fleet of them: ``python -m benchmarks.fleet``.
+"""What a peer costs a rank of decode, and what each message costs both sides: ``python -m benchmarks.fleet``.
 
 Each prefill engine offers its workers, and the rank opens the offers, plans and connects. NIXL's part, the keys to
 registered memory, is stood in for by as many bytes of metadata. Figures are processor time, and memory that is still
 held, a peer: the time of the first half of the handshakes, and the memory of the others, since tracing memory takes
 time. Offers are fetched apart, over loopback with a key, in the time of both ends: as they are, and as they would be
-without the metadata of workers that the rank does not read. ``benchmarks.doors`` has what a message takes.
+without the metadata of workers that the rank does not read.
 
-A second table has what a step of the rank takes with many reads under way, where nothing has happened to them since the
-last step: their bytes still move, or have moved and the source has not yet said that the lease was valid. What NIXL
-takes to look at a transfer is left out.
+A second table has the processor time of each message, in microseconds of a reader and of a server in a process of its
+own: the median of several rounds, in turns.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import random
 import statistics
 import time
 import tracemalloc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from kvplan import Blocks, Model, Status, Transfer, Worker, decode, encode
-from kvplan.plan import ReadSpec
-from kvplan.protocol import Connections, Leases, Listener, PartialRead, Read, Reads, Source
+from kvplan import Model, Worker, decode, encode
+from kvplan.describe import Blocks
+from kvplan.protocol import Connections, Handoff, Leases, Listener, Source
+from kvplan.protocol.claims import ClaimMessage, send_claims
 from kvplan.protocol.listener import Offers, fetch
 from kvplan.protocol.peer_engines import PeerEngines
-from kvplan.protocol.system import Pending
-from kvplan.testing import FakeExecutor, FakeNetwork
 from kvplan_nixl.serving import Access, Driver
 
 PEERS: Final = 32
 FETCHES: Final = 40
-STEPS: Final = 31
+ROUNDS: Final = 11
+MESSAGES: Final = 50
 ACCESS: Final = Access(key=b"a secret of all engines")
 METADATA_BYTES_PER_REGION: Final = 1600
 """130 kB of NIXL's metadata for the 80 regions of a worker, over InfiniBand."""
@@ -98,76 +99,6 @@ def fetch_ms(offers: Sequence[bytes]) -> float:
         return (time.process_time() - began) * 1e3 / FETCHES
 
 
-class Moving(FakeExecutor):
-    """Moves bytes once it ``may_move`` them."""
-
-    may_move = False
-    num_started = 0
-
-    def start(self, spec: ReadSpec, request: str) -> Transfer:
-        """Return a transfer, and count it."""
-        self.num_started += 1
-        return super().start(spec, request)
-
-    def poll(self, transfer: Transfer) -> Status:
-        """Return how far the transfer is."""
-        return super().poll(transfer) if self.may_move else transfer.status
-
-
-class Unanswered:
-    """In place of claims: no source has answered yet."""
-
-    def ask(self, source: Source, lease: str) -> Pending[None]:
-        """Return an answer that is outstanding."""
-        return Pending()
-
-
-def step_ms(reads: Reads) -> float:
-    """Return the milliseconds of processor time of a step."""
-    times = []
-    for _ in range(STEPS):
-        began = time.process_time()
-        reads.poll()
-        reads.late()
-        times.append((time.process_time() - began) * 1e3)
-    return statistics.median(times)
-
-
-def print_steps() -> None:
-    """Print a table: what a step takes, by the number of reads under way."""
-    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
-    model = Model.from_config(config, "m")
-    (local,), (remote,) = model.engine("decode", num_blocks=9), model.engine("prefill", num_blocks=9)
-    tables = {"attn": Blocks([1])}
-    source = Source("prefill", "1", "prefill", 1)
-    print("\n| reads under way | ms, bytes move | ms, bytes have moved |\n|---:|---:|---:|")
-    for number in (100, 1000, 10_000):
-        executor = Moving(FakeNetwork([local, remote]), local)
-        claims: Any = Unanswered()
-        system = Offering({"prefill": [offer_of(remote)]})
-        logger = logging.getLogger("fleet")
-        reads = Reads(local, executor, logger, connections=CONNECTIONS, claims=claims, system=system)
-        names = [f"request {each}" for each in range(number)]
-        for name in names:
-            span = {"attn": (0, 16)}
-            read = Read(request=name, source=source, lease=name, local=tables, remote=tables, tokens=span)
-            reads.submit(PartialRead(name, read))
-        while executor.num_started < number:
-            reads.poll()
-            time.sleep(0.001)
-        moving_ms = step_ms(reads)
-        executor.may_move = True
-        reads.poll()
-        executor.may_move = False
-        print(f"| {number:,} | {moving_ms:.2f} | {step_ms(reads):.2f} |", flush=True)
-
-
-def main() -> None:
-    """Print both tables."""
-    print_peers()
-    print_steps()
-
-
 def print_peers() -> None:
     """Print a table: bytes, processor time and memory of a peer."""
     print(
@@ -206,5 +137,55 @@ def print_peers() -> None:
         print(f"| {engines} | {kb} | {fetched_ms} | {ms:.0f} | {held_bytes / 1e3:.0f} | {of_fleet} |")
 
 
+def serve(pipe: Connection) -> None:
+    """Serve leases, and offers as long as those of 16 workers with 80 layers, and tell the processor time of that."""
+    leases = Leases(Driver(), lease_s=3600)
+    with closing(Listener("prefill", "127.0.0.1", [bytes(130_000)] * 16, leases, system=Driver(ACCESS))) as listener:
+        pipe.send((listener.source, [leases.grant(f"request {number}") for number in range(100)]))
+        while pipe.recv():
+            pipe.send(time.process_time())
+
+
+def actions(source: Source, leases: list[str]) -> Mapping[str, Callable[[], Any]]:
+    """What a reader does, by name."""
+    claims = tuple((lease, "reader") for lease in leases)
+    handoff = Handoff(source, leases[0], 8192, "8f2c", {"attn": Blocks(range(512))})
+    params = handoff.params(ACCESS.key)
+    driver = Driver(ACCESS)
+    one, many = ClaimMessage(source.start, claims[:1]), ClaimMessage(source.start, claims)
+    return {
+        "claim of 1 lease": lambda: driver.run(send_claims(source, one, system=driver)),
+        "claims of 100 leases": lambda: driver.run(send_claims(source, many, system=driver)),
+        "offers of 16 workers, 2.8 MB": lambda: driver.run(fetch(source, 60, system=driver)),
+        "handoff of 512 blocks, written": lambda: handoff.params(ACCESS.key),
+        "handoff of 512 blocks, read": lambda: Handoff.of_params(params, ACCESS.key),
+    }
+
+
+def print_messages() -> None:
+    """Print a table of what each message costs."""
+    spawn = multiprocessing.get_context("spawn")
+    pipe, server_pipe = spawn.Pipe()
+    spawn.Process(target=serve, args=(server_pipe,), daemon=True).start()
+    by_name = actions(*pipe.recv())
+    times: dict[str, list[float]] = {name: [] for name in by_name}
+
+    def spent() -> float:
+        pipe.send(True)
+        return time.process_time() + float(pipe.recv())
+
+    for _ in range(ROUNDS):
+        for name, action in by_name.items():
+            began = spent()
+            for _ in range(MESSAGES):
+                action()
+            times[name].append(1e6 * (spent() - began) / MESSAGES)
+    print("\n| message | microseconds |\n|---|---:|")
+    for name, microseconds in times.items():
+        print(f"| {name} | {statistics.median(microseconds):.0f} |")
+    pipe.send(False)
+
+
 if __name__ == "__main__":
-    main()
+    print_peers()
+    print_messages()
