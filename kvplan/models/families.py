@@ -12,11 +12,11 @@ has what a class does not say, and the families that only engines have:
 ``defaults``    more keys that files have, with their defaults
 ``layers``      the kinds of layers in a file without ``layer_types``: a period, such as
                 ``["swa", "swa", "attn"]``, or a rule of :data:`kvplan.models.kinds.RULES`
-                (``configuration_*.py``)
+                (from the model's ``configuration_*.py``)
 ``attention``   what layers that attend cache, as in :data:`kvplan.models.caches.ATTENTION`
 ``state``       what recurrent layers cache, as in :data:`kvplan.models.caches.STATES`
 ``keys``        keys that are computed from others, as in :data:`kvplan.models.keys.RULES`
-                (``modeling_*.py``)
+                (from its ``modeling_*.py``)
 ``last``        the kind of the last layer, whatever its file lists
 ==============  ==================================================================================
 
@@ -136,7 +136,10 @@ CACHE_KEYS: Final = frozenset(chain(*(family.defaults for family in FAMILIES.val
     # files of any type may state these
     *("num_hidden_layers", "num_attention_heads", "num_heads", "hidden_size", "head_dim")
 }
-"""Keys that change the cache: a file that has one is refused if its family doesn't read it."""
+"""Keys that change the cache: a file that has one is refused if its family doesn't read it.
+
+They are all keys of families.json, so one that many files state without effect has to be excepted.
+"""
 
 OUTER: Final[Mapping[str, str]] = _TABLE["outer"]
 """The family of a decoder without a ``model_type``, by the type of the file around it."""

@@ -1,6 +1,7 @@
 """Values of a config.json: each is read by its key, in its exact type, or refused by its key.
 
-One value has other names in files of other families; they are tuples here, the newest name first.
+Files of different families have different names for one value: :data:`NUM_LAYERS` and others here
+have all of them.
 """
 
 from __future__ import annotations
