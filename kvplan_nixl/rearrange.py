@@ -4,7 +4,7 @@ Tensors are in main memory or on a GPU. A copy is one operation of torch for eac
 between tensors of the widest word that divides all offsets, whose rows are boxes. Boxes of a
 staging buffer mostly follow each other by one stride; then the boxes of the other side are selected
 or written by an index in one pass. Where neither side has one stride, boxes are selected and then
-written, some at a time.
+written, in main memory some at a time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["TorchCopier"]
 WORDS: Final = {16: "complex128", 8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
 """Types of torch by their bytes. Copies move bits, whatever numbers these would be."""
 
-CHUNK_BYTES: Final = {"cpu": 1 << 18, "cuda": 32 << 20}
-"""Bytes that are collected before they are spread, by type of device: a cache's, or a launch's."""
+CHUNK_BYTES: Final = 1 << 18
+"""Bytes that a processor collects before it spreads them: its cache holds them."""
 
 STAGING: Final = "staging"
 """The name of the staging region that :func:`~kvplan_nixl.kernel.with_staging` makes."""
@@ -267,8 +267,9 @@ def _copy_boxes(
 ) -> None:
     """Copy the indexed boxes of a tensor to those of another one, all where there is no index."""
     if destination_index is not None and source_index is not None:
-        box_bytes = source[0].numel() * source.element_size()
-        at_a_time = max(1, CHUNK_BYTES[source.device.type] // box_bytes)
+        at_a_time = len(source_index)
+        if source.device.type == "cpu":
+            at_a_time = max(1, CHUNK_BYTES // (source[0].numel() * source.element_size()))
         parts = zip(destination_index.split(at_a_time), source_index.split(at_a_time), strict=True)
         for to_rows, from_rows in parts:
             destination.index_copy_(0, to_rows, source.index_select(0, from_rows))
