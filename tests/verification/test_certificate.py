@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
 from kvplan import (
@@ -31,6 +32,8 @@ from kvplan import (
 from kvplan._arrays import heads, integers_in
 from kvplan.verification import Certificate, certificate
 from kvplan.verification.certificate import SlotSegments, _num_positions
+from kvplan.verification.tables import pairs_of, region_starts
+from property_tests.oracle import elements, held_positions
 from tests.small import engine
 
 ONE_BLOCK = {"attn": Blocks([1])}
@@ -226,6 +229,7 @@ def with_last_id(base):
 
 
 EQUAL, PIECES = PLANS["equal blocks"], PLANS["pieces of larger blocks"]
+TOKENS_OUTSIDE = plan_reads(engine("d", order="NH")[0], engine("p", order="NH"))
 HALVES = plan_reads(engine("d")[0], engine("p", tp=2))
 QUARTERS = plan_reads(engine("d", tokens=2, order="NH")[0], engine("p", tp=2, tokens=4))
 SIXES = plan_reads(engine("d", tokens=6)[0], engine("p", tokens=9, contexts=(2, 3)))
@@ -261,6 +265,7 @@ def wrong_plans():
         step = shifted(side, -1)
         yield "a short step to the second of two blocks", changed(TWO_BLOCKS, ("tokens", 0), step=step), follow
     yield "descriptors of several positions for tokens", runs_as_tokens(EQUAL), "a token to be one position"
+    yield "runs that repeat a token for tokens", runs_as_tokens(TOKENS_OUTSIDE), "a token to be one position"
     slots = changed(
         EQUAL, ("runs", 0), blocks=lambda sides: (attrs.evolve(sides[0], slot_terms=np.zeros(1, np.int32)), sides[1])
     )
@@ -606,28 +611,114 @@ def test_the_work_of_a_proof_grows_with_the_sum_of_the_block_sizes(order, ranges
         assert proof.num_fragments == 2 * tokens * 2 * ranges
 
 
-@given(st.data())
-def test_a_range_that_repeats_itself_is_as_its_bytes_say(data: st.DataObject) -> None:
-    """What is left out of a range has the numbers of what is followed, one slot further on for each repetition."""
-    order = data.draw(st.sampled_from(("HN", "NH")))
-    (worker,) = engine("d", tokens=data.draw(st.integers(1, 5)), heads=2, layers=1, order=order)
+def interleaved(worker: Worker) -> Worker:
+    """The worker with both layers in each token, one behind the other."""
+    first, second = worker.views
+    token_bytes = first.block_bytes // worker.groups[0].num_slots
+    views = []
+    for number, view in enumerate((first, second)):
+        view_axes = [attrs.evolve(a, stride_bytes=2 * token_bytes) if a.name == "token" else a for a in view.axes]
+        views.append(
+            attrs.evolve(
+                view,
+                axes=view_axes,
+                region="kv.0",
+                offset_bytes=number * token_bytes,
+                block_stride_bytes=2 * first.block_bytes,
+            )
+        )
+    region = attrs.evolve(worker.regions[0], size_bytes=2 * worker.regions[0].size_bytes)
+    return attrs.evolve(worker, regions=[region], views=views)
+
+
+Meaning = tuple[str, int, tuple[tuple[str, int], ...], int]
+"""Tensor, position, coordinates, and byte of the element."""
+
+
+def bytes_of_block(worker: Worker, ordinal: int) -> dict[int, tuple[int, Meaning]]:
+    """The slot and the meaning of each byte of block 0 as the block of an ordinal, by its offset in all regions."""
     (group,) = worker.groups
-    proof = certificate._Proof(worker, (), True)
-    segments = certificate._segments(worker, group, proof.tensors)
-    slot_of: dict[int, tuple[int, int]] = {}
-    for start, length, slot, number in zip(
-        segments.start.tolist(), segments.length.tolist(), segments.slot.tolist(), segments.number.tolist(), strict=True
-    ):
-        slot_of.update({start + i: (slot, number + i) for i in range(length)})
-    size = len(slot_of)
-    start = data.draw(st.integers(0, size - 1))
-    length = data.draw(st.integers(1, size - start))
-    num_slots = data.draw(st.sampled_from([1, 2, 5]))
-    (after,) = segments.repeats_after(np.array([start]), np.array([length]), num_slots).tolist()
-    for byte in range(start, start + length - after):
-        slot, number = slot_of[byte]
-        assert slot_of[byte + after] == (slot + 1, number)
-        assert (slot + 1) % num_slots
+    starts = dict(zip([region.name for region in worker.regions], region_starts(worker), strict=False))
+    held = list(itertools.islice(held_positions(group), (ordinal + 1) * group.num_slots))
+    found = {}
+    for view in worker.views:
+        for slot, offset, coordinates in elements(view):
+            local_slot = ordinal * group.num_slots + slot
+            for byte in range(view.itemsize):
+                meaning = view.name, held[local_slot], coordinates, byte
+                found[int(starts[view.region]) + offset + byte] = local_slot, meaning
+    return found
+
+
+ORDERS = st.sampled_from(("HN", "NH", "interleaved"))
+CONTEXTS = st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 2)])
+TWO = st.tuples
+"""The same of both sides: of the destination, and of the source."""
+
+
+@given(
+    orders=TWO(ORDERS, ORDERS) | ORDERS.map(lambda order: (order, order)),
+    tokens=TWO(st.integers(1, 4), st.integers(1, 4)) | st.just((4, 4)),
+    contexts=TWO(CONTEXTS, CONTEXTS) | CONTEXTS.map(lambda context: (context, context)),
+    ordinals=TWO(st.integers(0, 2), st.integers(0, 2)) | st.just((0, 0)),
+    length=st.integers(1, 40) | st.sampled_from([32, 48, 64, 96, 128]),
+    number=st.integers(0, 255) | st.just(0),
+)
+@example(  # a slot and a byte
+    orders=("HN", "HN"), tokens=(2, 2), contexts=((2, 1), (2, 1)), ordinals=(0, 0), length=17, number=0
+)
+@example(  # slots go on, but positions do not
+    orders=("HN", "HN"), tokens=(2, 2), contexts=((1, 1), (2, 1)), ordinals=(0, 0), length=32, number=0
+)
+@example(  # each side repeats itself at another distance
+    orders=("HN", "interleaved"), tokens=(4, 4), contexts=((1, 1), (1, 1)), ordinals=(0, 0), length=32, number=0
+)
+def test_a_range_is_right_if_each_of_its_bytes_is(
+    orders: tuple[str, str],
+    tokens: tuple[int, int],
+    contexts: tuple[Range, Range],
+    ordinals: Range,
+    length: int,
+    number: int,
+) -> None:
+    """Also where only what it repeats is followed; what is written are the bytes that a walk writes."""
+    workers = []
+    for name, order, per_block, context in zip("dp", orders, tokens, contexts, strict=True):
+        made = engine(name, tokens=per_block, heads=1, contexts=context, order="HN" if order == "HN" else "NH")[0]
+        workers.append(interleaved(made) if order == "interleaved" else made)
+    ours, theirs = map(bytes_of_block, workers, ordinals)
+    place_of = {meaning: at for at, (_, meaning) in theirs.items()}
+    starts = [at for at, (_, meaning) in sorted(ours.items()) if meaning in place_of]
+    assume(starts)
+    start = starts[number % len(starts)]
+    source_start = place_of[ours[start][1]]
+    (pair,) = pairs_of(EQUAL)
+    proof = certificate._Proof(workers[0], (), True)
+    segments = [certificate._segments(worker, worker.groups[0], proof.tensors) for worker in workers]
+    groups = workers[0].groups[0], workers[1].groups[0]
+    ids = attrs.evolve(layout_of(EQUAL), groups=groups)
+    tables = certificate.GroupTables(pair, ids, (segments[0], segments[1]))
+    destination, source = (
+        certificate.BlockRanges(
+            *(np.array([value]) for value in (ordinal, 0, at, length, worker.views[0].block_stride_bytes))
+        )
+        for ordinal, at, worker in zip(ordinals, (start, source_start), workers, strict=True)
+    )
+    walk = [(ours.get(start + i), theirs.get(source_start + i)) for i in range(length)]
+    is_right = all(to and out_of and to[1] == out_of[1] for to, out_of in walk)
+    event(f"right: {is_right}")
+    try:
+        fragments = proof.split(tables, destination, source)
+        proof.check_bytes(tables, destination, source, fragments)
+    except KVPlanError:
+        assert not is_right
+        return
+    assert is_right
+    event(f"repeats: {bool((fragments.num_slots > 1).any())}")
+    written = certificate._written(tables, destination, fragments, 1 << 20)
+    assert written.num_bytes == length
+    slots = [slot for _, _, low, high in written.rectangles.T.tolist() for slot in range(low, high)]
+    assert {*slots} == {to[0] for to, _ in walk if to}
 
 
 def test_workers_of_two_descriptions_are_no_proof():
