@@ -2,10 +2,10 @@
 
 ``rates``: bytes per second saved and loaded by the length of prompts, beside ``cp`` and ``cat`` of the same files
 and, where vLLM and LMCache are installed, the ExampleConnector and the disk backend, each the median of alternating
-rounds. ``index``: memory and time of searches among many pages. ``searches``: how searches grow with the pages of a
-prompt that has them for full attention, but not for windows. ``buckets``: saves, loads and searches in a bucket
-beside a folder; an S3-compatible server has to run, which AWS's variables of the environment name, and ``--bucket``
-is the URL of a bucket in it.
+rounds; the last column compares processor time, which says more where others use the machine. ``index``: memory and
+time of searches among many pages. ``searches``: how searches grow with the pages of a prompt that has them for full
+attention, but not for windows. ``buckets``: saves, loads and searches in a bucket beside a folder; an S3-compatible
+server has to run, which AWS's variables of the environment name, and ``--bucket`` is the URL of a bucket in it.
 """
 
 from __future__ import annotations
@@ -53,6 +53,12 @@ def timed(action: Callable[..., Any], *arguments: Any) -> float:
     began = time.perf_counter()
     action(*arguments)
     return time.perf_counter() - began
+
+
+def processor_s() -> float:
+    """The processor time of this process and of those that it has waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def shell(command: str) -> None:
@@ -145,10 +151,9 @@ def lmcache_disk(prompt: Prompt, folder: Path) -> Callable[[], None]:
 
 def print_rates(folder: Path, sizes: Sequence[int]) -> None:
     """Print the rates of saving and loading prompts, and of reading and copying the same files, by their lengths."""
-    print(
-        "| tokens | MB | saved | loaded | `cp -r` | `cat` | ExampleConnector | LMCache | loaded / `cp -r`, each round |"
-    )
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    peers = "`cp -r` | `cat` | ExampleConnector | LMCache"
+    print(f"| tokens | MB | saved | loaded | {peers} | loaded / `cp -r`, each round | by processor time |")
+    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     store, copied, example, chunks = (folder / name for name in ("kv", "copy", "example", "chunks"))
     for num_tokens in sizes:
         prompt = Prompt.of(num_tokens)
@@ -158,10 +163,14 @@ def print_rates(folder: Path, sizes: Sequence[int]) -> None:
         peer = example_connector(prompt, example) if find_spec("vllm") else None
         lmcache = lmcache_disk(prompt, chunks) if find_spec("lmcache") else None
         rounds: list[list[float]] = []
+        processor_ratios = []
         for _ in range(ROUNDS):
             # alternating, since others may use the machine
+            before_s = processor_s()
             seconds = [timed(client.load, chain, prompt.tables, prompt.span)]
+            loaded_s = processor_s()
             seconds += [timed(shell, f"cp -r {store} {copied}")]
+            processor_ratios.append((processor_s() - loaded_s) / (loaded_s - before_s))
             seconds += [timed(shell, f"find {store} -type f -exec cat {{}} + > /dev/null")]
             seconds += [timed(other) if other else np.inf for other in (peer, lmcache)]
             rounds.append(seconds)
@@ -172,6 +181,7 @@ def print_rates(folder: Path, sizes: Sequence[int]) -> None:
         rates = [f"{prompt.num_bytes / s / 1e6:,.0f} MB/s" for s in times]
         ratios = sorted(copying / loading for loading, copying, *_ in rounds)
         shown = f"{np.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        shown += f" | {np.median(processor_ratios):.2f}"
         print(f"| {num_tokens:,} | {prompt.num_bytes / 1e6:,.0f} | {' | '.join(rates)} | {shown} |", flush=True)
 
 
