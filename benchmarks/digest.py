@@ -1,4 +1,4 @@
-"""Digests of requests, beside one plain copy of as many bytes in the same run.
+"""Digests of requests, compared with one plain copy of as many bytes in the same run.
 
     python -m benchmarks.digest                     # a minute, in main memory
     python -m benchmarks.digest --device cuda:0     # on a GPU

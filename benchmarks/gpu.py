@@ -5,7 +5,7 @@
 First the executor contract runs in GPU memory, which checks every byte of reads and writes. Then one request is read in
 several pairs of layouts from a worker in a process of its own, on the same GPU, and from the first to the second GPU
 where there are two, with kvplan's settings of UCX and with UCX's own, by which a host without NVLinks does not read by
-CUDA IPC. Beside it are a copy of the same number of bytes in one piece, and copies of the same descriptors one
+CUDA IPC. For comparison: a copy of the same number of bytes in one piece, and copies of the same descriptors one
 by one, both by torch in one process. All times are medians of several rounds. Last a source is suspended, closed or
 killed under a read, and all memory of the reader is set to zero once that read has ended, or has not for a while: what
 lands later is seen, which only a read that is RUNNING may do.

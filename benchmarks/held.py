@@ -44,13 +44,13 @@ def tell_blocks(path: Path, every_s: float = 1.0) -> None:
     """Go on writing into a file how many blocks of memory this process has from Python.
 
     The memory of a process also grows by holes that its heap leaves between objects. The number of blocks does not, so
-    a process whose memory grows beside blocks that do not grow keeps no objects.
+    a process whose memory grows while its blocks do not keeps no objects.
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
 
     def tell() -> None:
         while True:
-            # of one width, in one call, so that nobody reads a part of it
+            # of one width and in one call, so that a reader never sees a part of it
             os.pwrite(file, f"{sys.getallocatedblocks():20}".encode(), 0)
             time.sleep(every_s)
 

@@ -1,4 +1,4 @@
-"""Hostile offers: small answers that ask for as much work as they can, beside real ones.
+"""Hostile offers: small answers that ask for as much work as they can, and real ones.
 
     python -m benchmarks.hostile [CASE ...]
 
@@ -257,7 +257,7 @@ def measure(case: str) -> None:
     try:
         pair = CASES[case]()
     except KVPlanError as error:
-        print(f"{case}: {error.code} for whoever describes it")
+        print(f"{case}: {error.code} when it is described")
         return
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()

@@ -1,4 +1,4 @@
-"""What kvplan_nixl costs beside calls by hand: ``python -m benchmarks.over_nixl``.
+"""What kvplan_nixl costs, compared with calls of NIXL by hand: ``python -m benchmarks.over_nixl``.
 
 All is between two processes of one machine.
 

@@ -137,7 +137,7 @@ def serve(
 ) -> None:
     """The other process: fill the worker's memory with :func:`pattern`, then obey commands."""
     for name in [name for name in os.environ if name.startswith("UCX_")]:
-        del os.environ[name]  # that of whoever started the first process of the forkserver
+        del os.environ[name]  # inherited from the first process of the forkserver
     os.environ.update(environment)
     if begin is not None:
         begin()

@@ -1,18 +1,18 @@
-"""The siege: a listener and a proxy under attack, beside honest clients of each.
+"""The siege: a listener and a proxy are attacked while honest clients use them.
 
     python -m benchmarks.siege --seconds 3600
 
 - *Listener*: honest readers fetch offers, claim leases, ask and end them. Attackers without the key hold idle and slow
-  connections and send malformed, unsigned and forged questions; one with the key claims a lease under ever new names
-  and sends each question twice.
+  connections and send malformed, unsigned and forged requests; one with the key claims a lease under new names each
+  time and replays each request.
 - *Proxy*: honest clients send prompts, and lists of them. Attackers hold idle connections and unfinished bodies, and
-  send what is no request, or would grow. Engines are stand-ins: they say what prompt and handoff they were given.
+  send malformed requests and large ones. Engines are stand-ins that answer with the prompt and handoff they were given.
 
-An honest client compares all that it gets: another prompt's answer, or a lease that is valid after its end, is *wrong*.
-What is refused is counted, with the longest time without an answer. Memory of the listener and of the proxy is measured
-throughout, and how many blocks of it they have from Python. The exit status is 1 if something is wrong, if no honest
-client of a kind was served, or if memory grows in a run of 25 minutes or more. ``--plant`` plants a fault that has to
-be found.
+Honest clients check each answer: the answer to another prompt, or a lease that is valid after its end, is *wrong*.
+Refusals are counted, and the longest time without an answer is printed. Memory of the listener and of the proxy is
+measured throughout, and how many blocks of it they have from Python. The exit status is 1 if something is wrong, if no
+honest client of a kind was served, or if memory grows in a run of 25 minutes or more. ``--plant`` plants a fault, which
+has to be found.
 
 The listener and the proxy are processes of their own; clients, attackers and stand-ins are threads of this one. All run
 on one host, so this does not show what a network lets through.
@@ -75,21 +75,21 @@ class Tally:
     _served_at: float = attrs.field(factory=time.monotonic)
 
     def serve(self) -> None:
-        """A client has got what it asked for."""
+        """Count a right answer."""
         self.counts["served"] += 1
         now = time.monotonic()
         self.longest_s = max(self.longest_s, now - self._served_at)
         self._served_at = now
 
     def check(self, is_right: bool, what: str) -> None:
-        """Note an answer that is another one's."""
+        """Note a wrong answer."""
         if not is_right:
             self.wrong.append(what)
 
 
 @attrs.frozen
-class Town:
-    """What is under attack, a lease that attackers may claim, and when it is over."""
+class Targets:
+    """The servers under attack, a lease that attackers may claim, and the event that ends the run."""
 
     source: Source
     proxy_port: int
@@ -97,7 +97,7 @@ class Town:
     over: threading.Event = attrs.field(factory=threading.Event)
 
     def repeat(self, action: Callable[[], object], pause_s: float) -> None:
-        """Repeat an action, whatever becomes of it, until all is over."""
+        """Repeat an action until the run ends; its errors do not count."""
         while not self.over.is_set():
             with suppress(OSError, HTTPException, KVPlanError, ValueError):
                 action()
@@ -169,20 +169,20 @@ class StandInServer(ThreadingHTTPServer):
 # Honest clients
 
 
-def use_listener(town: Town, tally: Tally, granting: Callable[[str], str]) -> None:
+def use_listener(targets: Targets, tally: Tally, granting: Callable[[str], str]) -> None:
     """Fetch offers, and claim, ask for and end leases."""
     driver = Driver(Access(key=KEY))
-    start = town.source.start
+    start = targets.source.start
 
     def tell(**claims: Any) -> Any:
-        return driver.run(send_claims(town.source, ClaimMessage(start, **claims), system=driver))
+        return driver.run(send_claims(targets.source, ClaimMessage(start, **claims), system=driver))
 
     for number in range(1 << 60):
-        if town.over.is_set():
+        if targets.over.is_set():
             return
         try:
             if number % 10 == 0:
-                offers = driver.run(fetch(town.source, TIMEOUT_S, system=driver))
+                offers = driver.run(fetch(targets.source, TIMEOUT_S, system=driver))
                 tally.check(offers.workers == (OFFER,) * 4, "offers")
             granted_at = time.monotonic()
             lease = granting(f"request {number}")
@@ -202,14 +202,14 @@ def use_listener(town: Town, tally: Tally, granting: Callable[[str], str]) -> No
         time.sleep(0.05)
 
 
-def use_proxy(town: Town, tally: Tally, first: int) -> None:
+def use_proxy(targets: Targets, tally: Tally, first: int) -> None:
     """Ask for the answers to one prompt, or to three."""
     for number in range(first, 1 << 60, 2):
-        if town.over.is_set():
+        if targets.over.is_set():
             return
         prompts = [f"prompt {number}-{part}" for part in range(3 if number % 5 == 0 else 1)]
         try:
-            with closing(HTTPConnection("127.0.0.1", town.proxy_port, timeout=TIMEOUT_S)) as connection:
+            with closing(HTTPConnection("127.0.0.1", targets.proxy_port, timeout=TIMEOUT_S)) as connection:
                 body = {"prompt": prompts if len(prompts) > 1 else prompts[0], "max_tokens": 5}
                 connection.request("POST", COMPLETIONS, json.dumps(body))
                 response = connection.getresponse()
@@ -245,8 +245,8 @@ def answered(port: int, sent: bytes) -> bytes:
     return b"".join(parts)
 
 
-class Crowd:
-    """Connections that are held, of which the oldest are closed."""
+class OpenConnections:
+    """Connections that stay open without a whole request; beyond ``size`` the oldest are closed."""
 
     def __init__(self, port: int, size: int, sent: bytes) -> None:
         self.port = port
@@ -255,7 +255,7 @@ class Crowd:
         self.connections: list[socket.socket] = []
 
     def act(self) -> None:
-        """Another connection; now and then a byte on all of them."""
+        """Open one more; now and then send a byte on all of them."""
         connection = connect(self.port)
         connection.sendall(self.sent)
         self.connections.append(connection)
@@ -275,10 +275,10 @@ def signed(source: Source, challenge: str, body: bytes) -> bytes:
     return f"POST /claims HTTP/1.1\r\n{lines}\r\n\r\n".encode() + body
 
 
-def attack_listener(town: Town, tally: Tally, rng: random.Random) -> None:
-    """A question of somebody without the key: whatever it is, the answer has no offer."""
-    claim = json.dumps(ClaimMessage(town.source.start, done=((town.lease, "d"),)).fields()).encode()
-    forged = signed(town.source, "0" * 32, claim).replace(b"Kvplan ", b"Kvplan x", 1)
+def attack_listener(targets: Targets, tally: Tally, rng: random.Random) -> None:
+    """A request without the key: no answer has an offer."""
+    claim = json.dumps(ClaimMessage(targets.source.start, done=((targets.lease, "d"),)).fields()).encode()
+    forged = signed(targets.source, "0" * 32, claim).replace(b"Kvplan ", b"Kvplan x", 1)
     question = rng.choice(
         [
             b"GET / HTTP/1.1\r\n\r\n",
@@ -292,26 +292,28 @@ def attack_listener(town: Town, tally: Tally, rng: random.Random) -> None:
             b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n\r\n",
         ]
     )
-    answer = answered(town.source.port, question)
+    answer = answered(targets.source.port, question)
     tally.counts["questions without the key"] += 1
     tally.check(answer.partition(b" ")[2][:3] in (b"400", b"401", b"403", b""), f"{question[:99]!r}: {answer[:99]!r}")
 
 
-def abuse_key(town: Town, tally: Tally) -> None:
-    """An engine with the key: ever new readers of one lease, each question twice."""
-    refused = answered(town.source.port, b"GET / HTTP/1.1\r\n\r\n")
+def abuse_key(targets: Targets, tally: Tally) -> None:
+    """An engine with the key: new readers of one lease, each request replayed."""
+    refused = answered(targets.source.port, b"GET / HTTP/1.1\r\n\r\n")
     challenge = refused.partition(b"Kvplan ")[2].partition(b" ")[0].decode()
     for _ in range(20):
-        claims = tuple((town.lease, f"reader {random.random()}") for _ in range(50))
-        question = signed(town.source, challenge, json.dumps(ClaimMessage(town.source.start, claims).fields()).encode())
-        answered(town.source.port, question)
-        again = answered(town.source.port, question)
+        claims = tuple((targets.lease, f"reader {random.random()}") for _ in range(50))
+        question = signed(
+            targets.source, challenge, json.dumps(ClaimMessage(targets.source.start, claims).fields()).encode()
+        )
+        answered(targets.source.port, question)
+        again = answered(targets.source.port, question)
         tally.check(b" 401 " in again.partition(b"\r\n")[0], f"a question that was sent twice: {again[:99]!r}")
         tally.counts["questions with the key, each twice"] += 1
 
 
-def attack_proxy(town: Town, tally: Tally, rng: random.Random) -> None:
-    """What is no request, or would grow."""
+def attack_proxy(targets: Targets, tally: Tally, rng: random.Random) -> None:
+    """Malformed requests, and ones that would grow."""
     body, expected = rng.choice(
         [
             (b"[" * 100_000, 400),
@@ -322,31 +324,31 @@ def attack_proxy(town: Town, tally: Tally, rng: random.Random) -> None:
             (b'{"prompt": "w", "stop": [' + b"[]," * (1 << 20) + b"[]]}", 400),
         ]
     )
-    with closing(HTTPConnection("127.0.0.1", town.proxy_port, timeout=TIMEOUT_S)) as connection:
+    with closing(HTTPConnection("127.0.0.1", targets.proxy_port, timeout=TIMEOUT_S)) as connection:
         connection.request("POST", COMPLETIONS, body)
         status = connection.getresponse().status
     tally.counts["requests that are none"] += 1
     tally.check(status in (expected, 503), f"{body[:99]!r}: {status}")
-    with closing(HTTPConnection("127.0.0.1", town.proxy_port, timeout=TIMEOUT_S)) as connection:
+    with closing(HTTPConnection("127.0.0.1", targets.proxy_port, timeout=TIMEOUT_S)) as connection:
         connection.request("GET", rng.choice(["/metrics", "/v1/../metrics", "/admin", "/tokenize", "//"]))
         tally.check(connection.getresponse().status == 404, "a path")
 
 
-def attacks(town: Town, tally: Tally) -> list[Callable[[], None]]:
-    """What each attacker does until all is over."""
+def attacks(targets: Targets, tally: Tally) -> list[Callable[[], None]]:
+    """The loop of each attacker."""
     rng = random.Random(2)
     body = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 33554432\r\n\r\nx"
     by_pause: list[tuple[Callable[[], object], float]] = [
-        (Crowd(town.source.port, 600, b"").act, 0.02),
-        (Crowd(town.source.port, 500, b"POST /claims HTTP/1.1\r\nContent-Length: 5000\r\n").act, 0.02),
-        (Crowd(town.proxy_port, 1100, b"").act, 0.01),
-        (Crowd(town.proxy_port, 100, body).act, 0.1),
-        (Crowd(town.proxy_port, 200, b"GET /v1/models HTTP/1.1\r\nX: ").act, 0.05),
-        (partial(attack_listener, town, tally, rng), 0.02),
-        (partial(abuse_key, town, tally), 0.05),
-        (partial(attack_proxy, town, tally, rng), 0.2),
+        (OpenConnections(targets.source.port, 600, b"").act, 0.02),
+        (OpenConnections(targets.source.port, 500, b"POST /claims HTTP/1.1\r\nContent-Length: 5000\r\n").act, 0.02),
+        (OpenConnections(targets.proxy_port, 1100, b"").act, 0.01),
+        (OpenConnections(targets.proxy_port, 100, body).act, 0.1),
+        (OpenConnections(targets.proxy_port, 200, b"GET /v1/models HTTP/1.1\r\nX: ").act, 0.05),
+        (partial(attack_listener, targets, tally, rng), 0.02),
+        (partial(abuse_key, targets, tally), 0.05),
+        (partial(attack_proxy, targets, tally, rng), 0.2),
     ]
-    return [partial(town.repeat, action, pause_s) for action, pause_s in by_pause]
+    return [partial(targets.repeat, action, pause_s) for action, pause_s in by_pause]
 
 
 # The course of it
@@ -413,13 +415,13 @@ def besiege(seconds: float, plant: bool, folder: Path) -> tuple[dict[str, Tally]
             pipe.send(name)
             return str(pipe.recv())
 
-        town = Town(source, port, granting("of attackers"))
+        targets = Targets(source, port, granting("of attackers"))
         tallies = {name: Tally() for name in ("listener", "proxy", "proxy, another", "attackers")}
         work = [
-            lambda: use_listener(town, tallies["listener"], granting),
-            lambda: use_proxy(town, tallies["proxy"], 0),
-            lambda: use_proxy(town, tallies["proxy, another"], 1),
-            *attacks(town, tallies["attackers"]),
+            lambda: use_listener(targets, tallies["listener"], granting),
+            lambda: use_proxy(targets, tallies["proxy"], 0),
+            lambda: use_proxy(targets, tallies["proxy, another"], 1),
+            *attacks(targets, tallies["attackers"]),
         ]
         threads = [threading.Thread(target=each, daemon=True) for each in work]
         for thread in threads:
@@ -431,7 +433,7 @@ def besiege(seconds: float, plant: bool, folder: Path) -> tuple[dict[str, Tally]
             time.sleep(MEASURE_S)
             for each in measured.values():
                 each.measure(now)
-        town.over.set()
+        targets.over.set()
         for thread in threads:
             thread.join(4 * TIMEOUT_S)
         tallies["attackers"].counts["bytes of the proxy's log"] = (folder / "proxy.log").stat().st_size
@@ -463,7 +465,7 @@ def main(arguments: list[str]) -> int:
         print("" if name == "attackers" else f", longest time without an answer: {tally.longest_s:.1f} s")
         faults += [f"{name}: wrong: {what}" for what in tally.wrong[:5]]
         if name != "attackers" and not tally.counts["served"]:
-            faults.append(f"{name}: nobody was served")
+            faults.append(f"{name}: no client was served")
     for name, each in measured.items():
         print(f"{name}: {each}")
         if each.growth.exceeds(MAX_GROWTH_MIB):

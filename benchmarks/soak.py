@@ -496,7 +496,7 @@ class Soak:
                 self.free(request, engine)
 
     def close(self, request: Request) -> None:
-        """All is over of a request, which may be tried again."""
+        """A request has ended on all workers; it may be tried again."""
         del self.requests[request.name]
         self.closed += 1
         self.codes.update(request.codes)
@@ -514,7 +514,7 @@ class Soak:
     # Blocks
 
     def allocate(self, engine: str, count: int) -> list[int]:
-        """Allocate blocks, to which nobody has written since they were freed."""
+        """Allocate blocks. A write since they were freed is a defect."""
         free = self.pools[engine].free
         blocks = self.random.sample([*free], count)
         self.watch(engine, blocks)

@@ -239,7 +239,7 @@ def serve(channel: Connection, path: Path, key: Key, decode_tp: int, plant: str,
     with open(path.with_suffix(".err"), "wb") as log:
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
-    gc.freeze()  # collecting what was imported takes seconds on a busy machine, in which a worker serves nobody
+    gc.freeze()  # collecting what was imported takes seconds on a busy machine, in which a worker does not answer
     try:
         with suppress(EOFError, BrokenPipeError):  # the scheduler has ended
             Rank(channel, path, key, decode_tp, plant).run()
