@@ -1,6 +1,7 @@
 """Stand-ins for engines' objects have nothing that the engines' own classes lack.
 
-They are in ``tests/nixl/sglang_objects.py``, ``tests/bridges/sglang_pools.py`` and ``tests/bridges/vllm_objects.py``.
+They are in ``tests/nixl/sglang_objects.py``, ``tests/bridges/sglang_pools.py``, ``tests/bridges/vllm_objects.py`` and
+``tests/simulation/vllm_objects.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import pytest
 from tests.bridges import sglang_pools, vllm_objects
 from tests.engines.models import build
 from tests.nixl import sglang_objects as ours
+from tests.simulation import vllm_objects as scheduler_objects
 
 sys.path.append(str(Path(__file__).with_name("standins")))
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -137,6 +139,36 @@ def test_sizes_of_a_spec(name: str, fields: dict[str, Any]) -> None:
     sizes = ("num_heads", "num_states", "state_content_size_bytes", "head_size_v", "uses_slot_mapping")
     for each in (*sizes, "has_layer_views", "dcp_sharded", "max_tp_shards", "tokens_per_state"):
         assert getattr(own, each) == getattr(theirs, each), each
+
+
+SCHEDULER = {
+    "config": "CacheConfig KVTransferConfig ModelConfig ParallelConfig VllmConfig",
+    "lora.request": "LoRARequest",
+    "multimodal.inputs": "MultiModalFeatureSpec PlaceholderRange",
+    "sampling_params": "SamplingParams",
+    "v1.core.block_pool": "BlockPool",
+    "v1.core.kv_cache_manager": "KVCacheBlocks",
+    "v1.core.kv_cache_utils": "KVCacheBlock",
+    "v1.core.sched.output": "CachedRequestData NewRequestData SchedulerOutput",
+    "v1.core.single_type_kv_cache_manager": "SingleTypeKVCacheManager",
+    "v1.engine": "EngineCoreOutput EngineCoreOutputs",
+    "v1.kv_cache_interface": "KVCacheConfig KVCacheGroupSpec",
+    "v1.outputs": "KVConnectorOutput ModelRunnerOutput",
+    "v1.request": "Request",
+}
+"""vLLM's classes of a scheduler that have a stand-in of their name, by module."""
+
+
+@pytest.mark.parametrize(("module", "name"), named(SCHEDULER))
+def test_a_stand_in_has_what_vllm_s_scheduler_has(module: str, name: str) -> None:
+    """A pool of blocks counts those that are free in another way."""
+    theirs = getattr(import_module(f"vllm.{module}"), name)
+    assert attributes(getattr(scheduler_objects, name)) - {"num_free"} <= attributes(theirs)
+
+
+def test_statuses_of_a_request() -> None:
+    statuses = import_module("vllm.v1.request").RequestStatus.__members__
+    assert {status.name for status in scheduler_objects.RequestStatus} <= {*statuses}
 
 
 def test_a_queue_has_what_both_of_sglang_s_have() -> None:

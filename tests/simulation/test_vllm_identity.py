@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,6 +21,7 @@ from tests.simulation.test_vllm_scheduler import (
     PROMPT,
     SAID,
     Engines,
+    blocks_of,
     computed,
     engines,
     ids_of,
@@ -29,10 +30,42 @@ from tests.simulation.test_vllm_scheduler import (
     step_of,
 )
 from tests.simulation.vllm_connector import VALUES, cache_of, config_of
+from tests.simulation.vllm_objects import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    KVConnectorOutput,
+    LoRARequest,
+    ModelRunnerOutput,
+    scheduled,
+)
 
 HOOKS, STATE, STORE = stand_in("vllm", ("engine_hooks", "engine_state", "store_scheduler"), VALUES)
 
 __all__ = ["engines"]
+
+
+class Connector(NamedTuple):
+    """A connector, which has the state of its engine."""
+
+    state: Any
+
+
+class Multi(NamedTuple):
+    """vLLM's connector of several."""
+
+    sub_connectors: tuple[Any, ...]
+
+
+class Report(NamedTuple):
+    """What workers say of adapters."""
+
+    adapters: list[Any]
+
+
+class Reports(NamedTuple):
+    """The reports of several connectors."""
+
+    metadata: tuple[Any, ...]
 
 
 def state_of(*tokens: str) -> Any:
@@ -41,9 +74,8 @@ def state_of(*tokens: str) -> Any:
     return STATE.EngineState({"weights": "5f1a"}, lambda _: next(remaining))
 
 
-def lora(adapter_id: int = 1, name: str = "sql", path: str = "/nowhere", **fields: Any) -> Any:
-    values = {"lora_int_id": adapter_id, "lora_name": name, "lora_path": path, "load_inplace": False}
-    return SimpleNamespace(**values | fields)
+def lora(adapter_id: int = 1, name: str = "sql", path: str = "/nowhere", **fields: Any) -> LoRARequest:
+    return LoRARequest(name, adapter_id, path, **fields)
 
 
 def loaded(content: str, adapter_id: int = 1, name: str = "sql") -> Any:
@@ -132,7 +164,7 @@ def test_weights_that_change_after_a_claim_refuse_the_read(engines: Engines) -> 
     decode.add(request)
     num_tokens = decode.count_tokens_to_read(request, 0)
     decode._state.weights_changed()
-    blocks = SimpleNamespace(blocks=[[]], get_block_ids=lambda: ids_of(("full",), num_tokens))
+    blocks = blocks_of(("full",), num_tokens)
     decode.begin_read(request, blocks, num_tokens)
     assert decode.take_step().refused["r"].code == "MODEL"
 
@@ -155,14 +187,11 @@ def test_a_request_that_weights_have_changed_under_is_not_handed_over(
 def test_a_prefix_cache_of_old_weights_is_not_handed_over(engines: Engines) -> None:
     """Until it is reset: vLLM's own cache does not know of weights."""
     prefill = engines.start("full")
-    scheduled = SimpleNamespace(
-        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()), scheduled_new_reqs=[], preempted_req_ids=None
-    )
 
     def handed_over(num_cached: int) -> bool:
         request = request_of(SAID[:PROMPT], ASKED, [7])
         prefill.count_tokens_to_read(request, num_cached)
-        prefill.publish(scheduled)
+        prefill.publish(scheduled())
         return prefill.hand_over(request, ids_of(("full",), PROMPT)) is not None
 
     assert handed_over(16)
@@ -345,14 +374,14 @@ def test_ranks_that_load_unequal_files_match_no_other_engine() -> None:
 def test_an_adapter_that_is_overwritten_after_a_claim_refuses_the_read(engines: Engines, folder: Path) -> None:
     """Before decode has loaded it: it would load other values than prefill had."""
     prefill, decode = engines.start("full"), engines.start("full", name="decode")
-    adapter = {"lora_request": lora(path=str(folder))}
+    adapter: dict[str, Any] = {"lora_request": lora(path=str(folder))}
     request = request_of(SAID[:PROMPT], computed(prefill, **adapter), **adapter)
     for is_replaced in (False, True):
         decode.add(request)
         if is_replaced:
             replace(folder)
         num_tokens = decode.count_tokens_to_read(request, 0)
-        blocks = SimpleNamespace(blocks=[[]], get_block_ids=partial(ids_of, ("full",), num_tokens))
+        blocks = blocks_of(("full",), num_tokens)
         decode.begin_read(request, blocks, num_tokens)
         refused = decode.take_step().refused
         assert [error.code for error in refused.values()] == ["PROMPT"] * is_replaced
@@ -363,7 +392,7 @@ class Running:
     """A scheduler of vLLM with requests that a step has computed, or that are read, as far as it is wrapped."""
 
     def __init__(self, state: Any, *requests: Any) -> None:
-        self.connector = SimpleNamespace(state=state)
+        self.connector = Connector(state)
         self.requests = {request.request_id: request for request in requests}
 
     def finish_requests(self, names: set[str], status: str) -> list[Any]:
@@ -371,8 +400,8 @@ class Running:
         return [self.requests.pop(name) for name in names]
 
     def update_from_output(self, scheduled: Any, output: Any) -> dict[int, Any]:
-        answers = [SimpleNamespace(request_id=name, new_token_ids=[7]) for name in self.requests]
-        return {0: SimpleNamespace(outputs=answers)} if answers else {}
+        answers = [EngineCoreOutput(name, [7]) for name in self.requests]
+        return {0: EngineCoreOutputs(answers)} if answers else {}
 
 
 HOOKS._wrap(Running, "update_from_output", HOOKS._with_reports)
@@ -383,18 +412,17 @@ def test_a_request_whose_adapter_was_loaded_too_late_fails(folder: Path, content
     """Its cache is of the adapter that was in the folder; no token of the one that was loaded reaches a client."""
     state = state_of()
     old = state.adapter_of(request_of(SAID, lora_request=lora(path=str(folder))))
-    fields = {"client_index": 0, "num_output_tokens": 0, "lora_request": lora(path=str(folder)), "trace_headers": None}
-    fields |= {"take_events": lambda: None, "get_finished_reason": lambda: "error"}
-    requests = [request_of(SAID, request_id=name, **fields) for name in ("read", "computed", "answered")]
+    requests = [
+        request_of(SAID, request_id=name, lora_request=lora(path=str(folder)))
+        for name in ("read", "computed", "answered")
+    ]
     requests[2].num_output_tokens = 1
     for request in requests:
         state.note_origin(request, 0)
         if request.request_id != "computed":
             state.load(request.request_id)
     changes = loaded(old if content == "old" else "another")
-    output = SimpleNamespace(
-        kv_connector_output=SimpleNamespace(kv_connector_worker_meta=SimpleNamespace(adapters=[changes]))
-    )
+    output = ModelRunnerOutput(KVConnectorOutput(Report([changes])))
     outputs = Running(state, *requests).update_from_output(None, output)[0].outputs
     tokens = {answer.request_id: answer.new_token_ids for answer in outputs}
     assert tokens == {"read": [7] if content == "old" else [], "computed": [7], "answered": [7]}
@@ -408,9 +436,9 @@ class Core:
 
     def __init__(self, *connectors: Any) -> None:
         self.calls: list[Any] = []
-        children = {"sub_connectors": connectors} if len(connectors) > 1 else {}
-        self.connector = SimpleNamespace(**children) if children else connectors[0]
-        self.scheduler = SimpleNamespace(connector=self.connector)
+        self.load: Callable[[], Any] = lambda: None
+        self.connector = Multi(connectors) if len(connectors) > 1 else connectors[0]
+        self.scheduler: Any = self
 
     def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> str:
         self.calls.append(method)
@@ -425,7 +453,7 @@ class Core:
         return reset_running_requests
 
     def add_lora(self, lora_request: Any) -> bool:
-        lora_request.load()
+        self.load()
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
@@ -459,7 +487,7 @@ def core_class() -> type[Core]:
 
 
 def connectors(*states: Any) -> list[Any]:
-    return [SimpleNamespace(state=state) for state in states]
+    return [Connector(state) for state in states]
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -484,7 +512,7 @@ def test_calls_that_may_change_weights_are_told(core_class: type[Core], number: 
 
 
 def test_a_call_before_there_is_a_scheduler_tells_nobody(core_class: type[Core]) -> None:
-    core = core_class(SimpleNamespace())
+    core = core_class(None)
     del core.scheduler
     assert core.collective_rpc("update_weights") == "result"
 
@@ -519,17 +547,18 @@ def test_an_added_adapter_is_known_at_once(core_class: type[Core], folder: Path)
     """Before a step says what workers have loaded. One that is overwritten meanwhile matches no other."""
     state = state_of()
     core, request = core_class(*connectors(state)), request_of(SAID, lora_request=lora(path=str(folder)))
-    core.add_lora(lora(path=str(folder), load=lambda: None))
+    core.add_lora(lora(path=str(folder)))
     old = state.adapter_of(request)
     replace(folder)
-    core.add_lora(lora(path=str(folder), load=lambda: None))  # it is loaded already
+    core.add_lora(lora(path=str(folder)))  # it is loaded already
     assert state.adapter_of(request) == old
     core.remove_lora(1)  # it would be loaded anew
     assert state.adapter_of(request) != old
-    core.add_lora(lora(path=str(folder), load_inplace=True, load=lambda: None))
+    core.add_lora(lora(path=str(folder), load_inplace=True))
     new = state.adapter_of(request)
     assert new != old
-    core.add_lora(lora(path=str(folder), load_inplace=True, load=lambda: replace(folder)))
+    core.load = partial(replace, folder)
+    core.add_lora(lora(path=str(folder), load_inplace=True))
     assert state.adapter_of(request) not in (old, new)
 
 
@@ -539,7 +568,7 @@ def test_what_workers_have_loaded_is_known_before_requests_end() -> None:
     seen = []
 
     class Scheduler:
-        connector, requests = SimpleNamespace(state=state), dict[str, Any]()
+        connector, requests = Connector(state), dict[str, Any]()
 
         def update_from_output(self, scheduled: Any, output: Any) -> str:
             seen.append(state.adapter_of(request_of(SAID, lora_request=lora())))
@@ -548,10 +577,10 @@ def test_what_workers_have_loaded_is_known_before_requests_end() -> None:
     HOOKS._wrap(Scheduler, "update_from_output", HOOKS._with_reports)
     for metadata in (
         None,
-        SimpleNamespace(adapters=[loaded("first")]),
-        SimpleNamespace(metadata=(None, SimpleNamespace(adapters=[loaded("second")]))),
+        Report([loaded("first")]),
+        Reports((None, Report([loaded("second")]))),
     ):
-        output = SimpleNamespace(kv_connector_output=SimpleNamespace(kv_connector_worker_meta=metadata))
+        output = ModelRunnerOutput(KVConnectorOutput(metadata))
         assert Scheduler().update_from_output(None, output) == "result"
     assert seen == ["/nowhere", "first", "second"]
 
@@ -583,7 +612,7 @@ def test_a_worker_reports_what_it_loads_and_drops() -> None:
 def test_an_engine_that_cannot_tell_is_refused() -> None:
     """A class without a method is not wrapped, which matters if the option is set."""
     wrappers = {"collective_rpc": HOOKS._with_calls}
-    HOOKS._watch(SimpleNamespace, wrappers, "weight_transfer_config", None)
+    HOOKS._watch(Connector, wrappers, "weight_transfer_config", None)
     text = "SETTING: cannot set weight_transfer_config: expected the default, got nccl (this release of vLLM has no "
-    with pytest.raises(KVPlanError, match=re.escape(f"{text}SimpleNamespace.collective_rpc")):
-        HOOKS._watch(SimpleNamespace, wrappers, "weight_transfer_config", "nccl")
+    with pytest.raises(KVPlanError, match=re.escape(f"{text}Connector.collective_rpc")):
+        HOOKS._watch(Connector, wrappers, "weight_transfer_config", "nccl")

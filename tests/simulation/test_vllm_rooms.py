@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 
 from tests.simulation.test_vllm_scheduler import BLOCK, PROMPT, SAID, Engines, blocks_of, engines, ids_of, request_of
-from tests.simulation.vllm_connector import RequestStatus
+from tests.simulation.vllm_objects import RequestStatus, scheduled
 
 __all__ = ["engines"]
 
@@ -18,16 +17,6 @@ COMPUTE = {"do_remote_decode": True, "transfer_id": ROOM}
 READ = {"do_remote_prefill": True, "transfer_id": ROOM, "remote_bootstrap_addr": "http://prefill:5600"}
 EARLY = 2 * BLOCK
 KINDS = [("full",), ("full", "window"), ("full", "state")]
-
-
-def scheduled(new: tuple[str, ...] = (), preempted: tuple[str, ...] = ()) -> Any:
-    """A step, as vLLM's scheduler describes it."""
-    return SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
-        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
-        preempted_req_ids={*preempted},
-        num_scheduled_tokens={},
-    )
 
 
 @attrs.define(eq=False)
@@ -179,7 +168,7 @@ def test_a_preempted_prompt_is_read_no_further(engines: Engines) -> None:
     pair.compute(40)
     (part,) = pair.allocate().parts
     pair.prompt.num_computed_tokens = 0
-    pair.prompt.status = SimpleNamespace()
+    pair.prompt.status = RequestStatus.PREEMPTED
     pair.prefill.publish(scheduled(preempted=("r",)))
     assert not pair.prefill._exporter.leases.is_valid(part.lease)
     engines.run(10.0)

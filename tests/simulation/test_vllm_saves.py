@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests.simulation.test_vllm_scheduler import ASKED, BLOCK, PROMPT, Engines, blocks_of, engines, ids_of, request_of
+from tests.simulation.vllm_objects import scheduled
 
 __all__ = ["engines"]
 
@@ -30,12 +30,9 @@ def save(scheduler: Any, managers: list[Any], request: Any, kinds: tuple[str, ..
     tables = blocks_of(kinds, step.num_computed + step.num_scheduled).blocks
     for manager, table in zip(managers, tables, strict=True):
         manager.req_to_blocks = {"r": table}
-    scheduled = SimpleNamespace(
-        num_scheduled_tokens={"r": step.num_scheduled, "another": 3},
-        scheduled_new_reqs=[SimpleNamespace(req_id="r")] if step.begun == "new" else [],
-        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids={"r"} if step.begun == "resumed" else set()),
-    )
-    scheduler.save(scheduled)
+    num_scheduled = {"r": step.num_scheduled, "another": 3}
+    new, resumed = (["r"] if step.begun == begun else [] for begun in ("new", "resumed"))
+    scheduler.save(scheduled(new, resumed, num_scheduled=num_scheduled))
     saves = scheduler.take_step().saves
     # once
     assert scheduler.take_step().saves == {}

@@ -6,7 +6,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import pytest
@@ -19,22 +19,23 @@ from kvplan.protocol.listener import fetch
 from kvplan.testing.simulation.fleet import places_of
 from kvplan.testing.simulation.network import Host, Network
 from kvplan.testing.simulation.tasks import TaskLoop
+from tests.bridges.vllm_objects import AttentionSpec
 from tests.seen_steps import Seen
-from tests.simulation.vllm_connector import KEY, SCHEDULER, SECRET, WORKER, RequestStatus, cache_of, config_of
+from tests.simulation.vllm_connector import KEY, SCHEDULER, SECRET, WORKER, cache_of, config_of
+from tests.simulation.vllm_objects import (
+    BlockPool,
+    KVCacheBlock,
+    KVCacheBlocks,
+    Request,
+    RequestStatus,
+    SingleTypeKVCacheManager,
+)
 
 PROMPT, ANSWER, BLOCK, WINDOW = 100, 12, 16, 44
 SAID = [*range(PROMPT + ANSWER)]
 COMPUTED = PROMPT + ANSWER - 1  # the last token of an answer is in no cache
 ASKED = {"do_remote_decode": True}
 KINDS = [("full",), ("window",), ("full", "window"), ("full", "state"), ("full", "window", "state")]
-
-
-class Request(SimpleNamespace):
-    """A request, as vLLM shows it."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._all_token_ids)
 
 
 def request_of(
@@ -51,12 +52,6 @@ def request_of(
         "num_computed_tokens": len(said) - 1 + in_flight if answer else 0,
         "num_in_flight_tokens": in_flight,
         "status": RequestStatus.FINISHED_STOPPED if answer else RequestStatus.RUNNING,
-        "cache_salt": None,
-        "lora_request": None,
-        "mm_features": (),
-        "prompt_embeds": None,
-        "sampling_params": SimpleNamespace(allowed_token_ids=None),
-        "use_structured_output": False,
         "max_tokens": ANSWER,
     }
     return Request(**values | fields)
@@ -73,16 +68,20 @@ def blocks_of(kinds: tuple[str, ...], num_tokens: int, cached: tuple[int, ...] =
             is_null = ordinal < num_null
             block_hash = b"hash" if ordinal < num_cached and not is_null else None
             block_id = 0 if is_null else ordinal + 1
-            blocks.append(SimpleNamespace(block_id=block_id, is_null=is_null, block_hash=block_hash))
+            blocks.append(KVCacheBlock(block_id, is_null, block_hash))
         groups.append(blocks)
-    return SimpleNamespace(
-        blocks=groups, get_block_ids=lambda: tuple([block.block_id for block in blocks] for blocks in groups)
-    )
+    return KVCacheBlocks(groups)
 
 
 def ids_of(kinds: tuple[str, ...], num_tokens: int) -> Any:
     """The ids of a request's blocks, by group."""
     return blocks_of(kinds, num_tokens).get_block_ids()
+
+
+class Digests(NamedTuple):
+    """A worker's report of digests."""
+
+    digests: dict[Any, Any]
 
 
 class SeenScheduler(SCHEDULER.Scheduler):  # type: ignore[misc, name-defined]
@@ -117,9 +116,8 @@ class Engines:
         self.hosts[name] = host
         cache = cache_of(kinds, BLOCK, WINDOW, is_zeroed=is_zeroed)
         scheduler = SeenScheduler(config_of(name, **of_config), cache, settings, host)
-        pool = SimpleNamespace(num_free=10**6)
-        pool.get_num_free_blocks = lambda: pool.num_free
-        self.managers[name] = [SimpleNamespace(block_size=BLOCK, num_cached_block={}, block_pool=pool) for _ in kinds]
+        pool = BlockPool()
+        self.managers[name] = [SingleTypeKVCacheManager(BLOCK, pool) for _ in kinds]
         scheduler.set_managers(self.managers[name])
         scheduler.serve_offers([b"offer of worker 0", b"offer of worker 1"])
         return scheduler
@@ -234,7 +232,7 @@ def test_a_handoff_that_says_nothing_of_a_group_has_all_of_it(engines: Engines) 
 def test_a_cache_of_another_kind_is_refused(engines: Engines) -> None:
     """Before anything is served: what its blocks hold is not known."""
     cache = cache_of(["full"], BLOCK)
-    cache.transfer_groups[0].kv_cache_spec = SimpleNamespace(tokens_per_state=1)
+    cache.transfer_groups[0].kv_cache_spec = AttentionSpec(BLOCK)
     settings = SCHEDULER.ConnectorSettings(host="prefill", key=SECRET)
     host = Host("prefill", engines.network, random.Random(1))
     with pytest.raises(KVPlanError, match="LAYOUT: cannot transfer a cache of vLLM"):
@@ -298,7 +296,7 @@ def test_an_engine_that_serves_no_offers_hands_nothing_over(engines: Engines) ->
     consumer = engines.start("full", name="consumer", is_producer=False)
     assert computed(consumer) is None
     assert consumer.take_step().released == set()
-    consumer.take_digests(SimpleNamespace(digests={}))
+    consumer.take_digests(Digests({}))
     consumer.close()
     for options in ({"is_producer": True}, {"is_producer": False, "bidirectional_kv_xfer": True}):
         scheduler = engines.start("full", name=f"{options}", **options)
@@ -782,7 +780,7 @@ def test_workers_digest_what_readers_ask_for(engines: Engines) -> None:
     assert step.digests[asked]["group0"].ids.tolist() == [*range(1, 8)]
     assert prefill.take_step().digests == {}
     digest: dict[str, Any] = {"boxes": [], "digests": []}
-    prefill.take_digests(SimpleNamespace(digests={asked: [digest, digest]}))
+    prefill.take_digests(Digests({asked: [digest, digest]}))
     engines.run(1.0)
     assert answers == [[digest]]
 

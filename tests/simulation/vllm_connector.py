@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
 import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -30,19 +28,26 @@ from kvplan.testing.simulation.engine import Phase
 from kvplan.testing.simulation.leases import MemoryDigest
 from kvplan.testing.simulation.scenario import KEPT_S
 from tests.simulation.stand_in import stand_in
+from tests.simulation.vllm_objects import (
+    BlockPool,
+    CacheConfig,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    KVCacheBlock,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVTransferConfig,
+    LoRARequest,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+    RequestStatus,
+    SingleTypeKVCacheManager,
+    VllmConfig,
+    scheduled,
+)
 
 LOGGER = logging.getLogger(__name__)
-
-
-class RequestStatus(enum.Enum):
-    """The statuses of vLLM's requests that the connector knows, and others."""
-
-    WAITING = -1
-    RUNNING = 0
-    FINISHED_STOPPED = 1
-    FINISHED_LENGTH_CAPPED = 2
-    FINISHED_ABORTED = 3
-    FINISHED_ERROR = 4
 
 
 @attrs.frozen
@@ -61,23 +66,13 @@ class Stats:
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@attrs.frozen
-class KVCacheBlocks:
-    """The field of vLLM's ``KVCacheBlocks``, and what it is asked for."""
-
-    blocks: tuple[Any, ...]
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        """The ids of all blocks, by group."""
-        return tuple([block.block_id for block in group] for group in self.blocks)
-
-
 VALUES = {
     "KVCacheBlocks": KVCacheBlocks,
     "RequestStatus": RequestStatus,
     "KVConnectorTransferResults": TransferResults,
     "KVConnectorStats": Stats,
-    "EngineCoreOutput": SimpleNamespace,
+    "EngineCoreOutput": EngineCoreOutput,
+    "EngineCoreOutputs": EngineCoreOutputs,
     "init_logger": logging.getLogger,
 }
 
@@ -121,24 +116,13 @@ def cache_of(kinds: Iterable[str], block_size: int, window: int = 0, *, is_zeroe
         spec.sliding_window = window
         if kind == "state":
             spec.shapes = ()
-        groups.append(SimpleNamespace(kv_cache_spec=spec, layer_names=[]))
-    return SimpleNamespace(
-        kv_cache_groups=groups,
-        transfer_group_ids=(*range(len(groups)),),
-        transfer_groups=groups,
-        needs_kv_cache_zeroing=is_zeroed,
-    )
+        groups.append(KVCacheGroupSpec(spec))
+    return KVCacheConfig(groups, is_zeroed)
 
 
 def config_of(engine_id: str, *, is_producer: bool = True, caches_prefixes: bool = True, num_drafts: int = 0) -> Any:
     """Return the part of vLLM's configuration that a connector reads."""
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(is_kv_producer=is_producer, is_kv_consumer=True, engine_id=engine_id),
-        cache_config=SimpleNamespace(enable_prefix_caching=caches_prefixes),
-        num_prefill_lookahead_tokens=num_drafts,
-        model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-    )
+    return VllmConfig(KVTransferConfig(engine_id, is_producer), CacheConfig(caches_prefixes), num_drafts)
 
 
 class NamedReads(Reads):
@@ -199,7 +183,7 @@ class SeenRequest:
         self.lora_request = None if adapter is None else adapter_request(adapter)
         # an image of one position
         self.mm_features = [
-            SimpleNamespace(identifier=text, mm_position=SimpleNamespace(offset=position, length=1))
+            MultiModalFeatureSpec(text, PlaceholderRange(position))
             for position, text in request.facts
             if text.startswith("image")
         ]
@@ -249,7 +233,7 @@ class SeenRequest:
 
 def adapter_request(name: str) -> Any:
     """A request for an adapter, whose id is of its name."""
-    return SimpleNamespace(lora_name=name, lora_int_id=crc32(name.encode()), lora_path=name)
+    return LoRARequest(name, crc32(name.encode()), name)
 
 
 def make_params(host: str, draw: random.Random) -> dict[str, Any]:
@@ -307,11 +291,8 @@ class VllmConnector:
             loaded = ENGINE_STATE.LoadedAdapter(crc32(name.encode()), name, f"content of {name}")
             self._scheduler._state.adapter_added(loaded, is_replaced=False)
         # as if none were free, so that enough answers give way
-        pool = SimpleNamespace(get_num_free_blocks=lambda: 0)
-        self._managers = [
-            SimpleNamespace(block_size=self._block_size, num_cached_block={}, req_to_blocks={}, block_pool=pool)
-            for _ in kinds
-        ]
+        pool = BlockPool(0)
+        self._managers = [SingleTypeKVCacheManager(self._block_size, pool) for _ in kinds]
         self._scheduler.set_managers(self._managers)
         self._scheduler.set_siblings({*site.siblings})
         self._scheduler.serve_offers(site.offers)
@@ -378,7 +359,8 @@ class VllmConnector:
         num_cached = (request.num_computed - num_tokens) // self._block_size
         tables = [
             [
-                SimpleNamespace(
+                KVCacheBlock(
+                    block,
                     is_null=block == NULL_BLOCK,
                     block_hash=ordinal if ordinal < num_cached and block != NULL_BLOCK else None,
                 )
@@ -386,7 +368,7 @@ class VllmConnector:
             ]
             for group in self._groups
         ]
-        return SimpleNamespace(blocks=tables, get_block_ids=lambda: self._ids(request))
+        return KVCacheBlocks(tables)
 
     def _ids(self, request: EngineRequest) -> tuple[list[int], ...]:
         """Return the ids of a request's blocks, by group."""
@@ -445,19 +427,13 @@ class VllmConnector:
         new, preempted = running - self._begun, self._begun - running
         for group, manager in zip(self._groups, self._managers, strict=True):
             manager.req_to_blocks = {
-                name: [SimpleNamespace(block_id=block) for block in self._requests[name].blocks[group.name]]
-                for name in running
+                name: [KVCacheBlock(block) for block in self._requests[name].blocks[group.name]] for name in running
             }
-        scheduled = SimpleNamespace(
-            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
-            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
-            preempted_req_ids=preempted,
-            num_scheduled_tokens={
-                name: self._requests[name].num_scheduled for name in running if self._requests[name].num_scheduled
-            },
-        )
+        num_scheduled = {name: self._requests[name].num_scheduled for name in running}
+        num_scheduled = {name: number for name, number in num_scheduled.items() if number}
+        output = scheduled(new, preempted=preempted, num_scheduled=num_scheduled)
         self._begun = running
-        self._scheduler.publish(scheduled)
+        self._scheduler.publish(output)
         exports = self._scheduler._exporter._requests
         for name, export in exports.items():
             if export.state is ExportState.PUBLISHED and self._leases.get(name) != export.lease:
@@ -465,7 +441,7 @@ class VllmConnector:
                 self._promises.grant(export.lease, name)
         for name in self._leases.keys() - {name for name, export in exports.items() if export.lease}:
             self._give_up(name)
-        return scheduled
+        return output
 
     def _give_up(self, name: str) -> None:
         """Promise nothing more of a request that was published in part."""
