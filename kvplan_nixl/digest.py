@@ -46,7 +46,7 @@ from kvplan_nixl.digest_kernel import DigestKernel, ViewWork, WordTable
 from kvplan_nixl.kernel import has_triton
 from kvplan_nixl.rearrange import Memory, MemoryAddress, memories_of
 
-__all__ = ["cache_digests"]
+__all__ = ["WorkerDigests"]
 
 CHUNK_BYTES: Final = {"cpu": 1 << 20, "cuda": 32 << 20}
 """Bytes of words in work at a time, by type of device, or of one block if that has more.
@@ -55,28 +55,17 @@ A processor's cache holds them, and they fill a GPU.
 """
 
 
-def cache_digests(
-    worker: Worker,
-    memories: Iterable[Memory],
-    blocks: Mapping[str, Blocks],
-    tokens: Tokens,
-    *,
-    divided: Iterable[str] = DIVIDED,
-    within: Context | None = None,
-) -> dict[str, Any]:
-    """Return the digests of a request's cache on one worker, as plain values for JSON.
+class WorkerDigests:
+    """The digests of requests' caches on one worker, with all prepared that no request decides.
 
-    ``memories`` hold the worker's regions. ``blocks`` and ``tokens`` are as ``bind`` takes them,
-    for the groups to digest; what of a block is outside the range does not count. ``divided`` are
-    the axes that workers of either engine divide. Readers that spread positions over workers
-    compare their digests together, or a source makes some for each of their contexts: ``within``.
+    ``memories`` hold the worker's regions. ``divided`` are the axes that workers of either engine
+    divide. A tensor is prepared when its group is digested first: its words, its parts, and where
+    it is in the memories.
 
-    All work is queued on torch's present stream before the first wait for it. On a GPU with Triton
-    it is one launch of :mod:`kvplan_nixl.digest_kernel` for each width of words. Otherwise torch
-    adds up, with temporary memory of twice :data:`CHUNK_BYTES`, or nine times one block if that is
-    more.
-
-    Raises what ``bind`` does for its arguments, ``MEMORY`` for a region in none of the memories.
+    All work of a request is queued on torch's present stream before the first wait for it. On a GPU
+    with Triton it is one launch of :mod:`kvplan_nixl.digest_kernel` for each width of words.
+    Otherwise torch adds up, with temporary memory of twice :data:`CHUNK_BYTES`, or nine times one
+    block if that is more.
 
     >>> from kvplan import Group, region_of, view_of
     >>> from kvplan.protocol.digest import mismatch
@@ -86,7 +75,7 @@ def cache_digests(
     ...     group = Group("attn", cache.shape[axes.split().index("token")])
     ...     view = view_of(cache, axes, name="layers.0", group="attn", region=region)
     ...     worker = Worker("engine", 0, [region], [group], [view])
-    ...     return cache_digests(worker, memories_of([cache]), {"attn": Blocks(table)}, (0, 8))
+    ...     return WorkerDigests(worker, memories_of([cache])).of({"attn": Blocks(table)}, (0, 8))
     >>> source = torch.randn(2, 4, 3, 16)  # 2 blocks of 4 tokens, 3 heads
     >>> copied = source[[1, 0]].reshape(1, 8, 3, 16).transpose(1, 2).contiguous()
     >>> expected = digests(source, "block token head dim", [1, 0])
@@ -96,16 +85,6 @@ def cache_digests(
     >>> error = mismatch([expected], [digests(copied, "block head token dim", [0])])
     >>> error.code, error.action
     ('TRANSFER', 'use layers.0 head 2')
-    """
-    prepared = WorkerDigests(worker, memories, divided=divided)
-    return prepared.of(blocks, tokens, within=within)
-
-
-class WorkerDigests:
-    """The digests of requests in one worker, with all prepared that does not depend on a request.
-
-    A tensor is prepared when its group is digested first: its words, its parts, and where it is in
-    the memories. Arguments are those of :func:`cache_digests`.
     """
 
     def __init__(
@@ -127,7 +106,14 @@ class WorkerDigests:
     def of(
         self, blocks: Mapping[str, Blocks], tokens: Tokens, *, within: Context | None = None
     ) -> dict[str, Any]:
-        """Return the digests of a request, as plain values for JSON."""
+        """Return the digests of a request, as plain values for JSON.
+
+        ``blocks`` and ``tokens`` are as ``bind`` takes them, for the groups to digest; what of a
+        block is outside the range does not count. Readers that spread positions over workers
+        compare their digests together, or a source makes some for each of their contexts:
+        ``within``. Raises what ``bind`` does for its arguments, ``MEMORY`` for a region in none of
+        the memories.
+        """
         instance(Mapping, blocks, "block tables")
         context = Context() if within is None else instance(Context, within, "within")
         positions = positions_by_group(self._worker, blocks, tokens, context)

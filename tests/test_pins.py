@@ -191,7 +191,7 @@ def digests() -> dict[str, Any]:
     """What is pinned of digests of a cache: a half-filled block, and one of two contexts."""
     import torch
 
-    from kvplan_nixl.digest import cache_digests
+    from kvplan_nixl.digest import WorkerDigests
     from kvplan_nixl.rearrange import memories_of
 
     cache = torch.arange(4 * 4 * 6 * 8, dtype=torch.float32).reshape(4, 4, 6, 8)
@@ -201,7 +201,7 @@ def digests() -> dict[str, Any]:
         cache, "block token head dim", name="layers.0", group="attn", region=region, shards={"head": (0, 6, 12)}
     )
     worker = Worker("engine", 0, [region], [group], [view])
-    return cache_digests(worker, memories_of([cache]), {"attn": Blocks([2, 0, 3])}, (3, 21))
+    return WorkerDigests(worker, memories_of([cache])).of({"attn": Blocks([2, 0, 3])}, (3, 21))
 
 
 def share_right(simulation: Simulation, model: str) -> float:

@@ -2,7 +2,7 @@
 
 A prefill worker computes the digests of what it hands over, and a decode worker those of what has
 arrived. :func:`mismatch` compares them, whatever block size, parallel sizes and axis order each
-side has. :func:`kvplan_nixl.digest.cache_digests` computes them.
+side has. :class:`kvplan_nixl.digest.WorkerDigests` computes them.
 
 - digest.D1: A digest is a sum modulo 2**64 with one term for each element: its bits as an unsigned
   integer, times the product of one odd key for each axis, which depends on the axis name and the

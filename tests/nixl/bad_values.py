@@ -22,7 +22,7 @@ from kvplan.staging import Copy
 from kvplan.staging.copies import CopySide
 from kvplan_nixl import UCX, Envelope, NixlExecutor, make_reads, settle
 from kvplan_nixl.calibrate import calibrate
-from kvplan_nixl.digest import cache_digests
+from kvplan_nixl.digest import WorkerDigests
 from kvplan_nixl.rearrange import TorchCopier, memories_of
 from kvplan_nixl.serving import Driver
 from tests.bad_values import Calls, closed, page
@@ -77,9 +77,10 @@ def calls_of(stack: ExitStack) -> Calls:
     described = engine("digested", layers=1)[0]
     memory = torch.zeros(described.regions[0].size_bytes, dtype=torch.uint8)
     placed_worker = attrs.evolve(described, regions=[attrs.evolve(region_of(memory), name=described.regions[0].name)])
-    held = {"worker": placed_worker, "memories": memories_of([memory])}
-    ranges = {"blocks": {"attn": Blocks([3])}, "tokens": (1, 3), "divided": ("head",), "within": Context()}
-    yield "digest.cache_digests", cache_digests, {**held, **ranges}
+    held: dict[str, Any] = {"worker": placed_worker, "memories": memories_of([memory])}
+    yield "digest.WorkerDigests", WorkerDigests, {**held, "divided": ("head",)}
+    ranges = {"blocks": {"attn": Blocks([3])}, "tokens": (1, 3), "within": Context()}
+    yield "digest.WorkerDigests.of", WorkerDigests(**held).of, ranges
 
     cache = torch.zeros(64, dtype=torch.uint8)
     copier = TorchCopier({"kv": cache})

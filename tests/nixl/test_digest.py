@@ -35,7 +35,7 @@ from kvplan.testing.strategies import Case, cases
 from kvplan.verification import FakeMemory
 from kvplan.verification.labels import locate
 from kvplan_nixl import digest as computation
-from kvplan_nixl.digest import WorkerDigests, cache_digests
+from kvplan_nixl.digest import WorkerDigests
 from kvplan_nixl.rearrange import Memory, memories_of
 from property_tests.oracle import contents, elements, held_positions
 
@@ -77,7 +77,7 @@ class TorchWorker:
         worker = attrs.evolve(self.worker, views=views)
         tables = {group: blocks[group] for group in groups}
         spans = {group: tokens[group] for group in groups if group in tokens} if isinstance(tokens, Mapping) else tokens
-        return cache_digests(worker, self.memories, tables, spans, divided=divided, within=within)
+        return WorkerDigests(worker, self.memories, divided=divided).of(tables, spans, within=within)
 
 
 @attrs.frozen
@@ -575,7 +575,7 @@ def test_memory_of_no_tensor_is_refused() -> None:
     case = pair("scales")
     (worker,) = case.destinations
     with pytest.raises(KVPlanError, match=r"^MEMORY: cannot digest region "):
-        cache_digests(worker, [], case.tables[0], case.span)
+        WorkerDigests(worker, []).of(case.tables[0], case.span)
 
 
 def test_a_range_without_blocks_is_refused() -> None:
@@ -584,7 +584,7 @@ def test_a_range_without_blocks_is_refused() -> None:
     (worker,) = case.destinations
     tables = {"attn": Blocks([1, 2])}
     with pytest.raises(KVPlanError, match=r"^BLOCKS: cannot bind group 'attn': expected blocks "):
-        cache_digests(worker, [], tables, (0, 33))
+        WorkerDigests(worker, []).of(tables, (0, 33))
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -599,7 +599,7 @@ def test_what_is_prepared_once_serves_every_request(name: str, monkeypatch: pyte
             swapped = {group: Blocks(table.ids[::-1], ordinals=table.ordinals) for group, table in tables.items()}
             requests: list[tuple[Mapping[str, Blocks], Tokens]] = [(tables, case.span), (swapped, (40, 77))]
             requests += [({group: table}, case.span) for group, table in tables.items()]
-            expected = [cache_digests(held.worker, held.memories, *request) for request in requests]
+            expected = [WorkerDigests(held.worker, held.memories).of(*request) for request in requests]
             prepared = WorkerDigests(held.worker, held.memories)
             assert prepared.of(*requests[0]) == expected[0]
             with monkeypatch.context() as patched:
@@ -633,5 +633,5 @@ def test_a_gpu_computes_what_a_processor_does(device: str) -> None:
         view = view_of(tensor, axes, name="layers.0", group="attn", region=region)
         worker = Worker("engine", 0, [region], [Group("attn", 16)], [view])
         tables = {"attn": Blocks([5, 2, 8])}
-        records.append(cache_digests(worker, memories_of([tensor]), tables, (3, 41)))
+        records.append(WorkerDigests(worker, memories_of([tensor])).of(tables, (3, 41)))
     assert records[0] == records[1]

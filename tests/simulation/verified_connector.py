@@ -11,7 +11,7 @@ import torch
 from kvplan.describe.blocks import Request
 from kvplan.testing.simulation import LeaseConnector, Simulation, Site
 from kvplan.testing.simulation.fabric import VirtualExecutor
-from kvplan_nixl.digest import cache_digests
+from kvplan_nixl.digest import WorkerDigests
 from kvplan_nixl.rearrange import Memory
 from tests.simulation.vllm_connector import VllmConnector
 
@@ -29,7 +29,7 @@ def digests_of(executor: VirtualExecutor, request: Request) -> dict[str, Any]:
         memory.address = region.address
         memories.append(memory)
         first += region.size_bytes
-    return cache_digests(worker, memories, request["local"], request["tokens"])
+    return WorkerDigests(worker, memories).of(request["local"], request["tokens"])
 
 
 class VerifiedConnector(LeaseConnector):
