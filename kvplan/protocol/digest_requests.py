@@ -14,7 +14,7 @@ from kvplan.describe.blocks import POSITION_END, Range
 from kvplan.errors import KVPlanError
 from kvplan.protocol.handoff import Source
 from kvplan.protocol.leases import Leases
-from kvplan.protocol.system import ANSWER_S, System
+from kvplan.protocol.system import ANSWER_S, RETRY_S, System
 
 MAX_REQUESTS: Final = 1 << 12
 """Requests that an engine keeps at a time, of which each has tens of kilobytes of digests."""
@@ -23,7 +23,7 @@ MAX_REQUEST_BYTES: Final = 1 << 16
 """The length of a request: hundreds of groups."""
 
 ASK_AGAIN_S: Final = 0.005
-"""Seconds after which an engine looks again for digests that are not computed yet."""
+"""Seconds after which digests that are not computed yet are looked for again."""
 
 WAIT_S: Final = 1.0
 """Seconds for which an engine holds a request whose digests are not computed yet."""
@@ -148,35 +148,29 @@ async def fetch_digests(
     instance(Source, source, "source")
     instance(DigestRequest, request, "a request for digests")
     stop = system.monotonic() + seconds(timeout_s, "timeout_s")
+    sent = json.dumps(request.fields(source.start)).encode()
     # the reason of the last attempt, if it got no answer
     silence: KVPlanError | None = None
     while system.monotonic() < stop:
         try:
-            digests = await _ask_once(source, request, system)
+            answer = await system.exchange(str(source), source.address, "/digests", ANSWER_S, sent)
         except KVPlanError as error:
             if error.code != "PEER":
                 raise
             silence = error
-        else:
-            silence = None
+            await system.sleep(RETRY_S)
+            continue
+        silence = None
+        try:
+            digests = json.loads(answer)["digests"]
             if digests is not None:
-                return digests
+                return [*members(dict, digests, "digests")]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise KVPlanError(
+                "MESSAGE", "read digests", expected="digests as JSON", got=repr(error)
+            ) from None
         await system.sleep(ASK_AGAIN_S)
     expected = f"digests within {timeout_s:g} s"
     raise silence or KVPlanError(
         "PEER", f"check {request.lease!r} from {source}", expected=expected, got="none"
     )
-
-
-async def _ask_once(
-    source: Source, request: DigestRequest, system: System
-) -> list[Mapping[str, Any]] | None:
-    """Ask an engine for digests once. Returns None if it has not computed them yet."""
-    sent = json.dumps(request.fields(source.start)).encode()
-    answer = await system.exchange(str(source), source.address, "/digests", ANSWER_S, sent)
-    try:
-        digests = json.loads(answer)["digests"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        expected = "digests as JSON"
-        raise KVPlanError("MESSAGE", "read digests", expected=expected, got=repr(error)) from None
-    return None if digests is None else [*members(dict, digests, "digests")]

@@ -87,6 +87,7 @@ def test_a_busy_engine_is_asked_again(listener: Listener, leases: Leases, monkey
     """An answer that does not come in time is no difference."""
     request = DigestRequest.of(leases.grant("r"), TOKENS)
     attempts: list[str] = []
+    monkeypatch.setattr("kvplan.protocol.digest_requests.RETRY_S", 0.001)
 
     exchange = Driver.exchange
 
