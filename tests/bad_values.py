@@ -62,7 +62,6 @@ from kvplan.protocol import (
     prompt_digest,
 )
 from kvplan.protocol.claims import answer_claims
-from kvplan.protocol.groups import WholeBlocks, whole_blocks
 from kvplan.protocol.listener import Offers
 from kvplan.staging import Pipeline, Rates, choose, stage
 from kvplan.testing import FakeCopier, FakeNetwork, assert_copies
@@ -345,9 +344,6 @@ def calls() -> Calls:
     yield "protocol.Handoff.first_kept", Handoff(**handoff).first_kept, {"group": "attn", "attended": 9}
     yield "protocol.Offers", Offers, {"engine_id": "p", "start": "a", "workers": (b"",)}
     yield "protocol.Offers.decode", Offers.decode, {"data": b'{"engine_id":"p","start":"a","workers":[]}'}
-    positions = {"tokens": (0, 9), "attended": 5, "tokens_per_block": 4, "listed": 4, "kept": 5}
-    yield "protocol.whole_blocks", whole_blocks, positions
-    yield "protocol.WholeBlocks", WholeBlocks, {"start": 0, "stop": 9, "first_whole": 0}
     yield "protocol.prompt_digest", prompt_digest, {"tokens": [1, 2], "facts": ["salt a"]}
     yield "protocol.fingerprint", fingerprint, {"folder": "."}
     yield "protocol.Leases", Leases, {"system": SYSTEM, "lease_s": 1.5}

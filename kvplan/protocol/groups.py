@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
-from kvplan._checks import instance, integer, interval
+from kvplan._checks import instance
 from kvplan._text import brief_repr
-from kvplan.describe.blocks import POSITION_END, Blocks, Range
+from kvplan.describe.blocks import Blocks, Range
 from kvplan.errors import KVPlanError
 
 __all__ = ["CacheGroup", "first_listed"]
@@ -124,11 +124,8 @@ def whole_blocks(
     >>> whole_blocks((0, 100), attended=70, tokens_per_block=64, listed=64, kept=68)
     WholeBlocks(start=68, stop=100, first_whole=128)
     """
-    first, stop = interval(tokens, "tokens", POSITION_END)
-    attended = integer(attended, "attended", high=POSITION_END)
-    size = integer(tokens_per_block, "tokens_per_block", low=1, high=POSITION_END)
-    first_wanted = max(first, integer(listed, "listed", high=POSITION_END))
-    kept = integer(kept, "kept", high=POSITION_END)
+    first, stop = tokens
+    first_wanted = max(first, listed)
     # Positions before a window need not be there, and those after ``stop`` are not read.
     first_needed = max(first, attended)
     if first_needed < min(kept, stop):
@@ -143,5 +140,6 @@ def whole_blocks(
         )
     start = min(max(first_wanted, kept), stop)
     # the next block, if the source lacks the beginning of this one
+    size = tokens_per_block
     first_whole = start if start == first_wanted else -(-start // size) * size
     return WholeBlocks(start, stop, first_whole)
