@@ -34,6 +34,7 @@ from kvplan.executor import Executor
 from kvplan.plan import TransferPlan, plan_reads
 from kvplan.protocol.handoff import Source
 from kvplan.protocol.listener import fetch
+from kvplan.protocol.read_jobs import RequestReads
 from kvplan.protocol.retention import check_kept
 from kvplan.protocol.system import ANSWER_S, Pending, System, pend
 from kvplan.staging import Pipeline, StagedPlan
@@ -126,7 +127,8 @@ class PeerEngine:
     """An engine to read from, since the first request to it came; the last one at ``used_at``.
 
     Its ``handshake``, which began at ``began_at``, waits or is under way while it has neither a
-    ``plan`` nor an ``error``. The handshakes with ``earlier`` starts of the engine had begun then.
+    ``plan`` nor an ``error``. Requests are ``waiting`` for its end. The handshakes with ``earlier``
+    starts of the engine had begun then.
     """
 
     source: Source
@@ -136,6 +138,7 @@ class PeerEngine:
     handshake: Pending[PeerPlan] | None = None
     plan: PeerPlan | None = None
     error: KVPlanError | None = None
+    waiting: list[RequestReads] = attrs.field(factory=list)
 
 
 @attrs.frozen

@@ -117,8 +117,6 @@ class Reads:
         self._last_chunk_at = 0.0
         self._posted_s = 0.0  # in this step, which begins with poll
         self._requests: dict[str, RequestReads] = {}
-        # by the engine whose handshake they wait for
-        self._waiting: dict[Source, list[RequestReads]] = {}
         self._jobs: dict[Job, None] = {}
 
     def submit(self, partial_read: PartialRead) -> None:
@@ -156,7 +154,7 @@ class Reads:
             self._start(reads, peer.plan, was_connected=True)
         else:
             reads.came_at = self._system.monotonic()
-            self._waiting.setdefault(peer.source, []).append(reads)
+            peer.waiting.append(reads)
 
     def _end(self, reads: RequestReads, result: ReadResult) -> None:
         """Note the result of a read, and begin the next one of its request."""
@@ -179,7 +177,7 @@ class Reads:
         self._posted_s = 0.0
         # handshakes first, since a request that waited begins to move in this step
         for peer in self._peers.poll():
-            for reads in self._waiting.pop(peer.source, []):
+            for reads in peer.waiting:
                 is_later = reads.came_at - peer.began_at > RETRY_S
                 if reads.error is not None or (peer.plan is None and is_later):
                     self._begin(reads)
@@ -189,6 +187,7 @@ class Reads:
                     assert peer.error is not None
                     read = reads.queue[0]
                     self._end(reads, ReadResult(read.request, error_of(read, peer.error)))
+            peer.waiting.clear()
         if self._pipeline is not None:
             self._poll_pipeline(self._pipeline)
         now = self._system.monotonic()

@@ -617,7 +617,7 @@ def test_a_late_failure_forgets_the_connection_that_is_lost() -> None:
     world.executor.failing = {"early"}
     world.until(1)
     world.submit(world.read("ready"))
-    while world.reads._waiting:
+    while world.reads._peers.use(source_of()).plan is None:
         world.reads.poll()
     world.executor.failing = {"late"}
     assert {*world.until(1)} == {"late"}
@@ -667,7 +667,7 @@ def test_a_peer_keeps_the_offers_of_workers_that_bytes_come_from() -> None:
     assert world.until(1)["a"].error is None
     (peer,) = world.reads._peers._peers.values()
     assert peer.plan is not None
-    assert [*peer.plan.offers] == [("prefill", 0)]
+    assert ([*peer.plan.offers], peer.waiting) == ([("prefill", 0)], [])
 
 
 def test_an_engine_offers_its_own_workers_alone(one: Callable[..., World]) -> None:
