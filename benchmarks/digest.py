@@ -3,7 +3,6 @@
     python -m benchmarks.digest                     # a minute, in main memory
     python -m benchmarks.digest --device cuda:0     # on a GPU
     python -m benchmarks.digest --tokens 8192 --case states
-    python -m benchmarks.digest --host              # what the host does for a GPU: the kernel itself does nothing
 
 Each row is one worker's part of a request, in blocks in no order. The time of a digest is that of a
 worker that is prepared once, from block tables to plain values; a copy has as many bytes, in one piece. Both
@@ -25,9 +24,7 @@ import numpy as np
 import torch
 
 from kvplan import Blocks, Model, Worker
-from kvplan_nixl import digest
 from kvplan_nixl.digest import WorkerDigests
-from kvplan_nixl.digest_kernel import DigestKernel
 from kvplan_nixl.rearrange import memories_of
 
 STATE_ORDINAL: Final = 7
@@ -54,13 +51,6 @@ CASES: Final = (
     Case("rows of bytes", "deepseek-v3.2", {"tp": 8}),
     Case("states and heads", "granite-4.0-h-tiny", {"tp": 4}),
 )
-
-
-class NoKernel:
-    """In place of the kernel: it is launched, and does nothing."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments, **options: None
 
 
 def placed(worker: Worker, device: str) -> tuple[Worker, list[torch.Tensor]]:
@@ -128,13 +118,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", default=default, help="where the caches are, as torch names it")
     parser.add_argument("--tokens", type=int, default=2048, metavar="N", help="of the request")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="that count")
-    parser.add_argument("--host", action="store_true", help="measure the host's work for a GPU")
     parser.add_argument("--case", default="", metavar="WORDS", help="cases with these words")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if options.host:
-        kernel = DigestKernel("cpu", NoKernel())
-        digest.kernel_on = lambda device: kernel  # type: ignore[assignment]
     print("| worker's part | MB | ms | GB/s | times a copy |\n|---|---:|---:|---:|---:|")
     for case in CASES:
         if options.case in case.name:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.peers.cases import Request, World
-from benchmarks.peers.rows import BIND, DESCRIPTORS, FLOOR, KERNEL, OF_BLOCKS, Row
+from benchmarks.peers.rows import BIND, DESCRIPTORS, FLOOR, OF_BLOCKS, Row
 from kvplan import Blocks, ReadSpec, TransferPlan, Workspace
 
 Ids = npt.NDArray[np.int32]
@@ -130,44 +130,12 @@ def rows(world: World, request: Request) -> Iterator[Row]:
         NOTES["descriptors"],
     )
 
-    yield from kernel_rows(world, request, made_tables)
-
-
-def kernel_rows(world: World, request: Request, made_tables: Tables) -> Iterator[Row]:
-    """Yield the rows of the copy kernel: all that the host does for it before a launch."""
-    try:
-        from kvplan.staging.copy_plan import CopyPlan
-    except ImportError:  # which needs NIXL
-        return
-    prepared = CopyPlan(world.plan)
-
-    def call(block_tables: Tables | None = None) -> Any:
-        local, remote = block_tables or tables(request)
-        bound_copies = prepared.bind(local=local, remote=remote, tokens=(0, request.stop)).values()
-        return [(copy, copy.message()) for copy in bound_copies]
-
-    def count(made: Any) -> int:
-        return sum(copy.num_runs for copy, _ in made)
-
-    def moves_of(made: Any) -> list[Any]:
-        parts = []
-        for copy, _ in made:
-            for one in copy.copies():
-                written, read = one.ranges()
-                parts.append((read[:, 0], written[:, 0], read[:, 1]))
-        return parts
-
-    yield Row(KERNEL, "ids", call, count, moves_of, NOTES["kernel"])
-    yield Row(f"{KERNEL}, of Blocks", "ids", lambda: call(made_tables), count, moves_of, NOTES["kernel blocks"])
-
 
 NOTES = {
     "floor": "two additions of numpy, with its usual buffers, and no checks",
     "bind": "int32 ids of both sides, in reused memory; checks tables and range, exact to the position",
     "blocks": "the same, of block tables that were made before, which is when their ids are checked",
     "fresh": "the same in new arrays, as peers make them",
-    "kernel": "block tables, ranges and checks alone: the copy kernel computes addresses by itself",
-    "kernel blocks": "the same, of block tables that were made before",
     "descriptors": "addresses and lengths as arrays, as few as possible, in order of address",
 }
 

@@ -23,7 +23,6 @@ FLOOR: Final = "two additions, into reused arrays"
 BIND: Final = "kvplan bind, workspace"
 OF_BLOCKS: Final = "kvplan bind of Blocks, workspace"
 DESCRIPTORS: Final = "kvplan bind and descriptors"
-KERNEL: Final = "kvplan for the copy kernel"
 SENDERS: Final = "runs the senders of several ranks one after the other; engines run them in parallel"
 BASES: Final = {"ids": BIND, "ranges": DESCRIPTORS}
 """kvplan's function to compare with, by what a function makes."""
