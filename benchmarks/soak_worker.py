@@ -31,9 +31,9 @@ HEADS: Final = 12
 DIM: Final = 32
 STAGING_BYTES: Final = 1 << 17
 SECRET: Final = b"the key of both engines"
-PLANTS: Final = ("early", "byte", "late", "leak", "silent")
+PLANTS: Final = ("early", "byte", "late", "leak")
 """Faults to plant: the source's blocks freed with the first reader's end; a wrong byte; a late byte; transfers that are
-not released; a request whose end is not reported."""
+not released."""
 
 
 def engines(decode_tp: int) -> dict[str, tuple[Worker, ...]]:
@@ -203,8 +203,7 @@ class Rank:
             self.scribble(request.local_ids[-1])
         if self.plant == "late":
             self.late.append((time.monotonic() + 0.2, request.local_ids[-1]))
-        if self.plant != "silent":
-            self.say("ended", request.name, request.attempt, status, errors[0].code if errors else code)
+        self.say("ended", request.name, request.attempt, status, errors[0].code if errors else code)
 
     def scribble(self, block: int) -> None:
         """A wrong byte in a block."""
