@@ -57,12 +57,12 @@ class PatternSearch:
         self.poison = poison
         self.tensors = list(labels.values())
         self.number_of = {name: number for number, name in enumerate(labels)}
-        # Labels of one tensor follow those of another.
         # Tensors whose bytes have the same coordinates, by name.
         self.alike: dict[str, npt.NDArray[np.bool_]] = {}
         for name, tensor in labels.items():
             is_alike = [have_equal_axes(tensor, candidate) for candidate in self.tensors]
             self.alike[name] = np.array(is_alike)
+        # Labels of one tensor follow those of another.
         self.bases = np.array([labels.base for labels in self.tensors], np.int64)
         self.ends = np.array([labels.end for labels in self.tensors], np.int64)
         self.products: dict[str, list[Product]] = {}
