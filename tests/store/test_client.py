@@ -66,6 +66,18 @@ def test_a_cache_comes_back_through_any_engine(sizes: dict[str, Any]) -> None:
     assert reader.caches[0].contents(ids) == writer.caches[0].contents(ids)
 
 
+@pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
+def test_threads_copy_shards_of_many_ranges(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copies its own, of long ranges or of short ones."""
+    monkeypatch.setattr("kvplan_nixl.serving.store.mover.LOCKED_ITEMS", 1)
+    backend = MemoryBackend()
+    writer, reader = one_engine(backend, layout=layout), EngineWithStore.of(QWEN, backend, layout=layout)
+    assert writer.save(PROMPT, BLOCKS, 96) == 6
+    reader.load(PROMPT, {"attn": Blocks([8, 0, 4, 6, 11, 12])}, 96)
+    (before,), (after,) = writer.caches, reader.caches
+    assert after.contents([8, 0, 4, 6, 11, 12]) == before.contents(BLOCKS["attn"].ids.tolist()[:6])
+
+
 def test_a_reader_of_other_blocks_rounds_down() -> None:
     """A reader whose blocks have 64 tokens uses 64 of 96."""
     backend = MemoryBackend()

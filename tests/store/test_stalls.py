@@ -152,7 +152,7 @@ def test_a_slow_store_is_waited_for(backend: HangingBackend) -> None:
     """As long as pages move, however long all of them take."""
     writer = saved(backend)
     reader = Guarded(backend)
-    backend.delay_s = 0.5 * STALL_S
+    backend.delay_s = STALL_S / 4
     began_s = time.monotonic()
     reader.load()
     assert time.monotonic() - began_s > 2 * STALL_S

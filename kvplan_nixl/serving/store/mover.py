@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ from kvplan import KVPlanError
 from kvplan.plan import ReadSpec, Table, TransferPlan
 from kvplan.support import Ints, instance, members
 from kvplan_nixl.serving.store.parallel import FILES_AT_ONCE, in_parallel
+
+LOCKED_ITEMS: Final = 500
+"""While numpy copies no more items than this, it keeps the interpreter's lock."""
 
 
 class Mover(Protocol):
@@ -43,7 +46,8 @@ class MemoryMover:
 
     def move(self, specs: Sequence[ReadSpec]) -> None:
         """Copy all ranges of a length at once: there may be one for each element."""
-        in_parallel(_copy, members(ReadSpec, specs, "specs"), FILES_AT_ONCE)
+        num_ids = max((spec.num_ids for spec in members(ReadSpec, specs, "specs")), default=0)
+        in_parallel(_copy, specs, FILES_AT_ONCE if num_ids > LOCKED_ITEMS else 1)
 
 
 def _copy(spec: ReadSpec) -> None:
