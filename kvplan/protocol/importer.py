@@ -109,9 +109,9 @@ TRANSITIONS: Final[Mapping[tuple[ImportState, ImportEvent], ImportState]] = Mapp
 class PartialRead:
     """What workers do next for a request: read some of it, or report that it fails.
 
-    It has either a ``read`` or an ``error``. The one that ``is_last`` is the request's last. The
-    first block of a group in ``partial`` lacks positions that the source has freed: no other
-    request may find it.
+    It has a ``read`` of the request, or an ``error``. The one that ``is_last`` is the request's
+    last. The first block of a group in ``partial`` lacks positions that the source has freed: no
+    other request may find it. Raises ``TYPE`` for neither, ``NAME`` for another request's read.
     """
 
     request: str

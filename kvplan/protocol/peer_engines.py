@@ -51,7 +51,7 @@ MAX_AGE_S: Final = 3600.0
 """Seconds after which an engine is forgotten that nothing was read from."""
 
 MAX_HANDSHAKES: Final = 64
-"""Handshakes under way at a time, of which each has an answer in memory: more than may hang."""
+"""Handshakes under way at a time: more engines than hang together. Each may hold an answer."""
 
 USUAL_TOKENS: Final = 1024
 """Positions of the request for which a way to read from an engine is chosen."""
