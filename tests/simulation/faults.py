@@ -399,5 +399,7 @@ STORE_FAULTS = [
     Fault("a load ends with its first run of pages", StoreClient, "load", "for page_plan, pages, shard_span in self._runs(chain, group, span):", "for page_plan, pages, shard_span in [*self._runs(chain, group, span)][:1]:", seed=12, rule="OWN", features=STORE),
     Fault("all files of a run get its first page", StoreClient, "_files", "offset + slot * shard.num_bytes", "offset", seed=2, rule="OWN", features=STORE),
     Fault("a request that was loaded is remembered", STORE_SCHEDULER.StoreScheduler, "begin_save", "self._begun.discard(request.request_id)", "pass", seed=0, rule="GROW", features=STORE),
+    Fault("what is saved is not written", StoreClient, "_write_file", "return self.backend.put(file.name, chunks)", "return None", seed=0, rule="STORE", features=STORE),
+    Fault("a file of the right digest is refused", page_files, "read_page", "if digest.hexdigest() != header.digest:", "if digest.hexdigest() == header.digest:", seed=12, rule="STORE", features=STORE),
     Fault("a search is kept when its request has blocks", STORE_SEARCHES.StoreSearches, "forget", "self._searches.pop(request, None)", "self._searches.get(request)", seed=0, rule="GROW", features=STORE),
 ]  # fmt: skip

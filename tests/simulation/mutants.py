@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,8 @@ CONNECTOR_TESTS = (
 PROTOCOL_TESTS = tuple(f"tests/protocol/test_{name}.py" for name in ("exporter", "importer", "read_parts"))
 VLLM_TESTS = tuple(f"tests/simulation/test_vllm_{name}.py" for name in ("rooms", "saves", "scheduler"))
 SGLANG_TESTS = ("tests/nixl/test_bootstrap.py", "tests/nixl/test_sglang.py")
+STORE_TESTS = tuple(f"tests/store/test_{name}.py" for name in ("client", "search", "stalls"))
+VLLM_STORE_TESTS = ("tests/simulation/test_vllm_identity.py", *STORE_TESTS)
 TESTS = {
     **{
         f"kvplan.protocol.{name}": CONNECTOR_TESTS
@@ -78,6 +80,12 @@ TESTS = {
     **{f"kvplan.protocol.{name}": PROTOCOL_TESTS for name in ("exporter", "groups", "importer")},
     **{f"kvplan_nixl.vllm.{name}": VLLM_TESTS for name in ("scheduler", "tables")},
     **{f"kvplan_nixl.sglang.{name}": SGLANG_TESTS for name in ("bootstrap", "decode", "prefill", "rank")},
+    **{f"kvplan.protocol.{name}": STORE_TESTS for name in ("page_keys", "page_reads", "prefix_search")},
+    **{f"kvplan_nixl.vllm.store_{name}": VLLM_STORE_TESTS for name in ("scheduler", "searches", "worker")},
+    **{
+        f"kvplan_nixl.serving.store.{name}": STORE_TESTS
+        for name in ("client", "eviction", "page_files", "readers", "stalls")
+    },
 }
 """The unit tests of each module."""
 
@@ -116,15 +124,20 @@ EQUIVALENT = {
 """Arguments and code whose change changes no answer, and why."""
 
 OPTIONS = ("-q", "-x", "--no-header", "-p", "no:cacheprovider")
+VLLM_FLEETS = ("vllm", "vllm rooms again", "vllm rooms", "vllm verified")
+SGLANG_FLEETS = ("sglang", "sglang stages")
+OTHER_FLEETS = ("leases", "staged", "choosing", "verified", "vllm rooms with small limits")
 FLEETS = {
-    "kvplan.": ("leases", "vllm", "vllm rooms again", "sglang", "staged", "choosing"),
-    "kvplan_nixl.vllm.": ("vllm", "vllm rooms again"),
-    "kvplan_nixl.sglang.": ("sglang",),
+    "kvplan.protocol.(page|prefix)_": ("store",),
+    "kvplan_nixl.*store": ("store",),
+    "kvplan_nixl.vllm": VLLM_FLEETS,
+    "kvplan_nixl.sglang": SGLANG_FLEETS,
+    "kvplan.protocol": (*OTHER_FLEETS, *VLLM_FLEETS, *SGLANG_FLEETS),
 }
-"""The fleets of each package that run before the unit tests."""
+"""The fleets of modules, by regular expressions of which the first one counts."""
 
-NUM_SEEDS = 8
-NUM_REACHED_SEEDS = 80
+NUM_SEEDS = 60
+NUM_REACHED_SEEDS = 240
 LIMIT_S = 150
 PROCESSOR_S = 50
 """Seconds by the clock, and of a processor, after which a mutant has hung."""
@@ -282,6 +295,7 @@ def make_fleets() -> dict[str, Simulation]:
     from tests.simulation.faults import RESEND_S
     from tests.simulation.sglang_connector import sglang_fleets
     from tests.simulation.staged_connector import StagedConnector, choosing_fleets
+    from tests.simulation.store_connector import StoreFleets
     from tests.simulation.verified_connector import VerifiedConnector, vllm_verified_fleets
     from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
 
@@ -298,11 +312,12 @@ def make_fleets() -> dict[str, Simulation]:
         "sglang stages": sglang_fleets(RESEND_S),
         "verified": Simulation(VerifiedConnector),
         "vllm verified": vllm_verified_fleets(),
+        "store": StoreFleets(),
     }
 
 
-def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int, *, is_plain: bool = False) -> FleetOutcome:
-    """Run a fleet with the features of its seed, and one of the models unless it is plain."""
+def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetOutcome:
+    """Run a fleet with the features of its seed, and one of the models."""
     from kvplan.testing.simulation import MODELS, Feature, Scenario
     from kvplan.testing.simulation.catalog import NO_STAGES
     from tests.simulation.faults import TWO_STAGES
@@ -310,31 +325,36 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int, *, is_pla
     from tests.simulation.sglang_connector import SGLANG_FEATURES
 
     features = Feature.of(seed) & (SGLANG_FEATURES if name.startswith("sglang") else ~Feature(0))
-    models = ["attention"] if is_plain or name in ("staged", "verified") else [*MODELS]
+    features |= Feature.STORE if name == "store" else Feature(0)
+    models = ["attention"] if name in ("staged", "verified") else [*MODELS]
+    model = random.Random(f"{seed} model").choice(models)
     stages = TWO_STAGES if name.endswith("stages") else NO_STAGES
-    scenario = Scenario.of(seed, MODELS[models[seed % len(models)]], stages, features=features)
+    scenario = Scenario.of(seed, MODELS[model], stages, features=features)
     with small_limits() if name.endswith("limits") else nullcontext():
         return fleets[name].run(scenario)
 
 
-def reached() -> dict[Statement, list[Fleet]]:
+def fleets_of(modules: Iterable[str], num_seeds: int) -> list[Fleet]:
+    """The fleets of some modules: each seed in one of the simulations, so that a few show many features."""
+    found = [next(names for each, names in FLEETS.items() if re.match(each, module)) for module in modules]
+    names = [*dict.fromkeys(name for names in found for name in names)]
+    return [(names[seed % len(names)], seed) for seed in range(num_seeds)]
+
+
+def reached(modules: Sequence[str]) -> dict[Statement, list[Fleet]]:
     """The fleets that run each statement. One that breaks a rule without any change is left out."""
-    sys.meta_path.insert(0, Planter({module: marked_source(module) for module in TESTS}))
+    sys.meta_path.insert(0, Planter({module: marked_source(module) for module in modules}))
     logging.disable(logging.CRITICAL)
     fleets = make_fleets()
     reached: dict[Statement, list[Fleet]] = {}
-    for seed in range(NUM_REACHED_SEEDS):
-        for name in fleets:
-            # digests cost as much as five other fleets
-            if name.endswith("verified") and seed % 5:
-                continue
-            RUN.clear()
-            outcome = outcome_of(fleets, name, seed)
-            if outcome.error is not None:
-                print(f"without a change: {name}: {outcome}", file=sys.stderr, flush=True)
-                continue
-            for statement in RUN:
-                reached.setdefault(statement, []).append((name, seed))
+    for name, seed in fleets_of(modules, NUM_REACHED_SEEDS):
+        RUN.clear()
+        outcome = outcome_of(fleets, name, seed)
+        if outcome.error is not None:
+            print(f"without a change: {name}: {outcome}", file=sys.stderr, flush=True)
+            continue
+        for statement in RUN:
+            reached.setdefault(statement, []).append((name, seed))
     return reached
 
 
@@ -349,7 +369,7 @@ def verdict(mutant: Mutant, fleets_s: float | None, chosen: Sequence[Fleet]) -> 
     for name, seed in chosen:
         if fleets_s is not None and time.process_time() > fleets_s:
             return "survives"
-        outcome = outcome_of(fleets, name, seed, is_plain=fleets_s is None)
+        outcome = outcome_of(fleets, name, seed)
         if outcome.error is not None:
             return f"{outcome.rule} {seed} {name}"
     if fleets_s is not None:
@@ -394,7 +414,7 @@ def main() -> None:
             # tests that fail in any case would notice everything
             subprocess.run([sys.executable, "-m", "pytest", *OPTIONS, *tests], check=True)
     else:
-        by_statement = in_a_process(REACHED_S, 4 * REACHED_S, reached) or sys.exit("no answer")
+        by_statement = in_a_process(REACHED_S, 4 * REACHED_S, partial(reached, modules)) or sys.exit("no answer")
     mutants = [mutant for module in modules for mutant in mutants_of(module)]
     print(f"{len(mutants)} mutants", flush=True)
     limit_s = round(PROCESSOR_S + (options.fleets or 0.0))
@@ -404,8 +424,7 @@ def main() -> None:
         sample = random.Random(seed).sample(mutants, min(options.count, len(mutants)))
         for number, mutant in enumerate(sample):
             if options.fleets is None:
-                (names,) = (names for prefix, names in FLEETS.items() if mutant.module.startswith(prefix))
-                chosen = [(name, fleet) for fleet in range(NUM_SEEDS) for name in names]
+                chosen = fleets_of([mutant.module], NUM_SEEDS)
             else:
                 chosen = by_statement.get((mutant.module, mutant.statement), [])
             began = time.perf_counter()

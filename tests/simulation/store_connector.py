@@ -24,11 +24,20 @@ from kvplan.describe.views import ITEMSIZE
 from kvplan.plan import ReadSpec
 from kvplan.protocol import keeping
 from kvplan.protocol.page_keys import Chain
-from kvplan.testing.simulation import EngineRequest, Feature, FleetOutcome, Scenario, Simulation, Site, StepReport
+from kvplan.testing.simulation import (
+    BrokenRuleError,
+    EngineRequest,
+    Feature,
+    FleetOutcome,
+    Scenario,
+    Simulation,
+    Site,
+    StepReport,
+)
 from kvplan.testing.simulation.catalog import GroupShape
 from kvplan.testing.simulation.fleet import MakeParams
 from kvplan.testing.simulation.memory import LabelledMemory
-from kvplan.testing.simulation.scenario import StoreTrouble
+from kvplan.testing.simulation.scenario import Freeze, StoreTrouble, Update
 from kvplan_nixl.serving.store import (
     BackgroundEviction,
     MemoryBackend,
@@ -62,6 +71,8 @@ BUFFER_BYTES = 12 << 10
 """Of a worker, for one page or a few: a prompt takes several runs."""
 STALL_S = 3.0
 LOOK_S = 2.0
+LATE_S = 40.0
+"""Seconds after which a trouble of the store has no consequences any more."""
 CALL_S = 0.002
 """Seconds that a call of the store may take, and a move of bytes, where nothing is wrong."""
 
@@ -82,6 +93,20 @@ class VirtualBackend(MemoryBackend):
         is_small = self._draw.random() < 0.3
         super().__init__(max_bytes=100_000 if is_small else None)
         self._troubles = [item for item in scenario.incidents if isinstance(item, StoreTrouble)]
+        # files are damaged, engines are held up, or what they have found is reset
+        harmful = (Freeze, Update)
+        self._is_harmed = any(isinstance(item, harmful) for item in scenario.incidents)
+        self._is_harmed |= any(trouble.damages for trouble in self._troubles)
+        self.num_saved = 0
+
+    def is_healthy(self, now: float) -> bool:
+        """Whether nothing is wrong with the store at a time, nor has been for a while."""
+        return not self._is_harmed and not any(each.begins_at <= now < each.ends_at + LATE_S for each in self._troubles)
+
+    def check_saved(self) -> None:
+        """Refuse to say of requests that they are saved, and to save nothing."""
+        if self.num_saved and not self._files:
+            raise BrokenRuleError("STORE", f"{self.num_saved} requests are saved, and the store is empty")
 
     def _present(self) -> list[StoreTrouble]:
         assert WORLD.host is not None
@@ -227,7 +252,7 @@ class StoreConnector(VllmConnector):
 
     def __init__(self, site: Site, *, backend: VirtualBackend) -> None:
         super().__init__(site)
-        self._host = site.host
+        self._host, self._backend = site.host, backend
         # it may save blocks that were read in part
         self._scheduler.set_siblings({"KvplanStore", *site.siblings})
         draw = random.Random(site.host.token_hex(8))
@@ -314,6 +339,10 @@ class StoreConnector(VllmConnector):
             worker.start_step(metadata)
             results = worker.results()
             self._failed |= results.failed_recving
+            # what is evicted may have been found before
+            if results.failed_recving and self._backend.is_healthy(self._host.loop.now) and not self._backend.max_bytes:
+                names = ", ".join(sorted(results.failed_recving))
+                raise BrokenRuleError("STORE", f"{names} cannot be loaded, though nothing is wrong with the store")
             self._num_saved.update(sorted(results.finished_sending))
             for name in sorted(results.finished_recving):
                 self._num_loaded[name] += 1
@@ -329,6 +358,7 @@ class StoreConnector(VllmConnector):
     def _take_saved(self) -> list[str]:
         """Return the requests that all workers have saved since the last step."""
         saved = [name for name, number in self._num_saved.items() if number == len(self._store_workers)]
+        self._backend.num_saved += len(saved) * self._backend.is_healthy(self._host.loop.now)
         for name in saved:
             del self._num_saved[name]
         return saved
@@ -374,7 +404,12 @@ class StoreFleets(Simulation):
         self._make_connector = partial(StoreConnector, backend=backend)
         try:
             with virtual_store(backend, scenario.seed):
-                return super().run(scenario)
+                outcome = super().run(scenario)
+            if outcome.error is None:
+                backend.check_saved()
+            return outcome
+        except BrokenRuleError as error:
+            return attrs.evolve(outcome, error=error)
         finally:
             self._make_connector = VllmConnector
 
