@@ -10,12 +10,7 @@ import attrs
 import click
 
 from kvplan._text import count, fold, intervals, size
-from kvplan.cli.console import (
-    echo_json,
-    print_lines,
-    terminal_width,
-    wrapped,
-)
+from kvplan.cli.console import echo_json, print_lines, terminal_width, wrapped
 from kvplan.cli.options import (
     EngineCommand,
     Engines,
@@ -195,11 +190,8 @@ def show_command(engines: Engines, rank: str) -> int:
     sources, destinations = engines.workers()
     local = destinations[read_decimal(rank, "--rank", 0, len(destinations))]
     plan = plan_reads(local, sources, not_transferred=destination_drafts([local], sources))
-    sending = [
-        remote
-        for remote, pair in zip(plan.remotes, plan.pairs, strict=True)
-        if pair.local_table.num_ids
-    ]
+    pairs = zip(plan.remotes, plan.pairs, strict=True)
+    sending = [remote for remote, pair in pairs if pair.local_table.num_ids]
     width = terminal_width()
     print_lines(engines.heading())
     # a block of the first source that sends bytes, one of the destination, and the plan

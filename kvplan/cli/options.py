@@ -13,11 +13,7 @@ from click.shell_completion import CompletionItem
 from kvplan.cli.caches import cache_lines, caches_of
 from kvplan.cli.console import wrapped
 from kvplan.cli.inputs import EngineInput
-from kvplan.cli.model_files import (
-    BITS,
-    MODEL_FORMS,
-    load,
-)
+from kvplan.cli.model_files import BITS, MODEL_FORMS, load
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.models import Model
