@@ -16,7 +16,6 @@ import attrs
 
 from kvplan._checks import (
     check_fields,
-    having,
     instance,
     integer,
     is_one_of,
@@ -111,13 +110,6 @@ descriptor of RDMA takes much less time than a copy between processes of one hos
 """
 
 
-def default_rates(local: Worker) -> Rates:
-    """Return the rates for the memory that a worker is in: :data:`CUDA_IPC` on a GPU."""
-    # a staging region is in the same memory
-    is_on_gpu = any(region.memory == "VRAM" for region in local.regions)
-    return CUDA_IPC if is_on_gpu else SHARED_MEMORY
-
-
 @attrs.frozen(eq=False)
 class Option:
     """One strategy: what moves between workers, the local copies, and the time that both take.
@@ -135,44 +127,6 @@ class Option:
     seconds: float
 
     __repr__ = brief_repr
-
-    @classmethod
-    def of(
-        cls,
-        strategy: str,
-        plan: TransferPlan | StagedPlan,
-        direct: Cost,
-        rates: Rates,
-    ) -> Option:
-        """Return the option of a plan, for the requests that cost ``direct`` in one step."""
-        name(strategy, "strategy")
-        having("bind", plan, "plan", "a plan")
-        instance(Cost, direct, "cost of a direct plan")
-        instance(Rates, rates, "rates")
-        if isinstance(plan, StagedPlan):
-            cost = staged_cost(direct, plan.peers, plan.num_positions)
-            copied_bytes = direct.num_bytes
-        else:
-            # one step, as a single chunk without copies
-            copied_bytes = 0
-            cost = StagedCost(direct, direct, num_copies=0, num_chunks=1, staging_bytes=0)
-        moved = cost.transfers
-        num_transfers = cost.num_chunks * sum(1 for pair in moved.pairs if pair.lengths)
-        return cls(
-            strategy=strategy,
-            plan=plan,
-            num_transfers=num_transfers,
-            num_descriptors=moved.num_descriptors,
-            num_bytes=moved.num_bytes,
-            num_copies=cost.num_copies,
-            seconds=rates.seconds(
-                transfers=num_transfers,
-                descriptors=moved.num_descriptors,
-                num_bytes=moved.num_bytes,
-                copies=cost.num_copies,
-                copied_bytes=copied_bytes,
-            ),
-        )
 
     def __str__(self) -> str:
         moved = f"{count(self.num_descriptors, 'descriptor')}, {size(self.num_bytes)}"
@@ -277,13 +231,15 @@ def choice_of(
     """
     direct_cost = shared.direct.cost(tokens)
     if rates is None:
-        rates = default_rates(shared.direct.local)
+        # a staging region is in the same memory as the caches
+        is_on_gpu = any(region.memory == "VRAM" for region in shared.direct.local.regions)
+        rates = CUDA_IPC if is_on_gpu else SHARED_MEMORY
     options = list[Option]()
     refused = dict[str, KVPlanError]()
     for candidate in candidates:
         try:
             plan = _plan(shared, candidate, staging)
-            options.append(Option.of(candidate, plan, direct_cost, rates))
+            options.append(_option(candidate, plan, direct_cost, rates))
         except KVPlanError as error:
             # other strategies may take less memory, and less of a budget
             if error.code not in ("MEMORY", "RANGE") or len(candidates) == 1:
@@ -291,6 +247,34 @@ def choice_of(
             refused[candidate] = error
     options.sort(key=lambda option: option.seconds)
     return Choice(shared.direct.local.label, tokens, rates, tuple(options), refused)
+
+
+def _option(strategy: str, plan: TransferPlan | StagedPlan, direct: Cost, rates: Rates) -> Option:
+    """Return the option of a plan, for the requests that cost ``direct`` in one step."""
+    if isinstance(plan, StagedPlan):
+        cost = staged_cost(direct, plan.peers, plan.num_positions)
+        copied_bytes = direct.num_bytes
+    else:
+        # one step, as a single chunk without copies
+        copied_bytes = 0
+        cost = StagedCost(direct, direct, num_copies=0, num_chunks=1, staging_bytes=0)
+    moved = cost.transfers
+    num_transfers = cost.num_chunks * sum(1 for pair in moved.pairs if pair.lengths)
+    return Option(
+        strategy=strategy,
+        plan=plan,
+        num_transfers=num_transfers,
+        num_descriptors=moved.num_descriptors,
+        num_bytes=moved.num_bytes,
+        num_copies=cost.num_copies,
+        seconds=rates.seconds(
+            transfers=num_transfers,
+            descriptors=moved.num_descriptors,
+            num_bytes=moved.num_bytes,
+            copies=cost.num_copies,
+            copied_bytes=copied_bytes,
+        ),
+    )
 
 
 def _plan(shared: DirectReads, strategy: str, staging: str | None) -> TransferPlan | StagedPlan:
