@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from kvplan.plan.transfer import TransferPlan
 
 MAX_FOLLOWED: Final = 1 << 22
-"""The most descriptors and segments of a period that are followed, for each plan: 1.25 GB."""
+"""The most descriptors and segments of a period that are followed, for each plan: about 0.8 GB."""
 
 SIDES: Final = (0, 1)
 """The destination and the source: indices into all that has one value for each side."""
@@ -189,6 +189,13 @@ def _integers_of(low: Ints, high: Ints) -> tuple[Ints, Ints]:
     range_of_integer = np.repeat(np.arange(size.size), size)
     first_of_range = low - (np.cumsum(size) - size)
     return range_of_integer, np.arange(range_of_integer.size) + first_of_range[range_of_integer]
+
+
+def _in_order(numbers: Ints) -> Ints:
+    """Return the numbers in ascending order, each once: faster than by a hash of a million."""
+    ascending = np.sort(numbers)
+    each: Ints = ascending[np.append(True, ascending[1:] != ascending[:-1])[: ascending.size]]
+    return each
 
 
 @attrs.frozen(eq=False)
@@ -483,7 +490,7 @@ class _Proof:
         periods += [tokens.written.num_slots for tokens in followed]
         written = Written.of((tokens.written for tokens in followed), math.lcm(*periods))
         num_columns = int((segments.column + segments.length).max(initial=0))
-        bounds = np.unique(np.append(written.bounds, [0, num_columns]))
+        bounds = _in_order(np.append(written.bounds, [0, num_columns]))
         filled = self.filled(group, segments, written, bounds)
         if self.complete:
             self.check_whole(group, segments, filled, bounds)
@@ -508,7 +515,7 @@ class _Proof:
         num_slots = tables.ids.period // group.context.size
         expected = Written.of(by_runs, num_slots)
         written = Written.of(instead_of_runs, num_slots)
-        bounds = np.unique(np.append(expected.bounds, written.bounds))
+        bounds = _in_order(np.append(expected.bounds, written.bounds))
         segments = tables.segments[0]
         expected, written = (
             self.filled(group, segments, each, bounds) for each in (expected, written)
@@ -555,7 +562,7 @@ class _Proof:
         period = math.lcm(tokens.period, period_of(tables.ids.groups[0]))
         written = _written(tables, sides[0], fragments, period)
         written = self.filled(
-            tables.ids.groups[0], tables.segments[0], written, np.unique(written.bounds)
+            tables.ids.groups[0], tables.segments[0], written, _in_order(written.bounds)
         )
         return FollowedTokens(written, fragments.length.size, num_blocks)
 
