@@ -1,19 +1,40 @@
-"""Pictures of a worker's blocks and of a plan's copies, as text."""
+"""Pictures of a worker's blocks and of a plan's copies, as text.
+
+A line for each axis, the slowest at the top; bytes go from left to right. The order of the lines is
+the order of the axes in memory.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import string
+from collections.abc import Iterable, Iterator, Mapping
+from textwrap import wrap
+from types import MappingProxyType
+from typing import Any, Final
+
+import attrs
 
 from kvplan._checks import integer
 from kvplan._text import WIDTH
 from kvplan.describe.worker import Worker
 from kvplan.display.blocks import DrawnLayer, facts, folded, layers_of
 from kvplan.display.copies import panels
-from kvplan.display.diagram import block_drawing, panel_drawing
-from kvplan.display.text import draw_text
+from kvplan.display.diagram import (
+    NOTE,
+    Diagram,
+    Drawing,
+    block_drawing,
+    common,
+    panel_drawing,
+)
 from kvplan.errors import KVPlanError
 from kvplan.plan.mesh import MeshPlan
 from kvplan.plan.transfer import TransferPlan
+
+FOLD: Final = "···"
+REST: Final = "░"
+MARKS: Final[Mapping[str, str]] = MappingProxyType({"fold": FOLD, "rest": REST, "bytes": ""})
 
 
 def show(value: object, *, width: int = WIDTH) -> str:
@@ -68,9 +89,9 @@ def show(value: object, *, width: int = WIDTH) -> str:
         for layers in equal.values():
             names = folded(name for layer in layers for name in layer.names)
             drawings.append(block_drawing(names, facts(layers), layers))
-        return draw_text(drawings, "padding, or other groups' bytes", width)
+        return _drawings(drawings, "padding, or other groups' bytes", width)
     if isinstance(value, TransferPlan):
-        return draw_text(map(panel_drawing, panels(value)), "not moved", width)
+        return _drawings(map(panel_drawing, panels(value)), "not moved", width)
     hints = {
         MeshPlan: "a mesh has a plan for each worker: show(mesh.plans[0])",
         tuple: "an engine is a tuple of workers: show(engine[0])",
@@ -82,3 +103,80 @@ def show(value: object, *, width: int = WIDTH) -> str:
         got=type(value).__name__,
         hint=hints.get(type(value), ""),
     )
+
+
+def _drawings(drawings: Iterable[Drawing], rest: str, width: int) -> str:
+    """Return drawings one below the other. The legend says what the hatched ``rest`` is."""
+    texts = []
+    for drawing in drawings:
+        titles = [*wrap(drawing.title, width), *wrap(drawing.facts, width)]
+        texts.append("\n".join([*titles, _drawn(drawing, width)]))
+    legend = f"{REST} {rest}; {NOTE}" if any(REST in text for text in texts) else NOTE
+    return "\n\n".join([*texts, legend]) if texts else ""
+
+
+def _drawn(drawing: Drawing, width: int) -> str:
+    """Return the fullest choice that fits, with one letter on both sides below each copy."""
+    for diagrams in drawing.choices:
+        copies = sorted(each.copy for each in diagrams[0].columns if each.copy is not None)
+        letters = dict[int | None, str](zip(copies, string.ascii_letters, strict=False))
+        letters = letters if len(diagrams) > 1 else {}
+        if all(len(_lines(diagram, letters)[0]) <= width for diagram in diagrams):
+            break
+    top, *bottom = (list(_wrapped(diagram, width, letters)) for diagram in diagrams)
+    rows = [*top, *(lines[::-1] for side in bottom for lines in side)]
+    return "\n\n".join("\n".join(lines) for lines in rows)
+
+
+def _wrapped(
+    diagram: Diagram, width: int, letters: Mapping[int | None, str]
+) -> Iterator[list[str]]:
+    """Yield a diagram in rows that fit, of one column at least, cut where slow axes change."""
+    columns = diagram.columns
+    first = 0
+    while first < len(columns):
+        last = len(columns)
+        while True:
+            lines = _lines(attrs.evolve(diagram, columns=columns[first:last]), letters)
+            if len(lines[0]) <= width or last == first + 1:
+                break
+            last -= 1
+        if last < len(columns):
+            # Of the last two thirds of what fits, the end at which the labels differ the most.
+            ends = range(last, first + (last - first) // 3, -1)
+            last = min(
+                ends, key=lambda end: len(common(*(c.labels for c in columns[end - 1 : end + 1])))
+            )
+            lines = _lines(attrs.evolve(diagram, columns=columns[first:last]), letters)
+        yield lines
+        first = last
+
+
+def _lines(diagram: Diagram, letters: Mapping[int | None, str]) -> list[str]:
+    """Return a diagram: headers, the byte at which each column begins, and letters of copies."""
+    columns = [*enumerate(diagram.columns)]
+    rows = []
+    for depth in range(len(diagram.axes)):
+        headers = diagram.headers(depth)
+        rows.append([(first, last, text or MARKS[fill]) for first, last, fill, text in headers])
+    rows.append([(i, i, "" if each.fill == "fold" else f"{each.start}") for i, each in columns])
+    names = [*diagram.axes, "byte"]
+    if letters:
+        marks = [REST if each.fill == "rest" else "" for _, each in columns]
+        rows.append([(i, i, letters.get(each.copy, marks[i])) for i, each in columns])
+        names.append("copy")
+    widths = [len(FOLD)] * len(columns)
+
+    def room(first: int, last: int) -> int:
+        return sum(widths[first : last + 1]) + 2 * (last - first)
+
+    # texts over few columns first: what a text lacks is added to its last column
+    texts = itertools.chain.from_iterable(rows)
+    for first, last, text in sorted(texts, key=lambda span: (span[1] - span[0], *span[:2])):
+        widths[last] += max(len(text) - room(first, last), 0)
+    margin = max(map(len, names))
+    lines = []
+    for name, row in zip(names, rows, strict=True):
+        cells = (f"│ {text:<{room(first, last)}}" for first, last, text in row)
+        lines.append(f"{name:<{margin}} {''.join(cells)}│")
+    return lines
