@@ -167,13 +167,15 @@ def _check_default(label: str, value: Any, default: Any, hint: str) -> None:
 
 UNSUPPORTED_BY_ENGINE: Final = MappingProxyType(
     {
-        "enable_return_routed_experts": (
+        ("aux_output_config", "enable_return_routed_experts"): (
             "decode would return the experts only of tokens that it computes itself"
         ),
-        "enable_sleep_mode": "an engine that wakes up has other memory than it had registered",
+        ("model_config", "enable_sleep_mode"): (
+            "an engine that wakes up has other memory than it had registered"
+        ),
     }
 )
-"""Options of vLLM's model that are refused, and why."""
+"""Options of vLLM that are refused, by the part of its configuration that has them, and why."""
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -181,6 +183,6 @@ def check_engine(config: VllmConfig) -> None:
 
     vLLM itself refuses some of them with NixlConnector, which it recognises by name.
     """
-    for label, reason in UNSUPPORTED_BY_ENGINE.items():
-        if getattr(config.model_config, label, False):
+    for (part, label), reason in UNSUPPORTED_BY_ENGINE.items():
+        if getattr(getattr(config, part), label, False):
             raise KVPlanError("SETTING", f"set {label}", expected="False", got="True", hint=reason)

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -24,13 +23,14 @@ os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 
 pytest.importorskip("vllm")
 
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvplan import KVPlanError
 from kvplan_nixl.settings import StoreSettings
-from kvplan_nixl.vllm.settings import settings_of
+from kvplan_nixl.vllm.settings import check_engine, settings_of
 from kvplan_nixl.vllm.store_settings import store_settings_of
 
 ROOT = Path(__file__).parent.parent.parent
@@ -64,9 +64,17 @@ def vllm_settings(arguments: list[str]) -> Any:
     assert transfer is not None
     assert parsed.model_tag
     assert importlib.import_module(transfer.kv_connector_module_path).__getattr__(transfer.kv_connector)
-    parallel = SimpleNamespace(data_parallel_index=0)
     read = {"KvplanConnector": settings_of, "KvplanStore": store_settings_of}[transfer.kv_connector]
-    return read(SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel))
+    return read(VllmConfig(kv_transfer_config=transfer))
+
+
+def test_routed_experts_are_refused() -> None:
+    """Decode would return those of its own tokens alone."""
+    config = VllmConfig()
+    check_engine(config)
+    config.aux_output_config.enable_return_routed_experts = True
+    with pytest.raises(KVPlanError, match="SETTING: cannot set enable_return_routed_experts"):
+        check_engine(config)
 
 
 @pytest.mark.parametrize("arguments", commands("vllm", "serve"))

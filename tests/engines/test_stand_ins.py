@@ -142,7 +142,7 @@ def test_sizes_of_a_spec(name: str, fields: dict[str, Any]) -> None:
 
 
 SCHEDULER = {
-    "config": "CacheConfig KVTransferConfig ModelConfig ParallelConfig VllmConfig",
+    "config": "AuxOutputConfig CacheConfig KVTransferConfig ModelConfig ParallelConfig VllmConfig",
     "lora.request": "LoRARequest",
     "multimodal.inputs": "MultiModalFeatureSpec PlaceholderRange",
     "sampling_params": "SamplingParams",

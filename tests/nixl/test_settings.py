@@ -11,8 +11,8 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import attrs
 import pytest
@@ -25,6 +25,7 @@ from kvplan_nixl.serving.host_key import host_key
 from kvplan_nixl.settings import Settings, read_rates
 from kvplan_nixl.sglang.settings import settings_of as plugin_settings
 from tests.pages import ROOT
+from tests.simulation.vllm_objects import AuxOutputConfig, ModelConfig, ParallelConfig, VllmConfig
 
 
 @dataclasses.dataclass
@@ -43,11 +44,17 @@ class Transfer:
     kv_of_tomorrow: int = 0
 
 
+class Environment(NamedTuple):
+    """Variables of vLLM's, in ``vllm.envs``."""
+
+    VLLM_NIXL_SIDE_CHANNEL_HOST: str = "localhost"
+    VLLM_NIXL_SIDE_CHANNEL_PORT: int = 5600
+
+
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Our module of settings, and a vLLM that has a configuration and an environment."""
-    envs = SimpleNamespace(VLLM_NIXL_SIDE_CHANNEL_HOST="localhost", VLLM_NIXL_SIDE_CHANNEL_PORT=5600)
-    for name, contents in (("vllm", {"envs": envs}), ("vllm.config", {"VllmConfig": object})):
+    for name, contents in (("vllm", {"envs": Environment()}), ("vllm.config", {"VllmConfig": object})):
         module = ModuleType(name)
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, name, module)
@@ -63,8 +70,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
 def read(vllm: Any, extra: Any = None, data_parallel_index: int = 0, **fields: Any) -> Any:
     """Our settings in vLLM's configuration."""
     transfer = Transfer(kv_role="kv_producer", kv_connector_extra_config=extra or {}, **fields)
-    parallel = SimpleNamespace(data_parallel_index=data_parallel_index)
-    return vllm.settings_of(SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel))
+    parallel = ParallelConfig(data_parallel_index=data_parallel_index)
+    return vllm.settings_of(VllmConfig(transfer, parallel_config=parallel))
 
 
 def settings_error(vllm: Any, extra: Any = None, **fields: Any) -> KVPlanError:
@@ -197,12 +204,18 @@ def test_backends_of_another_form_are_refused(vllm: Any, backends: Any) -> None:
     assert settings_error(vllm, {"backends": backends}).code == "TYPE"
 
 
-@pytest.mark.parametrize("name", ["enable_return_routed_experts", "enable_sleep_mode"])
-def test_engines_whose_answers_may_be_wrong_are_refused(vllm: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("section", "options", "name"),
+    [
+        ("aux_output_config", AuxOutputConfig, "enable_return_routed_experts"),
+        ("model_config", ModelConfig, "enable_sleep_mode"),
+    ],
+)
+def test_engines_whose_answers_may_be_wrong_are_refused(vllm: Any, section: str, options: Any, name: str) -> None:
     """vLLM refuses some with NixlConnector, by its name, and accepts them with others."""
-    vllm.check_engine(SimpleNamespace(model_config=SimpleNamespace(**{name: False})))
+    vllm.check_engine(VllmConfig())
     with pytest.raises(KVPlanError, match=f"SETTING: cannot set {name}: expected False, got True"):
-        vllm.check_engine(SimpleNamespace(model_config=SimpleNamespace(**{name: True})))
+        vllm.check_engine(VllmConfig(**{section: options(**{name: True})}))
 
 
 def test_sglangs_settings_are_in_the_environment() -> None:

@@ -186,21 +186,30 @@ class CacheConfig:
 @attrs.define
 class ParallelConfig:
     decode_context_parallel_size: int = 1
+    data_parallel_index: int = 0
 
 
 @attrs.frozen
 class ModelConfig:
+    enable_sleep_mode: bool = False
+
     def get_vocab_size(self) -> int:
         return 1000
 
 
+@attrs.frozen
+class AuxOutputConfig:
+    enable_return_routed_experts: bool = False
+
+
 @attrs.define
 class VllmConfig:
-    kv_transfer_config: KVTransferConfig
-    cache_config: CacheConfig
+    kv_transfer_config: Any = None
+    cache_config: CacheConfig = attrs.field(factory=CacheConfig)
     num_prefill_lookahead_tokens: int = 0
     model_config: ModelConfig = attrs.field(factory=ModelConfig)
     parallel_config: ParallelConfig = attrs.field(factory=ParallelConfig)
+    aux_output_config: AuxOutputConfig = attrs.field(factory=AuxOutputConfig)
 
 
 @attrs.define
