@@ -76,6 +76,8 @@ FACTOR: Final = 0x9E3779B97F4A7C15
 POWERS: Final = np.multiply.accumulate(np.array([1, *[FACTOR] * COLUMNS], "<u8"))[::-1].copy()
 """The factors of the integers of a row, and before them the one of what was before."""
 
+POWERS.setflags(write=False)
+
 
 class DataDigest:
     """The digest of data that comes in chunks, of which all but the last are whole rows.
