@@ -228,6 +228,34 @@ def test_a_small_buffer_is_filled_again_and_again() -> None:
         StoreClient(backend, cache.worker, tokens_per_page=PAGE, buffer_bytes=page_bytes - 1)
 
 
+def test_a_backend_at_hand_is_read_in_short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a page at least, however small they are to be, and of no more pages than fit the buffer."""
+    backend = MemoryBackend()
+    (writer,), (reader,) = one_engine(backend).caches, EngineWithStore.of(QWEN, backend).caches
+    runs: list[int] = []
+    move = StoreClient._move
+
+    def counted(client: StoreClient, *arguments: Any) -> None:
+        runs.append(len(arguments[3]))
+        move(client, *arguments)
+
+    monkeypatch.setattr(StoreClient, "_move", counted)
+    page_bytes = sum(shard.num_bytes for shard in shards_of(writer.worker, PAGE))
+    chain = writer.client.chain(PROMPT)
+    for run_bytes, pages in ((1, [1] * 6), (4 * page_bytes, [4, 2]), (1 << 40, [6])):
+        runs.clear()
+        monkeypatch.setattr("kvplan_nixl.serving.store.client.RUN_BYTES", run_bytes)
+        writer.client.save(chain, BLOCKS, {"attn": (0, 96)})
+        reader.client.load(chain, BLOCKS, {"attn": (0, 96)})
+        assert runs == [*pages, *pages]
+        ids = BLOCKS["attn"].ids.tolist()[:6]
+        assert reader.contents(ids) == writer.contents(ids)
+        for entry in list(backend.entries()):
+            backend.delete(entry.name)
+        for memory in reader.memory.values():
+            memory[:] = 0
+
+
 def test_engines_of_several_parallel_sizes_write_the_same_files() -> None:
     """TP 1, 2 and 4 write equal names: whoever comes second finds them all."""
     names = []
@@ -298,8 +326,9 @@ class FarBackend(MemoryBackend):
         return super().put(name, chunks)
 
 
-def test_a_store_that_is_far_away_is_asked_at_once() -> None:
+def test_a_store_that_is_far_away_is_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six pages are listed, read and written together; where the first is none, nothing else is asked for."""
+    monkeypatch.setattr("kvplan_nixl.serving.store.client.RUN_BYTES", 1)  # of a backend at hand
     backend = FarBackend()
     writer = one_engine(backend)
     backend.expect("put", 8)

@@ -40,6 +40,11 @@ from kvplan_nixl.serving.store.readers import Listings, StoreReader
 
 BUFFER_BYTES: Final = 64 << 20
 
+RUN_BYTES: Final = 8 << 20
+"""The bytes of a backend at hand that are read, then moved, at a time: threads that work in short
+bursts wait less for processors that others use.
+"""
+
 MAX_PINS: Final = 64
 """The most owners that have pinned a page."""
 
@@ -141,7 +146,7 @@ class StoreClient(StoreReader):
         missing = [
             page for page in pages if self.plan_of(chain, page, group, listings, num_last) is None
         ]
-        for run in _rows(missing, page_plan.num_pages):
+        for run in _rows(missing, self._pages_at_once(page_plan)):
             size = self.tokens_per_page
             span = ((run.start + 1) * size - num_last, run.stop * size)
             self._move(page_plan, group, table, run, span)
@@ -170,6 +175,13 @@ class StoreClient(StoreReader):
                 name = f"{chain.space}/{key}/{shard.name}"
                 files.append(_FileMemory(name, key, page_stop, shard, memory))
         return files
+
+    def _pages_at_once(self, page_plan: PagePlan) -> int:
+        """Return how many pages are read or written, and moved, at a time: they fit the buffer."""
+        if self.backend.at_once > 1:
+            return page_plan.num_pages
+        page_bytes = sum(shard.num_bytes for shard in page_plan.shards)
+        return min(max(RUN_BYTES // page_bytes, 1), page_plan.num_pages)
 
     @property
     def _files_at_once(self) -> int:
@@ -243,7 +255,7 @@ class StoreClient(StoreReader):
     def _runs(
         self, chain: Chain, group: Group, positions: Range
     ) -> Iterator[tuple[PagePlan, range, Range]]:
-        """Yield the pages of a range in runs of equal shards that fit the buffer."""
+        """Yield the pages of a range in runs of equal shards, as many as are read at a time."""
         listings: Listings = {}
         size = self.tokens_per_page
         pages = self.pages(group, positions)
@@ -263,9 +275,9 @@ class StoreClient(StoreReader):
                     got="less",
                     hint="find says what is stored",
                 )
-            # as many pages as have the same shards and fit the buffer
+            # as many pages as have the same shards and are read at a time
             stop = start + 1
-            most = start + page_plan.num_pages
+            most = start + self._pages_at_once(page_plan)
             while stop < min(len(pages), most) and plans[stop] is page_plan:
                 stop += 1
             run = pages[start:stop]
