@@ -16,7 +16,7 @@ def flip_bits(worker: Any, num_flips: int) -> dict[str, int]:
     ``unseen`` counts flips after which the digests were right. The last bit of each request stays flipped.
     """
     counts = {"flips": 0, "unseen": 0}
-    reads = worker._reads._reads  # those of all parts
+    reads = worker._reads
     compare = reads._mismatch
     generator = random.Random(0)
 
