@@ -177,7 +177,8 @@ class Reads:
         self._posted_s = 0.0
         # handshakes first, since a request that waited begins to move in this step
         for peer in self._peers.poll():
-            for reads in peer.waiting:
+            waiting, peer.waiting = peer.waiting, []
+            for reads in waiting:
                 is_later = reads.came_at - peer.began_at > RETRY_S
                 if reads.error is not None or (peer.plan is None and is_later):
                     self._begin(reads)
@@ -187,7 +188,6 @@ class Reads:
                     assert peer.error is not None
                     read = reads.queue[0]
                     self._end(reads, ReadResult(read.request, error_of(read, peer.error)))
-            peer.waiting.clear()
         if self._pipeline is not None:
             self._poll_pipeline(self._pipeline)
         now = self._system.monotonic()
