@@ -162,9 +162,9 @@ def digest(number: int) -> str:
 
 
 SHAPES = {
-    "rooms": [(room, 0, 1, 0) for room in range(1 << 60, (1 << 60) + 2000)],
-    "stages": [(room, stage, 255, 0) for room in range(10) for stage in range(255)],
-    "attempts": [(room, 0, 1, 9 * room + attempt) for room in range(1 << 60, (1 << 60) + 500) for attempt in range(4)],
+    "rooms": [(room, 0, 1, 0) for room in range(1 << 60, (1 << 60) + 500)],
+    "stages": [(room, stage, 255, 0) for room in range(2) for stage in range(255)],
+    "attempts": [(room, 0, 1, 9 * room + attempt) for room in range(1 << 60, (1 << 60) + 125) for attempt in range(4)],
 }
 
 

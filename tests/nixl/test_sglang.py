@@ -249,19 +249,16 @@ def allocated(receiver: Any, pages: Sequence[int] = OURS, cached: int = 0, state
     receiver.send_metadata(torch.tensor(pages).numpy(), 3, [*states], cached)
 
 
-@pytest.mark.parametrize("cached", [0, 16])
-def test_a_request_is_read(
-    plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer, cached: int
-) -> None:
+def test_a_request_is_read(plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer) -> None:
     """Decode waits for prefill, reads what it has not cached, and then prefill frees the pages."""
     receiver = received(plugin, decode, server)
     assert receiver.poll() == KVPoll.Bootstrapping
     sender = sent(plugin, prefill, server)
-    allocated(receiver, OURS[cached // 16 :], cached)
+    allocated(receiver, OURS[1:], cached=16)
     until(receiver, KVPoll.Success)
     ours, theirs = decode.rows(OURS), prefill.rows(THEIRS)
-    assert torch.equal(ours[:, :, cached:], theirs[:, :, cached:])
-    assert not ours[:, :, :cached].any()
+    assert torch.equal(ours[:, :, 16:], theirs[:, :, 16:])
+    assert not ours[:, :, :16].any()
     assert (decode.metadata.output_ids[3, 0], decode.metadata.bootstrap_room[3, 0]) == (29, ROOM)
     assert sender.poll() == KVPoll.Transferring
     receiver.clear()
@@ -606,50 +603,26 @@ def test_a_bootstrap_server_that_is_gone_holds_up_no_other(
         time.sleep(0.001)
 
 
-OTHERS: list[dict[str, Any]] = [
-    {"origin_input_ids": [*range(TOKENS - 1), 99]},
-    {"lora_id": "sql"},
-    {"cache_salt": "a tenant"},
-    {"input_embeds": [[0.5] * 8] * TOKENS},
-    {"token_type_ids": [1] * TOKENS},
-    {"positional_embed_overrides": "in the memory of another process"},
-]
-
-
-@pytest.mark.parametrize("changes", OTHERS, ids=lambda changes: next(iter(changes)))
-def test_another_prompt_is_not_served(
-    plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer, changes: dict[str, Any]
-) -> None:
-    """A room in which prefill has computed something else fails, and its pages stay for the right reader."""
-    sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server, **changes)
-    until(receiver, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match=r"PROMPT: cannot read '5 .* expected the prompt that was computed"):
-        receiver.failure_exception()
-    receiver.clear()
-    right = received(plugin, decode, server)
-    until(right, KVPoll.WaitingForInput)
-    right.clear()
-    until(sender, KVPoll.Success)
-
-
-def test_a_room_is_free_when_its_request_has_failed(plugin: ModuleType, prefill: Side, server: BootstrapServer) -> None:
-    """SGLang clears no sender that was aborted before its pages were there, and asks others why they have failed."""
-    prefill.manager.rank.exporter.leases.lease_s = 0.05
-    aborted = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
-    aborted.abort()
-    late = sent(plugin, prefill, server)
-    until(late, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match="LEASE"):
-        late.failure_exception()
-    waited(prefill.manager.rank.publisher_of(server.address).submit(unblocked(lambda: None)))
-    assert ask(server.address, [ROOM]) == {}
-    prefill.manager.rank.exporter.leases.lease_s = 30.0
-    again = sent(plugin, prefill, server)
-    assert again.poll() == KVPoll.Transferring
-    aborted.clear()
-    again.abort()
-    refused = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
-    assert refused.poll() == KVPoll.Failed
+def test_what_decides_a_prompt(plugin: ModuleType) -> None:
+    """Each fact has a digest of its own. What another process has in its memory has no digest twice."""
+    facts: list[dict[str, Any]] = [
+        {},
+        {"origin_input_ids": [*range(TOKENS - 1), 99]},
+        {"lora_id": "sql"},
+        {"cache_salt": "a tenant"},
+        {"input_embeds": [[0.5] * 8] * TOKENS},
+        {"input_embeds": [[0.5] * 8] * (TOKENS - 1) + [[0.25] * 8]},
+        {"token_type_ids": [1] * TOKENS},
+        {"token_type_ids": [1] * (TOKENS - 1) + [0]},
+    ]
+    digests = [plugin.prompt.prompt_of(request_of(**each), TOKENS) for each in facts]
+    assert [plugin.prompt.prompt_of(request_of(**each), TOKENS) for each in facts] == digests
+    assert len({*digests}) == len(facts)
+    # the last position differs alone, and is not digested
+    shorter = [plugin.prompt.prompt_of(request_of(**each), TOKENS - 1) for each in facts]
+    assert (shorter[1], shorter[5], shorter[7]) == (shorter[0], shorter[4], shorter[6])
+    overridden = request_of(positional_embed_overrides="in the memory of another process")
+    assert plugin.prompt.prompt_of(overridden, TOKENS) != plugin.prompt.prompt_of(overridden, TOKENS)
 
 
 def test_an_abort_ends_what_nobody_reads_yet(
@@ -786,6 +759,24 @@ def test_pages_of_a_read_that_hangs_stay(
     until(sender, KVPoll.Success)
 
 
+def test_a_request_that_is_dropped_while_it_is_read_leaves_nothing(
+    plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody takes its result."""
+    sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
+    with monkeypatch.context() as hanging:
+        hanging.setattr(decode.manager.rank.memory.executor, "poll", lambda transfer: Moving())
+        allocated(receiver)
+        while not any(job.transfers for job in decode.manager.rank.reads._jobs):
+            assert receiver.poll() == KVPoll.Transferring
+        receiver.clear()
+        assert not decode.manager.is_abort_release_safe(ROOM, 0)
+    while not decode.manager.is_abort_release_safe(ROOM, 0):
+        time.sleep(0.001)
+    assert not decode.manager.rank.ended
+    until(sender, KVPoll.Success)
+
+
 MALFORMED = {
     "no base64": {"metadata": ["a"]},
     "other characters": {"metadata": ["\u00e9" * 4]},
@@ -863,35 +854,14 @@ def two_ranks(
         return [*threads.map(start, range(2))]
 
 
+@pytest.mark.parametrize(("mode", "page"), [("prefill", 4), ("decode", 16)])
 def test_ranks_with_requests_of_their_own(
-    plugin: ModuleType, prefill: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: str, page: int
 ) -> None:
-    """With DP attention each rank of decode is an engine of its own, and claims and reads its own requests."""
-    ranks = two_ranks(plugin, monkeypatch, "decode", 16, "attn_dp")
-    for number, rank in enumerate(ranks):
-        assert rank.manager.rank.memory.is_first
-        receiver = moved(plugin, prefill, rank, server)
-        until(receiver, KVPoll.Success)
-        assert torch.equal(rank.rows(OURS), prefill.rows(THEIRS)), number
-        receiver.clear()
-        for name in [*prefill.manager.rank.exporter._requests]:
-            prefill.manager.rank.exporter.abort(name)
-        server._rooms.clear()
-
-
-def test_ranks_of_prefill_with_requests_of_their_own(
-    plugin: ModuleType, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With DP attention each rank of prefill is an engine of its own: a handoff says which one has the pages."""
-    ranks = two_ranks(plugin, monkeypatch, "prefill", 4, "attn_dp")
-    sources = {rank.manager.rank.exporter.source for rank in ranks}
-    assert len(sources) == 2
-    for number, rank in enumerate(ranks):
-        receiver = moved(plugin, rank, decode, server)
-        until(receiver, KVPoll.Success)
-        assert torch.equal(decode.rows(OURS), rank.rows(THEIRS)), number
-        receiver.clear()
-        server._rooms.clear()
+    """With DP attention each rank is an engine of its own: it serves its own pages, and claims its own requests."""
+    memories = [rank.manager.rank.memory for rank in two_ranks(plugin, monkeypatch, mode, page, "attn_dp")]
+    assert all(memory.is_first for memory in memories)
+    assert len({memory.info.engine_id for memory in memories}) == 2
 
 
 @pytest.mark.parametrize("ranks", [(1, 0), (0, 1)])
@@ -913,36 +883,6 @@ def test_ranks_of_dp_listen_side_by_side(
     engine.parallel.attn_dp_rank = attention_rank
     side.manager.start(side.queue)
     assert ports == [5600, 5601]
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_stages_of_prefill(
-    plugin: ModuleType,
-    decode: Side,
-    server: BootstrapServer,
-    monkeypatch: pytest.MonkeyPatch,
-    order: tuple[int, int],
-) -> None:
-    """Each stage has pages of its own; decode reads when all have published theirs, and then all are free."""
-    stages = two_ranks(plugin, monkeypatch, "prefill", 4)
-    pages = [THEIRS, [page + 1 for page in reversed(THEIRS)]]
-    receiver = received(plugin, decode, server)
-    senders = [plugin.prefill.Sender(stage.manager, server.address, ROOM) for stage in stages]
-    for sender in senders:
-        sender.req = request_of()
-    for stage in order:
-        assert not ask(server.address, [ROOM])
-        assert receiver.poll() == KVPoll.Bootstrapping
-        senders[stage].init(len(THEIRS), 2)
-        senders[stage].send(torch.tensor(pages[stage]).numpy(), [], TOKENS)
-        waited(stages[stage].manager.rank.publisher_of(server.address).submit(unblocked(lambda: None)))
-    allocated(receiver)
-    until(receiver, KVPoll.Success)
-    for i in range(2):
-        assert torch.equal(decode.rows(OURS)[:, i], stages[i].rows(pages[i])[:, i])
-    assert [sender.poll_pp_consensus() for sender in senders] == [KVPoll.Transferring, KVPoll.Success]
-    receiver.clear()
-    until(senders[0], KVPoll.Success)
 
 
 def test_context_parallelism_of_prefill(
@@ -1201,25 +1141,6 @@ def chunks(plugin: ModuleType, prefill: Side, decode: Side, server: BootstrapSer
     chunks.receiver.clear()
 
 
-def test_a_chunk_is_read_before_the_next_one(prefill: Side, decode: Side, chunks: Chunks) -> None:
-    """As far as decode's pages are full; what has arrived does not move again."""
-    chunks.send(0, 6)
-    chunks.read()
-    ours, theirs = decode.rows(OURS), prefill.rows(THEIRS)
-    assert torch.equal(ours[:, :, :16], theirs[:, :, :16])
-    assert not ours[:, :, 16:].any()
-    assert chunks.sender.poll() == KVPoll.WaitingForInput
-    early_pages = decode.k[:, 4 * 16 : 5 * 16].fill_(7).clone()
-    chunks.send(6, 10, [])
-    until(chunks.receiver, KVPoll.Success)
-    assert torch.equal(decode.rows(OURS)[:, :, 16:], theirs[:, :, 16:])
-    assert torch.equal(decode.k[:, 4 * 16 : 5 * 16], early_pages)
-    assert decode.metadata.output_ids[3, 0] == 29
-    assert chunks.sender.poll() == KVPoll.Transferring
-    chunks.receiver.clear()
-    until(chunks.sender, KVPoll.Success)
-
-
 @pytest.mark.parametrize("event", ["aborted", "sent as a whole", "followed by more"])
 def test_a_chunk_that_waits_is_not_published(chunks: Chunks, monkeypatch: pytest.MonkeyPatch, event: str) -> None:
     """When it could be, the request was given up, or something newer is there."""
@@ -1244,60 +1165,6 @@ def test_a_chunk_that_waits_is_not_published(chunks: Chunks, monkeypatch: pytest
     assert published == {"aborted": [], "sent as a whole": [TOKENS], "followed by more": [28]}[event]
 
 
-@pytest.mark.parametrize("is_polled", [False, True])
-def test_decode_gives_up_between_chunks(prefill: Side, decode: Side, chunks: Chunks, *, is_polled: bool) -> None:
-    """Nothing moves, so its pages are free; prefill computes to the end, and nobody has to read."""
-    chunks.send(0, 6)
-    chunks.read()
-    chunks.receiver.abort()
-    assert chunks.receiver.poll() == KVPoll.Failed
-    assert decode.manager.is_abort_release_safe(ROOM, 0)
-    chunks.receiver.clear()
-    if is_polled:
-        deadline = time.monotonic() + 10
-        while len(prefill.manager.rank.exporter.leases):
-            prefill.manager.rank.poll()
-            assert time.monotonic() < deadline
-    chunks.send(6, 10, [])
-    until(chunks.sender, KVPoll.Success)
-    assert not prefill.manager.rank.ended
-
-
-def test_an_abort_while_a_chunk_moves_waits_for_no_other(
-    decode: Side, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The pages are free when its bytes have moved, whatever prefill still computes."""
-    chunks.send(0, 6)
-    with monkeypatch.context() as hanging:
-        hanging.setattr(decode.manager.rank.memory.executor, "poll", lambda transfer: Moving())
-        allocated(chunks.receiver)
-        while not any(job.transfers for job in decode.manager.rank.reads._jobs):
-            assert chunks.receiver.poll() == KVPoll.Transferring
-        chunks.receiver.abort()
-        assert chunks.receiver.abort_notified
-    until(chunks.receiver, KVPoll.Failed)
-    with pytest.raises(KVPlanError, match=r"TRANSFER: .* got one that was given up"):
-        chunks.receiver.failure_exception()
-    while not decode.manager.is_abort_release_safe(ROOM, 0):
-        time.sleep(0.001)
-    chunks.receiver.clear()
-
-
-def test_a_request_that_both_give_up_leaves_nothing(prefill: Side, decode: Side, chunks: Chunks) -> None:
-    """Decode is done with it before prefill gives it up."""
-    chunks.send(0, 6)
-    chunks.read()
-    chunks.receiver.abort()
-    chunks.receiver.clear()
-    deadline = time.monotonic() + 10
-    while len(prefill.manager.rank.exporter.leases):
-        assert time.monotonic() < deadline
-    chunks.sender.abort()
-    prefill.manager.rank.poll()
-    assert not prefill.manager.rank.ended
-    assert not decode.manager.rank._rooms_read
-
-
 def test_a_request_that_is_cleared_between_chunks_leaves_nothing(decode: Side, chunks: Chunks) -> None:
     """SGLang clears some requests without an abort: workers learn that no chunk follows."""
     chunks.send(0, 6)
@@ -1305,6 +1172,23 @@ def test_a_request_that_is_cleared_between_chunks_leaves_nothing(decode: Side, c
     chunks.receiver.clear()
     rank = decode.manager.rank
     assert (len(rank.importer), rank._rooms_read, rank.reads._requests) == (0, {}, {})
+
+
+def test_decode_gives_up_between_chunks(prefill: Side, decode: Side, chunks: Chunks) -> None:
+    """Nothing moves, so its pages are free; prefill computes to the end, and nobody has to read."""
+    chunks.send(0, 6)
+    chunks.read()
+    chunks.receiver.abort()
+    assert chunks.receiver.poll() == KVPoll.Failed
+    assert decode.manager.is_abort_release_safe(ROOM, 0)
+    chunks.receiver.clear()
+    deadline = time.monotonic() + 10
+    while len(prefill.manager.rank.exporter.leases):
+        prefill.manager.rank.poll()
+        assert time.monotonic() < deadline
+    chunks.send(6, 10, [])
+    until(chunks.sender, KVPoll.Success)
+    assert not prefill.manager.rank.ended
 
 
 class Computed(NamedTuple):
