@@ -36,6 +36,9 @@ PIN: Final = "pin"
 MAX_FAULTS: Final = 100
 """The most entries that are named which cannot be listed."""
 
+AHEAD_S: Final = 3600.0
+"""Clocks of hosts may differ by so much: a time of use so long after now is of a wrong clock."""
+
 BETWEEN_PAGES_S: Final = 1e-5
 """A page counts as used so long before the page in front of it."""
 

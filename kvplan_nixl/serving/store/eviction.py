@@ -31,12 +31,9 @@ import attrs
 
 from kvplan import KVPlanError
 from kvplan.support import brief_repr, having, instance, seconds
-from kvplan_nixl.serving.store.backends import Backend, FileEntry, is_pin, note
+from kvplan_nixl.serving.store.backends import AHEAD_S, Backend, FileEntry, is_pin, note
 from kvplan_nixl.serving.store.files import UNFINISHED_S
 from kvplan_nixl.serving.store.parallel import in_parallel
-
-AHEAD_S: Final = 3600.0
-"""Clocks of hosts may differ by so much, rule store.V6."""
 
 LOOK_S: Final = 30.0
 KEPT_SHARE: Final = 0.9

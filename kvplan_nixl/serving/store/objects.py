@@ -27,6 +27,7 @@ from obstore.store import ObjectStore, from_url
 from kvplan.support import integer, seconds
 from kvplan.support import name as checked_text
 from kvplan_nixl.serving.store.backends import (
+    AHEAD_S,
     FILE_NAME,
     FileBytes,
     FileEntry,
@@ -51,9 +52,6 @@ MARK: Final = re.compile(r"used\.(\d{1,12}\.\d{5})")
 
 MARK_STEP_S: Final = 600.0
 """The times of marks are multiples of this, less what rule store.S5 takes off."""
-
-AHEAD_S: Final = 3600.0
-"""A mark of a time so long after now is of a clock that was wrong."""
 
 STREAM_BYTES: Final = 1 << 20
 """The bytes of an object that come at once, at least."""
