@@ -207,7 +207,8 @@ class SlotSegments:
     ``start`` counts through the worker's regions, one behind another; the same segment of the next
     slot begins ``step`` bytes later, and the last slot has ``step`` 0. ``tensor`` is an index;
     ``number`` is the number of the first byte (:mod:`kvplan.verification.labels`); ``column``
-    numbers all bytes that the worker has of a slot.
+    numbers all bytes that the worker has of a slot. ``num_changes`` counts how often ``step``
+    changes up to each segment.
     """
 
     start: Ints
@@ -219,22 +220,34 @@ class SlotSegments:
     column: Ints
     block_stride: Ints
     num_blocks: Ints
+    num_changes: Ints = attrs.field(init=False)
 
-    def repeats_after(self, start: Ints, length: Ints, num_slots: int) -> Ints:
+    @num_changes.default
+    def _count_changes(self) -> Ints:
+        return np.append(0, np.cumsum(self.step[1:] != self.step[:-1]))
+
+    def stepping_within(self, num_slots: int) -> SlotSegments:
+        """Return the segments with step 0 in the last of each ``num_slots`` slots.
+
+        All series of two groups share them: counting changes takes as long as there are segments.
+        """
+        step = np.where((self.slot + 1) % num_slots, self.step, 0)
+        return attrs.evolve(self, step=step)
+
+    def repeats_after(self, start: Ints, length: Ints) -> Ints:
         """Return after how many bytes each range repeats itself in the next slot.
 
-        It is the length of a range that does not repeat itself, a whole number of times, inside
-        ``num_slots`` slots.
+        It is the length of a range that does not repeat itself, a whole number of times, while
+        segments step alike.
         """
         if not self.start.size:
             return length
-        step = np.where((self.slot + 1) % num_slots, self.step, 0)
         low = np.searchsorted(self.start, start, "right") - 1
-        after = step[low]
+        after = self.step[low]
         # All segments but those of the last slot have to go on alike.
         high = np.searchsorted(self.start, start + length - after, "left") - 1
-        num_changes = np.append(0, np.cumsum(step[1:] != step[:-1]))
-        repeats = (after > 0) & (after < length) & (num_changes[low] == num_changes[high])
+        is_alike = self.num_changes[low] == self.num_changes[high]
+        repeats = (after > 0) & (after < length) & is_alike
         repeats &= length % np.maximum(after, 1) == 0
         return np.where(repeats, after, length)
 
@@ -255,7 +268,7 @@ class SlotSegments:
         range_of_fragment, segment = _integers_of(low, high)
         fragment_start = np.maximum(start[range_of_fragment], self.start[segment])
         range_stop = (start + length)[range_of_fragment]
-        segment_stop = (self.start + self.length)[segment]
+        segment_stop = self.start[segment] + self.length[segment]
         fragment_length = np.minimum(range_stop, segment_stop) - fragment_start
         if (fragment_length <= 0).any() or fragment_length.sum() != length.sum():
             return None
@@ -342,28 +355,31 @@ def _check_elements(
 
 @attrs.frozen(eq=False)
 class GroupTables:
-    """One group of the destination and one of a source: ids, tables, and segments of both sides."""
+    """One group of the destination and one of a source: ids, tables, and segments of both sides.
+
+    Segments step within as many slots of each side as follow each other as positions do.
+    """
 
     pair: PairTables
     ids: GroupPair
     segments: tuple[SlotSegments, SlotSegments]
 
-    def consecutive_slots(self) -> tuple[int, int]:
-        """Return how many slots of each side follow each other as positions do.
-
-        With equal contexts these are all slots: a token has the same slot on both sides.
-        """
+    @classmethod
+    def of(cls, pair: PairTables, ids: GroupPair, *segments: SlotSegments) -> GroupTables:
+        """Return two groups with their segments: those of the destination, and of the source."""
+        # With equal contexts all slots follow each other: a token has the same on both sides.
         contexts = {
-            (group.context.rank, group.context.size, interleave_of(group))
-            for group in self.ids.groups
+            (group.context.rank, group.context.size, interleave_of(group)) for group in ids.groups
         }
         destination, source = (
-            slots_of(group)
-            if len(contexts) == 1 or group.context.size == 1
-            else math.gcd(slots_of(group), interleave_of(group))
-            for group in self.ids.groups
+            each.stepping_within(
+                slots_of(group)
+                if len(contexts) == 1 or group.context.size == 1
+                else math.gcd(slots_of(group), interleave_of(group))
+            )
+            for each, group in zip(segments, ids.groups, strict=True)
         )
-        return destination, source
+        return cls(pair, ids, (destination, source))
 
 
 @attrs.frozen(eq=False)
@@ -485,7 +501,7 @@ class _Proof:
         followed: list[FollowedTokens] = []
         for pair, ids in _ids_of_group(pairs, group):
             source_segments = _segments(pair.sides[1].worker, ids.groups[1], self.tensors)
-            followed += self.follow(GroupTables(pair, ids, (segments, source_segments)))
+            followed += self.follow(GroupTables.of(pair, ids, segments, source_segments))
         periods = [period_of(group) // group.context.size]
         periods += [tokens.written.num_slots for tokens in followed]
         written = Written.of((tokens.written for tokens in followed), math.lcm(*periods))
@@ -586,10 +602,8 @@ class _Proof:
         # Of a range that repeats itself on both sides, what it repeats is enough.
         length = destination.length
         after, source_after = (
-            segments.repeats_after(ranges.start, length, num_slots)
-            for segments, ranges, num_slots in zip(
-                tables.segments, (destination, source), tables.consecutive_slots(), strict=True
-            )
+            segments.repeats_after(ranges.start, length)
+            for segments, ranges in zip(tables.segments, (destination, source), strict=True)
         )
         followed = np.where(after == source_after, after, length)
         # Split at the segments of the destination, then the same bytes at those of the source.

@@ -611,6 +611,33 @@ def test_the_work_of_a_proof_grows_with_the_sum_of_the_block_sizes(order, ranges
         assert proof.num_fragments == 2 * tokens * 2 * ranges
 
 
+@pytest.mark.parametrize("layers", [1, 8])
+def test_steps_of_segments_are_counted_once_for_all_series(monkeypatch, layers):
+    """Layers whose blocks begin at different offsets have series of their own: each would count the steps of all."""
+    counted = []
+
+    def counting(self, num_slots):
+        counted.append(num_slots)
+        return within(self, num_slots)
+
+    within = SlotSegments.stepping_within
+    monkeypatch.setattr(SlotSegments, "stepping_within", counting)
+    workers = []
+    for name, tokens, gap in (("d", 7, 64), ("p", 8, 128)):
+        (worker,) = engine(name, tokens=tokens, layers=layers)
+        views = [
+            attrs.evolve(view, block_stride_bytes=view.block_stride_bytes + gap * number)
+            for number, view in enumerate(worker.views)
+        ]
+        regions = [attrs.evolve(region, size_bytes=4 * region.size_bytes) for region in worker.regions]
+        moved = [attrs.evolve(region, address=8 * region.address) for region in regions]
+        workers.append(attrs.evolve(worker, regions=moved, views=views))
+    plan = plan_reads(workers[0], workers[1:])
+    assert len(layout_of(plan).tokens) == layers
+    assert certify(plan).complete
+    assert counted == [7, 8]
+
+
 def interleaved(worker: Worker) -> Worker:
     """The worker with both layers in each token, one behind the other."""
     first, second = worker.views
@@ -697,7 +724,7 @@ def test_a_range_is_right_if_each_of_its_bytes_is(
     segments = [certificate._segments(worker, worker.groups[0], proof.tensors) for worker in workers]
     groups = workers[0].groups[0], workers[1].groups[0]
     ids = attrs.evolve(layout_of(EQUAL), groups=groups)
-    tables = certificate.GroupTables(pair, ids, (segments[0], segments[1]))
+    tables = certificate.GroupTables.of(pair, ids, *segments)
     destination, source = (
         certificate.BlockRanges(
             *(np.array([value]) for value in (ordinal, 0, at, length, worker.views[0].block_stride_bytes))
