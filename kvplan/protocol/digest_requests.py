@@ -28,6 +28,9 @@ ASK_AGAIN_S: Final = 0.005
 WAIT_S: Final = 1.0
 """Seconds for which an engine holds a request whose digests are not computed yet."""
 
+MAX_WAITING: Final = 1 << 8
+"""Requests that an engine holds at a time, each on a connection. One more is answered at once."""
+
 
 @attrs.frozen
 class DigestRequest:
@@ -89,6 +92,7 @@ class DigestRequests:
         self._lock = system.lock()
         self._answers: dict[DigestRequest, list[Mapping[str, Any]] | None] = {}
         self._new: list[DigestRequest] = []
+        self._num_waiting = 0  # in coroutines alone
 
     def ask(self, request: DigestRequest) -> list[Mapping[str, Any]] | None:
         """Return the digests of all workers, None while they are not computed.
@@ -111,9 +115,16 @@ class DigestRequests:
 
     async def answer(self, request: DigestRequest) -> list[Mapping[str, Any]] | None:
         """Return the digests when they are computed, None if they are not within ``WAIT_S``."""
+        waits = self._num_waiting < MAX_WAITING
         until = self._system.monotonic() + WAIT_S
-        while (digests := self.ask(request)) is None and self._system.monotonic() < until:
-            await self._system.sleep(ASK_AGAIN_S)
+        self._num_waiting += 1
+        try:
+            while (digests := self.ask(request)) is None:
+                if not waits or self._system.monotonic() >= until:
+                    break
+                await self._system.sleep(ASK_AGAIN_S)
+        finally:
+            self._num_waiting -= 1
         return digests
 
     def take(self) -> list[DigestRequest]:
@@ -163,12 +174,12 @@ async def fetch_digests(
         silence = None
         try:
             digests = json.loads(answer)["digests"]
-            if digests is not None:
-                return [*members(dict, digests, "digests")]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise KVPlanError(
                 "MESSAGE", "read digests", expected="digests as JSON", got=repr(error)
             ) from None
+        if digests is not None:
+            return [*members(dict, digests, "digests")]
         await system.sleep(ASK_AGAIN_S)
     expected = f"digests within {timeout_s:g} s"
     raise silence or KVPlanError(

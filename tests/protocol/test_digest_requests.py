@@ -150,6 +150,45 @@ def test_not_too_many_are_kept(leases: Leases, monkeypatch: pytest.MonkeyPatch) 
         requests.ask(DigestRequest.of(lease, {"attn": (0, 2)}))
 
 
+@pytest.mark.parametrize(
+    ("answer", "code"), [('{"digests": [1]}', "TYPE"), ('{"digests": 1}', "TYPE"), ("{}", "MESSAGE"), ("[", "MESSAGE")]
+)
+def test_an_answer_without_digests_is_refused(
+    listener: Listener, leases: Leases, monkeypatch: pytest.MonkeyPatch, answer: str, code: str
+) -> None:
+    """The error says what is wrong with it, and the reader does not ask again."""
+    asked: list[str] = []
+
+    async def exchange(_: Driver, peer: str, *rest: Any) -> bytes:
+        asked.append(peer)
+        return answer.encode()
+
+    monkeypatch.setattr(Driver, "exchange", exchange)
+    with pytest.raises(KVPlanError) as refused:
+        fetch_digests(listener.source, DigestRequest.of(leases.grant("r"), TOKENS), 10)
+    assert (refused.value.code, len(asked)) == (code, 1)
+
+
+def test_few_requests_are_held(listener: Listener, leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds a connection, and those of claims must find one. A reader whose request is not held asks again."""
+    monkeypatch.setattr("kvplan.protocol.digest_requests.MAX_WAITING", 1)
+    monkeypatch.setattr("kvplan.protocol.digest_requests.WAIT_S", 3600.0)
+    requests = [DigestRequest.of(leases.grant(name), TOKENS) for name in "ab"]
+    driver = Driver()
+    held = driver.submit(listener.digests.answer(requests[0]))
+    until = time.monotonic() + 10
+    while not listener.digests._num_waiting and time.monotonic() < until:
+        time.sleep(0.001)
+    assert driver.submit(listener.digests.answer(requests[1])).result(10) is None
+    assert not held.done()
+    listener.digests.put(requests[0], [{"of worker": 0}])
+    assert held.result(10) == [{"of worker": 0}]
+    # one that is refused holds nothing
+    with pytest.raises(KVPlanError, match="LEASE"):
+        driver.run(listener.digests.answer(DigestRequest.of("another lease", TOKENS)))
+    assert listener.digests._num_waiting == 0
+
+
 @pytest.mark.parametrize("tokens", [None, [1], {"attn": 3}, {"attn": [0]}, {"attn": [0, -1]}, {"": [0, 1]}])
 def test_strange_ranges_are_refused(leases: Leases, tokens: Any) -> None:
     """Ranges come from strangers."""
