@@ -4,15 +4,16 @@ A transfer has one event, at the time it settles. Its executor logs one line to 
 ``kvplan_nixl``, with the event as the record's ``event``: WARNING for a failed transfer, DEBUG for
 any other. A handler of that logger gets the events of all executors, those of connectors too. The
 log level is looked at when a transfer starts: above DEBUG nothing is measured, and a failed
-transfer is logged without an event.
+transfer is logged without an event. What a handler raises is printed, and affects no transfer.
 """
 
 from __future__ import annotations
 
 import logging
+import traceback
 from itertools import pairwise
 from time import perf_counter_ns
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
@@ -101,6 +102,15 @@ class TransferEvent:
         )
 
 
+def _log(level: int, message: str, *values: object, **options: Any) -> None:
+    """Log a line. What a handler raises is printed, as what Python's own handlers raise."""
+    try:
+        LOGGER.log(level, message, *values, **options)
+    except Exception:
+        # the caller of start or poll has other transfers, whose bytes may move
+        traceback.print_exc()
+
+
 class Watch:
     """Logs one transfer when it settles, and from its start measures it if the log is at DEBUG."""
 
@@ -133,10 +143,10 @@ class Watch:
         if self._is_measured:
             event = self._event(transfer)
             level = logging.WARNING if is_failed else logging.DEBUG
-            LOGGER.log(level, "%s", event, extra={"event": event})
+            _log(level, "%s", event, extra={"event": event})
         elif is_failed:
             # as text: log records are kept, transfers are not
-            LOGGER.warning("%s: %s", repr(transfer), str(transfer.error))
+            _log(logging.WARNING, "%s: %s", repr(transfer), str(transfer.error))
 
     def _event(self, transfer: Transfer) -> TransferEvent:
         spec = transfer.spec

@@ -157,6 +157,38 @@ def test_a_transfer_that_is_closed_under(
     assert [untimed(event) for event in events] == [attrs.evolve(READ, status=Status.CANCELLED)]
 
 
+class Full(logging.Handler):
+    """A handler that cannot take any record."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise OSError("no space left")
+
+
+@pytest.mark.parametrize("level", [logging.DEBUG, logging.WARNING])
+def test_a_handler_that_raises_holds_up_no_transfer(
+    reader: Reader,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    level: int,
+) -> None:
+    """Its caller has others to look after, and would not get this one from ``start``."""
+    caplog.set_level(level, "kvplan_nixl")
+    full = Full()
+    LOGGER.addHandler(full)
+    try:
+        done = reader.read()
+        monkeypatch.setattr(reader.executor._agent, "post", refuse)
+        failed = reader.start()
+    finally:
+        LOGGER.removeHandler(full)
+    assert (done.status, failed.status) == (Status.DONE, Status.FAILED)
+    for transfer in (done, failed):
+        reader.executor.release(transfer)
+    # as Python's own handlers do
+    assert capsys.readouterr().err.count("OSError: no space left") == (2 if level == logging.DEBUG else 1)
+
+
 def test_above_debug_nothing_is_measured(reader: Reader, caplog: pytest.LogCaptureFixture) -> None:
     """With the logger at INFO, a transfer is neither measured nor logged."""
     caplog.set_level(logging.INFO, "kvplan_nixl")
