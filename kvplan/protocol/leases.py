@@ -25,7 +25,7 @@ from typing import Final
 
 import attrs
 
-from kvplan._checks import at_most, instance, name, seconds
+from kvplan._checks import instance, name, seconds
 from kvplan._text import brief_repr
 from kvplan.protocol.system import System
 
@@ -63,14 +63,16 @@ class _Lease:
         """When the lease ends, unless a reader claims it before."""
         return min(self.stop, max(self.ends_at, next(reversed(self.claims_end_at.values()), 0.0)))
 
-    def claim(self, reader: str, now: float, end: float) -> None:
-        """Begin or renew a claim, and forget those that have ended. Raises ``RANGE``."""
+    def claim(self, reader: str, now: float, end: float) -> bool:
+        """Begin or renew a claim unless there are too many, and forget those that have ended."""
         claims = self.claims_end_at
         claims.pop(reader, None)
         while claims and next(iter(claims.values())) <= now:
             claims.popitem(last=False)
-        at_most(MAX_READERS, len(claims) + 1, "readers of a lease", "claim it")
+        if len(claims) >= MAX_READERS:
+            return False
         claims[reader] = end
+        return True
 
 
 @attrs.frozen
@@ -200,17 +202,18 @@ class Leases:
         return revoked is not None and bool(revoked.claims_end_at)
 
     def claim(self, lease: str, reader: str) -> bool:
-        """Claim a lease for a reader, or renew the claim, and return whether the lease is valid.
+        """Claim a lease for a reader, or renew the claim, and return whether it has one now.
 
-        Raises ``RANGE`` for too many readers at a time.
+        It has none if the lease is not valid, or has :data:`MAX_READERS` readers already.
         """
         name(reader, "reader")
         with self._lock:
             if self._is_refused(lease):
                 return False
             now = self._system.monotonic()
-            self._leases[lease].claim(reader, now, now + self.lease_s)
-            return True
+            is_claimed = self._leases[lease].claim(reader, now, now + self.lease_s)
+            self.num_refused += not is_claimed
+            return is_claimed
 
     def is_valid(self, lease: str) -> bool:
         """Return whether a lease is valid: then its blocks still hold the request."""

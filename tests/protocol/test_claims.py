@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvplan import KVPlanError
 from kvplan.protocol import Claims, Leases, Source
 from kvplan.protocol.claims import RENEW_S, Claim, ClaimAnswer, ClaimMessage, SourceClaims, answer_claims
-from kvplan.protocol.leases import LEASE_S
+from kvplan.protocol.leases import LEASE_S, MAX_READERS
 from kvplan.protocol.system import RETRY_S
 from kvplan_nixl.serving import Driver
 from tests.blocking import Answered, Clock, error_of, waited
@@ -125,6 +125,16 @@ def test_a_question_to_one_engine_too_many_is_answered_at_once() -> None:
     assert isinstance(error, KVPlanError)
     assert error.code == "RANGE"
     claims.close()
+
+
+def test_a_claim_too_many_is_refused_alone() -> None:
+    """The other claims of its message are renewed: they ran out when the whole message was refused each second."""
+    leases = Leases(Driver())
+    crowded, other = leases.grant("r"), leases.grant("s")
+    for number in range(MAX_READERS):
+        assert leases.claim(crowded, f"{number}")
+    message = ClaimMessage("a1", claims=((crowded, "x"), (other, "x"), (crowded, "0")))
+    assert answer_claims(leases, "a1", message).claims == (False, True, True)
 
 
 def test_a_refusal_is_found_and_logged(caplog: pytest.LogCaptureFixture) -> None:
