@@ -33,7 +33,7 @@ from kvplan._arrays import heads, integers_in
 from kvplan.verification import Certificate, certificate
 from kvplan.verification.certificate import SlotSegments, _num_positions
 from kvplan.verification.tables import pairs_of, region_starts
-from property_tests.oracle import elements, held_positions
+from property_tests.oracle import copies_by_id, elements, held_positions
 from tests.small import engine
 
 ONE_BLOCK = {"attn": Blocks([1])}
@@ -598,6 +598,20 @@ def test_a_period_is_proved_by_as_few_positions_as_can_be(destination, source):
     period = range(math.lcm(destination, source))
     assert pairs_met(range(number), destination, source) == pairs_met(period, destination, source)
     assert pairs_met(range(number - 1), destination, source) != pairs_met(period, destination, source)
+
+
+def test_a_longer_period_changes_nothing_where_no_run_is_longer_than_a_token():
+    """bind looks for spans in a period, of which there are none; each run of a long period would be followed."""
+    plan = PLANS["token by token"]
+    assert not layout_of(plan).runs
+    longer = changed(plan, period=lambda period: period << 32)
+    assert certify(longer) == certify(plan)
+    tables = {"attn": Blocks([3, 7, 2])}
+    bound = [each.bind(local=tables, remote=tables, tokens=(1, 11)) for each in (plan, longer)]
+    moved, moved_too = ([copies_by_id(spec) for spec in specs] for specs in bound)
+    assert moved == moved_too
+    with pytest.raises(KVPlanError, match=r"^RANGE: cannot certify a plan"):
+        certify(changed(PLANS["equal blocks"], period=lambda period: period << 32))
 
 
 @pytest.mark.parametrize("order, ranges", [("HN", 4), ("NH", 1)])
