@@ -7,6 +7,7 @@ from it becomes keys; everything else is listed as not read.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -64,6 +65,10 @@ POOL: Final = (
 
 COMMAND: Final = r"(^|\s)--?[a-z]|\b(vllm|sglang) serve\b|vllm\.entrypoints|sglang\.launch_server"
 """What a command line has, and no list of keys."""
+
+STRING: Final = r'"(?:[^"\\\n]|\\["\\/bfnrt])*"'
+LIST: Final = rf"(?m)^[ \t-]*\w+:?[ \t]*(\[\s*{STRING}(?:\s*,\s*{STRING})*\s*\])"
+"""Arguments as a list of strings after a key in YAML, or after an instruction in a Dockerfile."""
 
 
 @attrs.frozen
@@ -191,6 +196,7 @@ def _logged_by_sglang(arguments: str) -> dict[str, Any]:
 
 
 def _on_command_line(text: str, subject: str) -> dict[str, Any]:
+    text = re.sub(LIST, lambda found: shlex.join(json.loads(found[1], strict=False)), text)
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
@@ -200,8 +206,8 @@ def _on_command_line(text: str, subject: str) -> dict[str, Any]:
     if len(starts) > 1:
         got = f"{len(starts)} commands"
         raise KVPlanError("NAME", f"read {subject}", expected="one engine", got=got)
-    # the dashes are those of a list in YAML
-    words = [word for word in words[starts[0] if starts else 0 :] if word != "-"]
+    # in YAML, arguments may be a list of lines with dashes, apart from the command
+    words = [word for word in words[starts[0] if starts else 0 :] if word not in ("-", "args:")]
     flags: dict[str, Any] = {}
     # charts have options without a command
     index = 0 if words and words[0].startswith("-") else 1

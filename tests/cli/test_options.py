@@ -363,6 +363,43 @@ def test_a_log_that_is_no_literal_is_refused(line: str) -> None:
     assert refused.value.code == "NAME"
 
 
+TRANSFER = '{"kv_connector":"NixlConnector","x":["a","b"]}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        """command: ["vllm", "serve"]
+        args: ["a/b", "--tensor-parallel-size", "4", "--block-size=32", "--kv-transfer-config", TRANSFER]
+        """,
+        """- args: ["serve",
+            "a/b", "--tensor-parallel-size", "4",
+            "--block-size=32"
+            , "--kv-transfer-config", TRANSFER ]
+          command: ["vllm"]
+        """,
+        """command: ["vllm", "serve"]
+        args:
+        - a/b
+        - --tensor-parallel-size
+        - "4"
+        - --block-size=32
+        - --kv-transfer-config
+        - '{"kv_connector":"NixlConnector","x":["a","b"]}'
+        """,
+        """ENTRYPOINT ["vllm", "serve"]
+        CMD ["a/b", "--tensor-parallel-size", "4", "--block-size=32", "--kv-transfer-config", TRANSFER]
+        """,
+    ],
+)
+def test_arguments_of_a_container_are_read(tmp_path: Path, text: str) -> None:
+    """As lists in brackets or of lines, after a command of their own: all flags are taken, and JSON stays whole."""
+    (tmp_path / "pod.yaml").write_text(text.replace("TRANSFER", json.dumps(TRANSFER)))
+    side = EngineInput.parse(str(tmp_path / "pod.yaml"), "--src")
+    assert (side.keys, side.connector, side.unread) == ("tp=4,block=32", "NixlConnector", ())
+    assert side.model == (None if text.startswith("- args") else "a/b")
+
+
 def test_a_long_word_of_a_log_is_read_at_once() -> None:
     side = EngineInput.parse(f"sglang serve server_args=ServerArgs(tp_size=2, {'a' * 30_000})", "--src")
     assert side.keys == "tp=2"
