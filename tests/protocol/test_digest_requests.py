@@ -87,9 +87,13 @@ def test_a_busy_engine_is_asked_again(listener: Listener, leases: Leases, monkey
     """An answer that does not come in time is no difference."""
     request = DigestRequest.of(leases.grant("r"), TOKENS)
     attempts: list[str] = []
-    monkeypatch.setattr("kvplan.protocol.digest_requests.RETRY_S", 0.001)
+    slept_s: list[float] = []
+    monkeypatch.setattr("kvplan.protocol.digest_requests.RETRY_S", 0.002)
+    sleep, exchange = Driver.sleep, Driver.exchange
 
-    exchange = Driver.exchange
+    async def sleep_noted(driver: Driver, duration_s: float) -> None:
+        slept_s.append(duration_s)
+        await sleep(driver, duration_s)
 
     async def exchange_at_last(*arguments: Any) -> bytes:
         attempts.append("an attempt")
@@ -98,10 +102,11 @@ def test_a_busy_engine_is_asked_again(listener: Listener, leases: Leases, monkey
         return await exchange(*arguments)
 
     monkeypatch.setattr(Driver, "exchange", exchange_at_last)
+    monkeypatch.setattr(Driver, "sleep", sleep_noted)
     listener.digests.ask(request)
     listener.digests.put(request, [{"of worker": 0}])
     assert fetch_digests(listener.source, request, 10) == [{"of worker": 0}]
-    assert len(attempts) == 3
+    assert (len(attempts), slept_s) == (3, [0.002, 0.002])
 
 
 def test_nobody_computes_them(listener: Listener, leases: Leases) -> None:

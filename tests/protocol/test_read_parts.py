@@ -119,6 +119,8 @@ def test_a_part_that_fails(reads: Noted) -> None:
     reads.end("r", ERROR)
     assert reads.poll() == []
     assert (reads.codes(), reads.codes()) == ({"r": "TRANSFER"}, {})
+    # its blocks wait for no source
+    assert reads.num_held == 0
     reads.add(read(16), is_last=False)
     assert (reads.poll(), reads.begun) == ([], [("r", 0)])
     reads.add(read(24))
@@ -128,7 +130,7 @@ def test_a_part_that_fails(reads: Noted) -> None:
 
 
 @pytest.mark.parametrize("is_under_way", [False, True])
-def test_a_request_that_is_given_up(reads: Noted, is_under_way: bool) -> None:
+def test_a_request_that_is_given_up(reads: Noted, caplog: pytest.LogCaptureFixture, is_under_way: bool) -> None:
     """Ends when what is under way has, and what waits is not read."""
     reads.add(read(0), is_last=False)
     reads.add(read(8), is_last=False)
@@ -146,6 +148,9 @@ def test_a_request_that_is_given_up(reads: Noted, is_under_way: bool) -> None:
     assert (result.error.code, result.error.details["request"]) == ("TRANSFER", "r")
     assert (result.request, len(reads.begun)) == ("r", 1 if is_under_way else 2)
     assert (reads.poll(), reads.late()) == ([], {})
+    # one line, whatever has ended it
+    (line,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert line.startswith("request 'r': KV read from another engine failed: ")
 
 
 def test_a_request_that_is_given_up_when_it_has_failed(reads: Noted) -> None:

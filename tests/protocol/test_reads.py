@@ -1189,7 +1189,10 @@ def test_a_source_that_stays_silent_is_gone(
     if held:
         for _ in range(3):
             assert world.reads.poll() == []
-        assert [*world.reads.late()] == ["r"]
+        late = world.reads.late()
+        assert [*late] == ["r"]
+        # operators see which engine it was
+        assert late["r"].details["read_from"] == source_of("prefill")
         world.executor.held = False
     monkeypatch.setattr("kvplan.protocol.read_jobs.RETRY_S", 0.0)
     assert "PEER: cannot reach" in str(world.until(1)["r"].error)
