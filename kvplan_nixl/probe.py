@@ -111,7 +111,8 @@ def map_memory(device: str = "cuda:0") -> None:
     try:
         from kvplan_nixl.calibrate import allocated
 
-        reason = CudaMapper().why_not(region_of(allocated(device, MEMORY_BYTES)))
+        tensor = allocated(device, MEMORY_BYTES)  # it has to outlive the question
+        reason = CudaMapper().why_not(region_of(tensor))
     except (OSError, ImportError, KVPlanError) as error:
         tell(error=" ".join(str(error).split()))
         return

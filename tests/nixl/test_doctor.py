@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import socket
+import weakref
+from typing import Any
 
 import pytest
+import torch
 
-from kvplan_nixl import doctor
+from kvplan import Region
+from kvplan_nixl import calibrate, doctor
 from kvplan_nixl.doctor import State
-from kvplan_nixl.probe import listen
+from kvplan_nixl.probe import listen, map_memory
 
 HOST = "127.0.0.1"
 KEY = "a secret of all engines"
@@ -37,3 +41,27 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str], monkeypatch: p
     told = json.loads(capsys.readouterr().out)
     assert "Address already in use" in told["error"]
     assert (told["hint"], told["has_key"]) == ("", False)
+
+
+def test_memory_lives_while_cuda_is_asked_about_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a cache of torch's, memory that nothing refers to is unknown to CUDA."""
+    allocated: list[weakref.ref[torch.Tensor]] = []
+    allocate = calibrate.allocated
+
+    def noted(*where: Any) -> torch.Tensor:
+        tensor = allocate(*where)
+        allocated.append(weakref.ref(tensor))
+        return tensor
+
+    class Mapper:
+        def why_not(self, region: Region) -> str:
+            (tensor,) = (each() for each in allocated)
+            return "no memory" if tensor is None or tensor.data_ptr() != region.address else ""
+
+    monkeypatch.setattr("kvplan_nixl.calibrate.allocated", noted)
+    monkeypatch.setattr("kvplan_nixl.probe.CudaMapper", Mapper)
+    map_memory("cpu")
+    told = json.loads(capsys.readouterr().out)
+    assert (told["error"], told["reason"]) == ("", "")
