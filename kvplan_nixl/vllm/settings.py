@@ -184,5 +184,6 @@ def check_engine(config: VllmConfig) -> None:
     vLLM itself refuses some of them with NixlConnector, which it recognises by name.
     """
     for (part, label), reason in UNSUPPORTED_BY_ENGINE.items():
-        if getattr(getattr(config, part), label, False):
+        # a release may lack the part
+        if getattr(getattr(config, part, None), label, False):
             raise KVPlanError("SETTING", f"set {label}", expected="False", got="True", hint=reason)

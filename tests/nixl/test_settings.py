@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import attrs
@@ -216,6 +216,11 @@ def test_engines_whose_answers_may_be_wrong_are_refused(vllm: Any, section: str,
     vllm.check_engine(VllmConfig())
     with pytest.raises(KVPlanError, match=f"SETTING: cannot set {name}: expected False, got True"):
         vllm.check_engine(VllmConfig(**{section: options(**{name: True})}))
+
+
+def test_a_release_without_a_part_of_the_configuration_starts(vllm: Any) -> None:
+    """What it does not have cannot be set."""
+    vllm.check_engine(SimpleNamespace(model_config=ModelConfig()))
 
 
 def test_sglangs_settings_are_in_the_environment() -> None:
