@@ -111,6 +111,12 @@ def test_stages_are_timed(reader: Reader, events: list[TransferEvent]) -> None:
     assert event.total_us == event.make_us + event.post_us + event.transfer_us < TIMEOUT_S * 1e6
 
 
+def test_nixl_counts_descriptors(reader: Reader) -> None:
+    """It tells them only of agents that capture telemetry; engines' metrics have them."""
+    transfer = reader.read()
+    assert 0 < transfer.num_descriptors <= READ.num_ids
+
+
 def test_a_transfer_without_bytes(reader: Reader, events: list[TransferEvent]) -> None:
     """A pair that moves no byte of a request has an event of no bytes."""
     reader.read(tokens=(0, 0))
