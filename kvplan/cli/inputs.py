@@ -206,8 +206,12 @@ def _on_command_line(text: str, subject: str) -> dict[str, Any]:
     if len(starts) > 1:
         got = f"{len(starts)} commands"
         raise KVPlanError("NAME", f"read {subject}", expected="one engine", got=got)
-    # in YAML, arguments may be a list of lines with dashes, apart from the command
-    words = [word for word in words[starts[0] if starts else 0 :] if word not in ("-", "args:")]
+    first = starts[0] if starts else 0
+    # where the keys of YAML are sorted, as by kubectl, arguments come before their command
+    is_sorted = _has_options(words[:first]) and not _has_options(words[first:])
+    words = words[:first] if is_sorted else words[first:]
+    # these arguments may be a list of lines with dashes
+    words = [word for word in words if word not in ("-", "args:")]
     flags: dict[str, Any] = {}
     # charts have options without a command
     index = 0 if words and words[0].startswith("-") else 1
@@ -231,6 +235,11 @@ def _on_command_line(text: str, subject: str) -> dict[str, Any]:
             raise KVPlanError("NAME", f"read {subject}", expected="one engine", got=got)
         flags[name] = value or True
     return flags
+
+
+def _has_options(words: list[str]) -> bool:
+    names = [word.lstrip("-").partition("=")[0] for word in words if word.startswith("-")]
+    return any(name.replace("_", "-") in FLAGS for name in names)
 
 
 def _is_start(words: list[str], index: int, word: str) -> bool:

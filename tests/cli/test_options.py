@@ -400,6 +400,17 @@ def test_arguments_of_a_container_are_read(tmp_path: Path, text: str) -> None:
     assert side.model == (None if text.startswith("- args") else "a/b")
 
 
+@pytest.mark.parametrize("options", ["--model a/b --tensor_parallel_size=4", "a/b --tp 4"])
+def test_arguments_that_are_sorted_before_their_command_are_read(tmp_path: Path, options: str) -> None:
+    """As kubectl prints them. What comes before a command that has options of its own is no argument of it."""
+    lines = "".join(f"    - {word}\n" for word in options.split())
+    command = "    command:\n    - vllm\n    - serve\n    image: vllm/vllm-openai:latest\n"
+    (tmp_path / "pod.yaml").write_text(f"  containers:\n  - args:\n{lines}{command}")
+    side = EngineInput.parse(str(tmp_path / "pod.yaml"), "--src")
+    assert (side.keys, side.unread, side.model) == ("tp=4", (), "a/b" if "--model" in options else None)
+    assert EngineInput.parse("run --tp 4 -- vllm serve a/b --pp 2", "--src").keys == "pp=2"
+
+
 def test_a_long_word_of_a_log_is_read_at_once() -> None:
     side = EngineInput.parse(f"sglang serve server_args=ServerArgs(tp_size=2, {'a' * 30_000})", "--src")
     assert side.keys == "tp=2"
