@@ -15,7 +15,7 @@ from kvplan import Blocks, KVPlanError, Model
 from kvplan.protocol.page_keys import Chain
 from kvplan.protocol.page_shards import shards_of
 from kvplan.protocol.retention import keeping
-from kvplan_nixl.serving.store import FileBackend, MemoryBackend, StoreClient, StoreReader
+from kvplan_nixl.serving.store import FileBackend, MemoryBackend, MemoryMover, StoreClient, StoreReader
 from tests.store.engines import PAGE, PROMPT, QWEN, EngineWithStore
 
 BLOCKS = {"attn": Blocks([3, 9, 5, 1, 7, 30, 2])}
@@ -76,6 +76,18 @@ def test_threads_copy_shards_of_many_ranges(layout: str, monkeypatch: pytest.Mon
     reader.load(PROMPT, {"attn": Blocks([8, 0, 4, 6, 11, 12])}, 96)
     (before,), (after,) = writer.caches, reader.caches
     assert after.contents([8, 0, 4, 6, 11, 12]) == before.contents(BLOCKS["attn"].ids.tolist()[:6])
+
+
+def test_a_mover_copies_specs_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are checked before the first is copied, and are all there afterwards."""
+    move = MemoryMover.move
+    monkeypatch.setattr(MemoryMover, "move", lambda mover, specs: move(mover, iter(specs)))  # type: ignore[arg-type]
+    backend = MemoryBackend()
+    writer, reader = one_engine(backend), EngineWithStore.of(QWEN, backend)
+    assert writer.save(PROMPT, BLOCKS, 96) == 6
+    reader.load(PROMPT, BLOCKS, 96)
+    ids = BLOCKS["attn"].ids.tolist()[:6]
+    assert reader.caches[0].contents(ids) == writer.caches[0].contents(ids)
 
 
 def test_a_reader_of_other_blocks_rounds_down() -> None:

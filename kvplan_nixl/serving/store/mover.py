@@ -46,8 +46,9 @@ class MemoryMover:
 
     def move(self, specs: Sequence[ReadSpec]) -> None:
         """Copy all ranges of a length at once: there may be one for each element."""
-        num_ids = max((spec.num_ids for spec in members(ReadSpec, specs, "specs")), default=0)
-        in_parallel(_copy, specs, FILES_AT_ONCE if num_ids > LOCKED_ITEMS else 1)
+        checked = members(ReadSpec, specs, "specs")
+        num_ids = max((spec.num_ids for spec in checked), default=0)
+        in_parallel(_copy, checked, FILES_AT_ONCE if num_ids > LOCKED_ITEMS else 1)
 
 
 def _copy(spec: ReadSpec) -> None:
