@@ -14,7 +14,7 @@ from kvplan.describe.blocks import POSITION_END, Range
 from kvplan.errors import KVPlanError
 from kvplan.protocol.handoff import Source
 from kvplan.protocol.leases import Leases
-from kvplan.protocol.system import ANSWER_S, RETRY_S, System
+from kvplan.protocol.system import ANSWER_S, RETRY_S, Signal, System
 
 MAX_REQUESTS: Final = 1 << 12
 """Requests that an engine keeps at a time, of which each has tens of kilobytes of digests."""
@@ -23,7 +23,7 @@ MAX_REQUEST_BYTES: Final = 1 << 16
 """The length of a request: hundreds of groups."""
 
 ASK_AGAIN_S: Final = 0.005
-"""Seconds after which digests that are not computed yet are looked for again."""
+"""Seconds after which a reader asks again for digests that are not computed yet."""
 
 WAIT_S: Final = 1.0
 """Seconds for which an engine holds a request whose digests are not computed yet."""
@@ -92,7 +92,9 @@ class DigestRequests:
         self._lock = system.lock()
         self._answers: dict[DigestRequest, list[Mapping[str, Any]] | None] = {}
         self._new: list[DigestRequest] = []
-        self._num_waiting = 0  # in coroutines alone
+        # the signals of requests that are held
+        self._waiting: dict[DigestRequest, set[Signal]] = {}
+        self._num_waiting = 0
 
     def ask(self, request: DigestRequest) -> list[Mapping[str, Any]] | None:
         """Return the digests of all workers, None while they are not computed.
@@ -115,17 +117,28 @@ class DigestRequests:
 
     async def answer(self, request: DigestRequest) -> list[Mapping[str, Any]] | None:
         """Return the digests when they are computed, None if they are not within ``WAIT_S``."""
-        waits = self._num_waiting < MAX_WAITING
         until = self._system.monotonic() + WAIT_S
-        self._num_waiting += 1
+        signal = self._system.signal()
+        with self._lock:
+            waits = self._num_waiting < MAX_WAITING
+            self._num_waiting += 1
+            # before it looks, so that no change is missed
+            self._waiting.setdefault(request, set()).add(signal)
         try:
-            while (digests := self.ask(request)) is None:
-                if not waits or self._system.monotonic() >= until:
-                    break
-                await self._system.sleep(ASK_AGAIN_S)
+            while True:
+                digests = self.ask(request)
+                left_s = until - self._system.monotonic()
+                if digests is not None or not waits or left_s <= 0:
+                    return digests
+                await signal.wait(left_s)
         finally:
-            self._num_waiting -= 1
-        return digests
+            with self._lock:
+                self._num_waiting -= 1
+                # none are left of a request that was woken
+                signals = self._waiting.get(request, set())
+                signals.discard(signal)
+                if not signals:
+                    self._waiting.pop(request, None)
 
     def take(self) -> list[DigestRequest]:
         """Return the requests that have come since the last call."""
@@ -140,6 +153,7 @@ class DigestRequests:
             # A lease may have ended while its digests were computed.
             if request in self._answers:
                 self._answers[request] = [*members(dict, digests, "digests")]
+                self._wake(request)
 
     def drop(self, lease: str) -> None:
         """Drop the requests of a lease that has ended."""
@@ -147,6 +161,11 @@ class DigestRequests:
             for request in [*self._answers]:
                 if request.lease == lease:
                     del self._answers[request]
+                    self._wake(request)
+
+    def _wake(self, request: DigestRequest) -> None:
+        for signal in self._waiting.pop(request, ()):
+            signal.set()
 
 
 async def fetch_digests(

@@ -174,6 +174,34 @@ def test_an_answer_without_digests_is_refused(
     assert (refused.value.code, len(asked)) == (code, 1)
 
 
+def test_a_held_request_is_looked_at_when_its_digests_come(
+    listener: Listener, leases: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many may be held, in the process of an engine's scheduler. The end of a lease ends the wait, too."""
+    monkeypatch.setattr("kvplan.protocol.digest_requests.WAIT_S", 3600.0)
+    digests, driver, looked = listener.digests, Driver(), list[DigestRequest]()
+    ask = digests.ask
+
+    def noted(request: DigestRequest) -> Any:
+        looked.append(request)
+        return ask(request)
+
+    monkeypatch.setattr(digests, "ask", noted)
+    requests = [DigestRequest.of(leases.grant(name), TOKENS) for name in "ab"]
+    held = [driver.submit(digests.answer(request)) for request in requests]
+    until = time.monotonic() + 10
+    while len(digests.take()) + len(looked) < 4 and time.monotonic() < until:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    digests.put(requests[0], [{"of worker": 0}])
+    assert held[0].result(10) == [{"of worker": 0}]
+    leases.release(requests[1].lease, "reader")
+    digests.drop(requests[1].lease)
+    with pytest.raises(KVPlanError, match="LEASE"):
+        held[1].result(10)
+    assert (len(looked), digests._waiting) == (4, {})
+
+
 def test_few_requests_are_held(listener: Listener, leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holds a connection, and those of claims must find one. A reader whose request is not held asks again."""
     monkeypatch.setattr("kvplan.protocol.digest_requests.MAX_WAITING", 1)
