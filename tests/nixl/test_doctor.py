@@ -13,7 +13,7 @@ import torch
 from kvplan import Region
 from kvplan_nixl import calibrate, doctor
 from kvplan_nixl.doctor import State
-from kvplan_nixl.probe import listen, map_memory
+from kvplan_nixl.probe import listen, map_memory, move
 
 HOST = "127.0.0.1"
 KEY = "a secret of all engines"
@@ -65,3 +65,14 @@ def test_memory_lives_while_cuda_is_asked_about_it(
     map_memory("cpu")
     told = json.loads(capsys.readouterr().out)
     assert (told["error"], told["reason"]) == ("", "")
+
+
+def test_bytes_that_have_not_moved_are_not_right(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory to read into has other bytes than the source before."""
+    monkeypatch.setattr("kvplan_nixl.calibrate.move_blocks", lambda *_: 1)
+    monkeypatch.setattr("kvplan_nixl.probe.TRANSFER_S", 0.01)
+    move()
+    told = json.loads(capsys.readouterr().out)
+    assert (told["error"], told["is_right"]) == ("", False)

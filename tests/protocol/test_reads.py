@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import attrs
@@ -33,7 +34,7 @@ from kvplan.protocol import (
 from kvplan.protocol.digest_requests import DigestRequest
 from kvplan.protocol.listener import Offers
 from kvplan.protocol.read import cut
-from kvplan.protocol.read_jobs import ASK_S
+from kvplan.protocol.read_jobs import ASK_S, LeaseCheck
 from kvplan.protocol.reads import POST_S
 from kvplan.protocol.system import Background, Pending
 from kvplan.staging import Pipeline, Rates
@@ -1147,6 +1148,27 @@ def test_a_step_continues_what_has_changed(one: Callable[..., World], monkeypatc
     assert [*world.reads.late()] == ["r3"]
     world.executor.copying = set()
     assert {*world.until(1)} == {"r3"}
+
+
+def test_an_answer_to_a_question_before_the_last_byte_confirms_nothing(one: Callable[..., World]) -> None:
+    """The source may have given the blocks to another request between the question and the byte."""
+    world = one()
+    answers: list[Pending[None]] = []
+
+    def ask(source: Source, lease: str) -> Pending[None]:
+        answers.append(Pending[None]())
+        return answers[-1]
+
+    claims = cast(Claims, SimpleNamespace(ask=ask))
+    check = LeaseCheck(world.read(), claims, LOGGER, world.watch, asked_at=-ASK_S, confirmed_at=0.0)
+    check.poll()
+    check.begin_last()
+    answers[0].resolve(None)
+    check.poll()
+    assert (check.is_confirmed, len(answers)) == (False, 2)
+    answers[1].resolve(None)
+    check.poll()
+    assert check.is_confirmed
 
 
 def test_silence_counts_from_the_last_answer(one: Callable[..., World]) -> None:

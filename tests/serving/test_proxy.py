@@ -577,11 +577,12 @@ def test_a_large_request_passes(guide: Start) -> None:
     assert status == 200
 
 
-def test_credentials_reach_both_engines(guide: Start) -> None:
-    """Engines that were started with --api-key see the client's key."""
+@pytest.mark.parametrize("prompts", ["A", ["A", "B"]])
+def test_credentials_reach_both_engines(guide: Start, prompts: Any) -> None:
+    """Engines that were started with --api-key see the client's key, with each of several prompts too."""
     proxy = guide()
-    proxy.ask({"prompt": "A"}, Authorization="Bearer k")
-    assert proxy.prefill.credentials == proxy.decode.credentials == ["Bearer k"]
+    proxy.ask({"prompt": prompts}, Authorization="Bearer k")
+    assert proxy.prefill.credentials == proxy.decode.credentials == ["Bearer k"] * len(prompts)
 
 
 # Both engines at once
