@@ -277,7 +277,7 @@ class SourceClaims:
             "LEASE",
             f"read {lease!r} from {self.source}",
             expected="a valid lease",
-            got=f"one that has ended: {reasons}",
+            got=f"one that has ended: {reasons}; or one that has too many readers",
             hint="compute the prompt again, or see in the source's log how the lease ended",
             lease=lease,
             source=self.source,

@@ -93,7 +93,7 @@ class EndedLeases:
 class Leases:
     """The requests whose blocks an engine keeps for readers. Safe for several threads.
 
-    :attr:`num_refused` counts questions and claims that came too late.
+    :attr:`num_refused` counts questions and claims that came too late, and claims too many.
 
     >>> from kvplan_nixl.serving import Driver
     >>> leases = Leases(Driver())
