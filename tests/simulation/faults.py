@@ -42,7 +42,7 @@ from kvplan.testing.simulation import MODELS, Feature, Scenario, Stages, engine,
 from kvplan.testing.simulation.catalog import NO_STAGES
 from kvplan.testing.simulation.features import NO_FEATURES
 from kvplan.testing.simulation.leases import LeaseConnector
-from kvplan_nixl.serving.store import StoreClient, page_files, stalls
+from kvplan_nixl.serving.store import StoreClient, eviction, page_files, stalls
 from tests.simulation.sglang_connector import BOOTSTRAP, DECODE, MANAGER, PREFILL
 from tests.simulation.vllm_connector import (
     DESCRIPTION,
@@ -123,6 +123,8 @@ FAULTS = [
     Fault("the last question is asked before the last byte", LeaseCheck, "_take", "self.is_confirmed = self.has_last_byte", "self.is_confirmed = True", seed=48, rule="OWN"),
     Fault("an answer to an earlier question counts", LeaseCheck, "begin_last", "self.answer = None", "pass"),
     Fault("silence counts as yes", LeaseCheck, "_take", "elif error.code == ", "elif error.code == 'PEER':\n        self.is_confirmed = self.has_last_byte\n    elif error.code == ", seed=14, rule="OWN"),
+    Fault("a read fails for one lost answer", LeaseCheck, "_take", "now - self.confirmed_at > SILENCE_S", "True", seed=14, rule="RIGHT"),
+    Fault("when a lease was asked for is not noted", LeaseCheck, "poll", "self.asked_at = now", "pass", seed=7, rule="ASK"),
     Fault("a failed read ends while bytes may land", reads.Reads, "_poll_job", "if job.is_settled and (job.error is not None or is_right)", "if job.error is not None or (job.is_settled and is_right)", seed=0, rule="GIVEN"),
     Fault("the error of a transfer is not seen", reads.Reads, "_settle_transfers", "job.error = job.error or error", "pass", seed=90, rule="OWN"),
     Fault("an engine that is gone is not forgotten", reads.Reads, "_discard_lost", '("PEER", "TRANSFER")', "()", seed=90, rule="AGAIN"),
@@ -187,12 +189,13 @@ VLLM_ROOM_FAULTS = [
 
 HYBRID_FAULTS = [
     # windows
-    Fault("a freed block is one of the request's", LeaseConnector, "_tables", ", null=NULL_BLOCK", "", seed=1, rule="RIGHT", model="windows"),
-    Fault("a block is cached of which a window has a part", LeaseConnector, "_start_reads", "whole.first_whole // self._tokens_per_block", "0", seed=125, rule="OWN", model="windows"),
+    Fault("a freed block is one of the request's", LeaseConnector, "_tables", ", null=NULL_BLOCK", "", seed=1, rule="OWN", model="windows"),
+    Fault("a block is cached of which a window has a part", LeaseConnector, "_start_reads", "whole.first_whole // self._tokens_per_block", "0", seed=1, rule="OWN", model="windows"),
     Fault("a block whose beginning is missing counts as whole", importer, "whole_blocks", "-(-start // size) * size", "start // size * size", seed=125, rule="OWN", model="windows"),
     Fault("all positions before a window are kept", Exporter, "_handoff", "max(first_listed(export.blocks[group], size), read_from.get(group, 0))", "0", seed=5, rule="RIGHT", model="windows"),
     Fault("a window is one position longer than prefill keeps it", importer, "whole_blocks", "max(first, attended)", "max(first, attended - 1)", seed=5, rule="RIGHT", model="windows"),
     Fault("a window is read from one position too late", importer, "whole_blocks", "max(first_wanted, kept)", "max(first_wanted, kept + (kept > 0))", seed=1, rule="OWN", model="windows"),
+    Fault("a block that was read in part is not said to be", Importer, "_read_whole", "partial[group] = whole", "pass", seed=1, rule="OWN", model="windows"),
     # states
     Fault("a state is read from another request's slot", LeaseConnector, "_tables", "ids[-1:]", "[max(1, ids[-1] - 1)]", seed=0, rule="OWN", model="states"),
     Fault("prefill computes the last token too", LeaseConnector, "add", "request.is_for_another and is_passing", "False", seed=0, rule="AGAIN", model="states"),
@@ -203,7 +206,7 @@ HYBRID_VLLM_FAULTS = [
     Fault("the first block of a state counts", TABLES.BlockTables, "of_ids", "ids[index][-1:]", "ids[index][:1]", seed=0, rule="OWN", model="states"),
     Fault("a prompt with a state does not stop short", Scheduler, "add", "if is_short and", "if False and", seed=0, rule="AGAIN", model="states"),
     Fault("a window begins one position too early", DESCRIPTION, "_first_attended", " + 1)", ")", seed=5, rule="RIGHT", model="windows"),
-    Fault("vLLM caches blocks that were read in part", TABLES.BlockTables, "leave_uncached", "max(num_cached, num_blocks)", "num_cached", seed=125, rule="OWN", model="windows"),
+    Fault("vLLM caches blocks that were read in part", TABLES.BlockTables, "leave_uncached", "max(num_cached, num_blocks)", "num_cached", seed=1, rule="OWN", model="windows"),
     Fault("a window keeps what it has freed", exporter, "first_listed", "return first * tokens", "return 0 * tokens", seed=5, rule="RIGHT", model="windows"),
 ]  # fmt: skip
 
@@ -401,5 +404,6 @@ STORE_FAULTS = [
     Fault("a request that was loaded is remembered", STORE_SCHEDULER.StoreScheduler, "begin_save", "self._begun.discard(request.request_id)", "pass", seed=0, rule="GROW", features=STORE),
     Fault("what is saved is not written", StoreClient, "_write_file", "return self.backend.put(file.name, chunks)", "return None", seed=0, rule="STORE", features=STORE),
     Fault("a file of the right digest is refused", page_files, "read_page", "if digest.hexdigest() != header.digest:", "if digest.hexdigest() == header.digest:", seed=12, rule="STORE", features=STORE),
+    Fault("pages that were chosen to leave stay", eviction, "evict", "in_parallel(partial(_delete, backend), chosen, backend.at_once)", "in_parallel(chosen, partial(_delete, backend), backend.at_once)", seed=0, rule="STORE", features=STORE),
     Fault("a search is kept when its request has blocks", STORE_SEARCHES.StoreSearches, "forget", "self._searches.pop(request, None)", "self._searches.get(request)", seed=0, rule="GROW", features=STORE),
 ]  # fmt: skip

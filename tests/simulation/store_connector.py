@@ -108,6 +108,15 @@ class VirtualBackend(MemoryBackend):
         if self.num_saved and not self._files:
             raise BrokenRuleError("STORE", f"{self.num_saved} requests are saved, and the store is empty")
 
+    def contents(self) -> list[Any]:
+        """The files that the store has now."""
+        return [file for files in self._files.values() for file in files.values()]
+
+    @property
+    def is_working(self) -> bool:
+        """Whether nothing is wrong with the store now."""
+        return not self._present()
+
     def _present(self) -> list[StoreTrouble]:
         assert WORLD.host is not None
         now = WORLD.host.loop.now
@@ -146,6 +155,22 @@ class VirtualBackend(MemoryBackend):
     def touch(self, pages: Sequence[str], used_s: float, first_page: int = 0) -> None:
         self._wait("touch", "pages")
         super().touch(pages, used_s, first_page)
+
+
+class VirtualEviction(BackgroundEviction):
+    """Looks at a store often, and refuses to leave more there than its limits allow."""
+
+    def _look(self) -> None:
+        backend: Any = self._backend
+        before = backend.contents()
+        is_working = backend.is_working
+        super()._look()
+        # others may write meanwhile
+        known = {id(file) for file in before}
+        num_bytes = sum(len(file.data) for file in backend.contents() if id(file) in known)
+        max_bytes = self._limits.max_bytes
+        if is_working and backend.is_working and max_bytes is not None and num_bytes > max_bytes:
+            raise BrokenRuleError("STORE", f"an eviction leaves {num_bytes} bytes in a store for {max_bytes}")
 
 
 class VirtualMover(MemoryMover):
@@ -417,7 +442,7 @@ class StoreFleets(Simulation):
 @contextmanager
 def virtual_store(backend: VirtualBackend, seed: int) -> Iterator[None]:
     """Let the store's code open one backend, and its threads and clocks be those of a simulation."""
-    look = partial(BackgroundEviction, look_s=LOOK_S)
+    look = partial(VirtualEviction, look_s=LOOK_S)
     replaced: dict[Any, dict[str, Any]] = {
         backends: {"time": TIME},
         readers: {"time": TIME},

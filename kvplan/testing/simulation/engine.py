@@ -411,6 +411,11 @@ class Engine:
         """Return whether the engine has no request, keeps no block, and no step is under way."""
         return not (self.requests or self._lent or self._landing or self._under_way)
 
+    @property
+    def num_workers(self) -> int:
+        """Return the number of workers, each of which reads and asks for itself."""
+        return len(self._memories)
+
     def holds(self, name: str) -> bool:
         """Return whether a request is in the engine, or blocks of it are."""
         return name in self.requests or name in self._lent or name in self._landing
@@ -643,8 +648,7 @@ class Engine:
             request.phase = Phase.RUNNING
             request.read_s = self.host.loop.now - request.began_at
             self._trace(self.host.name, f"{name} is received")
-            if self._stores_blocks:
-                self._check_stored(request)
+            self._check_shared(request)
             self._register(request, 0, request.num_computed)
         for name in report.released:
             if name not in self._lent:
@@ -656,22 +660,27 @@ class Engine:
             self._free(self._lent.pop(name))
         return bool(report.failed or report.received or report.released or report.recomputed)
 
-    def _check_stored(self, request: EngineRequest) -> None:
-        """Refuse to store a full block of which some positions are not those of the request."""
+    def _check_shared(self, request: EngineRequest) -> None:
+        """Refuse to share a full block of which some positions were not read.
+
+        Those that are found in the prefix cache are shared, and all where others store blocks.
+        """
         size = self._tokens_per_block
         for group, memory in itertools.product(self._groups, self._memories):
-            # a state is stored as it is, after its last position
-            if group.is_state:
-                continue
+            # what was found may be written by a step under way
+            first = request.num_found // size
+            if not self._stores_blocks:
+                first = max(first, request.num_partial.get(group.name, 0))
             table = request.blocks[group.name]
-            for ordinal in range(request.num_computed // size):
-                span = (ordinal * size, (ordinal + 1) * size)
+            for ordinal in range(first, request.num_computed // size):
                 if table[ordinal] == NULL_BLOCK:
                     continue
-                wrong = memory.wrong_position(group.name, table, request.labels, *span)
+                # a state is shared as it is, after its last position
+                stop = (ordinal + 1) * size
+                start = stop - 1 if group.is_state else ordinal * size
+                wrong = memory.wrong_position(group.name, table, request.labels, start, stop)
                 if wrong is not None:
-                    message = f"position {wrong[0]} of {request.name} is stored, which was not read"
-                    raise BrokenRuleError("OWN", message)
+                    raise self._wrong(f"{request.name} shares", table, *wrong)
 
     def _compute(self) -> bool:
         """Compute the next positions of all requests that run."""
@@ -769,14 +778,16 @@ class Engine:
                 first = group.first_needed(start)
                 wrong = memory.wrong_position(group.name, table, labels, first, start)
                 if wrong is not None:
-                    position, label = wrong
-                    block = table[position // self._tokens_per_block]
-                    raise BrokenRuleError(
-                        "OWN",
-                        f"{request.name} attends to position {position} in block {block} of "
-                        f"{self.host.name}, which has {self._name_of(label)}",
-                    )
+                    raise self._wrong(f"{request.name} attends to", table, *wrong)
                 memory.write(group.name, table, labels, chunk.firsts[group.name], stop)
+
+    def _wrong(
+        self, action: str, table: Sequence[int], position: int, label: int
+    ) -> BrokenRuleError:
+        """Return what is wrong with the use of a position that has the label of other tokens."""
+        block = table[position // self._tokens_per_block]
+        place = f"position {position} in block {block} of {self.host.name}"
+        return BrokenRuleError("OWN", f"{action} {place}, which has {self._name_of(label)}")
 
     def _end_chunk(self, chunk: _PromptChunk) -> None:
         """Free what a request has passed, and generate its next token or end it."""

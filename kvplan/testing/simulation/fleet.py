@@ -13,7 +13,8 @@ These rules hold in every step, or the simulation ends with an error that names 
   One that waits in a room waits for :data:`LOST_ROOM_S` at most when its engine has heard that the
   server of rooms has restarted.
 - RIGHT: a request that is read once, soon and to its end does not fail without an excuse: a fault
-  that explains its error. One that prefill has computed for others is handed over.
+  that explains its error. None fails for silence of a source that has answered the same reader
+  within :data:`HEARD_S`. One that prefill has computed for others is handed over.
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right. Where
   nothing has gone wrong for a lease, a request is read within :data:`QUICK_S`, also if transfers
   from other engines are slow.
@@ -27,6 +28,8 @@ These rules hold in every step, or the simulation ends with an error that names 
   nothing else has gone wrong.
 - REFUSE: a server refuses messages that break their format and answers others; a request whose
   handoff breaks it is not read.
+- ASK: a read asks every :data:`~kvplan.protocol.read_jobs.ASK_S` whether its lease is valid, and
+  when its last byte has come.
 - REPORT: a connector reports nothing of a request that is neither read nor exported.
 - CRASH: no coroutine and no step of an engine ends with an error.
 """
@@ -53,7 +56,7 @@ from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan
 from kvplan.protocol.leases import LEASE_S
-from kvplan.protocol.read_jobs import ASK_S
+from kvplan.protocol.read_jobs import ASK_S, SILENCE_S
 from kvplan.protocol.system import ANSWER_S
 from kvplan.testing.simulation.catalog import Catalog
 from kvplan.testing.simulation.engine import (
@@ -96,6 +99,17 @@ QUICK_S: Final = 4.5
 
 REFUSED_S: Final = ASK_S + 2 * ANSWER_S
 """Seconds of the slowest clock within which a request ends whose claim was refused."""
+
+HEARD_S: Final = SILENCE_S - ASK_S - 2 * ANSWER_S
+"""Seconds of a reader's clock after an answer, within which a read does not fail for silence."""
+
+MAX_LAST_QUESTIONS: Final = 4
+"""Questions of one read about its lease, beside one every :data:`~kvplan.protocol.read_jobs.ASK_S`.
+
+The last one is asked when the last byte has come, and a read may begin again."""
+
+NO_ANSWER: Final = f"an answer within {ANSWER_S:g} s"
+"""What a server of leases was expected to give, in the error of one that is silent."""
 
 LOST_ROOM_S: Final = 2.0
 """Seconds of the slowest clock within which a request ends whose room was lost by a restart."""
@@ -274,6 +288,8 @@ class Fleet:
         self._end_s = END_S + frozen_s + num_requests * LEASE_S / self._slowest
         # the start of the server that a request has waited for
         self._room_starts = dict[EngineRequest, str]()
+        # by reader and lease: when the reader has asked, and heard that the lease is valid
+        self._confirmed_at = dict[tuple[Engine, str], list[float]]()
         # requests that have not ended, by name, and until when they must
         self._open: dict[str, float] = {}
         self._requests: list[EngineRequest] = []
@@ -361,11 +377,15 @@ class Fleet:
         if path != "/claims":
             return
         try:
-            are_valid = json.loads(answer)["claims"]
-            claims = [*zip(json.loads(sent)["claims"], are_valid, strict=True)]
+            question, reply = json.loads(sent), json.loads(answer)
+            claims = [*zip(question["claims"], reply["claims"], strict=True)]
+            asks = [*zip(question["asks"], reply["asks"], strict=True)]
         except (ValueError, TypeError, KeyError, RecursionError):
             # somebody has garbled it
             return
+        for lease, is_valid in asks:
+            if is_valid is True:
+                self._confirmed_at.setdefault((engine, lease), []).append(self.loop.now)
         for (_, reader), is_valid in claims:
             request = engine.requests.get(reader.rpartition(" ")[2])
             if is_valid is False and request is not None and request.phase is Phase.READING:
@@ -645,6 +665,7 @@ class Fleet:
             if not readers.num_left and readers.has_right:
                 self.loop.at(self._linger_at, partial(self._check_released, readers))
             self._check_quick(readers, request)
+            self._check_questions(readers, engine, request, error)
             if is_read and request.read_s:
                 self._check_start(engine, readers.prefill, request)
             if answer is not None and arrival.turns:
@@ -669,6 +690,32 @@ class Fleet:
         if is_beside and self.scenario.has_rivals_alone(self.loop.now):
             message = f"{request.name} is read from {start.host.name}, and {before.host.name} lives"
             raise BrokenRuleError("START", message)
+
+    def _check_questions(
+        self, readers: _Readers, engine: Engine, request: EngineRequest, error: KVPlanError | None
+    ) -> None:
+        """Refuse to ask too often about a lease, or to fail for silence soon after an answer.
+
+        Each worker asks for each of its reads, so what one of them hears says nothing of others.
+        """
+        # a request that comes to both engines may be read in many parts
+        lease = (request.params or {}).get("remote_lease")
+        confirmed_at = self._confirmed_at.get((engine, str(lease)), [])
+        if not confirmed_at or self._make_params is not None:
+            return
+        name = engine.host.name.removesuffix(ELSEWHERE)
+        num_visits = sum(visit.engine == name for visit in readers.arrival.visits)
+        num_readers = engine.num_workers * num_visits
+        passed_s = (self.loop.now - readers.came_at) * engine.host.rate
+        most = num_readers * (MAX_LAST_QUESTIONS + passed_s / ASK_S)
+        if len(confirmed_at) > most:
+            message = f"{request.name} has asked {len(confirmed_at)} times in {passed_s:.1f} s"
+            raise BrokenRuleError("ASK", message)
+        silent_s = (self.loop.now - confirmed_at[-1]) * engine.host.rate
+        is_silence = error is not None and error.expected == NO_ANSWER
+        if is_silence and num_readers == 1 and silent_s < HEARD_S:
+            message = f"{request.name} fails {silent_s:.1f} s after an answer: {error}"
+            raise BrokenRuleError("RIGHT", message)
 
     def _check_quick(self, readers: _Readers, request: EngineRequest) -> None:
         """Refuse to read for long where nothing is wrong, unless in many parts or slices.
