@@ -326,6 +326,7 @@ FEATURE_FAULTS += [
     Fault("a lease is named by the number of leases", Leases, "_grant", "{self._system.token_hex(LEASE_TOKEN_BYTES)}", "{len(self._leases)}", seed=47, rule="OWN", features=Feature.REPEATS),
     Fault("a handoff of other weights is read", Handoff, "check_weights", "version != self.weights_version", "False", seed=1, rule="OWN", features=Feature.UPDATES),
     Fault("leases stay valid when a cache is reset", Leases, "end_all", "self._leases.clear()", "pass", seed=0, rule="GROW", features=Feature.UPDATES),
+    Fault("a table with gaps is read as one without", handoff, "_read_table", "if GAP not in ids:", "if GAP in ids:", seed=1, rule="RIGHT", model="windows", features=Feature.SINKS),
     Fault("gaps of a table move to its end", handoff, "_table_values", "blocks.ordinals - blocks.first", "range(len(blocks.ids))", seed=1, rule="RIGHT", model="windows", features=Feature.SINKS),
 ]  # fmt: skip
 FEATURE_FAULTS += [

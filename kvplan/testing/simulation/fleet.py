@@ -13,8 +13,9 @@ These rules hold in every step, or the simulation ends with an error that names 
   One that waits in a room waits for :data:`LOST_ROOM_S` at most when its engine has heard that the
   server of rooms has restarted.
 - RIGHT: a request that is read once, soon and to its end does not fail without an excuse: a fault
-  that explains its error. None fails for silence of a source that has answered the same reader
-  within :data:`HEARD_S`. One that prefill has computed for others is handed over.
+  that explains its error. Nothing explains block tables that cannot be read. None fails for silence
+  of a source that has answered the same reader within :data:`HEARD_S`. One that prefill has
+  computed for others is handed over.
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right. Where
   nothing has gone wrong for a lease, a request is read within :data:`QUICK_S`, also if transfers
   from other engines are slow.
@@ -79,6 +80,7 @@ from kvplan.testing.simulation.network import MALFORMED, Disturbance, Host, Netw
 from kvplan.testing.simulation.scenario import (
     HEALED_S,
     KEPT_S,
+    UNREADABLE,
     Arrival,
     Death,
     Freeze,
@@ -457,7 +459,9 @@ class Fleet:
         """Return what checks the end of a request."""
 
         def finish(error: KVPlanError | None) -> None:
-            if error is not None and arrival.is_sure and not self._is_excused(arrival, error):
+            # also one that is read late or twice can be read
+            is_sure = arrival.is_sure or (error is not None and error.code == UNREADABLE)
+            if error is not None and is_sure and not self._is_excused(arrival, error):
                 raise BrokenRuleError("RIGHT", f"{arrival.name} fails: {error}")
 
         return finish
@@ -478,7 +482,7 @@ class Fleet:
         """
         sizes = {member.shape.tokens_per_block for member in self.scenario.members}
         has_siblings = bool((Feature.SIBLINGS | Feature.STORE) & self.scenario.features)
-        return has_siblings and len(sizes) > 1 and error.code == "BLOCKS"
+        return has_siblings and len(sizes) > 1 and "siblings" in error.details
 
     def _is_slow(self, arrival: Arrival) -> bool:
         """Return whether the readers of a request have waited long for prefill."""

@@ -39,6 +39,9 @@ KEPT_S: Final = 100.0
 MAX_TURN: Final = 4
 """Tokens of a next turn, and those of its answer."""
 
+UNREADABLE: Final = "BLOCKS"
+"""The code of what is wrong with block tables, whatever happens to engines and messages."""
+
 BRIEF_S: Final = 4.0
 """Seconds for which the network may be disturbed without the end of a lease that is claimed."""
 
@@ -241,8 +244,11 @@ class Scenario:
         """Return whether what goes wrong excuses that a request fails with the code of an error.
 
         Slow transfers and a store excuse nothing, and a network that is disturbed for a moment no
-        lease that ends, unless clocks are so far apart that renewals are too few.
+        lease that ends, unless clocks are so far apart that renewals are too few. Nothing excuses
+        block tables that cannot be read.
         """
+        if code == UNREADABLE:
+            return False
         for incident in self.incidents:
             if isinstance(incident, Disturbance):
                 is_brief = incident.ends_at - incident.begins_at <= BRIEF_S
