@@ -295,7 +295,7 @@ STAGE_FAULTS = [
     Fault("stages of two attempts are merged", BOOTSTRAP, "publish", "f\"{entry.get('attempt')}\"", "''", stages=TWO_STAGES),
     Fault("stages with leases of two attempts are merged", BOOTSTRAP.BootstrapServer, "_publish", "entries.get(stage, entry).lease != lease", "False", stages=TWO_STAGES),
     Fault("the lease of the first stage alone is compared", room_contents.Published, "of_entry", "(handoff.lease, *(name(lease, \"lease of a room\") for lease in others))", "(handoff.lease,)", stages=TWO_STAGES),
-    Fault("a group of a stage keeps its window from the first page", Handoff, "first_kept", "group in self.blocks", "True", seed=1, rule="AGAIN", model="windows", stages=TWO_STAGES),
+    Fault("a group of a stage keeps its window from the first page", Handoff, "first_kept", "group in self.blocks", "True", seed=1, rule="RIGHT", model="windows", stages=TWO_STAGES),
 ]  # fmt: skip
 
 BURSTS, PREEMPTION, ASYNC_STEPS, TURNS = Feature.BURSTS, Feature.PREEMPTION, Feature.ASYNC_STEPS, Feature.TURNS
