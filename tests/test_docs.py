@@ -41,9 +41,14 @@ METRICS = ("how-to/vllm.md", TROUBLES)
 
 @pytest.fixture(autouse=True)
 def logs() -> Iterator[None]:
-    """Logs are on again after a page that turns them off."""
+    """Logs are as before after a page that turns them off, or sets up what NIXL's executor logs."""
+    logger = logging.getLogger("kvplan_nixl")
+    level, handlers, propagate = logger.level, [*logger.handlers], logger.propagate
     yield
     logging.disable(logging.NOTSET)
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+    logger.propagate = propagate
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
