@@ -271,6 +271,13 @@ class Moving:
     is_settled = False
 
 
+def hang(monkeypatch: pytest.MonkeyPatch, executor: Any) -> None:
+    """Let transfers seem to move for ever, also those that NIXL carries out while it posts them."""
+    post = executor._agent.post
+    monkeypatch.setattr(executor._agent, "post", lambda handle: post(handle) and False)
+    monkeypatch.setattr(executor, "poll", lambda transfer: Moving())
+
+
 class Forwards:
     """SGLang's stream of forwards, of which one is under way until a test ends it."""
 
@@ -732,10 +739,11 @@ def test_pages_of_a_read_that_hangs_stay(
     sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
     until(receiver, KVPoll.WaitingForInput)
     with monkeypatch.context() as hanging:
-        hanging.setattr(decode.manager.rank.memory.executor, "poll", lambda transfer: Moving())
+        hang(hanging, decode.manager.rank.memory.executor)
         receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
         while not any(job.transfers for job in decode.manager.rank.reads._jobs):
             assert receiver.poll() == KVPoll.Transferring
+            time.sleep(0.001)  # a loop that does not wait holds up the threads of the handshake
         hanging.setattr("kvplan.protocol.read_jobs.ASK_S", 0.0)
         prefill.manager.rank.exporter.leases.release(
             published_to(receiver).lease, decode.manager.rank.importer._name_of(receiver._name)
@@ -765,10 +773,11 @@ def test_a_request_that_is_dropped_while_it_is_read_leaves_nothing(
     """Nobody takes its result."""
     sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
     with monkeypatch.context() as hanging:
-        hanging.setattr(decode.manager.rank.memory.executor, "poll", lambda transfer: Moving())
+        hang(hanging, decode.manager.rank.memory.executor)
         allocated(receiver)
         while not any(job.transfers for job in decode.manager.rank.reads._jobs):
             assert receiver.poll() == KVPoll.Transferring
+            time.sleep(0.001)  # a loop that does not wait holds up the threads of the handshake
         receiver.clear()
         assert not decode.manager.is_abort_release_safe(ROOM, 0)
     while not decode.manager.is_abort_release_safe(ROOM, 0):
