@@ -1194,6 +1194,7 @@ def test_decode_gives_up_between_chunks(prefill: Side, decode: Side, chunks: Chu
     deadline = time.monotonic() + 10
     while len(prefill.manager.rank.exporter.leases):
         prefill.manager.rank.poll()
+        time.sleep(0.001)
         assert time.monotonic() < deadline
     chunks.send(6, 10, [])
     until(chunks.sender, KVPoll.Success)
