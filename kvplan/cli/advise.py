@@ -142,13 +142,14 @@ def advice(engines: Engines) -> list[Result]:
             if change == NO_CHANGE:
                 raise
     now, *others = results
-    # of changes with the same figures, that of one engine or the first says enough
-    fewer: dict[tuple[int, tuple[int, ...]], Result] = {}
+    # of verified changes with the same figures, that of one engine or the first says enough
+    fewer: dict[tuple[bool, int, tuple[int, ...]], Result] = {}
     for each in sorted(
         others, key=lambda each: (each.change.startswith("both"), each.num_descriptors, each.change)
     ):
-        if not each.trial.report.ok or each.num_descriptors < now.num_descriptors:
-            figures = each.num_descriptors, (*lengths_of(each.trial.pairs),)
+        ok = each.trial.report.ok
+        if not ok or each.num_descriptors < now.num_descriptors:
+            figures = ok, each.num_descriptors, (*lengths_of(each.trial.pairs),)
             fewer.setdefault(figures, each)
     return [*sorted(fewer.values(), key=lambda each: each.num_descriptors), now]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import attrs
 import pytest
 
 from kvplan import Model
 from kvplan.cli import trials
-from kvplan.cli.advise import changed_options
+from kvplan.cli.advise import Result, changed_options
 from kvplan.models.engines import ENGINES, default_keys, reasons
 from kvplan.models.options import EngineOptions
 from kvplan.verification import Report
@@ -95,3 +96,23 @@ def test_wrong_bytes_of_a_change_are_shown(cli: Cli, path: str, monkeypatch: pyt
     run = cli("advise", path, "--src", "vllm", "--dst", "vllm")
     assert (run.status, run.err) == (1, "")
     assert "| wrong, VALUE: byte 3 is another \\| one |" in run.out
+
+
+def test_a_wrong_change_is_shown_next_to_a_right_one_with_the_same_figures(
+    cli: Cli, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both layouts of the source need as many descriptors, of the same lengths."""
+    result_of = Result.of
+
+    def one_wrong(model: Model, change: str, src: EngineOptions, dst: EngineOptions) -> Result:
+        result = result_of(model, change, src, dst)
+        if change != "src layout=LBHNC":
+            return result
+        report = attrs.evolve(result.trial.report, failures=(("VALUE", "byte 3 is another one"),))
+        return attrs.evolve(result, trial=attrs.evolve(result.trial, report=report))
+
+    monkeypatch.setattr(Result, "of", one_wrong)
+    run = cli("advise", path, "--src", "tp=2,layout=LBNHC", "--dst", "tp=1")
+    assert (run.status, run.err) == (1, "")
+    assert "| src layout=BLHNC |" in run.out
+    assert "| src layout=LBHNC |" in run.out
