@@ -216,13 +216,13 @@ def use_proxy(targets: Targets, tally: Tally, first: int) -> None:
                 answer = json.loads(response.read())
         except (OSError, HTTPException, ValueError) as error:
             tally.counts[f"refused: {type(error).__name__}"] += 1
-            continue
-        if response.status == 200:
-            texts = [choice["text"] for choice in answer["choices"]]
-            tally.check(texts == [f"{prompt} by {prompt}" for prompt in prompts], f"{prompts}: {texts}")
-            tally.serve()
         else:
-            tally.counts[f"refused: {response.status}"] += 1
+            if response.status == 200:
+                texts = [choice["text"] for choice in answer["choices"]]
+                tally.check(texts == [f"{prompt} by {prompt}" for prompt in prompts], f"{prompts}: {texts}")
+                tally.serve()
+            else:
+                tally.counts[f"refused: {response.status}"] += 1
         time.sleep(0.05)
 
 
