@@ -277,8 +277,8 @@ def _number(name: str) -> int | None:
 
 def _after_number(name: str) -> str:
     parts = name.split(".")
-    (number,) = [index for index, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[number + 1 :])
+    (index_of_number,) = [index for index, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[index_of_number + 1 :])
 
 
 def _values(
@@ -384,7 +384,7 @@ def _states(layer: CachedLayer, module: Any, info: RankInfo, conv: str) -> Layer
     ranks = 1 if getattr(spec, "tp_replicated", False) else info.tp
     reader = STATE_READERS.get((kind, len(shapes)))
     if reader is not None:
-        # A convolution is first where there is one; only its shape has two dimensions.
+        # A first state of two dimensions is that of a convolution, whose order `conv` says.
         if conv == "SD" and len(shapes[0]) == 2:
             shapes[0] = shapes[0][::-1]
         return _whole(reader(shapes, dtypes, ranks, module), ranks, info)

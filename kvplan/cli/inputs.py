@@ -210,7 +210,7 @@ def _on_command_line(text: str, subject: str) -> dict[str, Any]:
     # where the keys of YAML are sorted, as by kubectl, arguments come before their command
     is_sorted = _has_options(words[:first]) and not _has_options(words[first:])
     words = words[:first] if is_sorted else words[first:]
-    # these arguments may be a list of lines with dashes
+    # a list in YAML may have a dash and an argument on each line
     words = [word for word in words if word not in ("-", "args:")]
     flags: dict[str, Any] = {}
     # charts have options without a command

@@ -52,7 +52,7 @@ LIKE: Final = f"add --like llama if it caches as a llama does; {WAY_OUT}"
 
 
 class ModelConfig(NamedTuple):
-    """The caches of a model, as its config.json states them.
+    """The caches of a model, as its config.json states them: what a Model has after its name.
 
     ``layers`` and ``drafts`` have the tensors of each layer and draft layer. ``dtype`` is that of
     the attention cache. ``query_heads`` counts the heads that attend, if the file states it.

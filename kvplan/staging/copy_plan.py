@@ -582,7 +582,7 @@ NO_TERM: Final = read_only(np.zeros(1, np.int64))
 
 
 AtIds = tuple[Entry, int, tuple[int, int]]
-"""Runs at each of some ids: how many ids, and where those of both sides begin in the tables."""
+"""Runs at each of some ids, how many ids, and where those of both sides begin in the tables."""
 
 
 def _entry_of_ids(

@@ -192,7 +192,10 @@ def _integers_of(low: Ints, high: Ints) -> tuple[Ints, Ints]:
 
 
 def _in_order(numbers: Ints) -> Ints:
-    """Return the numbers in ascending order, each once: faster than by a hash of a million."""
+    """Return the distinct numbers in ascending order.
+
+    ``np.unique`` makes a hash table first, which takes longer for a million.
+    """
     ascending = np.sort(numbers)
     each: Ints = ascending[np.append(True, ascending[1:] != ascending[:-1])[: ascending.size]]
     return each
