@@ -21,7 +21,7 @@ from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import numpy as np
@@ -109,10 +109,11 @@ def allocated(device: str, size: int) -> torch.Tensor:
     )
 
 
-def serve(channel: Connection, *where: Any) -> None:
-    """Register memory until the other process ends its message. The other process runs this."""
+def serve(channel: Connection, device: str, size: int, lengths: Sequence[int]) -> None:
+    """Register memory until the parent process closes the channel. A child process runs this."""
     logging.getLogger("nixl").setLevel(logging.WARNING)
-    worker, _tensor = memory("source", *where)
+    # the tensor has to outlive the executor
+    worker, _tensor = memory("source", device, size, lengths)
     with NixlExecutor(worker) as executor:
         channel.send_bytes(executor.envelope())
         channel.poll(None)
@@ -126,9 +127,9 @@ def peer(device: str, size: int, lengths: Sequence[int] = LENGTHS) -> Iterator[b
     """
     context = multiprocessing.get_context("spawn")
     channel, peer_channel = context.Pipe()
+    arguments = (peer_channel, device, size, lengths)
     # a daemon ends with this process
-    where = (device, size, lengths)
-    process = context.Process(target=serve, args=(peer_channel, *where), daemon=True)
+    process = context.Process(target=serve, args=arguments, daemon=True)
     process.start()
     peer_channel.close()  # so that receiving fails when the process ends
     with channel:
