@@ -103,7 +103,7 @@ class TransferEvent:
 
 
 def _log(level: int, message: str, *values: object, **options: Any) -> None:
-    """Log a line. What a handler raises is printed, as what Python's own handlers raise."""
+    """Log a line. An exception of a handler is printed, as Python's own handlers print theirs."""
     try:
         LOGGER.log(level, message, *values, **options)
     except Exception:

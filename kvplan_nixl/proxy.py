@@ -508,7 +508,10 @@ def credentials_of(request: web.Request) -> dict[str, str]:
 def _addresses(
     form: str, schemes: Collection[str], prefix: str = ""
 ) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], tuple[URL, ...]]:
-    """Return what reads the servers of an option, each written in a ``form``, without a path."""
+    """Return the callback of an option that is given servers, each written in the ``form``.
+
+    It raises BadParameter for another scheme, for no host or port, and for a path.
+    """
 
     def address(text: str) -> URL:
         try:

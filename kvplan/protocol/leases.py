@@ -93,7 +93,8 @@ class EndedLeases:
 class Leases:
     """The requests whose blocks an engine keeps for readers. Safe for several threads.
 
-    :attr:`num_refused` counts questions and claims that came too late, and claims too many.
+    :attr:`num_refused` counts questions and claims that came too late, and claims of more than
+    :data:`MAX_READERS` readers.
 
     >>> from kvplan_nixl.serving import Driver
     >>> leases = Leases(Driver())
@@ -202,9 +203,9 @@ class Leases:
         return revoked is not None and bool(revoked.claims_end_at)
 
     def claim(self, lease: str, reader: str) -> bool:
-        """Claim a lease for a reader, or renew the claim, and return whether it has one now.
+        """Claim a lease for a reader, or renew the claim, and return whether the reader holds it.
 
-        It has none if the lease is not valid, or has :data:`MAX_READERS` readers already.
+        It does not if the lease is not valid, or if :data:`MAX_READERS` others hold it.
         """
         name(reader, "reader")
         with self._lock:

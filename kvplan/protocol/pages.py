@@ -74,7 +74,10 @@ FACTOR: Final = 0x9E3779B97F4A7C15
 """An odd number, so that multiplying by it has an inverse modulo 2**64."""
 
 POWERS: Final = np.multiply.accumulate(np.array([1, *[FACTOR] * COLUMNS], "<u8"))[::-1].copy()
-"""The factors of the integers of a row, and before them the one of what was before."""
+""":data:`FACTOR` to the power of 1024, 1023, ..., 0, modulo 2**64.
+
+The last n + 1 are the factor of the sum so far, and those of n integers that are added to it.
+"""
 
 POWERS.setflags(write=False)
 

@@ -51,7 +51,9 @@ MAX_AGE_S: Final = 3600.0
 """Seconds after which an engine is forgotten that nothing was read from."""
 
 MAX_HANDSHAKES: Final = 64
-"""Handshakes under way at a time: more engines than hang together. Each may hold an answer."""
+"""Handshakes under way at a time. Each may keep an answer in memory, so there is a limit; it is
+above the number of engines that are likely to hang at once, since these would hold up all others.
+"""
 
 USUAL_TOKENS: Final = 1024
 """Positions of the request for which a way to read from an engine is chosen."""

@@ -663,7 +663,8 @@ class Engine:
     def _check_shared(self, request: EngineRequest) -> None:
         """Refuse to share a full block of which some positions were not read.
 
-        Those that are found in the prefix cache are shared, and all where others store blocks.
+        The prefix cache shares the blocks that it can find, which leaves out those read in part. An
+        engine beside a connector that stores blocks shares all.
         """
         size = self._tokens_per_block
         for group, memory in itertools.product(self._groups, self._memories):

@@ -541,14 +541,14 @@ def _with_children(arrivals: list[Arrival], draw: random.Random) -> list[Arrival
 
 
 def _with_long_prefills(arrivals: list[Arrival], draw: random.Random) -> list[Arrival]:
-    """Let prefill go on with most answers, which it need not."""
+    """Let prefill generate more than one token for most requests."""
     return [
         attrs.evolve(arrival, num_generated=draw.choice((1, 2, MAX_ANSWER))) for arrival in arrivals
     ]
 
 
 def _with_hangups(arrivals: list[Arrival], draw: random.Random) -> list[Arrival]:
-    """Let half of all requests be aborted everywhere, where they are read at first."""
+    """Let half of all requests be aborted, almost at once in prefill and where they are read."""
     changed = list[Arrival]()
     for arrival in arrivals:
         if draw.random() < 0.5:

@@ -65,7 +65,10 @@ def _copy(spec: ReadSpec) -> None:
 
 
 def _ranges(table: Table, ids: npt.NDArray[np.int32]) -> tuple[Ints, Ints]:
-    """Return the addresses and the lengths of ids. To join them would take longer than it saves."""
+    """Return the address and the length of the range of each id.
+
+    They are not coalesced, as ``descriptors`` are: that would take longer than it saves.
+    """
     row = table.row_of(ids)
     rows = table.rows.astype(np.int64)[row]
     return rows[:, 0] + (ids - table.first[row]) * rows[:, 3], rows[:, 1]
