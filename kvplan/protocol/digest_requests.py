@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import attrs
@@ -14,7 +15,7 @@ from kvplan.describe.blocks import POSITION_END, Range
 from kvplan.errors import KVPlanError
 from kvplan.protocol.handoff import Source
 from kvplan.protocol.leases import Leases
-from kvplan.protocol.system import ANSWER_S, RETRY_S, Signal, System
+from kvplan.protocol.system import ANSWER_S, RETRY_S, LongPolls, System
 
 MAX_REQUESTS: Final = 1 << 12
 """Requests that an engine keeps at a time, of which each has tens of kilobytes of digests."""
@@ -88,13 +89,10 @@ class DigestRequests:
 
     def __init__(self, leases: Leases, system: System) -> None:
         self._leases: Leases = instance(Leases, leases, "leases of digests")
-        self._system = system
         self._lock = system.lock()
         self._answers: dict[DigestRequest, list[Mapping[str, Any]] | None] = {}
         self._new: list[DigestRequest] = []
-        # the signals of requests that are held
-        self._waiting: dict[DigestRequest, set[Signal]] = {}
-        self._num_waiting = 0
+        self._polls = LongPolls(system)
 
     def ask(self, request: DigestRequest) -> list[Mapping[str, Any]] | None:
         """Return the digests of all workers, None while they are not computed.
@@ -117,28 +115,7 @@ class DigestRequests:
 
     async def answer(self, request: DigestRequest) -> list[Mapping[str, Any]] | None:
         """Return the digests when they are computed, None if they are not within ``WAIT_S``."""
-        until = self._system.monotonic() + WAIT_S
-        signal = self._system.signal()
-        with self._lock:
-            waits = self._num_waiting < MAX_WAITING
-            self._num_waiting += 1
-            # before it looks, so that no change is missed
-            self._waiting.setdefault(request, set()).add(signal)
-        try:
-            while True:
-                digests = self.ask(request)
-                left_s = until - self._system.monotonic()
-                if digests is not None or not waits or left_s <= 0:
-                    return digests
-                await signal.wait(left_s)
-        finally:
-            with self._lock:
-                self._num_waiting -= 1
-                # none are left of a request that was woken
-                signals = self._waiting.get(request, set())
-                signals.discard(signal)
-                if not signals:
-                    self._waiting.pop(request, None)
+        return await self._polls.hold([request], partial(self.ask, request), WAIT_S, MAX_WAITING)
 
     def take(self) -> list[DigestRequest]:
         """Return the requests that have come since the last call."""
@@ -153,7 +130,7 @@ class DigestRequests:
             # A lease may have ended while its digests were computed.
             if request in self._answers:
                 self._answers[request] = [*members(dict, digests, "digests")]
-                self._wake(request)
+                self._polls.wake(request)
 
     def drop(self, lease: str) -> None:
         """Drop the requests of a lease that has ended."""
@@ -161,11 +138,7 @@ class DigestRequests:
             for request in [*self._answers]:
                 if request.lease == lease:
                     del self._answers[request]
-                    self._wake(request)
-
-    def _wake(self, request: DigestRequest) -> None:
-        for signal in self._waiting.pop(request, ()):
-            signal.set()
+                    self._polls.wake(request)
 
 
 async def fetch_digests(

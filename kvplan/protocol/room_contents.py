@@ -20,7 +20,7 @@ from kvplan.describe.blocks import Blocks
 from kvplan.errors import KVPlanError
 from kvplan.protocol.handoff import Handoff
 from kvplan.protocol.keys import SharedKey
-from kvplan.protocol.system import ANSWER_S, MAX_ANSWER_BYTES, TOKEN_BYTES, Signal, System
+from kvplan.protocol.system import ANSWER_S, MAX_ANSWER_BYTES, TOKEN_BYTES, LongPolls, System
 
 __all__ = [
     "ENTRY_BYTES",
@@ -85,42 +85,18 @@ class RoomPolls:
         self._content_of = content_of
         self._system: System = instance(System, system, "system")
         self._start = system.token_hex(TOKEN_BYTES)
-        self._lock = system.lock()
-        # by room: the signals of the questions that wait for it
-        self._waiting: dict[str, set[Signal]] = {}
-        self._num_waiting = 0
+        self._polls = LongPolls(system)
 
     def note_change(self, room: str) -> None:
         """Answer the questions that wait for a room. Any thread may call this."""
-        with self._lock:
-            for signal in self._waiting.get(room, ()):
-                signal.set()
+        self._polls.wake(room)
 
     async def answer(self, question: bytes, wait_s: str = "0") -> bytes:
         """Answer :func:`poll_rooms`, after ``wait_s`` seconds if nothing changes."""
-        until = self._system.monotonic() + min(WAIT_S, seconds(float(wait_s), "wait_s"))
+        held_s = min(WAIT_S, seconds(float(wait_s), "wait_s"))
         seen = _read_question(question)
-        signal = self._system.signal()
-        with self._lock:
-            waits = self._num_waiting < MAX_WAITING
-            self._num_waiting += 1
-            # before it looks, so that no change is missed
-            for room in seen:
-                self._waiting.setdefault(room, set()).add(signal)
-        try:
-            while True:
-                news = self._news(seen)
-                left_s = until - self._system.monotonic()
-                if news or not waits or left_s <= 0:
-                    return json.dumps({"start": self._start, "rooms": news}).encode()
-                await signal.wait(left_s)
-        finally:
-            with self._lock:
-                self._num_waiting -= 1
-                for room in seen:
-                    self._waiting[room].discard(signal)
-                    if not self._waiting[room]:
-                        del self._waiting[room]
+        news = await self._polls.hold(seen, lambda: self._news(seen) or None, held_s, MAX_WAITING)
+        return json.dumps({"start": self._start, "rooms": news or {}}).encode()
 
     def _news(self, seen: Mapping[str, str]) -> dict[str, tuple[str, Sequence[str]]]:
         """The contents that a reader has not seen, as many as fit an answer."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
@@ -242,3 +242,54 @@ class Background:
                     return
                 run, pending = self._waiting.popleft()
             await pend(pending, run(), self._name, self._logger)
+
+
+class LongPolls:
+    """Requests that a server holds until it can answer them, or for a time.
+
+    A reader that asked again and again would learn of the answer later, and cost more.
+    """
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self._lock = system.lock()
+        # by what may change: the signals of the requests that wait for it
+        self._waiting: dict[Hashable, set[Signal]] = {}
+        self._num_waiting = 0
+
+    def wake(self, key: Hashable) -> None:
+        """Look again for the requests that wait for a key to change. Any thread may call this."""
+        with self._lock:
+            for signal in self._waiting.get(key, ()):
+                signal.set()
+
+    async def hold(
+        self, keys: Collection[Hashable], look: Callable[[], T | None], wait_s: float, most: int
+    ) -> T | None:
+        """Return what ``look`` returns, once that is not None or ``wait_s`` seconds are over.
+
+        It looks again when one of the ``keys`` has changed. Of more than ``most`` requests at a
+        time, each of which keeps a connection, the last ones do not wait.
+        """
+        until = self._system.monotonic() + wait_s
+        signal = self._system.signal()
+        with self._lock:
+            waits = self._num_waiting < most
+            self._num_waiting += 1
+            # before it looks, so that no change is missed
+            for key in keys:
+                self._waiting.setdefault(key, set()).add(signal)
+        try:
+            while True:
+                answer = look()
+                left_s = until - self._system.monotonic()
+                if answer is not None or not waits or left_s <= 0:
+                    return answer
+                await signal.wait(left_s)
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+                for key in keys:
+                    self._waiting[key].discard(signal)
+                    if not self._waiting[key]:
+                        del self._waiting[key]

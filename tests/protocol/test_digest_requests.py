@@ -199,7 +199,7 @@ def test_a_held_request_is_looked_at_when_its_digests_come(
     digests.drop(requests[1].lease)
     with pytest.raises(KVPlanError, match="LEASE"):
         held[1].result(10)
-    assert (len(looked), digests._waiting) == (4, {})
+    assert (len(looked), digests._polls._waiting) == (4, {})
 
 
 def test_few_requests_are_held(listener: Listener, leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_few_requests_are_held(listener: Listener, leases: Leases, monkeypatch: 
     driver = Driver()
     held = driver.submit(listener.digests.answer(requests[0]))
     until = time.monotonic() + 10
-    while not listener.digests._num_waiting and time.monotonic() < until:
+    while not listener.digests._polls._num_waiting and time.monotonic() < until:
         time.sleep(0.001)
     assert driver.submit(listener.digests.answer(requests[1])).result(10) is None
     assert not held.done()
@@ -219,7 +219,7 @@ def test_few_requests_are_held(listener: Listener, leases: Leases, monkeypatch: 
     # one that is refused holds nothing
     with pytest.raises(KVPlanError, match="LEASE"):
         driver.run(listener.digests.answer(DigestRequest.of("another lease", TOKENS)))
-    assert listener.digests._num_waiting == 0
+    assert listener.digests._polls._num_waiting == 0
 
 
 @pytest.mark.parametrize("tokens", [None, [1], {"attn": 3}, {"attn": [0]}, {"attn": [0, -1]}, {"": [0, 1]}])

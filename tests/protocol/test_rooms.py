@@ -187,7 +187,7 @@ def test_a_question_waits_for_news(listener: Listener) -> None:
     answers: list[RoomNews] = []
     thread = threading.Thread(target=lambda: answers.append(driver.run(asking(wait_s=10.0))))
     thread.start()
-    while not listener.rooms.polls._waiting:
+    while not listener.rooms.polls._polls._waiting:
         time.sleep(0.001)
     listener.rooms.put("b", {})
     time.sleep(0.05)
@@ -195,7 +195,7 @@ def test_a_question_waits_for_news(listener: Listener) -> None:
     listener.rooms.put("a", {"handoff": {}, "is_whole": True})
     thread.join(5)
     assert [answer.contents["a"].entry for answer in answers] == [{"handoff": {}, "is_whole": True}]
-    assert not listener.rooms.polls._waiting
+    assert not listener.rooms.polls._polls._waiting
 
 
 def test_a_reader_asks_once_until_there_is_news(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,20 +209,20 @@ def test_a_reader_asks_once_until_there_is_news(listener: Listener, monkeypatch:
     monkeypatch.setattr(module, "poll_rooms", ask)
     rooms, taken = Rooms(logging.getLogger("test"), KEY, Driver()), list[Any]()
     rooms.subscribe("r", "a", listener.source.address, into(taken))
-    while not listener.rooms.polls._waiting:
+    while not listener.rooms.polls._polls._waiting:
         time.sleep(0.001)
     rooms.subscribe("s", "b", listener.source.address, into(taken))
-    while {*listener.rooms.polls._waiting} != {"a", "b"}:
+    while {*listener.rooms.polls._polls._waiting} != {"a", "b"}:
         time.sleep(0.001)
     time.sleep(0.1)
     # the first one may not have been sent before the second room was wanted
     assert [{*versions} for versions in asked][-1] == {"a", "b"}
     assert len(asked) <= 2
     # what was asked first has gone, since its connection has ended
-    assert {len(signals) for signals in listener.rooms.polls._waiting.values()} == {1}
+    assert {len(signals) for signals in listener.rooms.polls._polls._waiting.values()} == {1}
     rooms.unsubscribe("r")
     rooms.unsubscribe("s")
-    while listener.rooms.polls._waiting:
+    while listener.rooms.polls._polls._waiting:
         time.sleep(0.001)
 
 
@@ -233,7 +233,7 @@ def test_few_questions_are_held(listener: Listener, monkeypatch: pytest.MonkeyPa
     asking = partial(poll_rooms, address, {"a": ""}, key=driver.access.key, system=driver)
     thread = threading.Thread(target=lambda: driver.run(asking(wait_s=10.0)))
     thread.start()
-    while not listener.rooms.polls._waiting:
+    while not listener.rooms.polls._polls._waiting:
         time.sleep(0.001)
     assert driver.run(asking(wait_s=10.0)).contents == {}
     assert thread.is_alive()
