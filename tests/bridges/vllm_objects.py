@@ -1,4 +1,4 @@
-"""vLLM's descriptions of caches where vLLM is not: of each class what the bridges read, and no more.
+"""vLLM's descriptions of caches where vLLM is not: of each class what bridges and the connector read, and no more.
 
 ``tests/engines/test_stand_ins.py`` holds them to vLLM's own classes.
 """
@@ -136,6 +136,15 @@ class KVCacheTensor:
 class KVCacheConfig:
     kv_cache_tensors: Sequence[KVCacheTensor]
     kv_cache_groups: Sequence[KVCacheGroupSpec]
+    needs_kv_cache_zeroing: bool = False
+
+    @property
+    def transfer_group_ids(self) -> tuple[int, ...]:
+        return tuple(n for n, group in enumerate(self.kv_cache_groups) if group.enable_kv_transfer)
+
+    @property
+    def transfer_groups(self) -> tuple[KVCacheGroupSpec, ...]:
+        return tuple(self.kv_cache_groups[n] for n in self.transfer_group_ids)
 
 
 def config_of(specs: Mapping[str, Any], caches: Mapping[str, Any] | None = None) -> KVCacheConfig:

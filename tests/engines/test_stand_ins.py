@@ -152,7 +152,6 @@ SCHEDULER = {
     "v1.core.sched.output": "CachedRequestData NewRequestData SchedulerOutput",
     "v1.core.single_type_kv_cache_manager": "SingleTypeKVCacheManager",
     "v1.engine": "EngineCoreOutput EngineCoreOutputs",
-    "v1.kv_cache_interface": "KVCacheConfig KVCacheGroupSpec",
     "v1.outputs": "KVConnectorOutput ModelRunnerOutput",
     "v1.request": "Request",
 }

@@ -27,6 +27,7 @@ from kvplan.testing.simulation.catalog import NULL_BLOCK
 from kvplan.testing.simulation.engine import Phase
 from kvplan.testing.simulation.leases import MemoryDigest
 from kvplan.testing.simulation.scenario import KEPT_S
+from tests.bridges.vllm_objects import KVCacheConfig, KVCacheGroupSpec
 from tests.simulation.stand_in import stand_in
 from tests.simulation.vllm_objects import (
     BlockPool,
@@ -35,8 +36,6 @@ from tests.simulation.vllm_objects import (
     EngineCoreOutputs,
     KVCacheBlock,
     KVCacheBlocks,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     KVTransferConfig,
     LoRARequest,
     MultiModalFeatureSpec,
@@ -116,8 +115,8 @@ def cache_of(kinds: Iterable[str], block_size: int, window: int = 0, *, is_zeroe
         spec.sliding_window = window
         if kind == "state":
             spec.shapes = ()
-        groups.append(KVCacheGroupSpec(spec))
-    return KVCacheConfig(groups, is_zeroed)
+        groups.append(KVCacheGroupSpec([], spec))
+    return KVCacheConfig([], groups, is_zeroed)
 
 
 def config_of(engine_id: str, *, is_producer: bool = True, caches_prefixes: bool = True, num_drafts: int = 0) -> Any:

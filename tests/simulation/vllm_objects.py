@@ -210,23 +210,3 @@ class VllmConfig:
     model_config: ModelConfig = attrs.field(factory=ModelConfig)
     parallel_config: ParallelConfig = attrs.field(factory=ParallelConfig)
     aux_output_config: AuxOutputConfig = attrs.field(factory=AuxOutputConfig)
-
-
-@attrs.define
-class KVCacheGroupSpec:
-    kv_cache_spec: Any
-    layer_names: list[str] = attrs.field(factory=list)
-
-
-@attrs.define
-class KVCacheConfig:
-    kv_cache_groups: Sequence[KVCacheGroupSpec]
-    needs_kv_cache_zeroing: bool = False
-
-    @property
-    def transfer_group_ids(self) -> range:
-        return range(len(self.kv_cache_groups))
-
-    @property
-    def transfer_groups(self) -> Sequence[KVCacheGroupSpec]:
-        return self.kv_cache_groups
