@@ -76,12 +76,21 @@ def withdraw(address: str, room: int, owner: str, *stage: int, **options: Any) -
     driver.run(bootstrap.withdraw(address, room, owner, *stage, **options, system=driver))
 
 
+def wait_until(found: Callable[[], T], timeout_s: float = 30.0) -> T:
+    """Call a function until it returns something true, which is returned.
+
+    It sleeps between the calls: a loop that does not holds up the threads that it waits for.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not (answer := found()):
+        assert time.monotonic() < deadline, answer
+        time.sleep(0.001)
+    return answer
+
+
 def waited(pending: Pending[T], timeout_s: float = 10.0) -> T:
     """The result of something under way."""
-    until = time.monotonic() + timeout_s
-    while not pending.done:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    wait_until(lambda: pending.done, timeout_s)
     return pending.result()
 
 

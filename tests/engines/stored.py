@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from kvplan.protocol.pages import pack
 from kvplan_nixl.serving.store import Backend, FileEntry, open_backend, read_file
+from tests.blocking import wait_until
 from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER
 from tests.engines.models import THETA, VOCABULARY, YARN, build
 from tests.engines.process import TIMEOUT_S, Engine, free_port
@@ -214,8 +215,7 @@ def saved(engine: Engine, store: str, num_pages: int) -> None:
     vLLM holds blocks until they are saved. SGLang does not say it, and of windows it saves what it still has.
     """
     if not isinstance(engine, SglangEngine):
-        while engine.held()[0]:
-            pass
+        wait_until(lambda: not engine.held()[0], TIMEOUT_S)
         return
     backend = open_backend(store)
     deadline = time.monotonic() + TIMEOUT_S
@@ -233,8 +233,8 @@ def saved(engine: Engine, store: str, num_pages: int) -> None:
 
 def forget(engine: Engine) -> None:
     """Empty the caches of an SGLang engine as soon as it lets go of them; vLLM has none here."""
-    while isinstance(engine, SglangEngine) and not engine.empty():
-        pass
+    if isinstance(engine, SglangEngine):
+        wait_until(engine.empty, TIMEOUT_S)
 
 
 def judge(name: str) -> str:

@@ -16,6 +16,7 @@ from kvplan_nixl.vllm.store_scheduler import KvplanStoreMetadata, StoreJob
 from kvplan_nixl.vllm.store_searches import StoreSearches
 from kvplan_nixl.vllm.store_settings import VllmStoreSettings
 from kvplan_nixl.vllm.store_worker import StoreWorker
+from tests.blocking import wait_until
 from tests.store.engines import BLOCKS, PAGE, PROMPT, QWEN, EngineWithStore, saved
 from tests.store.test_stalls import HangingBackend
 
@@ -41,8 +42,7 @@ def test_a_search_for_a_worker_that_lacks_a_group(backend: HangingBackend) -> No
     (cache,) = EngineWithStore.of(QWEN, backend).caches
     attended = {"attn": lambda stop: max(0, stop - 20), "attn.block": lambda stop: 0}
     searches = StoreSearches(backend, [cache.worker], PAGE, attended, timeout_s=30)
-    while (stop := searches.find("r", cache.client.chain(PROMPT), 0)) is None:
-        time.sleep(0.005)
+    stop = wait_until(lambda: searches.find("r", cache.client.chain(PROMPT), 0))
     searches.close()
     assert stop == 96
 
@@ -102,8 +102,7 @@ def test_what_waits_is_left_out_in_the_end(backend: HangingBackend, begun: Calla
     backend.delay_s = STALL_S / 4
     num_calls = backend.num_calls
     worker.start_step(KvplanStoreMetadata(loads=[job_of(f"request {number}", cache.client) for number in range(9)]))
-    while backend.num_calls == num_calls:
-        time.sleep(0.001)
+    wait_until(lambda: backend.num_calls > num_calls)
     worker.close()
     assert worker.results().finished_recving == {"request 0"}
 
@@ -140,8 +139,7 @@ def test_a_load_does_not_wait_for_a_save(
 
     monkeypatch.setattr(backend, "put", hang)
     worker.start_step(KvplanStoreMetadata(saves=[job_of("saved", cache.client, OTHER_PROMPT)]))
-    while not is_put:
-        time.sleep(0.001)
+    wait_until(lambda: is_put)
     worker.start_step(KvplanStoreMetadata(loads=[job_of("loaded", cache.client)]))
     first = results_of(worker, "loaded")
     assert (first.finished_sending, first.failed_recving) == (set(), set())

@@ -98,6 +98,7 @@ def found_of(made: KvplanStore, request: Request, num_cached: int = 0) -> tuple[
         answer = made.get_num_new_matched_tokens(request, num_cached)
         if answer[0] is not None:
             return answer
+        time.sleep(0.001)
     raise TimeoutError(f"no answer for {request.request_id}")
 
 

@@ -10,7 +10,6 @@ while a reader claims them, and what was read is right if the lease still stood 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -33,6 +32,7 @@ from kvplan.protocol import (
 )
 from kvplan_nixl import NixlExecutor, make_reads
 from kvplan_nixl.serving import Driver
+from tests.blocking import wait_until
 from tests.engines.models import COMMON, MODELS
 
 WINDOW = 56
@@ -182,10 +182,7 @@ class Engine:
         """Read what the importer says, until no byte can move any more."""
         for partial_read in self._importer.step():
             self._reads.submit(partial_read)
-        until = time.monotonic() + TIMEOUT_S
-        while not (ended := self._reads.poll()):
-            assert time.monotonic() < until, "the read does not end"
-        (result,) = ended
+        (result,) = wait_until(self._reads.poll, TIMEOUT_S)
         return result
 
 

@@ -87,6 +87,7 @@ def failed_read(peer: PeerProcess, reader: Reader) -> NixlTransfer:
     while time.monotonic() < until:
         transfer = reader.start()
         while reader.executor.poll(transfer) is Status.RUNNING and transfer.error is None:
+            assert time.monotonic() < until, "a read does not end"
             time.sleep(0.001)
         if transfer.error is not None:
             return transfer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from kvplan import KVPlanError
 from kvplan.protocol import Handoff
+from tests.blocking import wait_until
 from tests.nixl.continuous_batching import RING, TIMEOUT_S, Engine, serve
 
 NEW = 16
@@ -59,9 +59,6 @@ def test_pages_of_16_into_pages_of_40(engines: tuple[str, Ask, Engine]) -> None:
             decode.decode("another prompt", prompt[::-1], prefilled, NEW)
         assert prefill("free") == ()
         decode.claims.release(handoff.source, handoff.lease, "all readers")
-        until = time.monotonic() + TIMEOUT_S
-        while not (released := prefill("free")):
-            assert time.monotonic() < until
-        assert released == (f"request {length}",)
+        assert wait_until(lambda: prefill("free"), TIMEOUT_S) == (f"request {length}",)
         with pytest.raises(KVPlanError, match="LEASE"):
             decode.decode("too late", prompt, prefilled, NEW)

@@ -6,10 +6,7 @@ Direct ones, and those through a staging region.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TypeVar
 
 import attrs
 import numpy as np
@@ -21,19 +18,10 @@ from kvplan_nixl import NixlExecutor
 from kvplan_nixl.kernel import with_staging
 from kvplan_nixl.reads import make_reads, pipeline_of
 from kvplan_nixl.serving import Access, Driver
+from tests.blocking import wait_until
 
 LOGGER = logging.getLogger("test")
 WAIT_S = 60.0
-Items = TypeVar("Items")
-
-
-def until(found: Callable[[], Items]) -> Items:
-    """Wait until there is something, and return it."""
-    stop = time.monotonic() + WAIT_S
-    while not (items := found()):
-        assert time.monotonic() < stop
-        time.sleep(0.002)
-    return items
 
 
 PROMPT = prompt_digest(range(40))
@@ -105,7 +93,7 @@ class Decode:
         )
         self.claims.claim(handoff.source, handoff.lease, "r")
         self.reads.submit(PartialRead("r", read))
-        (ended,) = until(self.reads.poll)
+        (ended,) = wait_until(self.reads.poll, WAIT_S)
         assert self.pipeline is None or ended.error is not None or self.pipeline.num_chunks > 0
         self.claims.release(handoff.source, handoff.lease, "r")
         return ended
@@ -139,7 +127,7 @@ def test_a_request_is_read_and_its_lease_ends(staging_bytes: int) -> None:
         assert 0 < result.post_seconds < result.transfer_seconds < result.seconds
         assert all((decode.token(position) == prefill.token(position)).all() for position in range(10, 40))
         assert not any(decode.token(position).any() for position in range(10))
-        assert until(lambda: prefill.leases.take_ended().done) == ("request 1",)
+        assert wait_until(lambda: prefill.leases.take_ended().done, WAIT_S) == ("request 1",)
 
 
 def test_a_handoff_is_read_once(staging_bytes: int) -> None:
@@ -149,7 +137,7 @@ def test_a_handoff_is_read_once(staging_bytes: int) -> None:
         stack.callback(prefill.close)
         handoff = prefill.hand_off("request 1")
         assert decode.read(handoff).error is None
-        until(lambda: prefill.leases.take_ended().done)
+        wait_until(lambda: prefill.leases.take_ended().done, WAIT_S)
         prefill.caches[...] = 7
         error = decode.read(handoff).error
         assert error is not None

@@ -28,7 +28,7 @@ from kvplan_nixl import Envelope
 from kvplan_nixl.serving import Access, Driver
 from kvplan_nixl.serving.host_key import host_key
 from kvplan_nixl.sglang.bootstrap import BootstrapServer
-from tests.blocking import ask, fetch, poll_rooms, publish, unblocked, waited
+from tests.blocking import ask, fetch, poll_rooms, publish, unblocked, wait_until, waited
 from tests.bridges.sglang_pools import DSATokenToKVPool, MHATokenToKVPool, SWAKVPool
 from tests.nixl.sglang_objects import (
     DecodeRequest,
@@ -213,9 +213,7 @@ def request_of(num_tokens: int = TOKENS, **changes: Any) -> Req:
 
 def published(server: BootstrapServer) -> Any:
     """What prefill has published, when it has."""
-    while not (entries := ask(server.address, [ROOM])):
-        time.sleep(0.001)
-    return entries[ROOM]
+    return wait_until(lambda: ask(server.address, [ROOM]))[ROOM]
 
 
 def received(
@@ -240,6 +238,15 @@ def until(ends: Any, state: int) -> None:
     deadline = time.monotonic() + 10
     while ends.poll() != state:
         assert time.monotonic() < deadline, ends.poll()
+        time.sleep(0.001)
+
+
+def until_transfers(receiver: Any) -> None:
+    """Poll a receiver until its rank has begun transfers."""
+    deadline = time.monotonic() + 30
+    while not any(job.transfers for job in receiver._rank.reads._jobs):
+        assert time.monotonic() < deadline
+        assert receiver.poll() == KVPoll.Transferring
         time.sleep(0.001)
 
 
@@ -604,10 +611,7 @@ def test_a_bootstrap_server_that_is_gone_holds_up_no_other(
     gone.close()
     sent(plugin, prefill, gone, ROOM + 1)
     sent(plugin, prefill, server)
-    until_s = time.monotonic() + 10
-    while not ask(server.address, [ROOM]):
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
+    published(server)
 
 
 def test_what_decides_a_prompt(plugin: ModuleType) -> None:
@@ -741,9 +745,7 @@ def test_pages_of_a_read_that_hangs_stay(
     with monkeypatch.context() as hanging:
         hang(hanging, decode.manager.rank.memory.executor)
         receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
-        while not any(job.transfers for job in decode.manager.rank.reads._jobs):
-            assert receiver.poll() == KVPoll.Transferring
-            time.sleep(0.001)  # a loop that does not wait holds up the threads of the handshake
+        until_transfers(receiver)
         hanging.setattr("kvplan.protocol.read_jobs.ASK_S", 0.0)
         prefill.manager.rank.exporter.leases.release(
             published_to(receiver).lease, decode.manager.rank.importer._name_of(receiver._name)
@@ -759,8 +761,7 @@ def test_pages_of_a_read_that_hangs_stay(
         "enable_deferred_kv_release": True,
         "deferred_kv_release_timeout": math.inf,
     }
-    while not decode.manager.is_abort_release_safe(ROOM, 0):
-        time.sleep(0.001)
+    wait_until(lambda: decode.manager.is_abort_release_safe(ROOM, 0))
     assert not receiver.abort_notified
     receiver.clear()
     assert not decode.manager.rank.ended
@@ -775,13 +776,10 @@ def test_a_request_that_is_dropped_while_it_is_read_leaves_nothing(
     with monkeypatch.context() as hanging:
         hang(hanging, decode.manager.rank.memory.executor)
         allocated(receiver)
-        while not any(job.transfers for job in decode.manager.rank.reads._jobs):
-            assert receiver.poll() == KVPoll.Transferring
-            time.sleep(0.001)  # a loop that does not wait holds up the threads of the handshake
+        until_transfers(receiver)
         receiver.clear()
         assert not decode.manager.is_abort_release_safe(ROOM, 0)
-    while not decode.manager.is_abort_release_safe(ROOM, 0):
-        time.sleep(0.001)
+    wait_until(lambda: decode.manager.is_abort_release_safe(ROOM, 0))
     assert not decode.manager.rank.ended
     until(sender, KVPoll.Success)
 
@@ -1036,8 +1034,7 @@ def test_with_a_key_stages_are_signed(plugin: ModuleType, monkeypatch: pytest.Mo
         sender.req = request_of()
         sender.init(len(THEIRS), 2)
         sender.send(torch.tensor(THEIRS).numpy(), [], TOKENS)
-    while not (entries := ask(server.address, [ROOM], access)):
-        time.sleep(0.001)
+    entries = wait_until(lambda: ask(server.address, [ROOM], access))
     handoff = Handoff.of_params(entries[ROOM]["handoff"], KEY)
     assert handoff.blocks.keys() == {"attn.pp0", "attn.pp1"}
     with pytest.raises(KVPlanError, match=r"PEER: .* got status 401"):
@@ -1078,8 +1075,7 @@ def test_engines_with_a_key(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch)
     receiver.clear()
     until(sender, KVPoll.Success)
     sender.clear()
-    while ask(server.address, [ROOM], access):
-        time.sleep(0.001)
+    wait_until(lambda: not ask(server.address, [ROOM], access))
     forged = {
         "handoff": Handoff(Source("evil", "a", "127.0.0.1", 1), "l", TOKENS, "p", {}).params(
             SharedKey.of(b"a key of somebody else")
@@ -1137,7 +1133,9 @@ class Chunks:
     def settle(self) -> None:
         """Poll decode until nothing moves."""
         rank = self.receiver._rank
+        deadline = time.monotonic() + 30
         while rank.reads.is_moving(self.receiver._name):
+            assert time.monotonic() < deadline
             assert self.receiver.poll() == KVPoll.Transferring
             time.sleep(0.001)
         assert self.receiver.poll() == KVPoll.Transferring

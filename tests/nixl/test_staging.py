@@ -17,6 +17,7 @@ from kvplan.executor import Executor, Status, Transfer
 from kvplan.staging import Pipeline, Rates, StagedPlan, StagedTransfer, stage
 from kvplan_nixl import UCX, NixlExecutor
 from kvplan_nixl.rearrange import TorchCopier
+from tests.blocking import wait_until
 from tests.small import engine
 from tests.staged import NAME, plans_of, request_of, with_staging
 
@@ -78,6 +79,7 @@ def until_settled(pipelines: Sequence[Pipeline], submitted: Sequence[StagedTrans
         assert time.monotonic() < deadline, submitted
         for pipeline in pipelines:
             pipeline.poll()
+        time.sleep(0.001)
 
 
 def taken(world: NixlCluster, workers: Sequence[Worker]) -> dict[Any, Any]:
@@ -127,9 +129,7 @@ def test_requests_are_what_direct_plans_make_them(pair: Any, way: str, device: s
                 for request in requests
                 for spec in plan.direct.bind(**request)
             ]
-        deadline = time.monotonic() + TIMEOUT_S
-        while not {executor.poll(transfer).is_settled for executor, transfer in started} <= {True}:
-            assert time.monotonic() < deadline, started
+        wait_until(lambda: {executor.poll(transfer).is_settled for executor, transfer in started} <= {True}, TIMEOUT_S)
         direct = taken(world, destinations)
         assert all(np.array_equal(found[place], direct[place]) for place in direct)
         assert any(values.any() for values in direct.values())
@@ -165,11 +165,7 @@ class Mover:
 
     def polled_until(self, *transfers: StagedTransfer) -> None:
         """Poll until these requests are settled."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while not all(transfer.status.is_settled for transfer in transfers):
-            assert time.monotonic() < deadline, transfers
-            for pipeline in self.pipelines:
-                pipeline.poll()
+        until_settled(self.pipelines, transfers)
 
     def is_done(self, which: int, number: int) -> bool:
         """Carry out a request; whether it is done."""
@@ -284,8 +280,7 @@ def test_copies_are_done_when_their_ticket_is(device: str) -> None:
     synchronized(device)
     copier = TorchCopier(memory)
     ticket = copier.begin(chunk.copies)
-    while not copier.done(ticket):
-        pass
+    wait_until(lambda: copier.done(ticket), TIMEOUT_S)
     assert int((memory["kv.0"] == 7).sum()) == 3 * 256
 
 

@@ -13,7 +13,7 @@ from kvplan import KVPlanError
 from kvplan.protocol import Leases, Listener
 from kvplan.protocol.digest_requests import DigestRequest, DigestRequests
 from kvplan_nixl.serving import Driver
-from tests.blocking import fetch_digests
+from tests.blocking import fetch_digests, wait_until
 
 TOKENS = {"swa": (32, 40), "attn": (0, 40)}
 
@@ -39,10 +39,7 @@ def test_digests_are_fetched_when_they_are_there(listener: Listener, leases: Lea
     ]
     for thread in threads:
         thread.start()
-    until = time.monotonic() + 10
-    while not (requests := listener.digests.take()) and time.monotonic() < until:
-        time.sleep(0.001)
-    assert requests == [request]
+    assert wait_until(listener.digests.take) == [request]
     time.sleep(0.02)
     assert answers == []
     listener.digests.put(request, [{"of worker": 0}, {"of worker": 1}])
@@ -68,9 +65,7 @@ def test_a_reader_asks_once_for_digests_that_take_a_while(
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(fetch_digests(listener.source, request, 10)))
     thread.start()
-    until = time.monotonic() + 10
-    while not listener.digests.take() and time.monotonic() < until:
-        time.sleep(0.001)
+    wait_until(listener.digests.take)
     time.sleep(0.1)
     listener.digests.put(request, [{"of worker": 0}])
     thread.join(10)
@@ -189,9 +184,7 @@ def test_a_held_request_is_looked_at_when_its_digests_come(
     monkeypatch.setattr(digests, "ask", noted)
     requests = [DigestRequest.of(leases.grant(name), TOKENS) for name in "ab"]
     held = [driver.submit(digests.answer(request)) for request in requests]
-    until = time.monotonic() + 10
-    while len(digests.take()) + len(looked) < 4 and time.monotonic() < until:
-        time.sleep(0.001)
+    wait_until(lambda: len(digests.take()) + len(looked) >= 4)
     time.sleep(0.05)
     digests.put(requests[0], [{"of worker": 0}])
     assert held[0].result(10) == [{"of worker": 0}]
@@ -209,9 +202,7 @@ def test_few_requests_are_held(listener: Listener, leases: Leases, monkeypatch: 
     requests = [DigestRequest.of(leases.grant(name), TOKENS) for name in "ab"]
     driver = Driver()
     held = driver.submit(listener.digests.answer(requests[0]))
-    until = time.monotonic() + 10
-    while not listener.digests._polls._num_waiting and time.monotonic() < until:
-        time.sleep(0.001)
+    wait_until(lambda: listener.digests._polls._num_waiting)
     assert driver.submit(listener.digests.answer(requests[1])).result(10) is None
     assert not held.done()
     listener.digests.put(requests[0], [{"of worker": 0}])

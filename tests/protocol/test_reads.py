@@ -40,7 +40,7 @@ from kvplan.protocol.system import Background, Pending
 from kvplan.staging import Pipeline, Rates
 from kvplan.testing import FakeCopier, FakeExecutor, FakeNetwork
 from kvplan_nixl.serving import Driver
-from tests.blocking import error_of, unblocked, waited
+from tests.blocking import error_of, unblocked, wait_until, waited
 from tests.small import engine
 from tests.staged import NAME, with_staging
 
@@ -191,12 +191,15 @@ class World:
         self.reads.submit(PartialRead(request, None, error))
 
     def poll_until(self, condition: Callable[[], object]) -> list[ReadResult]:
-        """The results until a condition holds, or until it has not held for 10 s."""
+        """The results until a condition holds."""
         results: list[ReadResult] = []
-        until = time.monotonic() + 10
-        while not condition() and time.monotonic() < until:
-            results += self.reads.poll()
-            time.sleep(0.001)
+
+        def is_met() -> object:
+            met = condition()
+            results.extend([] if met else self.reads.poll())
+            return met
+
+        wait_until(is_met)
         return results
 
     def connect(self, offer: bytes) -> None:
@@ -240,7 +243,9 @@ class World:
     def until(self, count: int) -> dict[str, ReadResult]:
         """The next ``count`` results."""
         found: dict[str, ReadResult] = {}
+        deadline = time.monotonic() + 60
         while len(found) < count:
+            assert time.monotonic() < deadline, found
             for result in self.reads.poll():
                 assert found.setdefault(result.request, result) is result
             time.sleep(0.001)
@@ -618,8 +623,7 @@ def test_a_late_failure_forgets_the_connection_that_is_lost() -> None:
     world.executor.failing = {"early"}
     world.until(1)
     world.submit(world.read("ready"))
-    while world.reads._peers.use(source_of()).plan is None:
-        world.reads.poll()
+    assert world.poll_until(lambda: world.reads._peers.use(source_of()).plan) == []
     world.executor.failing = {"late"}
     assert {*world.until(1)} == {"late"}
     assert world.executor.lost == {("prefill", 0)}
@@ -754,10 +758,9 @@ def test_an_answer_that_comes_when_the_next_start_is_ready_is_too_late(one: Call
     world.poll_until(lambda: new.plan)
     world.gone = set()
     held.set()
-    assert old.handshake is not None
-    until = time.monotonic() + 10
-    while not old.handshake.done and time.monotonic() < until:
-        time.sleep(0.001)
+    handshake = old.handshake
+    assert handshake is not None
+    wait_until(lambda: handshake.done)
     world.reads.poll()
     assert "expected an answer before another start of the engine is ready" in str(old.error)
     assert world.connected == ["prefill/0", "prefill/1"]
@@ -973,8 +976,12 @@ def test_a_request_has_failed_while_its_bytes_may_move(one: Callable[..., World]
     world.until(1)
     world.executor.copying, world.executor.code = {"b"}, "PEER"
     world.submit(world.read("b"))
-    while not (late := world.reads.late()):
+
+    def late_reads() -> Mapping[str, KVPlanError]:
         assert world.reads.poll() == []
+        return world.reads.late()
+
+    late = wait_until(late_reads)
     assert (late["b"].code, world.reads.late()) == ("PEER", {})
     world.submit(world.read("c", local={"attn": Blocks([1, 3, 5])}))
     assert world.until(1)["c"].error is None
@@ -1112,8 +1119,7 @@ def test_a_silent_source_is_asked_again(one: Callable[..., World], monkeypatch: 
     monkeypatch.setattr("kvplan.protocol.read_jobs.RETRY_S", 0.0)
     world.sources.silent = True
     world.submit(world.read())
-    while len(world.sources.asked) < 3:
-        assert world.reads.poll() == []
+    assert world.poll_until(lambda: len(world.sources.asked) >= 3) == []
     world.sources.silent = False
     assert world.until(1)["r"].error is None
 
@@ -1251,10 +1257,8 @@ def test_an_engine_that_gives_no_digests_holds_up_no_other(monkeypatch: pytest.M
     assert {*world.until(1)} == {"quick"}
     held.set()
     assert {*world.until(2)} == {"a", "b"}
-    until = time.monotonic() + 10
-    while world.reads._fetches and time.monotonic() < until:
-        time.sleep(0.001)
-    assert not world.reads._fetches, "of engines of which nothing is fetched, nothing is kept"
+    # of engines of which nothing is fetched, nothing is kept
+    wait_until(lambda: not world.reads._fetches)
 
 
 def test_what_has_arrived_is_compared(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -1332,8 +1336,7 @@ def test_a_staged_read_that_has_lost_its_lease_begins_no_further_chunk(monkeypat
     assert world.pipeline is not None
     world.executor.held = True
     world.submit(world.read())
-    while not world.executor.started:
-        assert world.reads.poll() == []
+    assert world.poll_until(lambda: world.executor.started) == []
     num_chunks = world.pipeline.num_chunks
     world.sources.over = {"lease of r"}
     monkeypatch.setattr("kvplan.protocol.read_jobs.ASK_S", 0.0)
@@ -1452,8 +1455,7 @@ def test_a_connection_is_lost_by_a_transfer_that_fails_without_an_error(one: Cal
     world = one()
     world.executor.held = True
     world.submit(world.read())
-    while len(world.executor.started) < 2:
-        world.reads.poll()
+    assert world.poll_until(lambda: len(world.executor.started) >= 2) == []
     for transfer in world.executor.started:
         transfer.status = Status.FAILED
     assert "expected all its bytes, got a failed transfer" in str(world.until(1)["r"].error)
@@ -1538,8 +1540,7 @@ def test_work_in_the_background_comes_in_order() -> None:
         return 6 / number
 
     results = [background.submit(unblocked(partial(run, number))) for number in (3, 2, 0, 1)]
-    while len(begun) < 2:
-        time.sleep(0.001)
+    wait_until(lambda: len(begun) >= 2)
     assert begun == [3, 2]
     held.set()
     error = error_of(results[2])

@@ -27,7 +27,7 @@ from kvplan.protocol.room_contents import (
 )
 from kvplan.protocol.rooms import Rooms
 from kvplan_nixl.serving import Driver
-from tests.blocking import KEY, Clock
+from tests.blocking import KEY, Clock, wait_until
 
 SERVER = "127.0.0.1:5600"
 
@@ -61,10 +61,7 @@ class Server(Driver):
     def wait(self, num_questions: int) -> None:
         """Wait until it was asked some times more."""
         enough = len(self.asked) + num_questions
-        deadline = time.monotonic() + 30
-        while len(self.asked) < enough:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: len(self.asked) >= enough)
 
 
 @pytest.fixture
@@ -160,9 +157,7 @@ def test_a_server_that_has_restarted_has_lost_the_room(server: Server) -> None:
     rooms.subscribe("r", "a", SERVER, into(before))
     server.wait(3)
     server.epoch = "b"
-    deadline = time.monotonic() + 10
-    while not before and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: before)
     assert [entry.keys() for entry in before] == [{"error"}]
     rooms.subscribe("s", "a", SERVER, into(after))
     server.put("a", {"part": 1})
@@ -187,8 +182,7 @@ def test_a_question_waits_for_news(listener: Listener) -> None:
     answers: list[RoomNews] = []
     thread = threading.Thread(target=lambda: answers.append(driver.run(asking(wait_s=10.0))))
     thread.start()
-    while not listener.rooms.polls._polls._waiting:
-        time.sleep(0.001)
+    wait_until(lambda: listener.rooms.polls._polls._waiting)
     listener.rooms.put("b", {})
     time.sleep(0.05)
     assert answers == []
@@ -209,11 +203,9 @@ def test_a_reader_asks_once_until_there_is_news(listener: Listener, monkeypatch:
     monkeypatch.setattr(module, "poll_rooms", ask)
     rooms, taken = Rooms(logging.getLogger("test"), KEY, Driver()), list[Any]()
     rooms.subscribe("r", "a", listener.source.address, into(taken))
-    while not listener.rooms.polls._polls._waiting:
-        time.sleep(0.001)
+    wait_until(lambda: listener.rooms.polls._polls._waiting)
     rooms.subscribe("s", "b", listener.source.address, into(taken))
-    while {*listener.rooms.polls._polls._waiting} != {"a", "b"}:
-        time.sleep(0.001)
+    wait_until(lambda: {*listener.rooms.polls._polls._waiting} == {"a", "b"})
     time.sleep(0.1)
     # the first one may not have been sent before the second room was wanted
     assert [{*versions} for versions in asked][-1] == {"a", "b"}
@@ -222,8 +214,7 @@ def test_a_reader_asks_once_until_there_is_news(listener: Listener, monkeypatch:
     assert {len(signals) for signals in listener.rooms.polls._polls._waiting.values()} == {1}
     rooms.unsubscribe("r")
     rooms.unsubscribe("s")
-    while listener.rooms.polls._polls._waiting:
-        time.sleep(0.001)
+    wait_until(lambda: not listener.rooms.polls._polls._waiting)
 
 
 def test_few_questions_are_held(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,8 +224,7 @@ def test_few_questions_are_held(listener: Listener, monkeypatch: pytest.MonkeyPa
     asking = partial(poll_rooms, address, {"a": ""}, key=driver.access.key, system=driver)
     thread = threading.Thread(target=lambda: driver.run(asking(wait_s=10.0)))
     thread.start()
-    while not listener.rooms.polls._polls._waiting:
-        time.sleep(0.001)
+    wait_until(lambda: listener.rooms.polls._polls._waiting)
     assert driver.run(asking(wait_s=10.0)).contents == {}
     assert thread.is_alive()
     listener.rooms.put("a", {"handoff": {}})

@@ -78,12 +78,19 @@ def question(connection: socket.socket) -> bytes:
     """A whole question."""
     data = b""
     while b"\r\n\r\n" not in data:
-        data += connection.recv(1 << 16)
+        data += received(connection)
     head, _, body = data.partition(b"\r\n\r\n")
     (length,) = [int(line.split()[1]) for line in head.split(b"\r\n") if line.startswith(b"Content-Length")]
     while len(body) < length:
-        body += connection.recv(1 << 16)
+        body += received(connection)
     return head + b"\r\n\r\n" + body
+
+
+def received(connection: socket.socket) -> bytes:
+    """The next bytes, of which there have to be some: a loop that asks for more would never end."""
+    data = connection.recv(1 << 16)
+    assert data, "the connection is closed"
+    return data
 
 
 def asked(port: int, sent: bytes) -> bytes:

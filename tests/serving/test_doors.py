@@ -31,7 +31,7 @@ from kvplan_nixl.serving import Access, Driver
 from kvplan_nixl.serving.access import Asked, Proof
 from kvplan_nixl.serving.addresses import addresses_of
 from kvplan_nixl.serving.http import MAX_HEAD_BYTES, Server
-from tests.blocking import Answered, exchange, fetch, send_claims, waited
+from tests.blocking import Answered, exchange, fetch, send_claims, wait_until, waited
 from tests.serving.test_access import KEY, asked, status
 
 LOGGER = logging.getLogger("test")
@@ -137,8 +137,7 @@ def test_idle_connections_close_no_others(listener: Listener, monkeypatch: pytes
         signed.sendall(question[:-1])
         other_host = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10, ("127.0.0.2", 0)))
         other_host.sendall(b"GET / ")
-        while server_of(listener)._unread_bytes == 0:
-            time.sleep(0.001)
+        wait_until(lambda: server_of(listener)._unread_bytes)
         for _ in range(30):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
         assert is_well(listener)
@@ -158,8 +157,7 @@ def test_too_many_signed_connections_refuse_more(listener: Listener, monkeypatch
         signed.sendall(question[:-1])
         others = [signed_post(listener, bytes(99))[:-1]]
         stack.enter_context(socket.create_connection(("127.0.0.1", listener.source.port), 10)).sendall(others[0])
-        while server_of(listener)._unread_bytes < 99 + len(CLAIMS):
-            time.sleep(0.001)
+        wait_until(lambda: server_of(listener)._unread_bytes >= 99 + len(CLAIMS))
         with socket.create_connection(("127.0.0.1", listener.source.port), 10) as more:
             assert more.recv(1) == b""
         signed.sendall(question[-1:])
@@ -211,8 +209,7 @@ def test_unfinished_bodies_are_few(listener: Listener, monkeypatch: pytest.Monke
         for _ in range(2):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", listener.source.port), 10))
             connection.sendall(signed_post(listener, bytes(1000))[:-1])
-        while server_of(listener)._unread_bytes < 2000:
-            time.sleep(0.001)
+        wait_until(lambda: server_of(listener)._unread_bytes >= 2000)
         assert status(asked(listener.source.port, signed_post(listener, b"x"))) == 503
         assert is_well(listener)
 

@@ -6,7 +6,6 @@ import asyncio
 import random
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, closing, nullcontext, suppress
@@ -21,7 +20,7 @@ from kvplan.protocol.system import Route
 from kvplan_nixl.serving import Access, Driver, driver
 from kvplan_nixl.serving.client import Client
 from kvplan_nixl.serving.http import Server
-from tests.blocking import exchange, fetch
+from tests.blocking import exchange, fetch, wait_until
 from tests.serving.test_access import KEY, encrypted, question, status
 from tests.serving.test_access import certificates as certificates
 from tests.serving.test_doors import CLAIMS, drip_until_it_ends, server_of, signed_post
@@ -66,13 +65,6 @@ def access() -> Access:
 def listener(access: Access) -> Iterator[Listener]:
     with closing(Listener("prefill", "127.0.0.1", [b"offer"], Leases(Driver()), system=Driver(access))) as listener:
         yield listener
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class Mixing(Server):
@@ -173,7 +165,7 @@ def test_questions_at_a_time_have_connections_of_their_own(access: Access) -> No
         threads = [threading.Thread(target=ask) for _ in range(3)]
         for thread in threads:
             thread.start()
-        until(lambda: len(server._connections) == 3)
+        wait_until(lambda: len(server._connections) == 3)
         gate.set()
         for thread in threads:
             thread.join()
@@ -303,7 +295,7 @@ def test_a_connection_is_kept_for_seconds(access: Access, monkeypatch: pytest.Mo
     monkeypatch.setattr("kvplan_nixl.serving.client.KEEP_S", 0.05)
     with closing(Doubling(access)) as server:
         server.ask(access)
-        until(lambda: server.num_open == 0)
+        wait_until(lambda: server.num_open == 0)
         assert server.ask(access) == b"abab"
 
 
@@ -317,7 +309,7 @@ def test_few_connections_are_kept(access: Access, monkeypatch: pytest.MonkeyPatc
         for _ in range(2):
             for server in servers:
                 assert server.ask(access) == b"abab"
-        until(lambda: sum(server.num_open for server in servers) == 2)
+        wait_until(lambda: sum(server.num_open for server in servers) == 2)
 
 
 def test_a_refusal_ends_the_connection(access: Access) -> None:
@@ -327,7 +319,7 @@ def test_a_refusal_ends_the_connection(access: Access) -> None:
         for path in ("/refused", "/nowhere"):
             with pytest.raises(KVPlanError, match="PEER: cannot reach a server: expected status 200"):
                 server.ask(access, path)
-            until(lambda: server.num_open == 0)
+            wait_until(lambda: server.num_open == 0)
 
 
 def test_each_question_is_signed(listener: Listener) -> None:

@@ -42,6 +42,7 @@ from kvplan_nixl.proxy import (
 )
 from kvplan_nixl.vllm.proxy import main
 from tests.pages import ROOT
+from tests.serving.test_access import received
 
 NUM_CLIENTS = 300
 TIMEOUT_S = 30
@@ -666,7 +667,7 @@ def test_a_prefill_that_fails_late_adds_nothing_to_an_answer() -> None:
     with at_once(fail_late, stream) as proxy, closing(proxy.request({"prompt": "A", "stream": True})) as client:
         got = b""
         while b"data: 1" not in got:
-            got += client.sock.recv(1 << 16)
+            got += received(client.sock)
         is_streamed.set()
         with suppress(ConnectionResetError):
             while more := client.sock.recv(1 << 16):

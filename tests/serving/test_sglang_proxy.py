@@ -17,8 +17,7 @@ from kvplan_nixl.proxy import Engines
 from kvplan_nixl.serving import Driver
 from kvplan_nixl.sglang.bootstrap import BootstrapServer
 from kvplan_nixl.sglang.proxy import ToSglang, main
-from tests.blocking import ask, publish
-from tests.serving.test_kept_connections import until
+from tests.blocking import ask, publish, wait_until
 from tests.serving.test_proxy import Body, Engine, Request, Running, generate, started
 
 HANDOFF = {"remote_lease": "a lease"}
@@ -150,8 +149,8 @@ def test_prompts_that_wait_share_a_question() -> None:
         with running(prefill, decode, "--bootstrap", server.address) as proxy, ExitStack() as stack:
             for _ in range(50):
                 stack.enter_context(closing(proxy.request({"prompt": "A"})))
-            until(lambda: len(prefill.bodies) == 50)
-            until(lambda: len(server._server._connections) == 1, 30)  # type: ignore[attr-defined]
+            wait_until(lambda: len(prefill.bodies) == 50)
+            wait_until(lambda: len(server._server._connections) == 1)  # type: ignore[attr-defined]
         prefill.read.set()  # type: ignore[attr-defined]
 
 
@@ -161,7 +160,7 @@ def test_a_client_that_goes_away_is_no_line_of_the_log() -> None:
         proxy = Between(prefill, decode, "--bootstrap", server.address)
         for number in range(1, 4):
             with closing(proxy.request({"prompt": "A"})):
-                until(lambda number=number: len(prefill.bodies) == number)  # type: ignore[misc]
+                wait_until(lambda number=number: len(prefill.bodies) == number)  # type: ignore[misc]
                 time.sleep(0.2)  # for the question
         time.sleep(1.5)  # for its answer
         assert proxy.end() == ""
