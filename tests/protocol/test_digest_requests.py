@@ -184,7 +184,13 @@ def test_a_held_request_is_looked_at_when_its_digests_come(
     monkeypatch.setattr(digests, "ask", noted)
     requests = [DigestRequest.of(leases.grant(name), TOKENS) for name in "ab"]
     held = [driver.submit(digests.answer(request)) for request in requests]
-    wait_until(lambda: len(digests.take()) + len(looked) >= 4)
+    taken = list[DigestRequest]()
+
+    def are_both_taken() -> bool:
+        taken.extend(digests.take())
+        return len(taken) == 2
+
+    wait_until(are_both_taken)
     time.sleep(0.05)
     digests.put(requests[0], [{"of worker": 0}])
     assert held[0].result(10) == [{"of worker": 0}]
