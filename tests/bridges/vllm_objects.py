@@ -75,6 +75,10 @@ class AttentionSpec(KVCacheSpec):
 
 
 @attrs.define
+class FullAttentionSpec(AttentionSpec): ...
+
+
+@attrs.define
 class SlidingWindowSpec(AttentionSpec):
     sliding_window: int = attrs.field(default=32, kw_only=True)
 

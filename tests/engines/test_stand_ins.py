@@ -111,8 +111,8 @@ def test_parts_of_pools() -> None:
 
 
 VLLM = """
-    KVCacheSpec AttentionSpec SlidingWindowSpec MLAAttentionSpec CircularBufferSpec MambaSpec UniformTypeKVCacheSpecs
-    KVCacheGroupSpec KVCacheTensor KVCacheConfig
+    KVCacheSpec AttentionSpec FullAttentionSpec SlidingWindowSpec MLAAttentionSpec CircularBufferSpec MambaSpec
+    UniformTypeKVCacheSpecs KVCacheGroupSpec KVCacheTensor KVCacheConfig
 """
 
 

@@ -27,7 +27,7 @@ from kvplan.testing.simulation.catalog import NULL_BLOCK
 from kvplan.testing.simulation.engine import Phase
 from kvplan.testing.simulation.leases import MemoryDigest
 from kvplan.testing.simulation.scenario import KEPT_S
-from tests.bridges.vllm_objects import KVCacheConfig, KVCacheGroupSpec
+from tests.bridges.vllm_objects import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 from tests.simulation.stand_in import stand_in
 from tests.simulation.vllm_objects import (
     BlockPool,
@@ -67,6 +67,9 @@ class Stats:
 
 VALUES = {
     "KVCacheBlocks": KVCacheBlocks,
+    "FullAttentionSpec": FullAttentionSpec,
+    "SlidingWindowSpec": SlidingWindowSpec,
+    "MambaSpec": MambaSpec,
     "RequestStatus": RequestStatus,
     "KVConnectorTransferResults": TransferResults,
     "KVConnectorStats": Stats,
@@ -86,8 +89,6 @@ SCHEDULER, WORKER, DESCRIPTION, TABLES, ENGINE_STATE, STORE_SCHEDULER, STORE_SEA
 )
 ADAPTERS = ("adapter a", "adapter b", "adapter a, changed", "adapter b, changed")
 """The adapters of requests in fleets with facts."""
-SPEC_NAMES = {"full": "FullAttentionSpec", "window": "SlidingWindowSpec", "state": "MambaSpec"}
-"""vLLM's names for the kinds of a cache group."""
 
 SECRET = b"the key of all engines"
 KEY = SharedKey.of(SECRET)
@@ -106,17 +107,12 @@ setattr(SCHEDULER, "Rooms", partial(Rooms, ask_s=ASK_S))  # noqa: B010
 
 def cache_of(kinds: Iterable[str], block_size: int, window: int = 0, *, is_zeroed: bool = False) -> Any:
     """Return vLLM's description of a cache with groups of these kinds."""
-    groups = []
-    for kind in kinds:
-        spec = getattr(DESCRIPTION, SPEC_NAMES[kind])()
-        spec.block_size = block_size
-        spec.dcp_sharded = False
-        spec.tokens_per_state = 1
-        spec.sliding_window = window
-        if kind == "state":
-            spec.shapes = ()
-        groups.append(KVCacheGroupSpec([], spec))
-    return KVCacheConfig([], groups, is_zeroed)
+    specs = {
+        "full": FullAttentionSpec(block_size, dcp_sharded=False),
+        "window": SlidingWindowSpec(block_size, dcp_sharded=False, sliding_window=window),
+        "state": MambaSpec(block_size, shapes=(), dtypes=()),
+    }
+    return KVCacheConfig([], [KVCacheGroupSpec([], specs[kind]) for kind in kinds], is_zeroed)
 
 
 def config_of(engine_id: str, *, is_producer: bool = True, caches_prefixes: bool = True, num_drafts: int = 0) -> Any:
