@@ -260,7 +260,7 @@ class LongPolls:
     def wake(self, key: Hashable) -> None:
         """Look again for the requests that wait for a key to change. Any thread may call this."""
         with self._lock:
-            for signal in self._waiting.get(key, ()):
+            for signal in self._waiting.pop(key, ()):
                 signal.set()
 
     async def hold(
@@ -276,11 +276,12 @@ class LongPolls:
         with self._lock:
             waits = self._num_waiting < most
             self._num_waiting += 1
-            # before it looks, so that no change is missed
-            for key in keys:
-                self._waiting.setdefault(key, set()).add(signal)
         try:
             while True:
+                # before each look, so that no change is missed; a change takes the entry
+                with self._lock:
+                    for key in keys:
+                        self._waiting.setdefault(key, set()).add(signal)
                 answer = look()
                 left_s = until - self._system.monotonic()
                 if answer is not None or not waits or left_s <= 0:
@@ -290,6 +291,7 @@ class LongPolls:
             with self._lock:
                 self._num_waiting -= 1
                 for key in keys:
-                    self._waiting[key].discard(signal)
-                    if not self._waiting[key]:
-                        del self._waiting[key]
+                    signals = self._waiting.get(key, set())
+                    signals.discard(signal)
+                    if not signals:
+                        self._waiting.pop(key, None)
