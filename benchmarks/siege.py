@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import attrs
+from yarl import URL
 
 from benchmarks.held import Growth, Held, growth, tell_blocks
 from kvplan import KVPlanError
@@ -383,12 +384,6 @@ class Measured:
         )
 
 
-def free_port() -> int:
-    """A port that is free."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def besiege(seconds: float, plant: bool, folder: Path) -> tuple[dict[str, Tally], dict[str, Measured]]:
     """Run all of it. Return what happened to clients, and what servers held."""
     told = {name: folder / f"blocks of the {name}" for name in ("listener", "proxy")}
@@ -400,15 +395,15 @@ def besiege(seconds: float, plant: bool, folder: Path) -> tuple[dict[str, Tally]
     for engine in engines:
         threading.Thread(target=engine.serve_forever, daemon=True).start()
     urls = [f"http://127.0.0.1:{engine.server_port}" for engine in engines]
-    port = free_port()
-    command = [sys.executable, "-m", "benchmarks.siege", PROXY, f"{told['proxy']}", "--port", f"{port}"]
+    command = [sys.executable, "-m", "benchmarks.siege", PROXY, f"{told['proxy']}", "--port", "0"]
     command += ["--prefill", urls[0], "--decode", urls[1]]
     listener.start()
     with (folder / "proxy.log").open("wb") as log:
         proxying = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
     try:
         assert proxying.stdout is not None
-        proxying.stdout.readline()
+        port = URL(proxying.stdout.readline().split()[0].decode()).port
+        assert port is not None
         source = pipe.recv()
 
         def granting(name: str) -> str:

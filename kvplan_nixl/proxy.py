@@ -419,8 +419,8 @@ async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse
         request.app[IDLE_SINCE].pop(request.protocol, None)
 
 
-async def serve(app: web.Application, host: str, port: int, started: str) -> None:
-    """Serve until the process is told to end."""
+async def serve(app: web.Application, host: str, port: int, asks: str) -> None:
+    """Serve until the process is told to end, and print the address and which engines it asks."""
     # what is left open by clients must not keep others from being let in
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -432,7 +432,9 @@ async def serve(app: web.Application, host: str, port: int, started: str) -> Non
     runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
-    click.echo(started)
+    # the system chooses the port where 0 is asked for
+    _, bound, *_ = runner.addresses[0]
+    click.echo(f"http://{host}:{bound} asks {asks}")
     assert runner.server is not None
     closing = asyncio.create_task(close_idle(runner.server, app[BUSY], app[IDLE_SINCE]))
     await ending.wait()
@@ -549,6 +551,12 @@ SHARED: Final = (
     click.Option(
         ["--host"], default="127.0.0.1", show_default=True, help="Where clients reach it."
     ),
-    click.Option(["--port"], type=click.IntRange(1, 65535), default=8000, show_default=True),
+    click.Option(
+        ["--port"],
+        type=click.IntRange(0, 65535),
+        default=8000,
+        show_default=True,
+        help="0 for a free one, which is printed.",
+    ),
 )
 """The options of all programs."""

@@ -200,7 +200,7 @@ def main(
         expected = f"one --bootstrap for each of {len(prefill)} --prefill"
         raise click.UsageError(f"expected {expected}, got {len(bootstrap)}")
     logging.basicConfig(format="%(levelname)s %(message)s")
-    between = "SGLang prefill and vLLM decode" if bootstrap else "vLLM prefill and SGLang decode"
+    asks = "SGLang prefill and vLLM decode" if bootstrap else "vLLM prefill and SGLang decode"
     try:
         secrets = secrets_of_environment((), os.environ)
         access = Settings.read_texts(secrets, "the environment").access()
@@ -216,8 +216,7 @@ def main(
             ways = ToSglang(Engines(prefill), Engines(decode), system=system, server=server)
     except KVPlanError as error:
         raise click.ClickException(str(error)) from None
-    started = f"http://{host}:{port} asks {between}"
-    asyncio.run(proxy.serve(ways.application(), host, port, started))
+    asyncio.run(proxy.serve(ways.application(), host, port, asks))
 
 
 if __name__ == "__main__":

@@ -112,12 +112,12 @@ def main(
         expected = f"one --listener for each of {len(prefill)} --prefill"
         raise click.UsageError(f"expected {expected}, got {len(listener)}")
     logging.basicConfig(format="%(levelname)s %(message)s")
-    started = f"http://{host}:{port} asks {len(prefill)} prefill and {len(decode)} decode engines"
+    asks = f"{len(prefill)} prefill and {len(decode)} decode engines"
     sides = Engines(prefill), Engines(decode)
     proxy = Proxy(*sides)
     if listener:
         proxy = AtOnce(*sides, listeners=listener, prefill_ranks=prefill_ranks)
-    asyncio.run(serve(proxy.application(), host, port, started))
+    asyncio.run(serve(proxy.application(), host, port, asks))
 
 
 if __name__ == "__main__":

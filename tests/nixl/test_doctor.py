@@ -22,9 +22,7 @@ KEY = "a secret of all engines"
 def test_what_nixl_does_here_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX starts and lists its transports, the address answers, and bytes move between two processes."""
     monkeypatch.setenv("KVPLAN_KEY", KEY)
-    with socket.create_server((HOST, 0)) as server:
-        port = server.getsockname()[1]
-    lines = {finding.subject: finding for finding in doctor.findings(HOST, port)}
+    lines = {finding.subject: finding for finding in doctor.findings(HOST, 0)}
     assert [line for line in lines.values() if line.state is State.WRONG] == []
     assert {"NIXL backends", "TCP", "CMA", "RDMA"} <= lines.keys()
     assert "UCX start" in lines["NIXL backends"].text

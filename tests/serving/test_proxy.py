@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import ssl
@@ -151,9 +152,8 @@ class Running:
     ) -> None:
         options = [word for listener in listeners for word in ("--listener", listener)]
         options += ["--prefill-ranks", f"{prefill_ranks}"]
-        started = self._start("kvplan_nixl.vllm", prefills, decodes, options, limit, constants)
-        sides = f"{len(prefills)} prefill and {len(decodes)} decode engines"
-        assert started == f"http://127.0.0.1:{self.port} asks {sides}\n"
+        asks = self._start("kvplan_nixl.vllm", prefills, decodes, options, limit, constants)
+        assert asks == f"{len(prefills)} prefill and {len(decodes)} decode engines"
 
     def _start(
         self,
@@ -164,19 +164,20 @@ class Running:
         limit: int | None = None,
         constants: Mapping[str, float] = {},
     ) -> str:
-        """Starts the proxy of a package. Returns the line by which it says that it serves."""
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            self.port: int = server.getsockname()[1]
+        """Start the proxy of a package on a free port. Return which engines it says that it asks."""
         limits = f"from kvplan_nixl import proxy; vars(proxy).update({dict(constants)})"
         code = f"{limits}; from {module}.proxy import main; main()"
-        command = [sys.executable, "-c", code, "--port", f"{self.port}", *options]
+        command = [sys.executable, "-c", code, "--port", "0", *options]
         for side, ports in (("--prefill", prefills), ("--decode", decodes)):
             command += [word for port in ports for word in (side, f"http://127.0.0.1:{port}")]
         if limit is not None:
             command = ["sh", "-c", f'ulimit -S -n {limit}; exec "$@"', "sh", *command]
         self._process = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT)
         assert self._process.stdout is not None
-        return self._process.stdout.readline()
+        told = re.fullmatch(r"http://127\.0\.0\.1:(\d+) asks (.*)\n", self._process.stdout.readline())
+        assert told is not None, self.end()
+        self.port = int(told[1])
+        return told[2]
 
     def end(self) -> str:
         """Ends the proxy, as a supervisor does. Returns its log."""
@@ -233,9 +234,11 @@ def between() -> Iterator[Between]:
 def started(answer: Answer = generate) -> Iterator[Engine]:
     """A stand-in that answers as said."""
     engine = Engine(answer)
-    yield engine
-    engine.shutdown()
-    engine.server_close()
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+        engine.server_close()
 
 
 @pytest.fixture

@@ -27,15 +27,17 @@ class Between(Running):
     """The proxy between two stand-ins."""
 
     def __init__(self, prefill: Engine, decode: Engine, *options: str) -> None:
-        started = self._start("kvplan_nixl.sglang", [prefill.server_port], [decode.server_port], options)
-        assert started.startswith(f"http://127.0.0.1:{self.port} asks ")
+        asks = self._start("kvplan_nixl.sglang", [prefill.server_port], [decode.server_port], options)
+        assert asks in ("SGLang prefill and vLLM decode", "vLLM prefill and SGLang decode")
 
 
 @contextmanager
 def running(prefill: Engine, decode: Engine, *options: str) -> Iterator[Running]:
     proxy = Between(prefill, decode, *options)
-    yield proxy
-    proxy.end()
+    try:
+        yield proxy
+    finally:
+        proxy.end()
 
 
 def compute(request: Request, body: Body) -> None:

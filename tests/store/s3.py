@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Final
-from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import attrs
 
 IS_INSTALLED: Final = find_spec("obstore") is not None and find_spec("moto") is not None
-START_S: Final = 60.0
+ANSWER_S: Final = 60.0
+SERVE: Final = """
+import threading
+from moto.server import ThreadedMotoServer
+
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+threading.Event().wait()
+"""
 
 
 @attrs.frozen
 class S3Server:
     """A server and its process."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[str]
     endpoint: str
 
     @property
@@ -40,7 +46,7 @@ class S3Server:
 
     def bucket(self, name: str) -> str:
         """Make a bucket and return its URL."""
-        with urlopen(Request(f"{self.endpoint}/{name}", method="PUT"), timeout=START_S):
+        with urlopen(Request(f"{self.endpoint}/{name}", method="PUT"), timeout=ANSWER_S):
             return f"s3://{name}"
 
     def pause(self) -> None:
@@ -60,28 +66,12 @@ class S3Server:
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
     """Run a server on a free port of this host."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", f"{port}"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    server = S3Server(process, f"http://127.0.0.1:{port}")
-    try:
-        _await(server)
-        yield server
-    finally:
-        server.kill()
-
-
-def _await(server: S3Server) -> None:
-    """Return when a server answers, whatever it says."""
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
+    command = [sys.executable, "-W", "ignore", "-c", SERVE]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    with process:
+        assert process.stdout is not None
+        server = S3Server(process, f"http://127.0.0.1:{process.stdout.readline().strip()}")
         try:
-            with urlopen(server.endpoint, timeout=START_S):
-                return
-        except HTTPError:
-            return
-        except URLError:
-            time.sleep(0.05)
-    raise TimeoutError(f"no answer of {server.endpoint}")
+            yield server
+        finally:
+            server.kill()
