@@ -168,7 +168,8 @@ def markdown(results: Iterable[Result]) -> Iterator[str]:
 def supporting(by_engine: Mapping[str, list[str]]) -> str:
     """Return the engines that support a side, from the reasons against it.
 
-    >>> supporting(reasons(Model.shipped("llama-3.1-8b"), EngineOptions(kv="split")))
+    >>> options = EngineOptions(layout="LBNHC", kv="split")
+    >>> supporting(reasons(Model.shipped("llama-3.1-8b"), options))
     'SGLang 0.5.23'
     """
     return ", ".join(engine for engine, found in by_engine.items() if not found) or "none"

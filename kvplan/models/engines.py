@@ -238,7 +238,14 @@ def _kv_together(model: Model, options: EngineOptions) -> Iterator[str]:
 def _kv_apart(model: Model, options: EngineOptions) -> Iterator[str]:
     if options.kv != "split" and _has(model, KV):
         yield f"kv={options.kv}, not split"
-    if options.layout not in ("LBNHC", "LBHNC"):
+
+
+def _heads_in_slots(model: Model, options: EngineOptions) -> Iterator[str]:
+    """With disaggregation a pool asserts that heads are inside slots; latents have no heads."""
+    if _kv_heads(model):
+        if options.layout != "LBNHC":
+            yield f"layout={options.layout}, not LBNHC, the only one with disaggregation"
+    elif options.layout not in ("LBNHC", "LBHNC"):
         yield f"layout={options.layout}, neither LBNHC nor LBHNC"
 
 
@@ -307,6 +314,7 @@ RULES: Final[tuple[tuple[str, str, Rule], ...]] = (
     (SGLANG, "sglang/srt/arg_groups/model_overrides/deepseek_v2.py", _page_of_64),
     (SGLANG, "sglang/srt/mem_cache/memory_pool.py", _own_pools),
     (SGLANG, "sglang/srt/mem_cache/memory_pool.py", _kv_apart),
+    (SGLANG, "sglang/srt/mem_cache/memory_pool.py", _heads_in_slots),
     (SGLANG, "sglang/srt/mem_cache/memory_pool.py", _scales({"float8_e4m3fn": "region"})),
 )
 """Each rule: the engine, the file that has it, and a function that yields its reasons."""

@@ -55,7 +55,7 @@ def test_changes_are_those_that_make_sense_for_a_model() -> None:
 @pytest.mark.parametrize("engine", ENGINES.values())
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v3.2", "granite-4.0-h-tiny", "gpt-oss-20b"])
 def test_a_named_engine_supports_what_is_tried(name: str, engine: str) -> None:
-    """No layout of blocks of all layers for sparse latents in vLLM, and two layouts for SGLang."""
+    """No layout of blocks of all layers for sparse latents in vLLM, and for SGLang."""
     model = Model.shipped(name)
     side = ",".join(f"{key}={value}" for key, value in default_keys(model, engine).items())
     tried = changed_options(model, EngineOptions.parse(side, "src"), EngineOptions(), engine)

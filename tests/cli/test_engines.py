@@ -80,17 +80,30 @@ CASES = [
     (VLLM, quantize_model(PHI, 8), "scales=inline", []),
     (VLLM, quantize_model(PHI, 8), "scales=page", ["scales=page of float32, not inline"]),
     (VLLM, quantize_model(PHI, 4), "scales=page", []),
-    (SGLANG, PHI, "tp=6,kv=split", ["tp=6 does not divide 40 query heads", "10 KV heads and tp=6, neither of which"]),
-    (SGLANG, PHI, "tp=5,kv=split,block=1", []),
-    (SGLANG, PHI, "kv=content,layout=BLHNC", ["kv=content, not split", "layout=BLHNC, neither LBNHC nor LBHNC"]),
+    (
+        SGLANG,
+        PHI,
+        "tp=6,kv=split,layout=LBNHC",
+        ["tp=6 does not divide 40 query heads", "10 KV heads and tp=6, neither"],
+    ),
+    (SGLANG, PHI, "tp=5,kv=split,layout=LBNHC,block=1", []),
+    (SGLANG, PHI, "kv=content,layout=BLHNC", ["kv=content, not split", "layout=BLHNC, not LBNHC, the only one with"]),
+    (SGLANG, PHI, "kv=split,layout=LBHNC,block=1", ["layout=LBHNC, not LBNHC, the only one with disaggregation"]),
+    (SGLANG, MLA, "layout=LBHNC", []),
+    (SGLANG, MLA, "layout=BLHNC", ["layout=BLHNC, neither LBNHC nor LBHNC"]),
     (SGLANG, MLA, "tp=4,dcp=3", ["dcp=3 does not divide tp=4"]),
     (SGLANG, MLA, "pcp=2", ["pcp=2, whose ranks its tp_size counts too"]),
     (SGLANG, SPARSE, "block=128", ["block=128, not 64, in a model with an indexer"]),
     (SGLANG, SPARSE, "block=64", []),
-    (SGLANG, GPT, "kv=split,shared=1", ["shared=1, not 0"]),
-    (SGLANG, NEMOTRON, "tp=16,kv=split", ["tp=16 does not divide the 8 heads, groups or channels of a state"]),
-    (SGLANG, quantize_model(PHI, 8), "kv=split", ["scales=inline of float32, not stored"]),
-    (SGLANG, quantize_model(PHI, 4), "kv=split,scales=region", []),
+    (SGLANG, GPT, "kv=split,shared=1,layout=LBNHC", ["shared=1, not 0"]),
+    (
+        SGLANG,
+        NEMOTRON,
+        "tp=16,kv=split,layout=LBNHC",
+        ["tp=16 does not divide the 8 heads, groups or channels of a state"],
+    ),
+    (SGLANG, quantize_model(PHI, 8), "kv=split,layout=LBNHC", ["scales=inline of float32, not stored"]),
+    (SGLANG, quantize_model(PHI, 4), "kv=split,scales=region,layout=LBNHC", []),
 ]
 
 
@@ -124,7 +137,7 @@ def test_an_unknown_number_of_query_heads_is_no_reason() -> None:
 
 def test_lines_name_the_sides() -> None:
     """A reason that both sides have is one line, and an engine that runs both has one."""
-    sides = {name: reasons(PHI, EngineOptions.parse("tp=2", "")) for name in ("src", "dst")}
+    sides = {name: reasons(PHI, EngineOptions.parse("tp=2,layout=LBNHC", "")) for name in ("src", "dst")}
     assert [*support_lines(sides)] == [
         "vLLM 0.33 supports src and dst",
         "SGLang 0.5.23 does not support src and dst: kv=content, not split (sglang/srt/mem_cache/memory_pool.py)",

@@ -17,6 +17,7 @@ from kvplan.bridges import RankInfo, from_sglang, sglang_model
 from kvplan.bridges.sglang_model import TotalHeads, rank_state, state_layer
 from kvplan.cli.inputs import EngineInput
 from kvplan.cli.trials import PlacedRequest
+from kvplan.models.engines import SGLANG, reasons
 from kvplan.models.tensors import attention, convolution, delta, lightning, mamba1, mamba2
 from tests.engine_memory import (
     BLOCKS,
@@ -387,3 +388,22 @@ def test_a_rank_of_a_deployment_reads_the_bytes_that_its_pool_has(name: str, ran
     plan = plan_mesh(request.destinations, request.sources).plans[-1]
     specs = plan.bind(local=request.local, remote=request.remote, tokens=request.tokens)
     assert sum(spec.num_bytes for spec in specs) == num_bytes // 1024 * 960
+
+
+@pytest.mark.parametrize("name, ranks", [("qwen3-8b", 2), ("deepseek-v3", 8)])
+def test_a_layout_is_supported_if_the_pool_tells_disaggregation_its_buffers(
+    name: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots inside heads are asked for by a variable of the environment; a pool of latents does not read it."""
+    command = f"python -m sglang.launch_server --model-path {name} --tp-size {ranks} --page-size 64"
+    for words, in_heads in ((command, False), (f"SGLANG_USE_HND_KVCACHE=1 {command}", True)):
+        monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", f"{in_heads}")
+        refusal = None
+        try:
+            published_pool(name).get_contiguous_buf_infos()
+        except AssertionError as error:
+            refusal = f"{error}"
+        model = Model.shipped(name)
+        found = reasons(model, EngineInput.parse(words, "--src").options(model))[SGLANG]
+        assert bool(found) == (refusal is not None) == (in_heads and name == "qwen3-8b"), (found, refusal)
+        assert refusal is None or "is not supported with disagg" in refusal
