@@ -22,6 +22,9 @@ from kvplan.models import Model
 from kvplan.models.engines import CONNECTOR, SGLANG, VLLM, engine_named, with_defaults
 from kvplan.models.options import EngineOptions, items_of
 
+INTERLEAVE_FLAGS: Final = ("dcp-kv-cache-interleave-size", "cp-kv-cache-interleave-size")
+"""They set one field each in vLLM, which takes the first unless it is 1 (vllm/config/vllm.py)."""
+
 FLAGS: Final[Mapping[str, str]] = MappingProxyType(
     {
         **dict.fromkeys(("tensor-parallel-size", "tp-size", "tp"), "tp"),
@@ -31,9 +34,7 @@ FLAGS: Final[Mapping[str, str]] = MappingProxyType(
         **dict.fromkeys(("prefill-context-parallel-size", "pcp"), "pcp"),
         **dict.fromkeys(("block-size", "page-size"), "block"),
         **dict.fromkeys(("mamba-ssm-cache-dtype", "mamba-ssm-dtype"), "ssm"),
-        **dict.fromkeys(
-            ("dcp-kv-cache-interleave-size", "cp-kv-cache-interleave-size"), "interleave"
-        ),
+        **dict.fromkeys(INTERLEAVE_FLAGS, "interleave"),
         "kv-cache-dtype": "dtype",
         "num-gpu-blocks-override": "blocks",
     }
@@ -146,6 +147,9 @@ def _read(text: str, subject: str, source: str) -> EngineInput:
     keys = {FLAGS[flag]: str(value) for flag, value in flags.items() if flag in FLAGS}
     model = next((flags[flag] for flag in MODEL_FLAGS if flag in flags), None)
     weights = str(flags.get("dtype", "auto"))
+    interleave = [str(flags[flag]) for flag in INTERLEAVE_FLAGS if flag in flags]
+    if interleave:
+        keys["interleave"] = next((size for size in interleave if size != "1"), "1")
     # an attention rank of SGLang has the heads of tp divided by dp
     if flags.get("enable-dp-attention") is True and keys.get("dp", "").isdigit():
         keys["tp"] = str(max(int(keys.get("tp", "1")) // int(keys["dp"]), 1))
@@ -196,6 +200,11 @@ def _logged_by_sglang(arguments: str) -> dict[str, Any]:
 
 
 def _on_command_line(text: str, subject: str) -> dict[str, Any]:
+    """Return the options of a command: the last of those that set the same, by any of its names.
+
+    So do the parsers of vLLM and SGLang. Arguments without a command may be those of two engines,
+    and are refused if they differ.
+    """
     text = re.sub(LIST, lambda found: shlex.join(json.loads(found[1], strict=False)), text)
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
@@ -230,11 +239,19 @@ def _on_command_line(text: str, subject: str) -> dict[str, Any]:
             value = words[index]
             index += 1
         name = name.replace("_", "-")
-        if name in FLAGS and flags.get(name, value) != value:
-            got = f"--{name} {flags[name]} and {value}"
-            raise KVPlanError("NAME", f"read {subject}", expected="one engine", got=got)
+        for same in [flag for flag in flags if _setting(flag) == _setting(name)]:
+            earlier = flags.pop(same)
+            if name in FLAGS and not starts and earlier != (value or True):
+                got = f"--{same} {earlier} and --{name} {value}"
+                raise KVPlanError("NAME", f"read {subject}", expected="one engine", got=got)
         flags[name] = value or True
     return flags
+
+
+def _setting(flag: str) -> str:
+    if flag in MODEL_FLAGS:
+        return "model"
+    return flag if flag in INTERLEAVE_FLAGS else FLAGS.get(flag, flag)
 
 
 def _has_options(words: list[str]) -> bool:

@@ -411,6 +411,39 @@ def test_arguments_that_are_sorted_before_their_command_are_read(tmp_path: Path,
     assert EngineInput.parse("run --tp 4 -- vllm serve a/b --pp 2", "--src").keys == "pp=2"
 
 
+@pytest.mark.parametrize(
+    "text, keys, model",
+    [
+        ("vllm serve a/b --tensor-parallel-size 8 -tp 4", "tp=4", "a/b"),
+        ("vllm serve a/b -tp 4 -dp 2 --tensor_parallel_size=8", "dp=2,tp=8", "a/b"),
+        ("vllm serve a/b --block-size 16 --block-size 32", "block=32", "a/b"),
+        ("vllm serve a/b --model c/d", "", "c/d"),
+        ("sglang serve --model-path a/b --tp 4 --tensor-parallel-size 8 --tp-size 2", "tp=2", "a/b"),
+        ("sglang serve --model a/b --model-path c/d --page-size 64 --page-size 1", "block=1", "c/d"),
+    ],
+)
+def test_the_last_of_options_that_set_the_same_wins(text: str, keys: str, model: str) -> None:
+    """As in vLLM and SGLang, by whichever of its names."""
+    side = EngineInput.parse(text, "--src")
+    assert (side.keys, side.model, side.unread) == (keys, model, ())
+
+
+@pytest.mark.parametrize("sizes", ["--cp {cp} --dcp {dcp}", "--dcp {dcp} --cp {cp}"])
+@pytest.mark.parametrize("dcp, interleave", [(8, 8), (1, 4)])
+def test_the_older_option_of_interleaving_wins_if_it_is_not_1(sizes: str, dcp: int, interleave: int) -> None:
+    """vLLM has a field for each of the two options (adjust_dcp_kv_cache_interleave_size in vllm/config/vllm.py)."""
+    options = sizes.format(cp=4, dcp=dcp).replace("cp ", "cp-kv-cache-interleave-size ", 2)
+    assert EngineInput.parse(f"vllm serve a/b {options}", "--src").keys == f"interleave={interleave}"
+
+
+@pytest.mark.parametrize("second", ["--tp-size 4", "-tp 4", "--tensor-parallel-size=4", "--tensor_parallel_size 4"])
+def test_arguments_without_a_command_may_not_differ(second: str) -> None:
+    """They may be those of two engines, by whichever name. A size that is said twice is one."""
+    with pytest.raises(KVPlanError, match=r"^NAME: cannot read --src: expected one engine, got --tp 2 and --t.* 4"):
+        EngineInput.parse(f"--tp 2 --pp 2 {second}", "--src")
+    assert EngineInput.parse("--tp 4 --pp 2 " + second, "--src").keys == "pp=2,tp=4"
+
+
 def test_a_long_word_of_a_log_is_read_at_once() -> None:
     side = EngineInput.parse(f"sglang serve server_args=ServerArgs(tp_size=2, {'a' * 30_000})", "--src")
     assert side.keys == "tp=2"

@@ -29,6 +29,8 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvplan import KVPlanError
+from kvplan.cli.inputs import EngineInput
+from kvplan.models.options import items_of
 from kvplan_nixl.settings import StoreSettings
 from kvplan_nixl.vllm.settings import check_engine, settings_of
 from kvplan_nixl.vllm.store_settings import store_settings_of
@@ -124,6 +126,40 @@ def test_the_proxies_take_their_commands(module: str, arguments: list[str]) -> N
     """By their own parsers, which check addresses too."""
     main: click.Command = importlib.import_module(module).main
     assert main.make_context(module, arguments).params["prefill"]
+
+
+SIZES = [
+    "--tensor-parallel-size 8 -tp 4 -tp 2",
+    "--tensor_parallel_size=2 --tensor-parallel-size 8 -tp=4 --block-size 64 --block-size=32",
+    "-tp 4 --tensor-parallel-size 8 -pp 2 --pipeline-parallel-size 1",
+]
+
+
+@pytest.mark.parametrize("options", SIZES)
+def test_kvplan_reads_repeated_options_as_vllm_does(options: str) -> None:
+    """The last one counts, whichever of its names it has."""
+    parsed = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(["a/b", *options.split()])
+    sizes = {"tp": parsed.tensor_parallel_size, "pp": parsed.pipeline_parallel_size, "block": parsed.block_size}
+    read = items_of(EngineInput.parse(f"vllm serve a/b {options}", "--src").keys)
+    assert read == {key: str(size) for key, size in sizes.items() if key in read}
+    assert "tp" in read
+
+
+@pytest.mark.parametrize(
+    "options", ["--tp 4 --tensor-parallel-size 8 --tp-size 2", "--page-size 64 --tp=2 --page-size 1"]
+)
+def test_kvplan_reads_repeated_options_as_sglang_does(options: str) -> None:
+    """The last one counts, whichever of its names it has."""
+    server_args = pytest.importorskip("sglang.srt.server_args", reason="needs SGLang")
+    parser = argparse.ArgumentParser()
+    server_args.ServerArgs.add_cli_args(parser)
+    parsed = parser.parse_args(["--model-path", "a/b", "--model", "c/d", *options.split()])
+    side = EngineInput.parse(f"sglang serve --model-path a/b --model c/d {options}", "--src")
+    read = items_of(side.keys)
+    sizes = {"tp": parsed.tp_size, "block": parsed.page_size}
+    assert read == {key: str(size) for key, size in sizes.items() if key in read}
+    assert "tp" in read
+    assert side.model == parsed.model_path
 
 
 def test_commands_are_found() -> None:
