@@ -70,7 +70,7 @@ def tables_of(worker: Worker) -> dict[str, Blocks]:
     num_blocks = {view.group: view.num_blocks for view in worker.views}
     tables = {}
     for group in worker.groups:
-        if group.tokens_per_block is None:
+        if group.is_state:
             tables[group.name] = Blocks([0], ordinals=[STATE_ORDINAL])
         else:
             tables[group.name] = Blocks(rng.permutation(num_blocks[group.name]))

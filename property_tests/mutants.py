@@ -233,7 +233,7 @@ def tables(workers: Sequence[Worker], spans: tuple[Any, Any], random: Random, ga
     taken: set[int] = set()
     for group in {group.name: group for worker in workers for group in worker.groups}.values():
         ranks = [each for worker in workers for each in worker.groups if each.name == group.name]
-        start, stop = spans[group.tokens_per_block is None]
+        start, stop = spans[group.is_state]
         ordinals = sorted({at for rank in ranks for at in ordinals_of(rank, start, stop)})
         size = pool(workers, group.name)
         free = [block for block in range(size) if block not in taken]
@@ -270,13 +270,13 @@ def requests(engines: Engines, operation: str, random: Random) -> Iterator[tuple
         if into is not None and out_of is not None:
             local, remote = (into, out_of) if operation == "READ" else (out_of, into)
             near = engines[operation == "WRITE"]
-            names = {group.name: spans[group.tokens_per_block is None] for one in near for group in one.groups}
+            names = {group.name: spans[group.is_state] for one in near for group in one.groups}
             yield {"local": local, "remote": remote, "tokens": names}, {"tokens": spans[0], "states": spans[1]}
 
 
 def spans_of(worker: Worker, spans: Mapping[str, Any], skipped: Sequence[str]) -> dict[str, Any]:
     """The range of each tensor that a worker needs."""
-    paged = {group.name for group in worker.groups if group.tokens_per_block is not None}
+    paged = {group.name for group in worker.groups if not group.is_state}
     return {
         view.name: spans["tokens" if view.group in paged else "states"]
         for view in worker.views

@@ -83,7 +83,7 @@ class StoredWorker:
         """What the bytes of the first ``stop`` positions mean; a state is of no position."""
         groups = {group.name: group for group in self.worker.groups}
         spans = {view.name: span_of(groups[view.group], stop) for view in self.worker.views}
-        states = {view.name for view in self.worker.views if groups[view.group].tokens_per_block is None}
+        states = {view.name for view in self.worker.views if groups[view.group].is_state}
         found = contents(self.worker, {name: self.tables[name] for name in groups}, spans)
         return {place: (m[0], -1 if m[0] in states else m[1], *m[2:]) for place, m in found.items()}
 

@@ -25,7 +25,7 @@ def coordinates(end: CopyEnd) -> tuple[str, dict[str, Interval]]:
     """The tensor and its intervals; each side has the axes of several elements, in its own order."""
     group, sizes = end.layer.group, end.layer.views[end.view].sizes
     held = {axis: each for axis, each in end.intervals.items() if sizes.get(axis, 2) > 1}
-    if group.tokens_per_block is not None:
+    if not group.is_state:
         held.setdefault(POSITION, positions_in(group, end.ordinal))
     return end.tensor, held
 

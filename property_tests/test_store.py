@@ -52,6 +52,6 @@ def expected(case: Case, reader: StoredEngine, num_shared: int, size: int, step:
         return 0
     groups = [group for stored in reader.workers for group in stored.client.groups]
     num_whole = num_shared // size * size
-    if any(group.tokens_per_block is None for group in groups):
+    if any(group.is_state for group in groups):
         return num_whole if num_whole == 2 * size and num_whole % step == 0 else 0
     return num_whole // step * step

@@ -98,7 +98,7 @@ def group_pair(ours: Group, theirs: Group, *digits: Axis) -> object:
     """A plan between two groups."""
 
     def holder(engine_id: str, group: Group) -> Worker:
-        axes = (DIM,) if group.tokens_per_block is None else (*(digits or [TOKEN]), DIM)
+        axes = (DIM,) if group.is_state else (*(digits or [TOKEN]), DIM)
         return worker(
             engine_id=engine_id,
             groups=[group],

@@ -91,7 +91,7 @@ def moved_tokens(
     start of the block that has the first of them.
     """
     start, stop = tokens
-    groups = [group for group in worker.groups if group.tokens_per_block is not None]
+    groups = [group for group in worker.groups if not group.is_state]
     needed = dst.served(model).tokens(start, stop, worker)
     moved = {}
     for group in groups:

@@ -193,7 +193,7 @@ class Group:
             check_fields(self, "a group", integer, "tokens_per_block", low=1, high=1 << 31)
         if not isinstance(self.context, Context):
             raise wrong_type(f"context of group {self.name!r}", "a Context", self.context)
-        if self.tokens_per_block is None and self.context.size > 1:
+        if self.is_state and self.context.size > 1:
             raise KVPlanError(
                 "GROUP",
                 f"describe group {self.name!r}",
@@ -220,6 +220,15 @@ class Group:
                     hint="one value of several tokens is in one block, on one rank",
                     tokens_per_slot=self.tokens_per_slot,
                 )
+
+    @property
+    def is_state(self) -> bool:
+        """Whether each block holds one state, and no tokens.
+
+        >>> Group("state").is_state, Group("attn", 64).is_state
+        (True, False)
+        """
+        return self.tokens_per_block is None
 
     @cached_property
     def num_slots(self) -> int:

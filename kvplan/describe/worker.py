@@ -156,7 +156,7 @@ class Worker:
                     size_bytes=region.size_bytes,
                     end_bytes=view.end_bytes,
                 )
-            needed_slots = None if group.tokens_per_block is None else group.num_slots
+            needed_slots = None if group.is_state else group.num_slots
             num_slots = view.sizes.get(TOKEN, 1 if group.tokens_per_slot > 1 else None)
             if num_slots != needed_slots:
                 raise KVPlanError(

@@ -149,8 +149,7 @@ def panels(plan: TransferPlan) -> tuple[Panel, ...]:
             continue
         request = example(plan, group)
         # A state has no positions to draw.
-        is_token_group = group.tokens_per_block is not None
-        tokens = request["tokens"][group.name] if is_token_group else None
+        tokens = None if group.is_state else request["tokens"][group.name]
         for rows in _rows_by_layer(plan, request, group, layers, remotes, budget):
             held = [layers[number] for number in dict.fromkeys(rows[:, 0].tolist())]
             cells = tuple((layer.cells.content, layer.rest_bytes) for layer in held)
@@ -192,7 +191,7 @@ def example(plan: TransferPlan, group: Group) -> dict[str, Any]:
         names = {view.group for view in worker.views if view.name in tensors}
         far_groups += [far_group for far_group in worker.groups if far_group.name in names]
     stop = 1
-    if group.tokens_per_block is not None:
+    if not group.is_state:
         # The local blocks after which both sides repeat.
         turn = math.ceil(period(group, *far_groups) / group.num_slots / group.context.size)
         pool = _pool([plan.local], group)
@@ -433,7 +432,7 @@ def _end(
     for axis, start, stop in zip(
         layer.cells.axes, low.min(axis=0).tolist(), high.max(axis=0).tolist(), strict=True
     ):
-        if axis == TOKEN and layer.group.tokens_per_block is not None:
+        if axis == TOKEN and not layer.group.is_state:
             intervals[POSITION] = positions_in(layer.group, ordinal, start, stop)
         elif axis != TENSOR:
             intervals[axis] = Interval(axis, start, stop)

@@ -190,7 +190,7 @@ def _side(panel: Panel, ends: Sequence[CopyEnd]) -> tuple[RowLabels, RowLabels, 
         key = end.worker.key, end.layer.region, end.layer.offset, end.ordinal
         by_block.setdefault(key, []).append((number, end))
     has_regions = len({key[:3] for key in by_block}) > len({key[0] for key in by_block})
-    has_blocks = ends[0].layer.group.tokens_per_block is not None
+    has_blocks = not ends[0].layer.group.is_state
     outer = ("worker", *["region"] * has_regions, *["block"] * has_blocks)
     strips: list[_Strip] = []
     rows: dict[str, None] = {}

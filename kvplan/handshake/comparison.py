@@ -227,7 +227,7 @@ def _facts_of(geometry: Geometry) -> Iterator[tuple[str, str]]:
     group = geometry.group
     sizes = geometry.content_sizes
     values = "tokens" if group.tokens_per_slot == 1 else f"{group.tokens_per_slot} tokens a slot"
-    yield "group kind", "states" if group.tokens_per_block is None else values
+    yield "group kind", "states" if group.is_state else values
     yield "dtype", geometry.dtype
     yield "axes", " ".join(sorted(geometry.sizes.keys() - {TOKEN})) or "none"
     for axis_name, size in sizes.items():
@@ -236,7 +236,7 @@ def _facts_of(geometry: Geometry) -> Iterator[tuple[str, str]]:
         digits = [digit for digit in geometry.axes if digit.name == axis_name]
         yield f"shard of {axis_name}", _shard(digits)
     yield "group", group.name
-    if group.tokens_per_block is not None:
+    if not group.is_state:
         context = group.context
         yield "tokens per block", f"{group.tokens_per_block}"
         rank = f"rank {context.rank} of {context.size}"

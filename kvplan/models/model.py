@@ -254,7 +254,7 @@ expected a value for key 'hidden_size', got no such key
         start = integer(start, "start of a token range")
         stop = integer(stop, "stop of a token range", low=start)
         groups = instance(Worker, worker, "worker").groups
-        token_groups = {group.name for group in groups if group.tokens_per_block is not None}
+        token_groups = {group.name for group in groups if not group.is_state}
         ranges: dict[str, tuple[int, int]] = {}
         for view in worker.views:
             if view.group in token_groups:

@@ -139,7 +139,7 @@ def range_of(tokens: Tokens, group: Group) -> Range | None:
     if not isinstance(tokens, tuple) and isinstance(tokens, Mapping):
         token_range = tokens.get(group.name)
     else:
-        token_range = None if group.tokens_per_block is None else tokens
+        token_range = None if group.is_state else tokens
     if token_range is None:
         return None
     start, stop = interval(token_range, "a range of tokens", POSITION_END)

@@ -77,7 +77,7 @@ class Cell:
     @property
     def is_state(self) -> bool:
         """Whether the cell is of a state, not of tokens."""
-        return self.match.destination[self.destination].group.tokens_per_block is None
+        return self.match.destination[self.destination].group.is_state
 
     @property
     def num_bytes(self) -> int:

@@ -203,8 +203,8 @@ def _periods(pair: GroupPair, num_positions: int) -> list[tuple[int, int]]:
 
     Each is how often it is counted, and how many positions it has.
     """
-    is_state = pair.groups[0].tokens_per_block is None
-    num_periods, rest = divmod(1 if is_state else num_positions, pair.period)
+    num_units = 1 if pair.groups[0].is_state else num_positions
+    num_periods, rest = divmod(num_units, pair.period)
     counted = [(num_periods, pair.period), (1, rest)]
     return [(times, stop) for times, stop in counted if times and stop]
 

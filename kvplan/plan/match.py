@@ -418,7 +418,7 @@ def _check_tensor(
 
 def _kind(group: Group) -> str:
     """Return what a slot of the group has, in words: equal for groups whose tensors may pair."""
-    if group.tokens_per_block is None:
+    if group.is_state:
         return "state group"
     if group.tokens_per_slot == 1:
         return "token group"

@@ -142,15 +142,14 @@ class PageReads:
         ranges = {}
         for group in self.groups:
             first = self._attended[group.name](stop) if group.name in self._attended else 0
-            is_state = group.tokens_per_block is None
-            ranges[group.name] = (stop if is_state else min(max(start, first), stop), stop)
+            ranges[group.name] = (stop if group.is_state else min(max(start, first), stop), stop)
         return ranges
 
     def pages(self, group: Group, positions: Range) -> range:
         """Return the pages that a group needs of a range; of states, the page that ends there."""
         start, stop = interval(positions, "positions", POSITION_END)
         size = self.tokens_per_page
-        if instance(Group, group, "group").tokens_per_block is None:
+        if instance(Group, group, "group").is_state:
             # there is none before the first position
             return range(max(stop // size - 1, 0), stop // size)
         return range(start // size, -(-stop // size)) if start < stop else range(0)
@@ -188,11 +187,10 @@ class PageReads:
         """
         # a group reads tokens or states; the page may have shards of both
         own = of_group(self.worker, group)
-        is_state = group.tokens_per_block is None
         by_size: dict[int | None, list[StoredShard]] = {}
         for shard in shards:
             size = shard.num_tokens
-            if is_state is (size is None) and (size is None or size >= num_last):
+            if group.is_state is (size is None) and (size is None or size >= num_last):
                 by_size.setdefault(size, []).append(shard)
         # shards of whole pages first: of those, many pages are read at once
         for size in sorted(by_size, key=lambda size: -(size or 0)):

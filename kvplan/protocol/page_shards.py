@@ -249,7 +249,7 @@ def _page_group(group: Group, num_tokens: int, window: int) -> Group:
 
     ``window`` is the number of positions that the group keeps, 0 if it keeps all.
     """
-    if group.tokens_per_block is None:
+    if group.is_state:
         return Group(STATES)
     context, per_slot = group.context, group.tokens_per_slot
     # no value is of tokens of two pages, and each rank has the same number of turns in every page
@@ -353,7 +353,7 @@ def _shard(model: str, group: Group, boxes: Iterable[tuple[str, _HeldBox]]) -> S
     for name, box in boxes:
         extents = {axis: stop - start for axis, (start, stop) in box.intervals.items()}
         order = list(extents)
-        if group.tokens_per_block is not None:
+        if not group.is_state:
             divided = [axis for axis in order if axis in DIVIDED]
             order = [*divided, TOKEN, *(axis for axis in order if axis not in DIVIDED)]
             extents[TOKEN] = group.num_slots

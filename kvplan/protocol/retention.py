@@ -73,7 +73,7 @@ def check_kept(plan: TransferPlan) -> None:
             wanted = needed.get(local.name)
             if wanted is not None:
                 wanted += is_one_more
-            if local.tokens_per_block is None:
+            if local.is_state:
                 if not is_one_more:
                     continue
                 expected = "a source that keeps the state before a prompt's last token"

@@ -273,7 +273,7 @@ def fit(demands: Sequence[Demand], size_bytes: int) -> Fit:
 
     Raises ``MEMORY`` if none does.
     """
-    token_groups = [group for group, _ in demands if group.tokens_per_block is not None]
+    token_groups = [group for group, _ in demands if not group.is_state]
     periods = {period(group) for group in token_groups} or {MAX_WINDOW}
     # rule staging.S6: windows are multiples of a grain, and the coarsest grain that fits is the
     # best
@@ -309,7 +309,7 @@ def blocks_touched(group: Group, window: int, grain: int) -> int:
     >>> blocks_touched(Group("state"), 4096, 16)
     4
     """
-    if group.tokens_per_block is None:
+    if group.is_state:
         return max(1, window // STATE_POSITIONS)
     num_slots = group.num_slots
     interleave = group.interleave_slots

@@ -97,8 +97,7 @@ def _num_copies(template: CopyTemplate, tokens: int, window: int) -> int:
     num_copies = num_boxes(template.boxes[run_tokens])
     group = template.sides[DESTINATION].group
     _, num_positions = in_slots(group, (0, tokens))
-    is_state = group.tokens_per_block is None
-    if is_state or not (window % run_tokens or num_positions % run_tokens):
+    if group.is_state or not (window % run_tokens or num_positions % run_tokens):
         return num_copies
     # chunks, or the end of the request, cut runs
     return num_copies + num_boxes(template.boxes[1])
@@ -145,7 +144,7 @@ def _needed_blocks(
     tokens: int,
 ) -> Iterator[_SourceBlocks]:
     """Yield the blocks that a request needs: the full ones, which cost alike, and the last one."""
-    if group.tokens_per_block is None:
+    if group.is_state:
         yield _SourceBlocks(1, tokens)
         return
     carried = [(template.carried, template.period) for template in templates]

@@ -353,7 +353,7 @@ def chunk_ranges(
         for (local, _), (low, high) in ranges.items():
             table = tables[local.name]
             no_ranges[local.name] = (0, 0)
-            if local.tokens_per_block is None:
+            if local.is_state:
                 # a state is a block, so its ordinal is the block's
                 states = table.ordinals[(low <= table.ordinals) & (table.ordinals < high)]
                 states_by_group.setdefault(local.name, set()).update(states.tolist())

@@ -47,8 +47,7 @@ class GroupPool:
 
     def ordinals(self, span: Range, states: Range) -> range:
         """Return the blocks that hold positions of a span, or states in a state group."""
-        is_paged = self.ranks[0].tokens_per_block is not None
-        return designs.ordinals_of(self.ranks, *(span if is_paged else states))
+        return designs.ordinals_of(self.ranks, *(states if self.ranks[0].is_state else span))
 
 
 def _group_pools(workers: Iterable[Worker]) -> dict[str, GroupPool]:
@@ -326,7 +325,7 @@ def case_of(drawn: bytes) -> Case:
         _spans_by_group(source_spans, source_groups),
     )
     if has_one_range:
-        paged = [name for name, group in destination_groups.items() if group.tokens_per_block]
+        paged = [name for name, group in destination_groups.items() if not group.is_state]
         span = destination_spans[paged[0]] if paged else None
         tokens = (span, span)
 
@@ -535,7 +534,7 @@ def _group_requests(
     drawn = choices.several_below(5, 8, 10, 4)
     requests = {}
     for (name, group), group_choices in zip(groups.items(), drawn, strict=False):
-        if group.tokens_per_block:
+        if not group.is_state:
             start, length, everything = drawn[0] if has_one_range else group_choices
             requests[name] = GroupRequest((start, start + length), everything == 3)
         else:

@@ -123,7 +123,7 @@ def range_of_group(tokens: Tokens, group: Group, name: str) -> Range | None:
     """Return the positions of a group: those under ``name``, or those of all token groups."""
     if isinstance(tokens, Mapping):
         tokens = tokens.get(name)
-    elif group.tokens_per_block is None:
+    elif group.is_state:
         return None
     if tokens is None:
         return None

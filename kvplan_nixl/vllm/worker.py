@@ -146,7 +146,7 @@ class Worker:
         worker = self._reads.worker
         tokens = dict(request.tokens)
         # Readers name ranges of token groups; each state group has one state to digest.
-        states = {group.name for group in worker.groups if group.tokens_per_block is None}
+        states = {group.name for group in worker.groups if group.is_state}
         groups = {group.name for group in worker.groups} & (tokens.keys() | states)
         tables = {group: blocks[group] for group in groups}
         ranges = {group: tokens[group] for group in groups - states}

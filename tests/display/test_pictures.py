@@ -91,7 +91,7 @@ def test_both_ends_of_a_copy_are_where_its_coordinates_say(name: str) -> None:
             ]
             assert math.prod(sizes) * (4 if end.tensor.endswith("ssm") else 2) == copy.num_bytes
             found = offset_of(end.worker, end.tensor, end.region, first, end.block)
-            ordinal = None if end.layer.group.tokens_per_block is None else end.ordinal
+            ordinal = None if end.layer.group.is_state else end.ordinal
             assert found == (start(end) - region_start(end), ordinal)
         assert coordinates(copy.local) == coordinates(copy.remote)
 

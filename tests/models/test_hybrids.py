@@ -46,7 +46,7 @@ def moved(destinations: Sequence[Worker], sources: Sequence[Worker], tokens: tup
 
 
 def request(destinations: Sequence[Worker], sources: Sequence[Worker], tokens: tuple[int, int]) -> dict[str, Any]:
-    paged = [group.name for group in destinations[0].groups if group.tokens_per_block is not None]
+    paged = [group.name for group in destinations[0].groups if not group.is_state]
     return {
         "local": tables(destinations, tokens[1]),
         "remote": tables(sources, tokens[1]),

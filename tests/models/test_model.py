@@ -165,7 +165,7 @@ def test_windows_and_tokens_name_the_groups_of_engines(model: str) -> None:
     """Every token group that an engine has, in any grouping, has a window and a range of tokens, and no other."""
     for shipped in (Model.shipped(model), Model.shipped(model).grouped()):
         (worker, *_) = shipped.engine("e", num_blocks=2)
-        paged = {group.name for group in worker.groups if group.tokens_per_block is not None}
+        paged = {group.name for group in worker.groups if not group.is_state}
         assert {*shipped.windows} == {*shipped.tokens(0, 5000, worker)} == paged
 
 

@@ -66,7 +66,7 @@ def oracle(readers: Sequence[StoreReader], chain: Chain, start: int, stop: int, 
 
     def has(reader: StoreReader, end: int) -> bool:
         for group in reader.groups:
-            if group.tokens_per_block is None and end % SIZE:
+            if group.is_state and end % SIZE:
                 return False
             pages = reader.pages(group, reader.needs(start, end)[group.name])
             if any(reader.plan_of(chain, page, group, {}) is None for page in pages):
@@ -99,7 +99,7 @@ def test_a_search_finds_what_the_definition_says(data: st.DataObject) -> None:
     shards = list({shard.name: shard for worker in writers for shard in shards_of(worker, SIZE)}.values())
     workers = model.engine("r", tp=data.draw(st.sampled_from([1, 2, 4])), num_blocks=9)
     groups = [group.name for group in workers[0].groups]
-    windowed = [group.name for group in workers[0].groups if group.tokens_per_block is not None]
+    windowed = [group.name for group in workers[0].groups if not group.is_state]
     kinds = {group: data.draw(st.sampled_from([None, 0, 1, 2, 3, 4])) for group in windowed}
     attended = {group: attended_by(kind) for group, kind in kinds.items() if kind is not None}
     # in either order of groups

@@ -174,9 +174,8 @@ class _EngineSearch:
         self._groups: dict[tuple[bool, Attended | None], list[tuple[StoreReader, Group]]] = {}
         for reader in readers:
             for group in reader.groups:
-                is_state = group.tokens_per_block is None
                 # a state is at the end of a prefix, whatever the group attends to
-                kind = is_state, None if is_state else reader.attended_of(group)
+                kind = group.is_state, None if group.is_state else reader.attended_of(group)
                 self._groups.setdefault(kind, []).append((reader, group))
         self.needs = [
             PageNeeds(*kind, partial(self._serves, number))
