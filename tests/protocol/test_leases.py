@@ -180,10 +180,10 @@ def test_a_lease_has_few_readers(clock: Clock) -> None:
         assert leases.claim(lease, f"reader {number}")
     assert (leases.claim(lease, "one more"), leases.num_refused) == (False, 1)
     assert leases.claim(lease, "reader 0")
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(1000):
         leases.take_ended()
-    assert time.perf_counter() - began < 0.5
+    assert time.thread_time() - began < 0.5
     clock.now = LEASE_S
     assert not leases.take_ended().done
 
