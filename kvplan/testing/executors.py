@@ -72,7 +72,7 @@ QUIET_S: Final = 0.2
 """Tests wait this long for bytes that must not come."""
 
 PAUSE_S: Final = 50e-6
-"""Tests wait this long between polls: a loop without a pause holds up the threads of an executor."""
+"""Tests wait this long between two polls, so that threads of an executor can run."""
 
 POLL_S: Final = 0.1
 """A poll that takes this long has waited, unless the machine was busy: see

@@ -28,7 +28,7 @@ from tests.nixl.sglang_objects import (
     StorageBackupSpec,
     get_storage_hash_str,
 )
-from tests.store.test_stalls import HangingBackend
+from tests.store.test_stalls import HangingBackend, Timed
 
 CONFIG = {
     "model_type": "llama",
@@ -322,6 +322,7 @@ def test_damaged_pages_are_computed(plugin: ModuleType, tmp_path: Path) -> None:
 def hanging(monkeypatch: pytest.MonkeyPatch) -> HangingBackend:
     """The store of all engines, which may hang."""
     backend = HangingBackend()
+    Timed(backend, 1, monkeypatch)
     monkeypatch.setattr("kvplan_nixl.serving.store.open_backend", lambda _: backend)
     return backend
 

@@ -1,10 +1,14 @@
-"""Stalls: a call that hangs is given up, and moves no byte afterwards; a slow one goes on."""
+"""Stalls: a call that hangs is given up, and moves no byte afterwards; a slow one goes on.
+
+What a guard waits for is not measured by a clock here, which runs on when the machine does something else: its periods
+end when the store hangs, or when a step was made (:class:`Timed`).
+"""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +16,8 @@ import pytest
 from kvplan import KVPlanError
 from kvplan_nixl.serving.store import MemoryBackend, StallGuard, StoreClient
 from kvplan_nixl.serving.store.backends import FileBytes
+from kvplan_nixl.serving.store.parallel import FILES_AT_ONCE
+from tests.blocking import wait_until
 from tests.store.engines import BLOCKS, PAGE, PROMPT, QWEN, EngineWithStore, saved
 
 STALL_S = 0.2
@@ -23,28 +29,46 @@ PAGE_FILES = 4
 
 
 class HangingBackend(MemoryBackend):
-    """A store whose files take a while, or hang after ``hangs_after`` of them until it is told to answer."""
+    """A store whose files hang after ``hangs_after`` of them until it is told to answer, or come one by one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.is_answering = threading.Event()
         self.num_calls = 0
-        self._calls_lock = threading.Lock()
+        self.num_hanging = 0
+        self._lock = threading.Lock()
         self.hangs_after: float = float("inf")
-        self.delay_s = 0.0
+        self.is_slow = False
+        self._next = threading.Semaphore(0)
+        self._num_waiting = 0
         self.is_search_hanging = False
 
+    def let_one_go(self) -> None:
+        """Answer one of the calls that wait, if any does."""
+        with self._lock:
+            is_any = self._num_waiting > 0
+            self._num_waiting -= is_any
+        if is_any:
+            self._next.release()
+
+    def _hang(self) -> None:
+        with self._lock:
+            self.num_hanging += not self.is_answering.is_set()
+        assert self.is_answering.wait(60)
+
     def _wait(self) -> None:
-        with self._calls_lock:
+        with self._lock:
             self.num_calls += 1
             is_hanging = self.num_calls > self.hangs_after
-        time.sleep(self.delay_s)
+            self._num_waiting += self.is_slow
+        if self.is_slow:
+            assert self._next.acquire(timeout=60)
         if is_hanging:
-            self.is_answering.wait(60)
+            self._hang()
 
     def files(self, page: str) -> tuple[str, ...]:
         if self.is_search_hanging:
-            self.is_answering.wait(60)
+            self._hang()
         return super().files(page)
 
     def touch(self, pages: Sequence[str], used_s: float, first_page: int = 0) -> None:
@@ -60,6 +84,43 @@ class HangingBackend(MemoryBackend):
         # headers come at once
         self._wait()
         return super().open(name)
+
+
+class Timed:
+    """Gives guards threads whose periods end when a store hangs, or when something in it has changed.
+
+    A guard waits for its call by ``Thread.join`` with a limit of ``stall_s``. Such a join ends here when the call has
+    ended, when ``num_files`` more of the store's files hang, or when the call has made a step: ``num_steps`` tells how
+    many steps its client has made. A slow store answers one call after the other meanwhile.
+    """
+
+    def __init__(self, backend: HangingBackend, num_files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_periods = 0
+        self.limits_s: set[float] = set()
+        self.num_steps = lambda: 0
+        timed = self
+
+        class Thread(threading.Thread):
+            def start(self) -> None:
+                self.hangs_at = backend.num_hanging + num_files
+                super().start()
+
+            def join(self, timeout: float | None = None) -> None:
+                if timeout is None:
+                    super().join()
+                    return
+                timed.limits_s.add(timeout)
+                timed.num_periods += 1
+                before = timed.num_steps()
+
+                def is_over() -> bool:
+                    backend.let_one_go()
+                    has_changed = timed.num_steps() != before or backend.num_hanging >= self.hangs_at
+                    return has_changed or not self.is_alive()
+
+                wait_until(is_over)
+
+        monkeypatch.setattr("kvplan_nixl.serving.store.stalls.threading", SimpleNamespace(Thread=Thread))
 
 
 class Guarded:
@@ -98,14 +159,25 @@ def backend() -> HangingBackend:
     return HangingBackend()
 
 
-def test_a_long_prefix_may_take_long_to_use(backend: HangingBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def timed(backend: HangingBackend, monkeypatch: pytest.MonkeyPatch) -> Timed:
+    """A store hangs when it answers for none of the files that a client reads or writes at once."""
+    return Timed(backend, FILES_AT_ONCE, monkeypatch)
+
+
+def test_a_long_prefix_may_take_long_to_use(
+    backend: HangingBackend, timed: Timed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some pages at a time are noted as used, or pinned, so the call goes on; the last ones are evicted first."""
     monkeypatch.setattr("kvplan_nixl.serving.store.client.PAGES_AT_ONCE", 2)
     saved(backend)
     user = Guarded(backend)
-    backend.delay_s = STALL_S / 4
-    user.guard.call(lambda client: client.use(client.chain(PROMPT), 96))
-    user.guard.call(lambda client: client.pin(client.chain(PROMPT), 96))
+    timed.num_steps = lambda: sum(client.num_steps for client in user.clients)
+    backend.is_slow = True
+    for action in (StoreClient.use, StoreClient.pin):
+        timed.num_periods = 0
+        user.guard.call(lambda client, action=action: action(client, client.chain(PROMPT), 96))  # type: ignore[misc]
+        assert timed.num_periods > 2
     assert len(user.clients) == 1
     (client,) = user.clients
     times = {entry.name.split("/")[1]: entry.used_s for entry in backend.entries() if not entry.name.endswith("pin")}
@@ -148,14 +220,15 @@ def test_a_save_that_stalls_takes_nothing_from_blocks_later(backend: HangingBack
     assert loaded == {name: data[: len(data) // 2] for name, data in before.items()}
 
 
-def test_a_slow_store_is_waited_for(backend: HangingBackend) -> None:
+def test_a_slow_store_is_waited_for(backend: HangingBackend, timed: Timed) -> None:
     """As long as pages move, however long all of them take."""
     writer = saved(backend)
     reader = Guarded(backend)
-    backend.delay_s = STALL_S / 4
-    began_s = time.monotonic()
+    timed.num_steps = lambda: sum(client.num_steps for client in reader.clients)
+    backend.is_slow = True
     reader.load()
-    assert time.monotonic() - began_s > 2 * STALL_S
+    assert timed.num_periods > 2
+    assert timed.limits_s == {STALL_S}
     assert len(reader.clients) == 1
     assert reader.contents() == writer.caches[0].contents(BLOCKS["attn"].ids.tolist())
 
