@@ -22,6 +22,7 @@ import pytest
 
 from kvplan import KVPlanError
 from kvplan_nixl.serving.store import FileBackend, Limits, MemoryBackend, evict, open_backend, read_file
+from tests.blocking import wait_until
 from tests.conftest import Cli
 from tests.store.engines import BLOCKS, PAGE, PROMPT, QWEN, EngineWithStore, saved
 
@@ -517,14 +518,12 @@ def test_a_page_of_a_wrong_clock_is_evicted_in_the_end(tmp_path: Path) -> None:
 def test_two_writers_write_a_page_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one leaves to the first what that is writing; both say what they have written."""
     engines = [EngineWithStore.of(QWEN, FileBackend(tmp_path), seed=5) for _ in range(2)]
-    is_writing, is_over = threading.Event(), threading.Event()
-    fsync, num_written = os.fsync, 0
+    is_over = threading.Event()
+    fsync, written = os.fsync, list[int]()
 
     def slow(descriptor: int) -> None:
-        nonlocal num_written
-        num_written += 1
-        is_writing.set()
-        is_over.wait(20)
+        written.append(descriptor)
+        is_over.wait(60)
         fsync(descriptor)
 
     monkeypatch.setattr("kvplan_nixl.serving.store.client.FILES_AT_ONCE", 24)
@@ -532,13 +531,11 @@ def test_two_writers_write_a_page_once(tmp_path: Path, monkeypatch: pytest.Monke
     saves: list[int] = []
     first = threading.Thread(target=lambda: saves.append(engines[0].save(PROMPT, BLOCKS, 96)))
     first.start()
-    while num_written < 24:
-        time.sleep(0.001)
-        assert first.is_alive()
+    wait_until(lambda: len(written) == 24)
     assert in_time(lambda: engines[1].save(PROMPT, BLOCKS, 96)) == 0
     is_over.set()
     first.join()
-    assert (saves, num_written) == ([6], 24)
+    assert (saves, len(written)) == ([6], 24)
     assert engines[1].find(PROMPT) == 96
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,18 +133,37 @@ def test_a_store_that_is_gone_is_looked_at_again(tmp_path: Path) -> None:
 
 
 class LongList(MemoryBackend):
-    """A store that takes a while to list."""
+    """A store that takes 0.1 s of a clock to list."""
+
+    now_s = 0.0
 
     def entries(self, faults: list[str] | None = None) -> Any:
-        time.sleep(0.1)
+        self.now_s += 0.1
         return super().entries(faults)
 
 
-def test_a_large_store_is_looked_at_less_often() -> None:
+def test_a_large_store_is_looked_at_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking takes a twentieth of the time at most: 0.1 s in 2 s."""
+    backend, has_ended = LongList(), threading.Event()
+    pauses_s: list[float] = []
+
+    class Closed(threading.Event):
+        """The end of an eviction, which comes when it has looked twice."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            pauses_s.append(timeout)
+            if len(pauses_s) == 3:
+                has_ended.set()
+            return len(pauses_s) == 3
+
+    names = SimpleNamespace(Event=Closed, Thread=threading.Thread)
+    monkeypatch.setattr("kvplan_nixl.serving.store.eviction.threading", names)
+    clocks = SimpleNamespace(monotonic=lambda: backend.now_s, time=time.time)
+    monkeypatch.setattr("kvplan_nixl.serving.store.eviction.time", clocks)
     reports: list[Evicted | KVPlanError] = []
-    eviction = BackgroundEviction(LongList(), Limits(max_bytes=1), reports.append, look_s=LOOK_S)
-    assert within(60, lambda: len(reports) == 1)
-    time.sleep(0.5)
-    eviction.close()
-    assert len(reports) == 1
+    BackgroundEviction(backend, Limits(max_bytes=1), reports.append, look_s=LOOK_S)
+    assert has_ended.wait(60)
+    assert len(reports) == 2
+    assert LOOK_S / 2 <= pauses_s[0] <= LOOK_S
+    assert [1.0 <= pause_s <= 2.001 for pause_s in pauses_s[1:]] == [True, True]

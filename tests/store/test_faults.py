@@ -166,11 +166,13 @@ def test_a_writer_that_is_killed_leaves_whole_files_alone(tmp_path: Path) -> Non
                 os._exit(1)
         os.close(writing)
         num_files = rng.randrange(8)
-        for _ in range(num_files):
-            os.read(reading, 1)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(reading)
+        try:
+            for _ in range(num_files):
+                assert os.read(reading, 1), "the writer has ended by itself"
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.close(reading)
         num_written += num_files
     backend = FileBackend(tmp_path)
     entries = [*backend.entries()]

@@ -21,6 +21,7 @@ from kvplan import KVPlanError
 from kvplan.cli import main
 from kvplan_nixl.serving.store import Evicted, FileBackend, Limits, evict
 from property_tests import fewer
+from tests.blocking import wait_until
 from tests.store.engines import BLOCKS, PAGE, PROMPT, QWEN, EngineWithStore, saved
 from tests.store.test_attacks import IDS, IS_ROOT, KINDS, STRANGER, VERIFIED, files_of, in_time, leave
 
@@ -131,9 +132,7 @@ def work(kind: str, folder: Path, seed: int) -> None:
 def wait_for_a_prefix(backend: FileBackend) -> None:
     """Wait until workers have saved a page, which takes long on a busy machine."""
     reader = EngineWithStore.of(QWEN, backend)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and not any(reader.find(range(n, n + 100)) for n in range(0, 4000, 1000)):
-        time.sleep(0.01)
+    wait_until(lambda: any(reader.find(range(n, n + 100)) for n in range(0, 4000, 1000)))
 
 
 def kill_workers(folder: Path, rounds: int, seed: int) -> None:
@@ -145,20 +144,23 @@ def kill_workers(folder: Path, rounds: int, seed: int) -> None:
     num_loaded = 0
     for number in range(rounds):
         children: list[int] = []
-        for kind in ("writer", "writer", "evictor", "evictor"):
-            child = os.fork()
-            if not child:
-                try:
-                    work(kind, store, rng.randrange(1 << 30) + len(children))
-                finally:
-                    os._exit(1)
-            children.append(child)
-        wait_for_a_prefix(backend)
-        time.sleep(rng.uniform(0.02, 0.25))
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
-            assert os.WIFSIGNALED(status), f"round {number}: a worker ended by itself"
+        statuses: list[int] = []
+        try:
+            for kind in ("writer", "writer", "evictor", "evictor"):
+                child = os.fork()
+                if not child:
+                    try:
+                        work(kind, store, rng.randrange(1 << 30) + len(children))
+                    finally:
+                        os._exit(1)
+                children.append(child)
+            wait_for_a_prefix(backend)
+            time.sleep(rng.uniform(0.02, 0.25))
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+                statuses.append(os.waitpid(child, 0)[1])
+        assert all(map(os.WIFSIGNALED, statuses)), f"round {number}: a worker ended by itself"
         for first in range(0, 4000, 1000):
             prompt = range(first, first + 100)
             reader = EngineWithStore.of(QWEN, backend)

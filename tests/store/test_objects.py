@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from kvplan import KVPlanError
 from kvplan_nixl.serving.store import open_backend
+from tests.blocking import wait_until
 from tests.conftest import Cli
 from tests.store.engines import (
     BLOCKS,
@@ -28,11 +30,11 @@ pytest.importorskip("moto")
 
 from obstore.store import MemoryStore  # noqa: E402
 
-from kvplan_nixl.serving.store.objects import MARK_STEP_S, ObjectBackend  # noqa: E402
+from kvplan_nixl.serving.store.objects import MARK_STEP_S, TIMEOUT_S, ObjectBackend  # noqa: E402
 
 PAGE = f"{'0' * 16}/{'0' * 64}"
 NAME = f"{PAGE}/{'a' * 32}"
-SHORT_S = 0.3
+SHORT_S, LONG_S = 0.3, 60.0
 
 
 DAMAGES: dict[str, Callable[[bytes, bytes], bytes]] = {
@@ -83,10 +85,11 @@ def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 @pytest.mark.parametrize("fault", ["gone", "slow"])
 def test_a_server_that_is_gone_costs_pages_alone(fault: str, own_server: S3Server) -> None:
     """Searches and loads fail in time, saves are counted, and what comes next does not wait again."""
-    backend = ObjectBackend.of_url(own_server.bucket("caches"), timeout_s=SHORT_S, pause_s=60.0)
-    writer = saved(backend)
+    url = own_server.bucket("caches")
+    # a busy machine takes longer than SHORT_S to save
+    assert saved(ObjectBackend.of_url(url, timeout_s=LONG_S)).find(PROMPT) == 96
+    writer = EngineWithStore.of(QWEN, ObjectBackend.of_url(url, timeout_s=SHORT_S, pause_s=60.0), seed=5)
     client = writer.caches[0].client
-    assert writer.find(PROMPT) == 96
     (own_server.kill if fault == "gone" else own_server.pause)()
     began_s = time.monotonic()
     with pytest.raises(KVPlanError, match=r"^BACKEND: cannot list .* an answer of s3://caches, got HTTP error"):
@@ -95,19 +98,26 @@ def test_a_server_that_is_gone_costs_pages_alone(fault: str, own_server: S3Serve
         writer.load(PROMPT, BLOCKS, 96)
     assert writer.save(PROMPT, BLOCKS, 96) == 0
     client.use(client.chain(PROMPT), 96)
-    assert time.monotonic() - began_s < 10 * SHORT_S
+    assert time.monotonic() - began_s < TIMEOUT_S
     assert client.faults == {"BACKEND": 2}
 
 
 def test_a_server_that_is_back_is_asked_again(own_server: S3Server) -> None:
     """After a pause."""
-    backend = ObjectBackend.of_url(own_server.bucket("caches"), timeout_s=SHORT_S, pause_s=0.0)
-    writer = saved(backend)
+    url = own_server.bucket("caches")
+    saved(ObjectBackend.of_url(url, timeout_s=LONG_S))
+    reader = EngineWithStore.of(QWEN, ObjectBackend.of_url(url, timeout_s=SHORT_S, pause_s=0.0))
     own_server.pause()
     with pytest.raises(KVPlanError, match=r"^BACKEND"):
-        writer.find(PROMPT)
+        reader.find(PROMPT)
     own_server.resume()
-    assert writer.find(PROMPT) == 96
+
+    def found() -> int:
+        with suppress(KVPlanError):  # a busy machine takes longer than SHORT_S now and then
+            return reader.find(PROMPT)
+        return 0
+
+    assert wait_until(found) == 96
 
 
 def test_a_bucket_that_is_none_is_no_empty_store(server: S3Server) -> None:
