@@ -110,9 +110,6 @@ MAX_LAST_QUESTIONS: Final = 4
 
 The last one is asked when the last byte has come, and a read may begin again."""
 
-NO_ANSWER: Final = f"an answer within {ANSWER_S:g} s"
-"""What a server of leases was expected to give, in the error of one that is silent."""
-
 LOST_ROOM_S: Final = 2.0
 """Seconds of the slowest clock within which a request ends whose room was lost by a restart."""
 
@@ -716,7 +713,7 @@ class Fleet:
             message = f"{request.name} has asked {len(confirmed_at)} times in {passed_s:.1f} s"
             raise BrokenRuleError("ASK", message)
         silent_s = (self.loop.now - confirmed_at[-1]) * engine.host.rate
-        is_silence = error is not None and error.expected == NO_ANSWER
+        is_silence = error is not None and error.details.get("unanswered") == "/claims"
         if is_silence and num_readers == 1 and silent_s < HEARD_S:
             message = f"{request.name} fails {silent_s:.1f} s after an answer: {error}"
             raise BrokenRuleError("RIGHT", message)

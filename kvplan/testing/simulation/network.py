@@ -405,7 +405,8 @@ class Host(System):
         if exchange.answer is None or exchange.answer[0] != 200:
             got = exchange.reason or f"status {exchange.answer and exchange.answer[0]}"
             expected = f"an answer within {timeout_s:g} s"
-            raise KVPlanError("PEER", f"reach {peer}", expected=expected, got=got)
+            action = f"reach {peer}"
+            raise KVPlanError("PEER", action, expected=expected, got=got, unanswered=path)
         for hearer in self.hearers:
             hearer(path, sent or b"", exchange.answer[1])
         return exchange.answer[1]
