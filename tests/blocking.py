@@ -1,11 +1,14 @@
-"""The protocol's questions for tests that wait for the answers, each by a driver of an access."""
+"""The protocol's questions for tests that wait for the answers, each by a driver of an access; and what else waits."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from kvplan import KVPlanError
@@ -101,6 +104,33 @@ def error_of(pending: Pending[Any], timeout_s: float = 10.0) -> KVPlanError | No
     except KVPlanError as error:
         return error
     return None
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of this host at which nothing listens, and which the system gives to no other program meanwhile.
+
+    A server of the test may listen at it, and listen there again, as servers may use an address anew.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
+def stop_listening(server: socket.socket) -> None:
+    """Close a socket, and end the call of another thread that waits for a connection to it."""
+    with suppress(OSError):
+        server.shutdown(socket.SHUT_RDWR)
+    server.close()
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """Assert that no thread has been started that runs still. Threads of earlier tests may end meanwhile."""
+    before = {*threading.enumerate()}
+    yield
+    assert {*threading.enumerate()} <= before
 
 
 def unblocked(function: Callable[..., T]) -> Callable[..., Awaitable[T]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 
 import pytest
 from hypothesis import given
@@ -16,7 +15,7 @@ from kvplan.protocol.claims import RENEW_S, Claim, ClaimAnswer, ClaimMessage, So
 from kvplan.protocol.leases import LEASE_S, MAX_READERS
 from kvplan.protocol.system import RETRY_S
 from kvplan_nixl.serving import Driver
-from tests.blocking import Answered, Clock, error_of, waited
+from tests.blocking import Answered, Clock, error_of, wait_until, waited
 
 LOGGER = logging.getLogger("test")
 SOURCE = Source("prefill", "a1", "127.0.0.1", 1)
@@ -142,18 +141,14 @@ def test_a_refusal_is_found_and_logged(caplog: pytest.LogCaptureFixture) -> None
     claims = Claims(LOGGER, Answered(lambda _, message: answer_claims(Leases(Driver()), "a1", message)))
     assert claims.refusal(SOURCE, "l", "x") is None
     claims.claim(SOURCE, "l", "x")
-    until = time.monotonic() + 10
-    while (refusal := claims.refusal(SOURCE, "l", "x")) is None and time.monotonic() < until:
-        time.sleep(0.001)
+    refusal = wait_until(lambda: claims.refusal(SOURCE, "l", "x"))
     assert refusal is not None
     # the source does not say which of its reasons it is
     assert (refusal.code, "too many readers" in refusal.got, "has ended" in refusal.got) == ("LEASE", True, True)
     claims.release(SOURCE, "l", "x")
     assert claims.refusal(SOURCE, "l", "x") is None
     # it is logged by the thread that has found it, after that
-    while "expected a valid lease" not in caplog.text and time.monotonic() < until:
-        time.sleep(0.001)
-    assert "expected a valid lease" in caplog.text
+    wait_until(lambda: "expected a valid lease" in caplog.text)
     assert (claims.num_refused, claims.num_unanswered) == (1, 0)
     claims.close()
 
@@ -194,10 +189,7 @@ def test_a_thread_without_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         claims.claim(SOURCE, "l", "x")
         claims.release(SOURCE, "l", "x")
-        until = time.monotonic() + 10
-        while claims._by_source and time.monotonic() < until:
-            time.sleep(0.005)
-        assert not claims._by_source
+        wait_until(lambda: not claims._by_source)
     claims.close()
 
 
@@ -213,9 +205,7 @@ def test_close_sends_what_has_ended() -> None:
     claims.claim(SOURCE, "l", "x")
     claims.release(SOURCE, "l", "x")
     claims.close()
-    until = time.monotonic() + 10
-    while claims._by_source and time.monotonic() < until:
-        time.sleep(0.005)
+    wait_until(lambda: not claims._by_source)
     assert [message.done for message in sent if message.done] == [(("l", "x"),)]
 
 

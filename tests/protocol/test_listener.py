@@ -22,7 +22,7 @@ from kvplan.protocol.system import Route
 from kvplan_nixl.serving import Driver
 from kvplan_nixl.serving.access import Access, Asked, Proof
 from kvplan_nixl.serving.http import Server
-from tests.blocking import exchange, fetch, send_claims, unblocked, waited
+from tests.blocking import exchange, fetch, reserved_port, send_claims, unblocked, waited
 
 LOGGER = logging.getLogger("test")
 
@@ -57,13 +57,14 @@ def test_an_address_is_translated(leases: Leases) -> None:
 
 def test_a_listener_that_is_closed_answers_nobody(leases: Leases) -> None:
     """The port is free again."""
-    listener = Listener("prefill", "127.0.0.1", [], leases, system=Driver())
-    listener.close()
-    with pytest.raises(KVPlanError, match="PEER"):
-        fetch(listener.source, timeout_s=1)
-    again = Listener("prefill", "127.0.0.1", [], leases, port=listener.source.port, system=Driver())
-    assert fetch(again.source, timeout_s=10).workers == ()
-    again.close()
+    with reserved_port() as port:
+        listener = Listener("prefill", "127.0.0.1", [], leases, port=port, system=Driver())
+        listener.close()
+        with pytest.raises(KVPlanError, match="PEER"):
+            fetch(listener.source, timeout_s=1)
+        again = Listener("prefill", "127.0.0.1", [], leases, port=port, system=Driver())
+        assert fetch(again.source, timeout_s=10).workers == ()
+        again.close()
 
 
 def test_a_listener_that_is_not_reached_is_told(leases: Leases) -> None:
@@ -200,17 +201,17 @@ def test_an_answer_that_is_no_offer_is_refused() -> None:
             Offers.decode(data)
 
 
-def unused() -> Source:
+@pytest.fixture
+def unused() -> Iterator[Source]:
     """A source at a port where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return Source("prefill", "a", "127.0.0.1", probe.getsockname()[1])
+    with reserved_port() as port:
+        yield Source("prefill", "a", "127.0.0.1", port)
 
 
-def test_nobody_there() -> None:
+def test_nobody_there(unused: Source) -> None:
     """An address where nobody listens is refused as a peer."""
     with pytest.raises(KVPlanError, match=r"PEER: cannot reach prefill at 127\.0\.0\.1"):
-        fetch(unused(), timeout_s=10)
+        fetch(unused, timeout_s=10)
 
 
 def test_somebody_who_never_answers() -> None:
@@ -243,16 +244,17 @@ def test_a_reader_that_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == ""
 
 
-def test_claims_reach_their_engines(listener: Listener, leases: Leases, caplog: pytest.LogCaptureFixture) -> None:
+def test_claims_reach_their_engines(
+    listener: Listener, leases: Leases, unused: Source, caplog: pytest.LogCaptureFixture
+) -> None:
     """A claim is taken, confirmed and ended over HTTP; an engine that is gone costs a line in the log."""
     claims = Claims(LOGGER, Driver())
-    gone = unused()
-    claims.claim(gone, "lost", "x")
+    claims.claim(unused, "lost", "x")
     lease = leases.grant("a")
     claims.claim(listener.source, lease, "x")
     waited(claims.ask(listener.source, lease))
     with pytest.raises(KVPlanError, match="PEER"):
-        waited(claims.ask(gone, "lost"))
+        waited(claims.ask(unused, "lost"))
     claims.release(listener.source, lease, "x")
     with pytest.raises(KVPlanError, match="LEASE"):
         waited(claims.ask(listener.source, lease))

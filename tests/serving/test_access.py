@@ -7,10 +7,9 @@ import os
 import socket
 import subprocess
 import threading
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,17 +24,33 @@ from kvplan.protocol.keys import SharedKey
 from kvplan.protocol.system import Route
 from kvplan_nixl.serving import Access, Driver, tls_contexts
 from kvplan_nixl.serving.access import MAX_NONCES, MAX_SERVERS, Challenges
-from tests.blocking import exchange, fetch, fetch_digests, send_claims, unblocked
+from tests.blocking import (
+    exchange,
+    fetch,
+    fetch_digests,
+    reserved_port,
+    send_claims,
+    stop_listening,
+    unblocked,
+    wait_until,
+)
 
 SECRET = b"a secret of all engines"
 KEY = SharedKey.of(SECRET)
 
 
 @contextmanager
-def listening(leases: Leases, access: Access | None = None) -> Iterator[Source]:
-    """The source of a listener, on a free port of this machine."""
-    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, system=Driver(access))) as listener:
+def listening(leases: Leases, access: Access | None = None, port: int = 0) -> Iterator[Source]:
+    """The source of a listener, on a free port of this machine or at one that is reserved."""
+    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, port=port, system=Driver(access))) as listener:
         yield listener.source
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port at which one server listens after another."""
+    with reserved_port() as port:
+        yield port
 
 
 def done(source: Source, lease: str) -> ClaimMessage:
@@ -65,13 +80,14 @@ class Relay:
                 connection, _ = self._server.accept()
             except OSError:
                 return
-            with connection:
+            # a reader may have gone
+            with connection, suppress(OSError):
                 self.questions.append(self._edit_question(question(connection)))
                 self.answers.append(asked(self._port, self.questions[-1]))
                 connection.sendall(self._edit(self.answers[-1]))
 
     def close(self) -> None:
-        self._server.close()
+        stop_listening(self._server)
 
 
 def question(connection: socket.socket) -> bytes:
@@ -163,10 +179,10 @@ def test_a_stranger_is_not_believed(key: bytes | None) -> None:
 
 
 @ON_THE_WIRE
-def test_a_recorded_question_is_refused() -> None:
+def test_a_recorded_question_is_refused(port: int) -> None:
     """A question is taken once, by one start of a server, whoever sends it again."""
     leases, access = Leases(Driver()), Access(key=KEY)
-    with listening(leases, access) as source, closing(Relay(source.port)) as relay:
+    with listening(leases, access, port) as source, closing(Relay(source.port)) as relay:
         near = attrs.evolve(source, port=relay.port)
         lease = leases.grant("r")
         claim = ClaimMessage(source.start, claims=((lease, "decode"),))
@@ -174,8 +190,7 @@ def test_a_recorded_question_is_refused() -> None:
         recorded = relay.questions[-1]
         assert status(asked(source.port, recorded)) == 401
         assert send_claims(near, claim, access).claims == (True,)
-        port = source.port
-    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, port=port, system=Driver(access))):
+    with listening(leases, access, port):
         assert status(asked(port, recorded)) == 401
 
 
@@ -261,13 +276,15 @@ def test_nonces_do_not_fill_memory() -> None:
     challenges = Challenges()
     first = challenges.latest
     tracemalloc.start()
-    for number in range(MAX_NONCES):
-        assert challenges.take(first, f"{number:032x}")
-    second = challenges.latest
-    for number in range(MAX_NONCES, 2 * MAX_NONCES):
-        assert not challenges.take(first, f"{number:032x}")
-    num_bytes, peak_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    try:
+        for number in range(MAX_NONCES):
+            assert challenges.take(first, f"{number:032x}")
+        second = challenges.latest
+        for number in range(MAX_NONCES, 2 * MAX_NONCES):
+            assert not challenges.take(first, f"{number:032x}")
+        num_bytes, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     assert num_bytes < 1 << 20
     assert peak_bytes < 10 << 20
     assert second != first
@@ -354,15 +371,14 @@ def test_a_key_is_changed_while_engines_run() -> None:
         Access(key=b"\n".join((old, new, b"a third secret of engines")))
 
 
-def test_a_reader_of_an_earlier_challenge_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_of_an_earlier_challenge_asks_again(port: int) -> None:
     """A server that has restarted, or has a new challenge, costs one more exchange, and no error."""
     access = Access(key=KEY)
     leases = Leases(Driver())
-    with listening(leases, access) as source:
+    with listening(leases, access, port) as source:
         fetch(source, 10, access)
-        port = source.port
-    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, port=port, system=Driver(access))) as again:
-        assert fetch(again.source, 10, access).workers == (b"offer",)
+    with listening(leases, access, port) as again:
+        assert fetch(again, 10, access).workers == (b"offer",)
     for number in range(MAX_SERVERS + 1):
         access.remember(f"{number}", "0" * 32)
     access.remember("a long one", "0" * 33)
@@ -537,10 +553,7 @@ def test_engines_are_served_beside_handshakes_that_never_end(
                         fetch(source, 30, stranger)
                 # another access shares no connection with those before it
                 assert fetch(source, 30, attrs.evolve(ours)).workers == (b"offer",)
-        until = time.monotonic() + 30
-        while num_files() > before and time.monotonic() < until:
-            time.sleep(0.05)
-        assert num_files() <= before
+        wait_until(lambda: num_files() <= before)
 
 
 def num_files() -> int:

@@ -31,7 +31,17 @@ from kvplan_nixl.serving import Access, Driver
 from kvplan_nixl.serving.access import Asked, Proof
 from kvplan_nixl.serving.addresses import addresses_of
 from kvplan_nixl.serving.http import MAX_HEAD_BYTES, Server
-from tests.blocking import Answered, exchange, fetch, send_claims, wait_until, waited
+from tests.blocking import (
+    Answered,
+    exchange,
+    fetch,
+    no_more_threads,
+    reserved_port,
+    send_claims,
+    stop_listening,
+    wait_until,
+    waited,
+)
 from tests.serving.test_access import KEY, asked, status
 
 LOGGER = logging.getLogger("test")
@@ -116,13 +126,11 @@ def test_idle_connections_hold_nothing(
 ) -> None:
     """400 idle connections had 400 threads; now they have none, and the oldest make place for new ones."""
     monkeypatch.setattr("kvplan_nixl.serving.http.MAX_CONNECTIONS", 32)
-    num_threads = threading.active_count()
-    with ExitStack() as stack:
+    with ExitStack() as stack, no_more_threads():
         for _ in range(100):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", listener.source.port), 10))
             connection.sendall(b"GET / ")
         assert is_well(listener)
-        assert threading.active_count() == num_threads
         assert len(server_of(listener)._connections) <= 32
         assert caplog.text == ""
 
@@ -185,7 +193,7 @@ def test_many_ranks_connect_at_once(listener: Listener) -> None:
 def drip_until_it_ends(connection: socket.socket) -> None:
     """Send a byte now and then, until the server ends the connection."""
     connection.settimeout(0.01)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     ended = False
     while not ended:
         connection.sendall(b"x")
@@ -196,9 +204,10 @@ def drip_until_it_ends(connection: socket.socket) -> None:
 
 def test_a_question_that_never_ends(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then held a connection for ever; now all of a question has some seconds."""
-    monkeypatch.setattr("kvplan_nixl.serving.http.CONNECTION_S", 0.2)
-    with socket.create_connection(("127.0.0.1", listener.source.port), 10) as connection, suppress(ConnectionError):
-        drip_until_it_ends(connection)
+    with monkeypatch.context() as short:
+        short.setattr("kvplan_nixl.serving.http.CONNECTION_S", 0.2)
+        with socket.create_connection(("127.0.0.1", listener.source.port), 10) as connection, suppress(ConnectionError):
+            drip_until_it_ends(connection)
     assert is_well(listener)
 
 
@@ -235,15 +244,17 @@ class Answering:
         threading.Thread(target=self._run, args=(parts, pause_s), daemon=True).start()
 
     def _run(self, parts: tuple[bytes, ...], pause_s: float) -> None:
-        connection, _ = self._server.accept()
-        with connection, suppress(OSError):
-            for part in parts:
-                connection.sendall(part)
-                self._is_closed.wait(pause_s)
+        # it may be closed before somebody has come
+        with suppress(OSError):
+            connection, _ = self._server.accept()
+            with connection:
+                for part in parts:
+                    connection.sendall(part)
+                    self._is_closed.wait(pause_s)
 
     def close(self) -> None:
         self._is_closed.set()
-        self._server.close()
+        stop_listening(self._server)
 
 
 DRIP = [b"x"] * 10_000
@@ -386,6 +397,7 @@ def test_a_name_server_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     held = threading.Event()
     asked: list[str] = []
     getaddrinfo = socket.getaddrinfo
+    before = {*lookups()}
 
     def silent(host: str, port: int, **options: Any) -> Any:
         if options.get("flags"):  # an address is none of a name server's business
@@ -400,6 +412,14 @@ def test_a_name_server_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
             exchange("prefill", "prefill.example:9", "/", 0.5, Access())
     assert asked == ["prefill.example"]
     held.set()
+    # later tests count the names that are looked up
+    for thread in {*lookups()} - before:
+        thread.join(30)
+
+
+def lookups() -> list[threading.Thread]:
+    """The threads that look up names."""
+    return [thread for thread in threading.enumerate() if thread.name == "kvplan addresses"]
 
 
 def test_silent_name_servers_hold_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,7 +433,9 @@ def test_silent_name_servers_hold_few_threads(monkeypatch: pytest.MonkeyPatch) -
             host = "127.0.0.1"
         return getaddrinfo(host, port, **options)
 
+    before = {*lookups()}
     monkeypatch.setattr("socket.getaddrinfo", silent)
+    monkeypatch.setattr("kvplan_nixl.serving.addresses._LOOKUPS", {})  # other tests' names may be looked up still
     monkeypatch.setattr("kvplan_nixl.serving.addresses.MAX_LOOKUPS", 2)
     for host, port in (("a.example", 9), ("a.example", 10), ("b.example", 9)):
         with pytest.raises(TimeoutError, match="no address of"):
@@ -421,10 +443,10 @@ def test_silent_name_servers_hold_few_threads(monkeypatch: pytest.MonkeyPatch) -
     for host in ("c.example", "d.example"):
         with pytest.raises(OSError, match="is not looked up: 2 other names are"):
             asyncio.run(addresses_of(host, 9, 60.0))
-    lookups = [thread for thread in threading.enumerate() if thread.name == "kvplan addresses"]
-    assert len(lookups) == 2
+    silent_ones = {*lookups()} - before
+    assert len(silent_ones) == 2
     held.set()
-    for thread in lookups:
+    for thread in silent_ones:
         thread.join(30)
     # what was looked up goes, and the port is the one that is asked for
     assert asyncio.run(addresses_of("c.example", 7, 10.0)) == [(socket.AF_INET, ("127.0.0.1", 7))]
@@ -448,10 +470,11 @@ def test_an_address_that_is_none() -> None:
 
 def test_a_refused_connection_says_so() -> None:
     """A port on which nothing listens read as "expected an answer within 30 s", after 0.3 s."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        source = Source("prefill", "a", "127.0.0.1", int(server.getsockname()[1]))
-    with pytest.raises(KVPlanError, match=r"PEER: cannot reach prefill .*: expected an answer, got connection refused"):
-        fetch(source, 30)
+    refused = pytest.raises(
+        KVPlanError, match=r"PEER: cannot reach prefill .*expected an answer, got connection refused"
+    )
+    with reserved_port() as port, refused:
+        fetch(Source("prefill", "a", "127.0.0.1", port), 30)
 
 
 def test_an_answer_that_is_awaited_ends_its_connection_well(caplog: pytest.LogCaptureFixture) -> None:
