@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
@@ -33,10 +32,8 @@ class Between(Running):
 
 @contextmanager
 def running(prefill: Engine, decode: Engine, *options: str) -> Iterator[Running]:
-    proxy = Between(prefill, decode, *options)
-    try:
+    with Between(prefill, decode, *options) as proxy:
         yield proxy
-    finally:
         proxy.end()
 
 
@@ -104,10 +101,18 @@ def sglang(entries: Sequence[Body]) -> Iterator[tuple[Engine, BootstrapServer]]:
         engine.read.wait(30)  # type: ignore[attr-defined]
         request.send(200 if entries else 503, {"choices": []})
 
-    with started(answer) as engine:
+    with closing(server), started(answer) as engine:
         engine.read = threading.Event()  # type: ignore[attr-defined]
-        yield engine, server
-    server.close()
+        try:
+            yield engine, server
+        finally:
+            engine.read.set()  # type: ignore[attr-defined]
+
+
+def held(server: BootstrapServer) -> tuple[int, int]:
+    """The rooms that a server is asked for, and the questions that it holds."""
+    polls = server._polls._polls
+    return len(polls._waiting), polls._num_waiting
 
 
 def handoff_of(request: Request, body: Body) -> None:
@@ -147,26 +152,33 @@ def test_a_bootstrap_server_that_is_gone_is_a_bad_gateway() -> None:
 
 def test_prompts_that_wait_share_a_question() -> None:
     """Each held a connection of its own to the bootstrap server, which has 1,024 for everybody."""
-    with sglang([]) as (prefill, server), started(handoff_of) as decode:
-        with running(prefill, decode, "--bootstrap", server.address) as proxy, ExitStack() as stack:
-            for _ in range(50):
-                stack.enter_context(closing(proxy.request({"prompt": "A"})))
-            wait_until(lambda: len(prefill.bodies) == 50)
-            wait_until(lambda: len(server._server._connections) == 1)  # type: ignore[attr-defined]
-        prefill.read.set()  # type: ignore[attr-defined]
+    with (
+        sglang([]) as (prefill, server),
+        started(handoff_of) as decode,
+        running(prefill, decode, "--bootstrap", server.address) as proxy,
+        ExitStack() as stack,
+    ):
+        for _ in range(50):
+            stack.enter_context(closing(proxy.request({"prompt": "A"})))
+        wait_until(lambda: len(prefill.bodies) == 50)
+        wait_until(lambda: held(server) == (50, 1))
 
 
 def test_a_client_that_goes_away_is_no_line_of_the_log() -> None:
     """Each was a traceback, when the bootstrap server had answered."""
-    with sglang([]) as (prefill, server), started(handoff_of) as decode:
-        proxy = Between(prefill, decode, "--bootstrap", server.address)
+    with (
+        sglang([]) as (prefill, server),
+        started(handoff_of) as decode,
+        Between(prefill, decode, "--bootstrap", server.address) as proxy,
+    ):
         for number in range(1, 4):
             with closing(proxy.request({"prompt": "A"})):
-                wait_until(lambda number=number: len(prefill.bodies) == number)  # type: ignore[misc]
-                time.sleep(0.2)  # for the question
-        time.sleep(1.5)  # for its answer
+                wait_until(lambda: held(server) == (1, 1))
+            wait_until(lambda: held(server) == (0, 0))
+            rooms = [body["bootstrap_room"] for body in prefill.bodies]
+            assert len(rooms) == number
+            publish(server.address, rooms[-1], {"handoff": HANDOFF, "token": 5})
         assert proxy.end() == ""
-        prefill.read.set()  # type: ignore[attr-defined]
 
 
 def test_an_answer_stands_whatever_becomes_of_its_room() -> None:
