@@ -307,7 +307,14 @@ class Proxy:
             )
             return response
         complete = partial(self._asked, request, engines=self.decode)
-        answers = await asyncio.gather(*(answer_one(each, complete) for each in bodies))
+        answering = [asyncio.ensure_future(answer_one(each, complete)) for each in bodies]
+        try:
+            answers = await asyncio.gather(*answering)
+        finally:
+            # where a prompt has failed, the answers to the others go nowhere
+            for each in answering:
+                each.cancel()
+            await asyncio.gather(*answering, return_exceptions=True)
         return web.json_response(merged(answers))
 
     async def _answer(self, request: web.Request, body: Body, answer: Answering) -> Any:

@@ -465,6 +465,24 @@ def test_an_engine_that_fails_is_heard(
     assert status == (400 if decode is generate else 503)
 
 
+def test_a_prompt_that_fails_ends_the_others_of_its_list(guide: Start) -> None:
+    """Nobody would read their answers, and they were computed to the end, beside the limit of prompts."""
+    is_asked, is_closed = threading.Event(), threading.Event()
+
+    def answer(request: Request, body: Body) -> None:
+        if body["prompt"] == "A":
+            is_asked.wait(TIMEOUT_S)
+            fail(503)(request, body)
+            return
+        is_asked.set()
+        request.connection.settimeout(TIMEOUT_S)
+        if request.connection.recv(1) == b"":
+            is_closed.set()
+
+    assert guide(decode=answer).ask({"prompt": ["A", "B"]}) == (503, {"error": "status 503"})
+    assert is_closed.wait(TIMEOUT_S)
+
+
 @pytest.mark.parametrize("gone", ["prefill", "decode"])
 def test_an_engine_that_is_gone_is_a_bad_gateway(gone: str) -> None:
     """Where nobody answers, the status is 502, and the proxy is not well."""
