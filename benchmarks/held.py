@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -38,6 +39,22 @@ class Held:
         process = Path(f"/proc/{pid}")
         pages = int((process / "statm").read_text().split()[1])
         return cls(pages * 4096 / (1 << 20), len(os.listdir(process / "fd")), len(os.listdir(process / "task")))
+
+
+PF_EXITING: Final = 0x4
+"""The flag of a thread that ends."""
+
+
+def running_threads(pid: int | str = "self") -> set[int]:
+    """The threads of a process. One that was joined is listed for a moment more, and is left out."""
+    running = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):
+            # the flags are the seventh field after the name, which is in brackets
+            flags = int(path.read_text().rpartition(")")[2].split()[6])
+            if not flags & PF_EXITING:
+                running.add(int(path.parent.name))
+    return running
 
 
 def tell_blocks(path: Path, every_s: float = 1.0) -> None:

@@ -18,6 +18,7 @@ import attrs
 import numpy as np
 import torch
 
+from benchmarks.held import running_threads
 from kvplan import Blocks, Executor, Region, Status, Transfer, Worker, plan_writes
 from kvplan.testing.executors import Bytes
 from kvplan_nixl import UCX, NixlExecutor, settle
@@ -228,7 +229,9 @@ class PeerProcess:
 
     def _is_suspended(self) -> bool:
         """Return whether each thread of the process is in state T, the field after its name in /proc."""
-        threads = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        threads = [
+            Path(f"/proc/{self.process.pid}/task/{thread}/stat") for thread in running_threads(self.process.pid or 0)
+        ]
         return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in threads)
 
     def resume(self) -> None:

@@ -202,7 +202,7 @@ def test_a_peer_that_hangs(reader: Reader, peer: PeerProcess) -> None:
     transfer = reader.start(plan)
     began = time.monotonic()
     assert not settle(reader.executor, [transfer], 1.0)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began >= 1.0
     reader.executor.cancel(transfer)
     assert reader.executor.poll(transfer) is Status.RUNNING
     with pytest.raises(KVPlanError, match="TRANSFER: cannot release"):
@@ -287,15 +287,20 @@ def test_starts_with_a_lost_peer_leave_nothing_behind(reader: Reader, peer: Peer
     gc.collect()
     gc.disable()
     try:
+        num_before = num_transfers()
         for _ in range(100):
             transfer = reader.start(plan)
             assert failed(transfer) == "PEER"
             with pytest.raises(KVPlanError):
                 raise transfer.error  # type: ignore[misc]
-        alive = [each for each in gc.get_objects() if type(each) is NixlTransfer]
-        assert len(alive) < 10
+        assert num_transfers() - num_before < 10
     finally:
         gc.enable()
+
+
+def num_transfers() -> int:
+    """How many transfers are in the memory of this process."""
+    return sum(type(each) is NixlTransfer for each in gc.get_objects())
 
 
 def test_an_executor_closed_under_a_transfer(reader: Reader, peer: PeerProcess) -> None:

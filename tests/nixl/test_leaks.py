@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import resource
-import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import attrs
 import numpy as np
 import pytest
 
+from benchmarks.held import running_threads
 from benchmarks.real_memory import NixlCluster
 from kvplan import Blocks, Status, TransferPlan, plan_reads
 from kvplan_nixl import settle
+from tests.blocking import wait_until
 from tests.small import engine
 
-REQUESTS, WARM_UP = int(os.environ.get("LEAK_REQUESTS", "2000")), 500
+REQUESTS, WARM_UP, ROUNDS = int(os.environ.get("LEAK_REQUESTS", "2000")), 500, 3
 TIMEOUT_S = 30.0
-SLACK_BYTES = 1 << 20
-"""How much a process that leaks nothing may grow, because its allocators round up."""
+SLACK_BYTES = 350 << 10
+"""How much a process that leaks nothing may grow in a round, because its allocators round up."""
 
 
 @attrs.frozen
@@ -42,7 +45,7 @@ class Held:
             resident_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(),
             nixl_handles=names.count("nixl_xfer_handle") + names.count("nixl_prepped_dlist_handle"),
             files=len(list(Path("/proc/self/fd").iterdir())),
-            threads=len(list(Path("/proc/self/task").iterdir())),
+            threads=len(running_threads()),
         )
 
 
@@ -68,11 +71,12 @@ def test_messages_of_other_agents_do_not_fill_memory(cluster: NixlCluster, monke
         return taken
 
     monkeypatch.setattr(source._agent, "get_new_notifs", counted)
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(discarded) < 100:
-        assert time.monotonic() < deadline
+
+    def are_discarded() -> bool:
         cluster.nixl["prefill", 0].discard_messages()
-        time.sleep(0.001)
+        return len(discarded) >= 100
+
+    wait_until(are_discarded, TIMEOUT_S)
     assert discarded == [b"a message"] * 100
     assert take() == {}
 
@@ -96,17 +100,24 @@ def test_requests_leave_nothing_behind(cluster: NixlCluster) -> None:
     plan = plan_reads(local, [source])
     cluster.nixl["decode", 0].prepare(plan)
     rng = np.random.default_rng(1)
-    for number in range(WARM_UP):
-        request(cluster, plan, number, rng)
+    numbers = itertools.count()
+    for _ in range(WARM_UP):
+        request(cluster, plan, next(numbers), rng)
     Held.now()  # to look takes memory, once
-    before = Held.now()
-    for number in range(WARM_UP, REQUESTS):
-        request(cluster, plan, number, rng)
-    after = Held.now()
-    print(f"after {WARM_UP} requests: {before}, after {REQUESTS}: {after}")
-    assert (after.nixl_handles, after.files) == (before.nixl_handles, before.files)
+    found = [Held.now()]
+    for _ in range(ROUNDS):
+        for _ in range((REQUESTS - WARM_UP) // ROUNDS):
+            request(cluster, plan, next(numbers), rng)
+        found.append(Held.now())
+    print(f"after {WARM_UP} requests, and in {ROUNDS} steps after {REQUESTS}: {found}")
+    before, after = found[0], found[-1]
+    # of this process, in which what earlier tests have left may end
+    assert after.nixl_handles <= before.nixl_handles
+    assert after.files <= before.files
     assert after.threads <= before.threads
-    assert after.resident_bytes - before.resident_bytes < SLACK_BYTES
+    # a heap grows now and then, and what leaks grows in each round
+    grown_bytes = [later.resident_bytes - earlier.resident_bytes for earlier, later in pairwise(found)]
+    assert min(grown_bytes) < SLACK_BYTES, grown_bytes
 
 
 def test_plans_leave_nothing_behind(cluster: NixlCluster) -> None:
@@ -134,4 +145,5 @@ def test_clusters_leave_nothing_behind() -> None:
         with NixlCluster(workers):
             pass
     after = Held.now()
-    assert (after.files, after.threads) == (before.files, before.threads)
+    assert after.files <= before.files
+    assert after.threads <= before.threads
