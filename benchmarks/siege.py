@@ -24,6 +24,7 @@ import argparse
 import json
 import multiprocessing
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -62,6 +63,9 @@ COMPLETIONS: Final = "/v1/completions"
 MEASURE_S: Final = 2.0
 TIMEOUT_S: Final = 30.0
 LEASE_S: Final = 10.0
+WRONG: Final = re.compile(r"prompt \d*[01]-")
+"""The prompts that a planted fault answers wrongly: one of five of each client, from the first one on."""
+
 MAX_GROWTH_MIB: Final = 4.0
 """An hour, beyond three standard errors. Heaps go on growing a little for hours."""
 
@@ -137,7 +141,7 @@ class StandIn(BaseHTTPRequestHandler):
             answer: dict[str, Any] = {"kv_transfer_params": {"of": prompt}}
         else:
             text = f"{prompt} by {handoff.get('of')}"
-            if self.is_wrong and random.random() < 0.1:
+            if self.is_wrong and WRONG.match(f"{prompt}"):
                 text = "another answer"
             answer = {"choices": [{"index": 0, "text": text}], "usage": dict.fromkeys(USAGE, 1)}
         data = json.dumps(answer).encode()
@@ -152,7 +156,7 @@ class StandIn(BaseHTTPRequestHandler):
 
 
 class WrongStandIn(StandIn):
-    """One that answers another prompt now and then."""
+    """One that answers some prompts with the answer to another one, among them the first of each client."""
 
     is_wrong = True
 
@@ -447,7 +451,7 @@ def main(arguments: list[str]) -> int:
         return 0
     parser = argparse.ArgumentParser(prog="python -m benchmarks.siege")
     parser.add_argument("--seconds", type=float, default=30)
-    parser.add_argument("--plant", action="store_true", help="decode answers another prompt now and then")
+    parser.add_argument("--plant", action="store_true", help="decode answers some prompts wrongly")
     options = parser.parse_args(arguments)
     folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="siege-"))
     try:
