@@ -160,12 +160,13 @@ class StoreScheduler:
         ``None``, and vLLM asks again, until the workers have said what they can load, and while the
         store is searched.
         """
+        # also of one that is not loaded, but may be saved
+        self._state.note_origin(request, num_cached)
         if not self._loads or request.request_id in self._begun:
             return 0
         searches = self._searches
         if searches is None:
             return None
-        self._state.note_origin(request, num_cached)
         # the prompt alone: nothing is known of the answer
         num_tokens = int(request.num_prompt_tokens)
         # The engine computes the last token of a prompt, for the first one of the answer. What is

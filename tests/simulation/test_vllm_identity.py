@@ -266,12 +266,13 @@ def test_a_reset_of_a_store_is_undone_by_the_first_name() -> None:
     assert state.version == ""
 
 
+@pytest.mark.parametrize("loads", [False, True])
 def test_a_request_that_weights_have_changed_under_is_not_stored(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, loads: bool
 ) -> None:
     """A current one is, under keys of its version: another version finds nothing of it."""
     config = config_of("prefill")
-    config.kv_transfer_config.is_kv_consumer = True
+    config.kv_transfer_config.is_kv_consumer = loads
     settings = StoreSettings.read({"folder": str(tmp_path), "tokens_per_page": 16}, "settings")
     state = state_of()
     store = STORE.StoreScheduler(config, cache_of(["full"], 16), settings, state)
