@@ -240,10 +240,17 @@ class Sender(BaseKVSender):
         return [ctypes.string_at(row.address, row.num_bytes) for row in rows]
 
     async def _publish_until(self, until: float, entry: Any) -> None:
-        """Publish the request, again and again while its pages are kept."""
+        """Publish the request; if that fails, again and again while its pages are kept."""
         system = self._rank.system
-        while system.monotonic() < until and not await self._publish(entry):
+        if not self._has_room or system.monotonic() >= until or await self._publish(entry):
+            return
+
+        async def publish_again() -> None:
             await system.sleep(RETRY_S)
+            self._publisher.submit(partial(self._publish_until, until, entry))
+
+        # the server may refuse this request alone, so others are published meanwhile
+        system.start("kvplan publish again", publish_again)
 
     async def _publish(self, entry: Any) -> bool:
         """Publish an entry, and return whether that was possible."""

@@ -632,6 +632,16 @@ def test_a_bootstrap_server_that_is_gone_holds_up_no_other(
     waiting._publish = unblocked(lambda _: True)
 
 
+def test_a_room_that_has_another_owner_holds_up_no_other(
+    plugin: ModuleType, prefill: Side, server: BootstrapServer
+) -> None:
+    """A request that cannot be published is tried again until its pages are free, while others are published."""
+    publish(server.address, ROOM + 1, {"token": 3}, owner=OWNER)
+    sent(plugin, prefill, server, ROOM + 1)
+    sent(plugin, prefill, server)
+    published(server)
+
+
 def test_what_decides_a_prompt(plugin: ModuleType) -> None:
     """Each fact has a digest of its own. What another process has in its memory has no digest twice."""
     facts: list[dict[str, Any]] = [
