@@ -99,11 +99,12 @@ class DigestRequests:
 
         Raises ``LEASE`` if the lease has ended, ``RANGE`` if there are too many requests.
         """
-        if not self._leases.is_valid(request.lease):
-            action = f"digest {request.lease!r}"
-            expected = "a valid lease"
-            raise KVPlanError("LEASE", action, expected=expected, got="one that has ended")
         with self._lock:
+            # a lease that ends from here on is dropped after this
+            if not self._leases.is_valid(request.lease):
+                action = f"digest {request.lease!r}"
+                expected = "a valid lease"
+                raise KVPlanError("LEASE", action, expected=expected, got="one that has ended")
             # All ranks of a reader ask the same; the workers compute it once.
             if request not in self._answers:
                 if len(self._answers) >= MAX_REQUESTS:

@@ -229,3 +229,26 @@ def test_strange_ranges_are_refused(leases: Leases, tokens: Any) -> None:
     """Ranges come from strangers."""
     with pytest.raises(KVPlanError):
         DigestRequest.of(leases.grant("r"), tokens)
+
+
+def test_a_lease_that_ends_while_it_is_asked_for_leaves_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine drops it from its own thread, and each one that stayed would take the place of another for ever."""
+    monkeypatch.setattr("kvplan.protocol.digest_requests.MAX_REQUESTS", 1)
+    engine: list[threading.Thread] = []
+
+    class Ending(Leases):
+        """Leases that end just after they were valid."""
+
+        def is_valid(self, lease: str) -> bool:
+            is_valid = super().is_valid(lease)
+            self.revoke(lease)
+            engine.append(threading.Thread(target=requests.drop, args=(lease,)))
+            engine[-1].start()
+            engine[-1].join(0.1)
+            return is_valid
+
+    leases = Ending(Driver())
+    requests = DigestRequests(leases, Driver())
+    for name in ("r", "s"):
+        assert requests.ask(DigestRequest.of(leases.grant(name), TOKENS)) is None
+        engine[-1].join(10)
