@@ -189,16 +189,16 @@ def test_a_process_has_ended() -> None:
     # a later process with its number
     assert attrs.evolve(here, start_ticks=here.start_ticks - 1).has_ended()
     program = "import sys; from kvplan_nixl.cma import Process; print(Process.current(), flush=True); sys.stdin.read()"
-    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    process = Process.of_agent(f"prefill.0.{child.stdout.readline().strip()}.a1")
-    assert process is not None
-    assert (process.pid, process.shares_host(here), process.has_ended()) == (child.pid, True, False)
-    child.kill()
-    # its parent has not asked for it, so its number is taken
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert process.has_ended()
-    child.communicate()
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        process = Process.of_agent(f"prefill.0.{child.stdout.readline().strip()}.a1")
+        assert process is not None
+        assert (process.pid, process.shares_host(here), process.has_ended()) == (child.pid, True, False)
+        child.kill()
+        # its parent has not asked for it, so its number is taken
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert process.has_ended()
     assert process.has_ended()
 
 

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,10 @@ def test_engines_of_a_host_share_a_key(folder: Path) -> None:
 def test_engines_that_start_at_once_make_one_key(folder: Path) -> None:
     """Whichever is first: none reads a key that is not whole, or makes a second one."""
     code = "from kvplan_nixl.serving.host_key import host_key; print(host_key().sign('x'))"
-    engines = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(8)]
-    assert len({engine.communicate(timeout=60)[0] for engine in engines}) == 1
+    command = [sys.executable, "-c", code]
+    with ExitStack() as stack:
+        engines = [stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE)) for _ in range(8)]
+        assert len({engine.communicate()[0] for engine in engines}) == 1
     assert [path.name for path in folder.iterdir()] == ["key"]
 
 
