@@ -265,6 +265,12 @@ class World:
         return self.network.memory.array(self.local, self.local.views[0])
 
 
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step posts all transfers of a read, also on a machine that does something else between two of them."""
+    monkeypatch.setattr("kvplan.protocol.reads.POST_S", 3600.0)
+
+
 @pytest.fixture(params=["directly", "staged"])
 def one(request: pytest.FixtureRequest) -> Callable[..., World]:
     """Makes the world of one prefill engine with two workers, which is read from directly or staged."""
@@ -486,6 +492,7 @@ def ticking(seconds: float) -> Callable[[], float]:
 def slow_posts(monkeypatch: pytest.MonkeyPatch) -> World:
     """A world that has met its engine, whose reads are cut into transfers of 4 ids, each of which takes a step."""
     monkeypatch.setattr("kvplan.protocol.read.MAX_TRANSFER_IDS", 4)
+    monkeypatch.setattr("kvplan.protocol.reads.POST_S", POST_S)
     (local,) = engine("decode", order="NH")
     world = World(local, engine("prefill", tp=2))
     world.fill()
@@ -1541,7 +1548,7 @@ def test_work_in_the_background_comes_in_order() -> None:
 
     results = [background.submit(unblocked(partial(run, number))) for number in (3, 2, 0, 1)]
     wait_until(lambda: len(begun) >= 2)
-    assert begun == [3, 2]
+    assert sorted(begun) == [2, 3]
     held.set()
     error = error_of(results[2])
     assert error is not None
