@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from vllm import envs
@@ -16,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")
@@ -62,6 +64,10 @@ class LayoutRequest(NamedTuple):
         )
 
 
+_BOUND: Final[WeakKeyDictionary[KVCacheManager, list[BlockConnector]]] = WeakKeyDictionary()
+"""Connectors by the manager that vLLM binds them to: a MultiConnector tells them of no other."""
+
+
 class BlockConnector(KVConnectorBase_V1, SupportsHMA):
     """A connector that moves the blocks of whole requests, between steps, in registered memory.
 
@@ -90,6 +96,17 @@ class BlockConnector(KVConnectorBase_V1, SupportsHMA):
         self._half.close()
 
     # In the scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Meet the engine's other connectors of kvplan: vLLM binds all of them to one manager."""
+        others = _BOUND.setdefault(kv_cache_manager, [])
+        for other in others:
+            other.meet(self)
+            self.meet(other)
+        others.append(self)
+
+    def meet(self, other: BlockConnector) -> None:
+        """Take another connector of the engine."""
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return tuple(self._kv_cache_config.transfer_group_ids)

@@ -35,6 +35,7 @@ from kvplan_nixl.vllm.metrics import KvplanPromMetrics, KvplanStats
 from kvplan_nixl.vllm.registration import register
 from kvplan_nixl.vllm.scheduler import Scheduler
 from kvplan_nixl.vllm.settings import check_engine, settings_of, uses_host_cache
+from kvplan_nixl.vllm.store import KvplanStore
 from kvplan_nixl.vllm.worker import Worker
 
 
@@ -45,6 +46,7 @@ class KvplanConnector(BlockConnector):
     """
 
     _cache_hit_source = CacheHitSource.P2P
+    _has_store = False
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -73,7 +75,13 @@ class KvplanConnector(BlockConnector):
     # In the scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.set_managers(kv_cache_manager.coordinator.single_type_managers)
+
+    def meet(self, other: BlockConnector) -> None:
+        if isinstance(other, KvplanStore):
+            self._scheduler.add_store(other._scheduler)
+            self._has_store = True
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.add(request)
@@ -120,7 +128,11 @@ class KvplanConnector(BlockConnector):
             value for value in metadata.values() if isinstance(value, KvplanHandshakeMetadata)
         ]
         check_models(self.state.started, (handshake.model for handshake in handshakes))
-        self._scheduler.set_siblings(set().union(*(value.siblings for value in handshakes)))
+        siblings = {name for value in handshakes for name in value.siblings}
+        # the store is told what it may not save
+        if self._has_store:
+            siblings.discard(KvplanStore.__name__)
+        self._scheduler.set_siblings(siblings)
         self._scheduler.serve_offers([handshake.envelope for handshake in handshakes])
 
     # In a worker

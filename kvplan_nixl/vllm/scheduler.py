@@ -48,6 +48,7 @@ from kvplan_nixl.vllm.requests import (
     room_of,
 )
 from kvplan_nixl.vllm.settings import ConnectorSettings
+from kvplan_nixl.vllm.store_scheduler import StoreScheduler
 from kvplan_nixl.vllm.tables import BlockTables
 
 logger = init_logger(f"vllm.{__name__}")
@@ -89,6 +90,7 @@ class Scheduler:
         self._vocabulary = range(config.model_config.get_vocab_size())
         self._listener: Listener | None = None
         self._exporter: Exporter | None = None
+        self._stores: list[StoreScheduler] = []
         # those that others may read when they have finished, and the rooms of some of them
         self._exportable: dict[str, Request] = {}
         self._rooms: dict[str, str] = {}
@@ -127,6 +129,10 @@ class Scheduler:
         prefix cache.
         """
         self._importer.siblings = siblings
+
+    def add_store(self, store: StoreScheduler) -> None:
+        """Take the engine's store: it hears which blocks are read in part, before it saves them."""
+        self._stores.append(store)
 
     def serve_offers(self, envelopes: Sequence[bytes]) -> None:
         """Serve the envelopes of all workers to other engines, if they may read from this one.
@@ -424,6 +430,8 @@ class Scheduler:
             for group, whole in partial_read.partial.items():
                 if self._caches_prefixes:
                     self._tables.leave_uncached(partial_read.request, group, whole.first_whole)
+                for store in self._stores:
+                    store.leave_out(partial_read.request, group, whole.start)
         self.stats.count_total("num_claims", self._importer.num_claims)
         self.stats.count_total("num_failed_notifications", self._claims.num_unanswered)
         self.stats.count_total("num_refused_claims", self._claims.num_refused)

@@ -120,6 +120,8 @@ class StoreScheduler:
         self._searches: StoreSearches | None = None
         self._num_cached: dict[str, int] = {}
         self._begun: set[str] = set()
+        # by request and group: the first position that another connector has read
+        self._read_from: dict[str, dict[str, int]] = {}
         self._step = KvplanStoreMetadata()
 
     def set_offers(self, offers: Sequence[bytes]) -> None:
@@ -205,10 +207,19 @@ class StoreScheduler:
             self._searches.forget(request.request_id)
         return self._num_cached.pop(request.request_id, 0)
 
+    def leave_out(self, request: str, group: str, stop: int) -> None:
+        """Leave out what is before a position when a request is saved.
+
+        Another connector reads the group from there on, in the middle of a block: its source has
+        freed the beginning.
+        """
+        self._read_from.setdefault(request, {})[group] = stop
+
     def begin_save(self, request: Request, ids: Sequence[Sequence[int]]) -> bool:
         """Save a finished request, and return whether its blocks stay until that is done."""
         self._begun.discard(request.request_id)
         self._forget(request)
+        read_from = self._read_from.pop(request.request_id, {})
         is_done = request.status in (
             RequestStatus.FINISHED_LENGTH_CAPPED,
             RequestStatus.FINISHED_STOPPED,
@@ -230,6 +241,7 @@ class StoreScheduler:
         positions = {}
         for group in self._tables.indices.keys() - self._tables.states:
             first = first_listed(tables[group], self._tables.block_sizes[group])
+            first = max(first, read_from.get(group, 0))
             positions[group] = (min(first, chain.num_tokens), chain.num_tokens)
         # a state has a key where a page ends, if no later token has gone into it
         if request.num_computed_tokens == chain.num_tokens == num_tokens:

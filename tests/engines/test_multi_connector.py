@@ -41,7 +41,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvplan import KVPlanError
+from kvplan import KVPlanError, Model, encode
 from kvplan.protocol import Handoff, HandshakeResult, PartialRead, Read, ReadResult, Source
 from kvplan.protocol.digest_requests import DigestRequest
 from kvplan_nixl.serving.host_key import host_key
@@ -50,6 +50,7 @@ from kvplan_nixl.vllm.engine_hooks import _with_reports, _wrap
 from kvplan_nixl.vllm.metadata import KvplanHandshakeMetadata, KvplanMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import METRICS, KvplanPromMetrics, KvplanStats
 from tests.seen_steps import Seen
+from tests.simulation.vllm_objects import BlockPool, SingleTypeKVCacheManager
 
 TOKENS = 100
 BLOCK = 16
@@ -180,6 +181,16 @@ def handed_over(multi: MultiConnector) -> dict[str, Any]:
     assert is_kept
     assert params is not None
     return dict(params)
+
+
+class Manager:
+    """What vLLM binds all connectors of an engine to."""
+
+    block_pool = BlockPool()
+
+    def __init__(self) -> None:
+        manager = SingleTypeKVCacheManager(BLOCK, self.block_pool)
+        self.coordinator = SimpleNamespace(single_type_managers=[manager])
 
 
 class EndedReads:
@@ -396,15 +407,14 @@ def test_a_prefill_engine_without_offers_stops(start: Start) -> None:
 def test_no_other_connector_stores_a_block_that_is_read_in_part(start: Start, others: tuple[str, ...]) -> None:
     """Prefill lacks the beginning of the block in which decode's window begins: beside others the request fails."""
     prefill, _, _ = start(ORDERS[0])
-    decode, own, _ = start(ORDERS[0], window=40, others=others)
+    decode, _, _ = start(ORDERS[0], window=40, others=others)
     handoff = Handoff.of_params(handed_over(prefill), host_key())
     # decode's window begins at 60, in the block at 48
     params = attrs.evolve(handoff, kept={"group0": 60}).params(host_key()) | {"do_remote_prefill": True}
     request = request_of(params)
     decode.on_new_request(request)
     num_tokens, _ = decode.get_num_new_matched_tokens(request, 0)
-    manager = SimpleNamespace(block_size=BLOCK, num_cached_block={})
-    own._scheduler.set_managers([manager])
+    decode.bind_kv_cache_manager(Manager())
     decode.update_state_after_alloc(request, blocks_of(20, num_null=3), num_tokens)
     work = Seen(own_of(step(decode), decode))
     if others:
@@ -413,6 +423,46 @@ def test_no_other_connector_stores_a_block_that_is_read_in_part(start: Start, ot
         )
     else:
         assert work.reads[0].tokens == {"group0": (60, TOKENS - 1)}
+
+
+@pytest.mark.parametrize("order", [("own", "store"), ("store", "own")])
+def test_a_store_of_kvplan_keeps_what_was_read_of_a_block(
+    start: Start, order: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Prefill lacks the beginning of the block in which decode's window begins: the store saves the rest of it."""
+    prefill, _, _ = start(ORDERS[0])
+    monkeypatch.setattr("kvplan_nixl.vllm.store.identity_of", lambda *_: {})
+    monkeypatch.setitem(
+        CONNECTORS,
+        "store",
+        {
+            "kv_connector": "KvplanStore",
+            "kv_connector_module_path": "kvplan_nixl.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"folder": str(tmp_path), "tokens_per_page": BLOCK},
+        },
+    )
+    decode = MultiConnector(config_of(order), KVConnectorRole.SCHEDULER, cache_of(40))
+    parts = dict(zip(order, decode.sub_connectors, strict=True))
+    decode.bind_kv_cache_manager(Manager())
+    decode.set_xfer_handshake_metadata_pp_aware({(0, 0): KvplanHandshakeMetadata(b"offer", ("KvplanStore",))})
+    parts["store"]._scheduler.set_offers([encode(each) for each in Model.shipped("qwen3-0.6b").engine("d")])
+    handoff = Handoff.of_params(handed_over(prefill), host_key())
+    params = attrs.evolve(handoff, kept={"group0": 60}).params(host_key()) | {"do_remote_prefill": True}
+    request = request_of(params)
+    decode.on_new_request(request)
+    own = parts["own"]
+    assert own.get_num_new_matched_tokens(request, 0) == (TOKENS - 1, True)
+    own.update_state_after_alloc(request, blocks_of(20, num_null=3), TOKENS - 1)
+    (read,) = Seen(own.build_connector_meta(SchedulerOutput.make_empty())).reads
+    assert read.tokens == {"group0": (60, TOKENS - 1)}
+    request.num_computed_tokens = TOKENS
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert decode.request_finished_all_groups(request, blocks_of(20, num_null=3).get_block_ids())[0]
+    (save,) = parts["store"]._scheduler.take_step().saves
+    assert save.positions == {"group0": (60, TOKENS // BLOCK * BLOCK)}
+    decode.shutdown()
 
 
 SOURCE = Source("prefill", "1", "127.0.0.1", 1)

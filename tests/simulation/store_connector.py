@@ -278,8 +278,6 @@ class StoreConnector(VllmConnector):
     def __init__(self, site: Site, *, backend: VirtualBackend) -> None:
         super().__init__(site)
         self._host, self._backend = site.host, backend
-        # it may save blocks that were read in part
-        self._scheduler.set_siblings({"KvplanStore", *site.siblings})
         draw = random.Random(site.host.token_hex(8))
         self._is_first = draw.random() < 0.5
         facts = {"model": "that of all engines"}
@@ -301,6 +299,7 @@ class StoreConnector(VllmConnector):
         self._failed = set[str]()
         with WORLD.on(self._host):
             self._store = STORE_SCHEDULER.StoreScheduler(self._config, self._cache, settings, self._store_state)
+            self._scheduler.add_store(self._store)
             self._store_workers = []
             for described, executor in zip(site.workers, site.executors, strict=True):
                 worker = VirtualStoreWorker(self._config, self._cache, settings, facts)

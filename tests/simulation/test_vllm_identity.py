@@ -291,6 +291,24 @@ def test_a_request_that_weights_have_changed_under_is_not_stored(
     store.close()
 
 
+def test_a_window_that_was_read_in_part_is_stored_from_there(tmp_path: Path) -> None:
+    """Another connector has read it from there, in a block of which its source lacks the beginning."""
+    settings = StoreSettings.read({"folder": str(tmp_path), "tokens_per_page": 16}, "settings")
+    store = STORE.StoreScheduler(config_of("prefill"), cache_of(["window"], 16, 44), settings, state_of())
+    store.set_offers([encode(worker) for worker in Model.shipped("qwen3-0.6b").engine("p", num_blocks=9)])
+    request = request_of(SAID[:PROMPT], None, [7], status=STORE.RequestStatus.FINISHED_STOPPED)
+    spans = []
+    for start in (57, None, 13):
+        if start is not None:
+            store.leave_out("r", "group0", start)
+        assert store.begin_save(request, ids_of(("window",), PROMPT))
+        (job,) = store.take_step().saves
+        spans.append(job.positions["group0"])
+    # without it from the first block on that the request still has, also if less was left out
+    assert spans == [(57, 96), (48, 96), (48, 96)]
+    store.close()
+
+
 # Adapters
 
 

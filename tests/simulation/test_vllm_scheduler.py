@@ -91,6 +91,16 @@ class SeenScheduler(SCHEDULER.Scheduler):  # type: ignore[misc, name-defined]
         return Seen(super().take_step())
 
 
+@attrs.define
+class TellsStore:
+    """The store's part of a scheduler: what it is told to leave out."""
+
+    left_out: list[tuple[str, str, int]] = attrs.field(factory=list)
+
+    def leave_out(self, request: str, group: str, stop: int) -> None:
+        self.left_out.append((request, group, stop))
+
+
 @attrs.define(eq=False)
 class Engines:
     """The schedulers of engines on a virtual network."""
@@ -478,6 +488,21 @@ def test_a_block_that_is_read_in_part_is_not_cached(engines: Engines, caches_pre
     request = request_of([*SAID, 7], ASKED, [8])
     assert scheduler.hand_over(request, ids_of(kinds, COMPUTED))["remote_kept"] == {"group0": partial_from}
     assert scheduler.hand_over(request, ids_of(kinds, COMPUTED))["remote_kept"] == {"group0": first}
+
+
+def test_a_store_is_told_where_a_block_is_read_in_part(engines: Engines) -> None:
+    """Of each group that has one, before the request can end."""
+    kinds = ("full", "window")
+    partial_from = COMPUTED - WINDOW + 1
+    handoff = Handoff.of_params(answered(engines.decode(*kinds), kinds), KEY)
+    scheduler, store = engines.start(*kinds), TellsStore()
+    scheduler.add_store(store)
+    for kept, told in ((partial_from // BLOCK * BLOCK, []), (partial_from, [("r", "group1", partial_from)])):
+        params = attrs.evolve(handoff, kept={"group0": 0, "group1": kept}).params(KEY) | {"do_remote_prefill": True}
+        assert read_of(scheduler, kinds, [*SAID, 7], params) is not None
+        assert store.left_out == told
+        scheduler.end_reads({"r"})
+        scheduler.hand_over(request_of([*SAID, 7], None, [8]), ids_of(kinds, COMPUTED))
 
 
 def test_a_source_may_call_its_groups_otherwise(engines: Engines) -> None:

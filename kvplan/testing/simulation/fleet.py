@@ -478,7 +478,7 @@ class Fleet:
         Where all blocks are of one size, none lacks bytes.
         """
         sizes = {member.shape.tokens_per_block for member in self.scenario.members}
-        has_siblings = bool((Feature.SIBLINGS | Feature.STORE) & self.scenario.features)
+        has_siblings = Feature.SIBLINGS in self.scenario.features
         return has_siblings and len(sizes) > 1 and "siblings" in error.details
 
     def _is_slow(self, arrival: Arrival) -> bool:
