@@ -21,6 +21,7 @@ from kvplan import Blocks, Model, plan_reads
 from kvplan.bridges import from_vllm
 from kvplan.models.tensors import attention, latent
 from tests.engine_memory import meaning, names_of
+from tests.simulation import vllm_objects
 
 torch = pytest.importorskip("torch")
 interface = pytest.importorskip("vllm.v1.kv_cache_interface", reason="needs vLLM")
@@ -28,6 +29,7 @@ interpreter = pytest.importorskip("triton.runtime.interpreter")
 block_table = pytest.importorskip("vllm.v1.worker.block_table")
 parallel_state = pytest.importorskip("vllm.distributed.parallel_state")
 managers = pytest.importorskip("vllm.v1.core.single_type_kv_cache_manager")
+vllm_config = pytest.importorskip("vllm.config")
 description = pytest.importorskip("kvplan_nixl.vllm.description")
 
 TOKENS, NUM_BLOCKS = 101, 20
@@ -98,7 +100,7 @@ def test_each_position_arrives_in_its_slot(model: Model, source: Ranks, destinat
 @pytest.mark.parametrize("dcp", [1, 2, 4])
 def test_a_block_of_a_table_has_positions_of_all_ranks(dcp: int) -> None:
     """vLLM's manager of blocks counts as the connector's scheduler does; states are not divided."""
-    config = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=dcp))
+    config = vllm_objects.VllmConfig(parallel_config=vllm_objects.ParallelConfig(dcp))
     latents = interface.MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16)
     states = interface.MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float16,))
     for spec, kind in ((latents, managers.FullAttentionManager), (states, managers.MambaManager)):
@@ -111,7 +113,8 @@ def test_a_block_of_a_table_has_positions_of_all_ranks(dcp: int) -> None:
             scheduler_block_size=16,
             dcp_world_size=dcp,
         )
-        assert description.tokens_per_table_block(SimpleNamespace(kv_cache_spec=spec), config) == manager.block_size
+        group = interface.KVCacheGroupSpec(["layer"], spec)
+        assert description.tokens_per_table_block(group, config) == manager.block_size
 
 
 def make_rank(model: Model, engine: str, ranks: Ranks, rank: int) -> Any:
@@ -126,15 +129,16 @@ def make_rank(model: Model, engine: str, ranks: Ranks, rank: int) -> Any:
     placed = interface.KVCacheTensor(raw.numel(), names, NUM_BLOCKS * page, page)
     caches = interface.create_kv_cache_views(raw, spec, NUM_BLOCKS, interface.KVCacheLayout.LBHNC, placed, ranks.block)
     config = interface.KVCacheConfig(NUM_BLOCKS, [placed], [interface.KVCacheGroupSpec(names, spec)])
-    parallel = SimpleNamespace(
+    parallel = vllm_config.ParallelConfig(
         tensor_parallel_size=ranks.tp,
         prefill_context_parallel_size=ranks.pcp,
         decode_context_parallel_size=ranks.dcp,
         cp_kv_cache_interleave_size=ranks.interleave,
     )
-    transfer = SimpleNamespace(engine_id=engine)
+    transfer = vllm_config.KVTransferConfig(engine_id=engine)
+    engine_config = vllm_objects.VllmConfig(transfer, parallel_config=parallel)
     with as_rank(ranks, rank):
-        info = description.rank_info(SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel))
+        info = description.rank_info(engine_config)
         slots = slots_of(ranks)
     assert info.rank == rank
     worker = from_vllm(model, info, config, dict(zip(names, caches, strict=True)), kv_layout="content")
