@@ -69,11 +69,12 @@ def test_a_listener_that_is_closed_answers_nobody(leases: Leases) -> None:
 
 def test_a_listener_that_is_not_reached_is_told(leases: Leases) -> None:
     """Offers are asked for at the address that readers get."""
-    listener = Listener("prefill", "127.0.0.1", [], leases, system=Driver())
-    Driver().run(listener.check(10))
-    listener.close()
-    with pytest.raises(KVPlanError, match="PEER: cannot reach prefill"):
-        Driver().run(listener.check(1))
+    with reserved_port() as port:
+        listener = Listener("prefill", "127.0.0.1", [], leases, port=port, system=Driver())
+        Driver().run(listener.check(10))
+        listener.close()
+        with pytest.raises(KVPlanError, match="PEER: cannot reach prefill"):
+            Driver().run(listener.check(1))
 
 
 def test_what_is_withdrawn_is_gone(listener: Listener, leases: Leases) -> None:
