@@ -161,6 +161,7 @@ class Side:
         scheduler = Scheduler(TpModelWorker(runner), TpModelWorker(ModelRunner(DRAFT)), window)
         self.queue = Queue(pool, draft_pool, self.metadata, scheduler)
         self.manager.start(self.queue)
+        self.senders: list[Any] = []
 
     def rows(self, pages: list[int]) -> torch.Tensor:
         """K and V of the request's tokens, in the slots of its pages."""
@@ -177,12 +178,16 @@ def server() -> Iterator[BootstrapServer]:
 
 
 @pytest.fixture
-def prefill(plugin: ModuleType) -> Side:
+def prefill(plugin: ModuleType) -> Iterator[Side]:
     side = Side(plugin, "prefill", 4)
     for memory in (side.k, side.v):
         memory.copy_(torch.randn(memory.shape))
     side.metadata.output_ids[2, 0], side.metadata.bootstrap_room[2, 0] = 29, ROOM
-    return side
+    yield side
+    # requests that could not be published are tried again for 30 s, and each time is a line in the log of another test
+    for sender in side.senders:
+        if not sender._is_published:
+            sender.clear()
 
 
 @pytest.fixture
@@ -196,6 +201,7 @@ THEIRS, OURS = [9, 3, 30, 12, 7, 8, 1, 22, 5, 6], [4, 1, 8]
 def sent(plugin: ModuleType, prefill: Side, server: BootstrapServer, room: int = ROOM) -> Any:
     """A request that prefill has computed in two chunks."""
     sender = plugin.prefill.Sender(prefill.manager, server.address, room)
+    prefill.senders.append(sender)
     sender.req = request_of()
     assert sender.poll() == KVPoll.WaitingForInput
     sender.init(len(THEIRS), 2)
@@ -625,11 +631,9 @@ def test_a_bootstrap_server_that_is_gone_holds_up_no_other(
     with reserved_port() as port:
         gone = BootstrapServer("127.0.0.1", port, system=Driver())
         gone.close()
-        waiting = sent(plugin, prefill, gone, ROOM + 1)
+        sent(plugin, prefill, gone, ROOM + 1)
         sent(plugin, prefill, server)
         published(server)
-    # else it goes on as long as its pages are kept, and logs that, in other tests
-    waiting._publish = unblocked(lambda _: True)
 
 
 def test_a_room_that_has_another_owner_holds_up_no_other(
