@@ -402,7 +402,7 @@ def test_reads_of_a_connector_are_not_staged(monkeypatch: pytest.MonkeyPatch) ->
         assert all((decode.token(position) == prefill.token(position)).all() for position in range(10, 40))
         assert not any(decode.token(position).any() for position in range(10))
     finally:
-        decode.executor.close()
+        decode.close()
         prefill.close()
 
 

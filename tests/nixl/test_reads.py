@@ -98,6 +98,12 @@ class Decode:
         self.claims.release(handoff.source, handoff.lease, "r")
         return ended
 
+    def close(self) -> None:
+        """Let prefill know what has ended, before it closes, as long as it answers: else that is a line in a log."""
+        self.claims.close()
+        wait_until(lambda: not self.claims._by_source, WAIT_S)
+        self.executor.close()
+
     def token(self, position: int) -> np.ndarray:
         return self.cache[[4, 1][position // 24], :, :, position % 24]
 
@@ -110,7 +116,8 @@ def staging_bytes(request: pytest.FixtureRequest) -> int:
 
 def opened(stack: ExitStack, staging_bytes: int) -> tuple[Prefill, Decode]:
     prefill, decode = Prefill(1), Decode(staging_bytes)
-    stack.callback(decode.executor.close)
+    stack.callback(prefill.close)
+    stack.callback(decode.close)
     return prefill, decode
 
 
@@ -118,7 +125,6 @@ def test_a_request_is_read_and_its_lease_ends(staging_bytes: int) -> None:
     """Every value of the range arrives, none before it is touched, and prefill may free the blocks at once."""
     with ExitStack() as stack:
         prefill, decode = opened(stack, staging_bytes)
-        stack.callback(prefill.close)
         result = decode.read(prefill.hand_off("request 1"))
         assert result.error is None
         assert result.is_staged == (staging_bytes > 0)
@@ -134,7 +140,6 @@ def test_a_handoff_is_read_once(staging_bytes: int) -> None:
     """Read, done, and read once more: the blocks may be another request's by then, and the second read fails."""
     with ExitStack() as stack:
         prefill, decode = opened(stack, staging_bytes)
-        stack.callback(prefill.close)
         handoff = prefill.hand_off("request 1")
         assert decode.read(handoff).error is None
         wait_until(lambda: prefill.leases.take_ended().done, WAIT_S)
@@ -168,7 +173,6 @@ def test_a_stranger_does_not_take_a_workers_place(staging_bytes: int) -> None:
     """One handoff of an engine that offered ``prefill/0`` as its own made all reads from the real one fail."""
     with ExitStack() as stack:
         prefill, decode = opened(stack, staging_bytes)
-        stack.callback(prefill.close)
         assert decode.read(prefill.hand_off("first")).error is None
         stranger = Prefill(3)
         stack.callback(stranger.close)
@@ -186,7 +190,6 @@ def test_an_old_handoff_is_refused(staging_bytes: int) -> None:
     """A handoff of an earlier start, at the address of the present one, is not read from the wrong blocks."""
     with ExitStack() as stack:
         prefill, decode = opened(stack, staging_bytes)
-        stack.callback(prefill.close)
         handoff = prefill.hand_off("request 1")
         old = attrs.evolve(handoff, source=attrs.evolve(handoff.source, start="earlier"))
         assert "restarted" in str(decode.read(old).error)
