@@ -40,9 +40,6 @@ QUIET_S = 2.0
 
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
-
-BESIDE = "beside KvplanConnector"
-
 CONVERSATIONS = {
     "a conversation": (
         "llama",
@@ -92,6 +89,15 @@ ROWS = {
     "SGLang 64 to 16, windows apart": Row("mellum", Side("sglang", 64), Side("sglang", 16)),
     "SGLang 16 to 64, TP 1 to 2, windows apart": Row("mellum", Side("sglang", 16), Side("sglang", 64, tp=2)),
 }
+
+BESIDE = {
+    "beside KvplanConnector": Row("llama", Side("vllm", 32), Side("vllm", 32)),
+    "beside KvplanConnector, windows": Row("gemma-3", Side("vllm", 32), Side("vllm", 64), (70, 120, 184)),
+}
+"""Prefill and decode, both of which save what they have.
+
+Where a window begins in the second half of a block of decode, prefill has freed the first half.
+"""
 
 OTHER_WEIGHTS = "llama, other weights"
 
@@ -311,35 +317,39 @@ def converse(name: str) -> str:
 def beside(name: str) -> str:
     """What came of a store beside a transfer from prefill to decode, both of which save. A third engine loads."""
     rng = random.Random(name)
-    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+    row = BESIDE[name]
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in row.lengths]
     with empty_store(in_bucket=False) as store:
         kept = vllm(Side("vllm", 32), store)["kv_transfer_config"]
         sides = []
-        for role in ("kv_producer", "kv_consumer"):
+        for role, side in (("kv_producer", row.saves), ("kv_consumer", row.loads)):
             transfer = {
                 "kv_connector": "MultiConnector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"connectors": [{**CONNECTORS["kvplan"], "kv_role": role}, kept]},
             }
-            sides.append(Side("vllm", 32, more={"kv_transfer_config": transfer}))
+            sides.append(side._replace(more={"kv_transfer_config": transfer}))
         with (
-            closing_engine(start("llama", sides[0], store, "prefill")) as prefill,
-            closing_engine(start("llama", sides[1], store, "decode")) as decode,
+            closing_engine(start(row.model, sides[0], store, "prefill")) as prefill,
+            closing_engine(start(row.model, sides[1], store, "decode")) as decode,
         ):
             offers = [offered(answer) for answer in prefill.generate(prompts, 1, [ASK] * len(prompts))]
-            answered = [answer.tokens for answer in decode.generate(prompts, MAX_TOKENS, offers)]
+            read = decode.generate(prompts, MAX_TOKENS, offers)
+            answered = [answer.tokens for answer in read]
             for engine in (prefill, decode):
                 saved(engine, store, 0)
         asked = [[*prompt, *answer, *prompt[:9]] for prompt, answer in zip(prompts, answered, strict=True)]
-        with closing_engine(start("llama", sides[1], store, "next")) as reader:
+        with closing_engine(start(row.model, sides[1], store, "next")) as reader:
             loaded = answers(reader, asked)
             computed = answers(reader, asked, salt="computed")
             answered_alone = answers(reader, prompts, salt="computed, too")
+    pages = [(length + MAX_TOKENS - 1) // PAGE * PAGE for length in row.lengths]
     findings = {
+        "read": [answer.cached for answer in read] == [length - 1 for length in row.lengths],
         "same tokens": [answer for answer, _ in loaded] == [answer for answer, _ in computed],
         "same tokens of decode": answered == [answer for answer, _ in answered_alone],
-        "hits": [cached for _, cached in loaded] == [(length + MAX_TOKENS - 1) // PAGE * PAGE for length in LENGTHS],
+        "hits": [cached for _, cached in loaded] == pages,
         "no hits": not any(cached for _, cached in [*computed, *answered_alone]),
     }
     wrong = [name for name, is_so in findings.items() if not is_so]
@@ -466,7 +476,7 @@ def main() -> None:
     trials = {
         **dict.fromkeys(ROWS, judge),
         **dict.fromkeys(CONVERSATIONS, converse),
-        BESIDE: beside,
+        **dict.fromkeys(BESIDE, beside),
         **dict.fromkeys(UNLIKE, unlike),
         **dict.fromkeys(UPDATES, updated),
         **dict.fromkeys(REPLACED, replaced),
