@@ -300,6 +300,8 @@ class Exporter:
             if self._move(export, ExportEvent.LEASE_ENDED) is FREE:
                 self._forget(request)
                 released.append(request)
+            else:
+                self._keep(export, 0, {})
             if request in ended.late:
                 expected = f"a reader that claims it within {self.leases.lease_s:g} s"
                 if request in ended.old:

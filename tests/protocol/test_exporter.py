@@ -121,6 +121,7 @@ def test_a_request_whose_readers_are_done_early_is_computed_for_nobody(world: Wo
     assert world.leases.release(lease, "decode")
     if is_seen:
         world.exporter.step()
+        assert world.exporter.num_blocks == 0
     assert world.finish() is None
     world.exporter.abort("r")
     assert world.withdrawn == [("room", lease)]
