@@ -19,7 +19,6 @@ Connections and prepared plans belong to the executor, so they are made on the c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -345,6 +344,7 @@ class PeerEngines:
             plan = peer.handshake.result()
             # Connecting replaces the workers of earlier starts, also where it fails.
             self._forget_older(peer)
+            self._disconnect_others(peer.source.engine_id, plan)
             peer.plan = self._connect(plan)
         except KVPlanError as error:
             del self._peers[peer.source]
@@ -364,12 +364,7 @@ class PeerEngines:
             if not pair.group_pairs:
                 continue
             offer = plan.offers[remote.key]
-            connected = self._connected.get(remote.key)
-            # Another offer is that of another start, or of other memory.
-            if connected is not None and connected.offer != offer:
-                self._connections.disconnect(connected.worker)
-            # Connecting may fail. A worker that was lost connects again by the same offer.
-            self._connected.pop(remote.key, None)
+            # A worker that was lost connects again by the same offer.
             self._connections.connect(offer)
             self._connected[remote.key] = WorkerOffer(remote, offer)
         maps = getattr(self._executor, "maps", None)
@@ -409,10 +404,26 @@ class PeerEngines:
             connected = self._connected.get(key)
             # A later start may have replaced the worker already.
             if connected is not None and connected.offer == offer:
-                del self._connected[key]
-                # The executor keeps a worker with which a transfer still runs.
-                with suppress(KVPlanError):
-                    self._connections.disconnect(connected.worker)
+                self._disconnect(key)
+
+    def _disconnect_others(self, engine_id: str, plan: PeerPlan) -> None:
+        """Disconnect the workers of an engine but those of a plan.
+
+        Another offer is that of another start, or of other memory. A start that was lost has no
+        peer any more, by which its workers were forgotten.
+        """
+        for key, connected in [*self._connected.items()]:
+            if key[0] == engine_id and plan.offers.get(key) != connected.offer:
+                self._disconnect(key)
+
+    def _disconnect(self, key: Key) -> None:
+        """Disconnect a worker, unless the executor keeps it: a transfer with it still runs."""
+        try:
+            self._connections.disconnect(self._connected[key].worker)
+        except KVPlanError as error:
+            if error.code == "TRANSFER":
+                return
+        del self._connected[key]
 
 
 def _check_engine(source: Source, worker: Worker) -> None:

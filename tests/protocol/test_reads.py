@@ -1043,6 +1043,25 @@ def test_a_restart_with_fewer_workers(one: Callable[..., World]) -> None:
     assert world.connected[2:] == ["not prefill/0", "not prefill/1", "prefill/0"]
 
 
+def test_a_restart_with_fewer_workers_of_an_engine_that_was_lost(one: Callable[..., World]) -> None:
+    """What was read from it last has failed, so that it was forgotten, and its connections were not."""
+    world = one()
+    world.submit(world.read("a"))
+    world.until(1)
+    world.executor.failing = {"b"}
+    world.submit(world.read("b"))
+    assert world.until(1)["b"].error is not None
+    world.engines["prefill"] = engine("prefill", tp=1)
+    world.gone = {"1"}
+    world.network = world.executor.network = FakeNetwork([world.local, *world.engines["prefill"]])
+    if world.pipeline is not None:
+        world.pipeline._copier = FakeCopier(world.network.memory, world.local.key)
+    world.submit(world.read("c", source_of(start="2")))
+    assert world.until(1)["c"].error is None
+    assert world.connected[-3:] == ["not prefill/0", "not prefill/1", "prefill/0"]
+    assert [*world.known] == [("prefill", 0)]
+
+
 def test_an_engine_that_is_not_read_from_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that was not read from for an hour is disconnected when another one comes, and can come again."""
     (local,) = engine("decode")
