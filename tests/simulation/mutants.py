@@ -4,7 +4,8 @@
 two arguments that change places, a statement that is left out. Each is made in a process of its own, which first runs
 fleets of a fixed set of seeds and then, if all rules hold, the unit tests of the code. It prints what survives, and the
 score. With ``--fleets 60`` there are no unit tests, and each mutant gets 60 seconds of fleets: what only fleets notice.
-Of those of the first seeds it gets the fleets that run the changed statement, which one pass without changes has found.
+Of those of the first seeds it gets the fleets that run the changed statement, which one pass without changes has found,
+and first those that run it most often for their time.
 
 What only messages and logs say does not change, nor do :data:`EQUIVALENT` statements.
 """
@@ -31,7 +32,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -106,7 +108,7 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Sub: ast.Add,
 }
 STATEMENTS = (ast.Expr, ast.Assign, ast.AugAssign, ast.Delete, ast.Raise, ast.Continue, ast.Break)
-UNHEARD = ("KVPlanError", "logger", "_logger")
+UNHEARD = ("KVPlanError", "logger", "_logger", "wrong_type", "damaged")
 """Names in what is said alone."""
 
 TEXTS = ("__repr__", "__str__")
@@ -114,7 +116,6 @@ TEXTS = ("__repr__", "__str__")
 
 EQUIVALENT = {
     "strict": "lengths agree: a check of the code itself, as assertions are",
-    "self._system.monotonic() - peer.used_at > MAX_AGE_S": "at one moment of an hour",
     "system.sleep(RETRY_S)": "a server is asked more often, and answers the same",
     "self._system.sleep(RETRY_S)": "a server is asked more often, and answers the same",
     "self._seen = published": "what was read before is looked at again, and nothing of it is read",
@@ -123,21 +124,29 @@ EQUIVALENT = {
 }
 """Arguments and code whose change changes no answer, and why."""
 
+ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+TIMES = re.compile(r"_at\b|\bnow\b|monotonic|timeout_s")
+"""What a clock says: whether a time has passed or is now is another question at one moment alone."""
+
+SYMMETRIC = ("min", "max")
+"""Functions whose arguments may change places."""
+
 OPTIONS = ("-q", "-x", "--no-header", "-p", "no:cacheprovider")
 VLLM_FLEETS = ("vllm", "vllm rooms again", "vllm rooms", "vllm verified")
 SGLANG_FLEETS = ("sglang", "sglang stages")
+STORE_FLEETS = ("store",) * 4
 OTHER_FLEETS = ("leases", "staged", "choosing", "verified", "vllm rooms with small limits")
 FLEETS = {
-    "kvplan.protocol.(page|prefix)_": ("store",),
-    "kvplan_nixl.*store": ("store",),
+    "kvplan.protocol.(page|prefix)_": STORE_FLEETS,
+    "kvplan_nixl.*store": STORE_FLEETS,
     "kvplan_nixl.vllm": VLLM_FLEETS,
     "kvplan_nixl.sglang": SGLANG_FLEETS,
     "kvplan.protocol": (*OTHER_FLEETS, *VLLM_FLEETS, *SGLANG_FLEETS),
 }
-"""The fleets of modules, by regular expressions of which the first one counts."""
+"""The fleets of modules, by regular expressions of which the first one counts. One may have more seeds than others."""
 
 NUM_SEEDS = 60
-NUM_REACHED_SEEDS = 240
+NUM_REACHED_SEEDS = 360
 LIMIT_S = 150
 PROCESSOR_S = 50
 """Seconds by the clock, and of a processor, after which a mutant has hung."""
@@ -151,8 +160,8 @@ Statement = tuple[str, int]
 Fleet = tuple[str, int]
 """The name of a simulation, and a seed."""
 
-RUN: set[Statement] = set()
-"""The statements that have run, in modules whose sources are marked."""
+RUN: Counter[Statement] = Counter()
+"""How often statements have run, in modules whose sources are marked."""
 
 
 @attrs.frozen
@@ -196,7 +205,8 @@ def parts(node: ast.AST) -> Iterator[ast.AST]:
 
 def changes(node: ast.AST) -> Iterator[Callable[[ast.AST], ast.AST]]:
     """What a node may become; each change gets a copy of it."""
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
+    is_timed = isinstance(node, ast.Compare) and isinstance(node.ops[0], ORDERS) and TIMES.search(ast.unparse(node))
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS and not is_timed:
         yield lambda twin: _with(twin, ops=[SWAPS[type(node.ops[0])](), *node.ops[1:]])
     if isinstance(node, ast.BoolOp | ast.BinOp) and type(node.op) in SWAPS:
         yield lambda twin: _with(twin, op=SWAPS[type(node.op)]())
@@ -207,7 +217,13 @@ def changes(node: ast.AST) -> Iterator[Callable[[ast.AST], ast.AST]]:
     if isinstance(node, ast.Constant) and isinstance(node.value, bool | int):
         new = not node.value if isinstance(node.value, bool) else node.value + 1
         yield lambda twin: ast.Constant(new)
-    if isinstance(node, ast.Call) and len(node.args) > 1 and ast.dump(node.args[0]) != ast.dump(node.args[1]):
+    is_symmetric = isinstance(node, ast.Call) and ast.unparse(node.func) in SYMMETRIC
+    if (
+        isinstance(node, ast.Call)
+        and len(node.args) > 1
+        and not is_symmetric
+        and ast.dump(node.args[0]) != ast.dump(node.args[1])
+    ):
         yield lambda twin: _with(twin, args=[node.args[1], node.args[0], *node.args[2:]])
     is_local = isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) for target in node.targets)
     is_text = isinstance(node, ast.Expr) and (isinstance(node.value, ast.Constant) or not is_heard(node.value))
@@ -271,8 +287,13 @@ class Planter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__dict__["run_statement"] = RUN.add
+        module.__dict__["run_statement"] = run_statement
         exec(compile(self._sources[module.__name__], f"<{module.__name__}>", "exec"), module.__dict__)
+
+
+def run_statement(statement: Statement) -> None:
+    """Note that a statement runs."""
+    RUN[statement] += 1
 
 
 def marked_source(module: str) -> str:
@@ -337,25 +358,33 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
 def fleets_of(modules: Iterable[str], num_seeds: int) -> list[Fleet]:
     """The fleets of some modules: each seed in one of the simulations, so that a few show many features."""
     found = [next(names for each, names in FLEETS.items() if re.match(each, module)) for module in modules]
-    names = [*dict.fromkeys(name for names in found for name in names)]
+    names = [*reduce(or_, map(Counter, found)).elements()]
     return [(names[seed % len(names)], seed) for seed in range(num_seeds)]
 
 
 def reached(modules: Sequence[str]) -> dict[Statement, list[Fleet]]:
-    """The fleets that run each statement. One that breaks a rule without any change is left out."""
+    """The fleets that run each statement, first those that run it most often in a second.
+
+    One that breaks a rule without any change is left out.
+    """
     sys.meta_path.insert(0, Planter({module: marked_source(module) for module in modules}))
     logging.disable(logging.CRITICAL)
     fleets = make_fleets()
-    reached: dict[Statement, list[Fleet]] = {}
+    reached: dict[Statement, list[tuple[float, Fleet]]] = {}
     for name, seed in fleets_of(modules, NUM_REACHED_SEEDS):
         RUN.clear()
+        began = time.process_time()
         outcome = outcome_of(fleets, name, seed)
+        taken_s = time.process_time() - began
         if outcome.error is not None:
             print(f"without a change: {name}: {outcome}", file=sys.stderr, flush=True)
             continue
-        for statement in RUN:
-            reached.setdefault(statement, []).append((name, seed))
-    return reached
+        for statement, number in RUN.items():
+            reached.setdefault(statement, []).append((number / taken_s, (name, seed)))
+    return {
+        statement: [fleet for _, fleet in sorted(found, key=lambda each: -each[0])]
+        for statement, found in reached.items()
+    }
 
 
 def verdict(mutant: Mutant, fleets_s: float | None, chosen: Sequence[Fleet]) -> str:
@@ -366,8 +395,9 @@ def verdict(mutant: Mutant, fleets_s: float | None, chosen: Sequence[Fleet]) -> 
         fleets = make_fleets()
     except Exception as error:
         return f"import: {error!r}"
+    began = time.process_time()
     for name, seed in chosen:
-        if fleets_s is not None and time.process_time() > fleets_s:
+        if fleets_s is not None and time.process_time() - began > fleets_s:
             return "survives"
         outcome = outcome_of(fleets, name, seed)
         if outcome.error is not None:
