@@ -35,6 +35,7 @@ from kvplan.protocol.digest_requests import DigestRequests
 from kvplan.protocol.exporter import Exporter
 from kvplan.protocol.importer import Importer
 from kvplan.protocol.page_keys import Chain
+from kvplan.protocol.page_reads import PageReads
 from kvplan.protocol.read_jobs import LeaseCheck
 from kvplan.staging import Pipeline
 from kvplan.staging.plan import FreeBlocks
@@ -100,12 +101,13 @@ class Fault:
 FAULTS = [
     # Leases
     Fault("a reaper frees what a claim holds", Leases, "take_ended", "if lease.over_at <= now:", "if lease.ends_at <= now:", seed=0, rule="CLAIM"),
-    Fault("a claim brings a lease back", Leases, "claim", "return False", "self._leases[lease] = _Lease(lease.split()[0], 0.0, 0.0, math.inf)", seed=0, rule="OWN"),
-    Fault("an ended lease is valid", Leases, "is_valid", "not self._is_refused(lease)", "True", seed=1, rule="OWN"),
+    Fault("a claim brings a lease back", Leases, "claim", "return False", "self._leases[lease] = _Lease(lease.split()[0], 0.0, 0.0, math.inf)", seed=0, rule="CLAIM"),
+    Fault("an ended lease is valid", Leases, "is_valid", "not self._is_refused(lease)", "True", seed=1, rule="CLAIM"),
     Fault("a lease ends by a clock that is twice as fast", Leases, "claim", "now + self.lease_s", "now + self.lease_s / 2", seed=14, rule="CLAIM"),
     Fault("the first lease ends by a clock that began elsewhere", Leases, "_grant", "now + duration_s", "duration_s", seed=0, rule="CLAIM"),
     Fault("done of one reader ends all claims", Leases, "release", "claims_end_at.pop(reader, None)", "claims_end_at.clear()", seed=3, rule="CLAIM"),
     Fault("done is believed twice", Leases, "release", "self._drop(lease)", "pass", seed=0, rule="GROW"),
+    Fault("a reader that is done is told that an ended lease was valid", Leases, "release", "return False", "return True", seed=3, rule="CLAIM"),
     Fault("done does not end the first lease", Leases, "release", "ending.ends_at = now", "pass", seed=0, rule="LINGER"),
     Fault("a claim ends with a later message", claims.SourceClaims, "next_due", "if self._done or self._unsent:", "if self._unsent:", seed=0, rule="LINGER"),
     Fault("an unclaimed lease never ends", Leases, "take_ended", "ended.append(lease)", "pass", seed=0, rule="END"),
@@ -126,6 +128,7 @@ FAULTS = [
     Fault("a read fails for one lost answer", LeaseCheck, "_take", "now - self.confirmed_at > SILENCE_S", "True", seed=14, rule="RIGHT"),
     Fault("when a lease was asked for is not noted", LeaseCheck, "poll", "self.asked_at = now", "pass", seed=7, rule="ASK"),
     Fault("a failed read ends while bytes may land", reads.Reads, "_poll_job", "if job.is_settled and (job.error is not None or is_right)", "if job.error is not None or (job.is_settled and is_right)", seed=0, rule="GIVEN"),
+    Fault("transfers that have ended are not released", reads.Reads, "_settle_transfers", "self._executor.release(transfer)", "pass", seed=0, rule="GROW"),
     Fault("the error of a transfer is not seen", reads.Reads, "_settle_transfers", "job.error = job.error or error", "pass", seed=90, rule="OWN"),
     Fault("an engine that is gone is not forgotten", reads.Reads, "_discard_lost", '("PEER", "TRANSFER")', "()", seed=90, rule="AGAIN"),
     Fault("the end of a transfer is not noticed", reads.Reads, "_has_changed", "Status.RUNNING:\n            num_changes += 1", "Status.RUNNING:\n            pass", seed=1, rule="AGAIN"),
@@ -133,7 +136,7 @@ FAULTS = [
     Fault("a request fails with a connection that was lost", reads.Reads, "_poll_job", "if job.may_repeat:", "if False:", seed=2431, rule="AGAIN"),
     # Handshakes
     Fault("a failed handshake is kept", peer_engines.PeerEngines, "_advance", "del self._peers[peer.source]\n        ", "", seed=12, rule="LINGER"),
-    Fault("a restarted engine is read by its old connection", peer_engines.PeerEngines, "_connect", "if connected is not None and connected.offer != offer:", "if connected is not None:\n            continue\n        if False:", seed=61, rule="AGAIN"),
+    Fault("the workers of a restarted engine stay connected", peer_engines.PeerEngines, "_disconnect", "self._connections.disconnect(self._connected[key].worker)", "pass", seed=34, rule="AGAIN"),
     Fault("a request fails with an old handshake", reads.Reads, "poll", "reads.came_at - peer.began_at > RETRY_S", "False", seed=19, rule="AGAIN"),
     Fault("the start of an offer is not compared", peer_engines, "fetch", "(offers.engine_id, offers.start) != (source.engine_id, source.start)", "offers.engine_id != source.engine_id", seed=34, rule="AGAIN"),
     # Handoffs
@@ -151,7 +154,7 @@ FAULTS = [
     Fault("a transfer writes one cell more", fabric.VirtualExecutor, "_land", "self.port.memory.cells[flight.writes[part]] = labels", "self.port.memory.cells[flight.writes[part]] = labels; self.port.memory.cells[flight.writes[part][-1:] + 1] = 7", seed=0, rule="OWN"),
     Fault("a transfer that has failed is done", fabric.VirtualExecutor, "poll", "transfer.status = Status.FAILED\n            transfer.error = flight.error", "transfer.status = Status.DONE", seed=90, rule="OWN"),
     Fault("a transfer fails without an error", fabric.VirtualExecutor, "poll", "Status.FAILED\n            transfer.error = flight.error", "Status.FAILED"),
-    Fault("a transfer writes in another order than it reads", fabric.VirtualExecutor, "start", "self.port.memory.cells_of(local)", "self.port.memory.cells_of(local[::-1])", seed=0, rule="OWN"),
+    Fault("a transfer writes in another order than it reads", fabric.VirtualExecutor, "_post", "self.port.memory.cells_of(local)", "self.port.memory.cells_of(local[::-1])", seed=0, rule="OWN"),
 ]  # fmt: skip
 
 Scheduler = SCHEDULER.Scheduler
@@ -178,10 +181,10 @@ VLLM_ROOM_FAULTS = [
     Fault("a request that was aborted is read on", Importer, "finish", "self.give_up(request)", "pass"),
     Fault("a request that is given up keeps its blocks lent", Exporter, "abort", "self.leases.revoke(export.lease)", "pass", seed=2, rule="GROW"),
     Fault("a request that is computed is released", Exporter, "step", "is FREE:", "in (FREE, LOST):", seed=0, rule="REPORT"),
-    Fault("a room that was read stays open", Exporter, "step", "self._forget(request)", "pass", seed=0, rule="GROW"),
+    Fault("a room that was read stays open", Exporter, "step", "self._forget(request)", "pass", seed=0, rule="REPORT"),
     Fault("an entry outlives its lease", Listener, "withdraw", "self.rooms.withdraw(room)", "pass", seed=0, rule="GROW"),
     Fault("blocks are lent before they are computed", Scheduler, "_publish_early", "num_tokens = request.num_computed_tokens - request.num_in_flight_tokens", "num_tokens = min(request.num_computed_tokens + 8, request.num_prompt_tokens - 1)", seed=4, rule="OWN"),
-    Fault("the whole has a lease of its own", Exporter, "finish", "if not export.lease:", "if True:", seed=0, rule="CLAIM"),
+    Fault("the whole has a lease of its own", Exporter, "finish", "if not export.lease:", "if True:", seed=0, rule="RIGHT"),
     Fault("a request is reported while a part is read", reads.Reads, "poll", "reads.has_last and not reads.is_moving", "reads.has_last", seed=0, rule="OWN"),
     Fault("the error of a part is forgotten", reads.Reads, "_end", "reads.error = reads.error or result.error", "reads.error = result.error"),
     Fault("what is lost is finished", Exporter, "finish", "export.state is LOST or is_over", "is_over", seed=0, rule="CRASH"),
@@ -198,13 +201,13 @@ HYBRID_FAULTS = [
     Fault("a block that was read in part is not said to be", Importer, "_read_whole", "partial[group] = whole", "pass", seed=1, rule="OWN", model="windows"),
     # states
     Fault("a state is read from another request's slot", LeaseConnector, "_tables", "ids[-1:]", "[max(1, ids[-1] - 1)]", seed=0, rule="OWN", model="states"),
-    Fault("prefill computes the last token too", LeaseConnector, "add", "request.is_for_another and is_passing", "False", seed=0, rule="AGAIN", model="states"),
+    Fault("prefill computes the last token too", LeaseConnector, "add", "request.is_for_another and is_passing", "False", seed=0, rule="RIGHT", model="states"),
 ]  # fmt: skip
 
 HYBRID_VLLM_FAULTS = [
     Fault("no request with a state is handed over", Scheduler, "_finish", "num_tokens < request.num_computed_tokens", "num_tokens <= request.num_computed_tokens", seed=0, rule="RIGHT", model="states"),
     Fault("the first block of a state counts", TABLES.BlockTables, "of_ids", "ids[index][-1:]", "ids[index][:1]", seed=0, rule="OWN", model="states"),
-    Fault("a prompt with a state does not stop short", Scheduler, "add", "if is_short and", "if False and", seed=0, rule="AGAIN", model="states"),
+    Fault("a prompt with a state does not stop short", Scheduler, "add", "if is_short and", "if False and", seed=0, rule="RIGHT", model="states"),
     Fault("a window begins one position too early", DESCRIPTION, "_first_attended", " + 1)", ")", seed=5, rule="RIGHT", model="windows"),
     Fault("vLLM caches blocks that were read in part", TABLES.BlockTables, "leave_uncached", "max(num_cached, num_blocks)", "num_cached", seed=1, rule="OWN", model="windows"),
     Fault("a window keeps what it has freed", exporter, "first_listed", "return first * tokens", "return 0 * tokens", seed=5, rule="RIGHT", model="windows"),
@@ -227,7 +230,7 @@ VLLM_DIGEST_FAULTS = [
     Fault("digests of workers are dropped", Scheduler, "take_digests", "self._listener.digests.put(digest_request, [joined(digests)])", "pass", seed=0, rule="AGAIN"),
 ]  # fmt: skip
 CHOICE_FAULTS = [
-    Fault("the first worker is chosen for", peer_engines.PeerEngines, "_fastest_plan", "DirectReads.of(self._worker, workers, ", "DirectReads.of(self._worker, workers[:1], ", seed=0, rule="AGAIN"),
+    Fault("the first worker is chosen for", peer_engines.PeerEngines, "_fastest_plan", "DirectReads.of(self._worker, workers, ", "DirectReads.of(self._worker, workers[:1], ", seed=0, rule="RIGHT"),
 ]  # fmt: skip
 
 Receiver, Sender = DECODE.Receiver, PREFILL.Sender
@@ -256,7 +259,7 @@ SGLANG_FAULTS = [
     Fault("a page that is computed in part is read", Importer, "_read_more", "handoff.num_tokens // size * size", "-(-handoff.num_tokens // size) * size", seed=5, rule="RIGHT"),
     Fault("a chunk counts as the whole prompt", Importer, "_next", "if found.is_whole:", "if True:", seed=1, rule="RIGHT"),
     Fault("a chunk is read while another one is", reads.Reads, "submit", "if not reads.is_moving:\n            self._begin(reads)", "self._begin(reads)", seed=6, rule="OWN"),
-    Fault("a request that is given up keeps its lease", Exporter, "abort", "self.leases.revoke(export.lease)", "pass", seed=38, rule="GROW"),
+    Fault("a request that is given up keeps its lease", Exporter, "abort", "self.leases.revoke(export.lease)", "pass", seed=38, rule="CLAIM"),
     Fault("a lease that begins early never ends", Leases, "begin_first", "now = self._system.monotonic()", "now = math.inf", seed=0, rule="END"),
     # pages
     Fault("positions of the last chunk alone are counted", Sender, "send", "self._num_tokens += num_kv_tokens", "self._num_tokens = num_kv_tokens", seed=1, rule="RIGHT"),
@@ -322,10 +325,10 @@ FEATURE_FAULTS += [
     Fault("answers are kept as if requests had come for them", Exporter, "finish", "export.gives_way = first_s is not None", "export.gives_way = False", seed=1, rule="END", features=TURNS),
     Fault("an answer gives way that a reader claims", Leases, "end_unclaimed", "found is None or any(end > now for end in found.claims_end_at.values())", "found is None", seed=13, rule="CLAIM", features=TURNS),
     Fault("a rewritten answer is read", Handoff, "count_shared", "return num_tokens\n    raise", "return self.num_tokens\n    raise", seed=4, rule="OWN", features=TURNS),
-    Fault("a lease is named as its request", Leases, "_grant", 'f"{request} {self._system.token_hex(LEASE_TOKEN_BYTES)}"', 'f"{request} 7"', seed=34, rule="OWN", features=Feature.REPEATS),
-    Fault("a lease is named by the number of leases", Leases, "_grant", "{self._system.token_hex(LEASE_TOKEN_BYTES)}", "{len(self._leases)}", seed=47, rule="OWN", features=Feature.REPEATS),
+    Fault("a lease is named as its request", Leases, "_grant", 'f"{request} {self._system.token_hex(LEASE_TOKEN_BYTES)}"', 'f"{request} 7"', seed=34, rule="CLAIM", features=Feature.REPEATS),
+    Fault("a lease is named by the number of leases", Leases, "_grant", "{self._system.token_hex(LEASE_TOKEN_BYTES)}", "{len(self._leases)}", seed=47, rule="CLAIM", features=Feature.REPEATS),
     Fault("a handoff of other weights is read", Handoff, "check_weights", "version != self.weights_version", "False", seed=1, rule="OWN", features=Feature.UPDATES),
-    Fault("leases stay valid when a cache is reset", Leases, "end_all", "self._leases.clear()", "pass", seed=0, rule="GROW", features=Feature.UPDATES),
+    Fault("leases stay valid when a cache is reset", Leases, "end_all", "self._leases.clear()", "pass", seed=0, rule="CLAIM", features=Feature.UPDATES),
     Fault("a table with gaps is read as one without", handoff, "_read_table", "if GAP not in ids:", "if GAP in ids:", seed=1, rule="RIGHT", model="windows", features=Feature.SINKS),
     Fault("gaps of a table move to its end", handoff, "_table_values", "blocks.ordinals - blocks.first", "range(len(blocks.ids))", seed=1, rule="RIGHT", model="windows", features=Feature.SINKS),
 ]  # fmt: skip
@@ -336,6 +339,7 @@ FEATURE_FAULTS += [
     Fault("a handoff has any number of prefixes", handoff, "_read_prefixes", "len(pairs) > MAX_PREFIXES", "False", seed=12, rule="REFUSE", features=Feature.BAD_FIELDS),
     Fault("a handoff keeps positions of a group that it lacks", Handoff, "__attrs_post_init__", "if group not in tables:", "if False:", seed=41, rule="REFUSE", features=Feature.BAD_FIELDS),
     Fault("a second start is read while the first one answers", peer_engines.PeerEngines, "_plan", "await self._refuse_beside(source, start, min(ANSWER_S, timeout_s / 2 / len(earlier)))", "pass", seed=3, rule="START", features=Feature.RIVALS),
+    Fault("workers of an earlier start stay connected", peer_engines.PeerEngines, "_disconnect_others", "key[0] == engine_id", "key in plan.offers", seed=11, rule="GROW", features=Feature.RESTARTS | Feature.RESHAPES),
     Fault("a block is read in part that another connector stores", Importer, "_check_siblings", "if self.siblings:", "if False:", seed=1, rule="OWN", model="windows", features=Feature.SIBLINGS),
 ]  # fmt: skip
 LIMIT_FAULTS = [
@@ -364,6 +368,8 @@ FEATURE_ROOM_FAULTS = [
     Fault("the lease of a preempted request stays valid", Scheduler, "publish", "self._exporter.revoke(name)", "pass", seed=4, rule="OWN", features=BURSTS | PREEMPTION),
     Fault("a revoked lease stays valid", Exporter, "revoke", "is_claimed = self.leases.revoke(export.lease)", "is_claimed = True", seed=0, rule="GROW", features=BURSTS | PREEMPTION),
     Fault("the entry of a preempted request stays", Exporter, "revoke", "self._withdraw(export.room, export.lease)", "pass", seed=0, rule="GROW", features=BURSTS | PREEMPTION),
+    Fault("the blocks of a preempted request are counted", Exporter, "revoke", "self._keep(export, 0, {})", "pass", seed=0, rule="REPORT", features=BURSTS | PREEMPTION),
+    Fault("what was found is published alone", Exporter, "publish", "num_tokens <= export.num_found", "num_tokens < export.num_found", seed=1, rule="OWN", features=BURSTS | ASYNC_STEPS | Feature.NEAR_PROMPTS),
     Fault("a preempted request whose reader has a part is published again", Exporter, "revoke", "ExportEvent.LOSE if is_claimed else ExportEvent.REVOKE", "ExportEvent.REVOKE", seed=4, rule="AGAIN", features=BURSTS | PREEMPTION),
     Fault("what a step under way writes is published", Scheduler, "_publish_early", "num_tokens = request.num_computed_tokens - request.num_in_flight_tokens", "num_tokens = request.num_computed_tokens", seed=0, rule="OWN", features=ASYNC_STEPS),
     Fault("a prefix that another request computes is published", Exporter, "publish", "num_tokens <= export.num_found or ", "", seed=11, rule="OWN", features=BURSTS | ASYNC_STEPS | Feature.NEAR_PROMPTS),
@@ -400,12 +406,16 @@ STORE_FAULTS = [
     Fault("a store saves what was not read", STORE_SCHEDULER.StoreScheduler, "begin_save", "max(first, read_from.get(group, 0))", "first", seed=228, rule="OWN", model="windows", features=STORE),
     Fault("a store is not told what was not read", Scheduler, "take_step", "store.leave_out(partial_read.request, group, whole.start)", "pass", seed=228, rule="OWN", model="windows", features=STORE),
     Fault("what a store leaves out is remembered", STORE_SCHEDULER.StoreScheduler, "begin_save", "self._read_from.pop(request.request_id, {})", "self._read_from.get(request.request_id, {})", seed=1, rule="GROW", model="windows", features=STORE),
-    Fault("a save is told before its bytes are read", STORE_SCHEDULER.StoreScheduler, "begin_save", "    return True", "    return False", seed=0, rule="CLAIM", features=STORE),
+    Fault("a save is told before its bytes are read", STORE_SCHEDULER.StoreScheduler, "begin_save", "    return True", "    return False", seed=0, rule="STORE", features=STORE),
     Fault("a client that was given up moves its bytes", stalls.StallGuard, "call", "client.abandon()", "pass", seed=1, rule="GIVEN", features=STORE),
     Fault("the last token of a prompt is loaded", STORE_SCHEDULER.StoreScheduler, "count_tokens_to_load", "min(stop, num_tokens - 1)", "min(stop, num_tokens)", seed=0, rule="CRASH", features=STORE),
     Fault("a load ends with its first run of pages", StoreClient, "load", "for page_plan, pages, shard_span in self._runs(chain, group, span):", "for page_plan, pages, shard_span in [*self._runs(chain, group, span)][:1]:", seed=12, rule="OWN", features=STORE),
     Fault("all files of a run get its first page", StoreClient, "_files", "offset + slot * shard.num_bytes", "offset", seed=2, rule="OWN", features=STORE),
     Fault("a request that was loaded is remembered", STORE_SCHEDULER.StoreScheduler, "begin_save", "self._begun.discard(request.request_id)", "pass", seed=0, rule="GROW", features=STORE),
+    Fault("nothing is saved", STORE_SCHEDULER.StoreScheduler, "begin_save", "if chain is None or not chain.keys:", "if chain is not None:", seed=0, rule="STORE", features=STORE),
+    Fault("no shard of a page is read", PageReads, "_plan", "by_size.setdefault(size, []).append(shard)", "pass", seed=0, rule="STORE", features=STORE),
+    Fault("a save ends with its first run of pages", StoreClient, "_save", "if None in outcomes:", "if None not in outcomes:", seed=12, rule="STORE", features=STORE),
+    Fault("a check of a file has no memory for its bytes", page_files, "read_page", 'b"" if memory is not None', 'b"" if memory is None', seed=0, rule="STORE", features=STORE),
     Fault("what is saved is not written", StoreClient, "_write_file", "return self.backend.put(file.name, chunks)", "return None", seed=0, rule="STORE", features=STORE),
     Fault("a file of the right digest is refused", page_files, "read_page", "if digest.hexdigest() != header.digest:", "if digest.hexdigest() == header.digest:", seed=12, rule="STORE", features=STORE),
     Fault("pages that were chosen to leave stay", eviction, "evict", "in_parallel(partial(_delete, backend), chosen, backend.at_once)", "in_parallel(chosen, partial(_delete, backend), backend.at_once)", seed=0, rule="STORE", features=STORE),

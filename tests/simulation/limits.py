@@ -16,6 +16,7 @@ SMALL_LIMITS: tuple[tuple[ModuleType, str, int], ...] = (
     (room_contents, "MAX_ANSWER_BYTES", 6000),
     (room_contents, "MAX_WAITING", 1),
     (peer_engines, "MAX_HANDSHAKES", 1),
+    (peer_engines, "MAX_AGE_S", 5),
     (read, "MAX_TRANSFER_BYTES", 64),
 )
 

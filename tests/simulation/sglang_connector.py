@@ -67,7 +67,7 @@ VALUES = {
 PREFILL, DECODE, MANAGER, BOOTSTRAP, SETTINGS = stand_in(
     "sglang", ("prefill", "decode", "manager", "bootstrap", "settings"), VALUES
 )
-SGLANG_FEATURES = ~(Feature.PREEMPTION | Feature.UPDATES | Feature.SIBLINGS | Feature.LONG_PREFILLS)
+SGLANG_FEATURES = ~(Feature.PREEMPTION | Feature.UPDATES | Feature.SIBLINGS | Feature.LONG_PREFILLS | Feature.RESHAPES)
 """SGLang's prefill preempts no request and generates one token; the plugin hears of no update and no sibling."""
 ASK_S = 0.2
 """Seconds between two questions about rooms, which are most of what happens while requests wait."""

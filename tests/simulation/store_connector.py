@@ -7,6 +7,7 @@ labels of the cells that were saved, so what is loaded has the labels of the tok
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from zlib import crc32
 import attrs
 import numpy as np
 
+from kvplan import KVPlanError
 from kvplan.describe import Axis, Blocks, Range, Region, View, Worker
 from kvplan.describe.views import ITEMSIZE
 from kvplan.plan import ReadSpec
@@ -46,6 +48,7 @@ from kvplan_nixl.serving.store import (
     backends,
     client,
     eviction,
+    page_files,
     parallel,
     readers,
     stalls,
@@ -76,6 +79,9 @@ LATE_S = 40.0
 CALL_S = 0.002
 """Seconds that a call of the store may take, and a move of bytes, where nothing is wrong."""
 
+CALM_S = 1.0
+"""Seconds within which searches and saves end, or nothing is expected of them: they are given up later than that."""
+
 PAGES = (4, 6, 20)
 """Tokens per page: fewer than a window, or more; blocks of some engines do not divide them."""
 
@@ -97,16 +103,55 @@ class VirtualBackend(MemoryBackend):
         harmful = (Freeze, Update)
         self._is_harmed = any(isinstance(item, harmful) for item in scenario.incidents)
         self._is_harmed |= any(trouble.damages for trouble in self._troubles)
+        self._has_updates = any(isinstance(item, Update) for item in scenario.incidents)
+        self._freezes = [(item.at, item.ends_at) for item in scenario.incidents if isinstance(item, Freeze)]
+        # by the label of a page's last position, which is that of all tokens and facts before it: its name and files
+        self._saved: dict[int, tuple[str, frozenset[str]]] = {}
+        self._damaged: set[str] = set()
+        self.num_failures = 0
         self.num_saved = 0
 
     def is_healthy(self, now: float) -> bool:
         """Whether nothing is wrong with the store at a time, nor has been for a while."""
         return not self._is_harmed and not any(each.begins_at <= now < each.ends_at + LATE_S for each in self._troubles)
 
+    def is_calm(self, now: float) -> bool:
+        """Whether calls are neither slow nor given up at a time, and all have the same weights."""
+        spans = [(each.begins_at, each.ends_at) for each in self._troubles] + self._freezes
+        return not self._has_updates and not any(begins <= now < ends + LATE_S for begins, ends in spans)
+
     def check_saved(self) -> None:
-        """Refuse to say of requests that they are saved, and to save nothing."""
+        """Refuse to save nothing of requests that are said to be saved, and to take a damaged file for a whole one."""
         if self.num_saved and not self._files:
             raise BrokenRuleError("STORE", f"{self.num_saved} requests are saved, and the store is empty")
+        at_rest = MemoryBackend()
+        at_rest._files = self._files
+        for entry in at_rest.entries():
+            try:
+                page_files.check_file(at_rest, entry.name)
+                is_whole = True
+            except KVPlanError:
+                is_whole = False
+            if is_whole is (entry.name in self._damaged):
+                raise BrokenRuleError("STORE", f"{entry.name} is whole by a check: {is_whole}")
+
+    def num_found(self, request: EngineRequest) -> int:
+        """The first positions of a request's prompt that the store has in whole pages."""
+        size = self.tokens_per_page
+        ends = range(size, request.num_prompt + 1, size)
+        found = itertools.takewhile(lambda end: self._has_saved(int(request.labels[end - 1])), ends)
+        return max(found, default=0)
+
+    def _has_saved(self, label: int) -> bool:
+        page, files = self._saved.get(label, ("", frozenset[str]()))
+        is_damaged = any(f"{page}/{file}" in self._damaged for file in files)
+        return bool(files) and not is_damaged and files <= self._files.get(page, {}).keys()
+
+    def note_saved(self, labels: Sequence[int], pages: Sequence[str]) -> int:
+        """Note the files of pages that are saved, and return how many pages have none."""
+        for label, page in zip(labels, pages, strict=True):
+            self._saved[label] = page, frozenset(self._files.get(page, ()))
+        return sum(page not in self._files for page in pages)
 
     def contents(self) -> list[Any]:
         """The files that the store has now."""
@@ -128,6 +173,7 @@ class VirtualBackend(MemoryBackend):
         # most calls are quick, also then
         WORLD.pause(CALL_S * self._draw.random() + slow_s * self._draw.random() ** 12)
         if any(self._draw.random() < each.fails for each in self._present()):
+            self.num_failures += 1
             raise backends.failed(verb, name, "an answer", "an error")
 
     def put(self, name: str, chunks: Sequence[backends.FileBytes]) -> bool:
@@ -138,7 +184,20 @@ class VirtualBackend(MemoryBackend):
             index = len(data) - 1 - self._draw.randrange(len(chunks[-1]))
             flipped = data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :]
             data = self._draw.choice((data[:index], flipped, flipped))
-        return super().put(name, [data])
+            return self._put(name, data, is_damaged=True)
+        return self._put(name, data, is_damaged=False)
+
+    def _put(self, name: str, data: bytes, *, is_damaged: bool) -> bool:
+        """Put a file in the store, which may be full."""
+        try:
+            is_new = super().put(name, [data])
+        except KVPlanError:
+            self.num_failures += 1
+            raise
+        if is_new:
+            self._damaged.discard(name)
+            self._damaged |= {name} if is_damaged else set()
+        return is_new
 
     def get(self, name: str, num_bytes: int | None = None) -> bytes | None:
         self._wait("read", name)
@@ -268,6 +327,14 @@ def label_view(view: View, group: str) -> View:
     )
 
 
+@attrs.frozen
+class _Look:
+    """A look at a store: when, and how many of its calls had failed by then."""
+
+    at: float
+    num_failures: int
+
+
 class StoreConnector(VllmConnector):
     """``kvplan_nixl.vllm``'s connectors to other engines and to a store, as vLLM's MultiConnector has them.
 
@@ -292,6 +359,10 @@ class StoreConnector(VllmConnector):
             stall_s=STALL_S,
             max_bytes=backend.max_bytes,
         )
+        # what the store had of each request when it was searched first, and what is to be saved
+        self._looked: dict[str, tuple[_Look, int]] = {}
+        self._saving: dict[str, tuple[_Look, list[int], list[str]]] = {}
+        self._has_full = all(group.window is None for group in site.groups)
         self._chosen: dict[str, bool] = {}
         self._num_holders = Counter[str]()
         self._exported = set[str]()
@@ -324,7 +395,7 @@ class StoreConnector(VllmConnector):
         for is_store in (self._is_first, not self._is_first):
             if is_store:
                 with WORLD.on(self._host):
-                    found = self._store.count_tokens_to_load(self._seen(request), num_cached)
+                    found = self._count_found(request, num_cached)
             else:
                 found = super().count_readable(request, num_cached)
             if found is None:
@@ -335,6 +406,29 @@ class StoreConnector(VllmConnector):
                 number = found
                 self._chosen[request.name] = is_store
         return number
+
+    def _look(self) -> _Look:
+        return _Look(self._host.loop.now, self._backend.num_failures)
+
+    def _is_calm(self, look: _Look) -> bool:
+        """Whether nothing has gone wrong with the store since a look at it, a moment ago."""
+        is_recent = self._host.loop.now < look.at + CALM_S
+        has_failed = look.num_failures < self._backend.num_failures
+        return is_recent and not has_failed and self._backend.is_calm(look.at)
+
+    def _count_found(self, request: EngineRequest, num_cached: int) -> int | None:
+        """Search the store, and refuse to find less than what it had before."""
+        look, number = self._looked.setdefault(request.name, (self._look(), self._backend.num_found(request)))
+        is_loaded = request.name in self._store._begun
+        found: int | None = self._store.count_tokens_to_load(self._seen(request), num_cached)
+        number = min(number, self._backend.num_found(request), request.num_prompt - 1)
+        searches = self._store._searches
+        is_paused = searches is not None and TIME.monotonic() < searches._paused_until_s
+        is_sure = self._has_full and self._is_calm(look) and not (is_loaded or is_paused)
+        if found is not None and found < number - num_cached and is_sure:
+            message = f"{num_cached + found} positions of {request.name} are found, and {number} are there"
+            raise BrokenRuleError("STORE", message)
+        return found
 
     def begin_read(self, request: EngineRequest, num_tokens: int) -> None:
         is_store = self._chosen.pop(request.name, False) and num_tokens > 0
@@ -385,6 +479,11 @@ class StoreConnector(VllmConnector):
         self._backend.num_saved += len(saved) * self._backend.is_healthy(self._host.loop.now)
         for name in saved:
             del self._num_saved[name]
+            look, labels, pages = self._saving.pop(name)
+            num_lacking = self._backend.note_saved(labels, pages) if self._is_calm(look) else 0
+            # others may evict pages meanwhile
+            if num_lacking and not self._backend.max_bytes:
+                raise BrokenRuleError("STORE", f"{name} is saved, and {num_lacking} of {len(pages)} pages are not")
         return saved
 
     def _let_go(self, name: str) -> bool:
@@ -398,14 +497,30 @@ class StoreConnector(VllmConnector):
     def finish(self, request: EngineRequest) -> Mapping[str, Any] | None:
         params = super().finish(request)
         self._chosen.pop(request.name, None)
+        self._looked.pop(request.name, None)
         with WORLD.on(self._host):
             request.is_saved = self._store.begin_save(self._seen(request), self._ids(request))
+            self._note_save(request)
         self._store_state.forget(request.name)
         if params is not None:
             self._exported.add(request.name)
         if request.is_saved or params is not None:
             self._num_holders[request.name] = request.is_saved + (params is not None)
         return params
+
+    def _note_save(self, request: EngineRequest) -> None:
+        """Note what is saved of a request, and refuse to save nothing of one that has a page."""
+        num_tokens = min(request.num_computed - request.num_in_flight, len(request.tokens))
+        size = self._backend.tokens_per_page
+        ends = range(size, num_tokens + 1, size)
+        if request.is_saved:
+            chain = self._store._chain(self._seen(request), num_tokens)
+            labels = [int(request.labels[end - 1]) for end in ends]
+            self._saving[request.name] = self._look(), labels, [f"{chain.space}/{key}" for key in chain.keys]
+            return
+        is_done = request.is_complete and not request.is_aborted
+        if is_done and ends and self._backend.is_calm(self._host.loop.now):
+            raise BrokenRuleError("STORE", f"{request.name} has {num_tokens} positions, and is not saved")
 
     def is_promised(self, request: str) -> bool:
         if request not in self._exported:

@@ -15,7 +15,17 @@ from kvplan.testing.simulation.catalog import Catalog, Shape
 from kvplan.testing.simulation.fabric import Fabric, Port, Trouble, VirtualExecutor
 from kvplan.testing.simulation.memory import LabelledMemory, Numbers
 from kvplan.testing.simulation.network import Disturbance, Host, Network
-from kvplan.testing.simulation.scenario import HEALED_S, Death, Freeze, Member, Rival, Scenario
+from kvplan.testing.simulation.scenario import (
+    HEALED_S,
+    Arrival,
+    Death,
+    Freeze,
+    Member,
+    Rival,
+    Scenario,
+    Update,
+    Visit,
+)
 from kvplan.testing.simulation.tasks import TaskLoop
 
 
@@ -252,6 +262,41 @@ def test_a_moment_excuses_no_lease_that_ends() -> None:
     assert Scenario(1, (), (long,)).may_fail("LEASE")
     assert not Scenario(1, (), (Trouble(0.0, 9.0, "*", 1.0, 60.0),)).may_fail("LEASE")
     assert str(Scenario(1, (), (long, moment))).count("Disturbance") == 2
+
+
+def test_a_fault_excuses_what_it_explains_and_when() -> None:
+    """Not what failed before it, or came long after it, nor errors that have nothing to do with it."""
+    restart = Scenario(1, (), (Death(10.0, "a", 12.0),))
+    assert [restart.may_fail("PEER", since, now) for since, now in ((0.0, 9.0), (0.0, 11.0), (18.0, 19.0))] == [
+        False,
+        True,
+        False,
+    ]
+    assert [restart.may_fail(code) for code in ("LEASE", "MESSAGE", "TYPE", "MODEL")] == [True, True, False, False]
+    assert Scenario(1, (), (Death(10.0, "a", None),)).may_fail("PEER", 50.0, 51.0)
+    slow, breaking, refusing = (
+        Trouble(0.0, 9.0, "*", 1.0, **kind) for kind in ({}, {"breaks": True}, {"refuses": 0.5})
+    )
+    explained = [
+        [Scenario(1, (), (each,)).may_fail(code) for code in ("PEER", "TRANSFER")]
+        for each in (slow, breaking, refusing)
+    ]
+    assert explained == [[False, False], [True, True], [False, True]]
+    reset, update = Update(1.0, 0.1), Update(1.0, 0.1, "version 1")
+    assert [Scenario(1, (), (each,)).may_fail("MODEL") for each in (reset, update)] == [False, True]
+
+
+def test_a_request_may_fail_by_what_its_readers_are() -> None:
+    """Late, several, or taken for another request; in a room it may be another one's."""
+    sure = Arrival(0.0, "request", (1, 2, 3), 1, "prefill", (Visit("decode"),))
+    late = attrs.evolve(sure, visits=(Visit("decode", delay_s=20.0),))
+    other = attrs.evolve(sure, visits=(Visit("decode", tokens=(4, 5)),))
+    assert [each.excused(comes_to_both=False) for each in (sure, late, other)] == [
+        (),
+        ("LEASE",),
+        ("PROMPT", "TOKENS"),
+    ]
+    assert late.excused(comes_to_both=True) == ("LEASE", "NAME", "PEER")
 
 
 def test_nothing_begins_when_faults_are_over() -> None:

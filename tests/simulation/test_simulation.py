@@ -400,12 +400,12 @@ def test_a_failure_is_shrunk(simulation: Simulation) -> None:
     with STALE.planted():
         outcome = simulation.run(Scenario.of(STALE.seed))
         shrunk = shrink(simulation, outcome)
-        assert shrunk.rule == outcome.rule == "OWN"
+        assert shrunk.rule == outcome.rule == STALE.rule
         incidents = shrunk.scenario.incidents
         assert len(incidents) < len(outcome.scenario.incidents) / 2
         for incident in incidents:
             rest = tuple(other for other in incidents if other is not incident)
-            assert simulation.run(attrs.evolve(shrunk.scenario, incidents=rest)).rule != "OWN"
+            assert simulation.run(attrs.evolve(shrunk.scenario, incidents=rest)).rule != STALE.rule
         assert simulation.run(shrunk.scenario).trace == shrunk.trace
     right = simulation.run(shrunk.scenario)
     assert right.rule == ""
@@ -445,7 +445,7 @@ def test_the_command_runs_seeds(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--seed", f"{STALE.seed}", "--seeds", "5", "--plain"]) == 1
     printed = capsys.readouterr().out
     assert "shrunk:" in printed
-    assert printed.count("OWN: request-") == 3
+    assert printed.count(f"{STALE.rule}: a reader of request-") == 3
     assert "Arrival(" in printed
 
 

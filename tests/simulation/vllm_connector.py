@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 from zlib import crc32
 
@@ -22,10 +23,10 @@ from kvplan.protocol.exporter import ExportState
 from kvplan.protocol.keys import SharedKey
 from kvplan.protocol.leases import LEASE_S
 from kvplan.protocol.rooms import Rooms
-from kvplan.testing.simulation import EngineRequest, Promises, Simulation, Site, StepReport
+from kvplan.testing.simulation import BrokenRuleError, EngineRequest, Promises, Simulation, Site, StepReport
 from kvplan.testing.simulation.catalog import NULL_BLOCK
 from kvplan.testing.simulation.engine import Phase
-from kvplan.testing.simulation.leases import MemoryDigest
+from kvplan.testing.simulation.leases import MemoryDigest, check_count
 from kvplan.testing.simulation.scenario import KEPT_S
 from tests.bridges.vllm_objects import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 from tests.simulation.stand_in import stand_in
@@ -308,6 +309,9 @@ class VllmConnector:
                 worker._digester = NamedDigests(worker._reads, partial(digest, executor))
         self._has_copies = site.has_copies
         self._promises = Promises(host)
+        self._executors = site.executors
+        # the leases of requests that run, and how many positions are published
+        self._published: dict[str, tuple[str, int]] = {}
         self._num_reports: dict[str, int] = {}
         self._requests: dict[str, EngineRequest] = {}
         # those that have begun to compute, and the leases of those that are published
@@ -372,6 +376,7 @@ class VllmConnector:
     def step(self) -> StepReport:
         self._name_weights()
         scheduled = self._publish()
+        check_count(self._scheduler._exporter)
         if self._has_copies:
             self._scheduler.save(scheduled)
         for manager in self._managers:
@@ -419,7 +424,9 @@ class VllmConnector:
     def _publish(self) -> Any:
         """Say what is computed, as vLLM does before a step, and return what is scheduled."""
         running = {name for name, request in self._requests.items() if request.phase is Phase.RUNNING}
-        new, preempted = running - self._begun, self._begun - running
+        # one for which a step has no blocks begins later, as vLLM says it
+        late = {name for name in running - self._begun if self._has_copies and not self._requests[name].num_scheduled}
+        new, preempted = running - self._begun - late, self._begun - running
         for group, manager in zip(self._groups, self._managers, strict=True):
             manager.req_to_blocks = {
                 name: [KVCacheBlock(block) for block in self._requests[name].blocks[group.name]] for name in running
@@ -427,16 +434,35 @@ class VllmConnector:
         num_scheduled = {name: self._requests[name].num_scheduled for name in running}
         num_scheduled = {name: number for name, number in num_scheduled.items() if number}
         output = scheduled(new, preempted=preempted, num_scheduled=num_scheduled)
-        self._begun = running
+        self._begun = running - late
         self._scheduler.publish(output)
         exports = self._scheduler._exporter._requests
         for name, export in exports.items():
-            if export.state is ExportState.PUBLISHED and self._leases.get(name) != export.lease:
-                self._leases[name] = export.lease
-                self._promises.grant(export.lease, name)
+            if export.state is ExportState.PUBLISHED:
+                if self._leases.get(name) != export.lease:
+                    self._leases[name] = export.lease
+                    self._promises.grant(export.lease, name)
+                self._check_published(name, export)
         for name in self._leases.keys() - {name for name, export in exports.items() if export.lease}:
             self._give_up(name)
         return output
+
+    def _check_published(self, name: str, export: Any) -> None:
+        """Refuse to publish positions that are not computed yet, each once."""
+        lease, first = self._published.get(name, ("", 0))
+        first = first if lease == export.lease else 0
+        self._published[name] = export.lease, export.num_tokens
+        request = self._requests[name]
+        for group, executor in product(self._groups, self._executors):
+            table = request.blocks[group.name]
+            # the others come when all is computed
+            if group.window is not None or group.is_state or first == export.num_tokens:
+                continue
+            memory = executor.port.memory
+            wrong = memory.wrong_position(group.name, table, request.labels, first, export.num_tokens)
+            if wrong is not None:
+                message = f"{name} is published up to {export.num_tokens}, of which {wrong[0]} is not computed"
+                raise BrokenRuleError("OWN", message)
 
     def _give_up(self, name: str) -> None:
         """Promise nothing more of a request that was published in part."""
@@ -445,6 +471,7 @@ class VllmConnector:
 
     def finish(self, request: EngineRequest) -> Mapping[str, Any] | None:
         del self._requests[request.name]
+        self._published.pop(request.name, None)
         self._begun.discard(request.name)
         params = self._scheduler.hand_over(self._seen(request), self._ids(request))
         if params is None:

@@ -412,6 +412,15 @@ class Engine:
         return not (self.requests or self._lent or self._landing or self._under_way)
 
     @property
+    def num_unreleased(self) -> int:
+        """Return the transfers that workers have started, and not released."""
+        return sum(len(executor.unreleased) for executor in self._executors)
+
+    def older_connections(self) -> list[str]:
+        """Return the workers to which one is connected beside those of a later start."""
+        return [label for executor in self._executors for label in executor.older_connections()]
+
+    @property
     def num_workers(self) -> int:
         """Return the number of workers, each of which reads and asks for itself."""
         return len(self._memories)

@@ -183,6 +183,7 @@ class VirtualExecutor:
         self._links: dict[Key, _Link] = {}
         self._prepared: dict[tuple[Key, Table], _Link] = {}
         self._flights: dict[Transfer, _Flight] = {}
+        self.unreleased: set[Transfer] = set()
 
     def connect(self, offer: bytes) -> None:
         """Make the worker of an offer known, or change nothing where it is connected."""
@@ -197,6 +198,15 @@ class VirtualExecutor:
             expected = "a worker that is not connected"
             got = "another start of it that is"
             raise KVPlanError("PEER", action, expected=expected, got=got)
+
+    def older_connections(self) -> list[str]:
+        """Return the workers that are connected beside those of a later start of their engine."""
+        newest = {key[0]: link.port.host for key, link in self._links.items()}
+        return [
+            link.port.worker.label
+            for key, link in self._links.items()
+            if link.port.host is not newest[key[0]]
+        ]
 
     def disconnect(self, worker: Worker) -> None:
         """Forget a worker, and cancel the transfers with it."""
@@ -219,6 +229,11 @@ class VirtualExecutor:
 
     def start(self, spec: ReadSpec, request: str) -> Transfer:
         """Start to move the bytes of a spec, part by part."""
+        transfer = self._post(spec, request)
+        self.unreleased.add(transfer)
+        return transfer
+
+    def _post(self, spec: ReadSpec, request: str) -> Transfer:
         transfer = Transfer(spec, request)
         self.port.host.spend(self.fabric.post_s)
         # workers that exchange nothing need no connection
@@ -281,9 +296,10 @@ class VirtualExecutor:
             self._flights[transfer].is_cancelled = True
 
     def release(self, transfer: Transfer) -> None:
-        """Check that a transfer is settled."""
+        """Forget a transfer, after a check that it is settled."""
         if not transfer.status.is_settled:
             raise still_running(transfer.request, "release a transfer")
+        self.unreleased.discard(transfer)
 
     def _send(self, flight: _Flight) -> None:
         """Plan when each part of a transfer is read, and when it lands."""

@@ -101,6 +101,9 @@ class Feature(enum.Flag):
     Prompts come again, to other engines, when caches have forgotten them, and for a while the store
     is slow, fails, or damages files. It is of connectors that have a store: no swarm draws it."""
 
+    RESHAPES = enum.auto()
+    """An engine that starts again has another tensor parallel size."""
+
     @classmethod
     def of(cls, seed: int) -> Feature:
         """Draw the features of a seed: each but :attr:`STORE` with a chance of a third."""

@@ -4,7 +4,8 @@ These rules hold in every step, or the simulation ends with an error that names 
 
 - OWN: a request attends to no byte that is not of its own tokens, also where a prefix was cached.
 - GIVEN: a block is not given to a request while a byte of another one may land in it.
-- CLAIM: blocks are not freed while a reader was told that they stay.
+- CLAIM: blocks are not freed while a reader was told that they stay, and none is told that a lease
+  is valid whose request is gone.
 - END: each request ends, right or with an error of kvplan, within :data:`END_S` and a lease for
   each request of the fleet: so long may blocks stay that others wait for. One of which a transfer
   has failed ends in the step that sees it, also if bytes may still land. One that is read from
@@ -12,10 +13,10 @@ These rules hold in every step, or the simulation ends with an error that names 
   its engine hears that it holds no lease ends within :data:`REFUSED_S`, where all else is quiet.
   One that waits in a room waits for :data:`LOST_ROOM_S` at most when its engine has heard that the
   server of rooms has restarted.
-- RIGHT: a request that is read once, soon and to its end does not fail without an excuse: a fault
-  that explains its error. Nothing explains block tables that cannot be read. None fails for silence
-  of a source that has answered the same reader within :data:`HEARD_S`. One that prefill has
-  computed for others is handed over.
+- RIGHT: no request fails without an excuse, which is a fault that explains its error by
+  :data:`~kvplan.testing.simulation.scenario.EXCUSES`, at that time, or how it was sent: late, twice
+  or as another one. None fails for silence of a source that has answered the same reader within
+  :data:`HEARD_S`. One that prefill has computed for others is handed over.
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right. Where
   nothing has gone wrong for a lease, a request is read within :data:`QUICK_S`, also if transfers
   from other engines are slow.
@@ -24,14 +25,16 @@ These rules hold in every step, or the simulation ends with an error that names 
   more than :data:`LOST_S` after the last byte has landed. The step after a reset of the cache frees
   what readers had leases for.
 - FREE: when all requests have ended and all leases are over, all blocks are free.
-- GROW: then no connector remembers a request, and no coroutine runs.
+- GROW: then no connector remembers a request, no coroutine runs, all transfers are released, and no
+  worker is connected to those of two starts of an engine.
 - START: a reader reads from another start of an engine only when the one before has ended, where
   nothing else has gone wrong.
 - REFUSE: a server refuses messages that break their format and answers others; a request whose
   handoff breaks it is not read.
 - ASK: a read asks every :data:`~kvplan.protocol.read_jobs.ASK_S` whether its lease is valid, and
   when its last byte has come.
-- REPORT: a connector reports nothing of a request that is neither read nor exported.
+- REPORT: a connector reports nothing of a request that is neither read nor exported, and exporters
+  count the blocks that are exported.
 - CRASH: no coroutine and no step of an engine ends with an error.
 """
 
@@ -80,7 +83,7 @@ from kvplan.testing.simulation.network import MALFORMED, Disturbance, Host, Netw
 from kvplan.testing.simulation.scenario import (
     HEALED_S,
     KEPT_S,
-    UNREADABLE,
+    SETTLE_S,
     Arrival,
     Death,
     Freeze,
@@ -119,14 +122,14 @@ LINGER_S: Final = 5.0
 AGAIN_S: Final = 0.5
 """Seconds after which a request is sent again whose name another one still has."""
 
-SETTLE_S: Final = 5.0
-"""Seconds of the slowest clock after the last fault, from which on all requests are right."""
-
 QUIET_S: Final = 200.0
 """Seconds after the last requests, within which all blocks are free and no coroutine runs."""
 
 ASYNC_STEPS_S: Final = (STEP_S, 0.05, 0.3)
 """Seconds that a step of prefill takes where the next one is scheduled meanwhile."""
+
+TP_SIZES: Final = (1, 2, 4)
+"""Tensor parallel sizes of engines that start again."""
 
 ELSEWHERE: Final = "-elsewhere"
 """Ends the name of a host that has an engine of another host's name."""
@@ -261,8 +264,10 @@ class Fleet:
         # by reader and engine: the start that a request was read from last
         self._starts_read: dict[tuple[Engine, str], Engine] = {}
         self._breach_random = random.Random(f"{scenario.seed} bad handoffs")
-        # the requests with an earlier one's parameters, and when prefill has computed each
+        # the requests with the parameters of an earlier one, those with any other one's, and when
+        # prefill has computed each
         self._repeated: set[str] = set()
+        self._shared: set[str] = set()
         self._computed_at: dict[tuple[str, int], float] = {}
         # next turns of conversations, and how often a request has come under each name
         self._turns: set[str] = set()
@@ -271,6 +276,7 @@ class Fleet:
         disturbances = tuple(item for item in incidents if isinstance(item, Disturbance))
         troubles = tuple(item for item in incidents if isinstance(item, Trouble))
         self._network = Network(self.loop, scenario.seed, disturbances, scenario.features)
+        self._catalog = catalog
         self._fabric = Fabric(scenario.seed, troubles, catalog, scenario.features)
         self._workers = {
             member.name: catalog.workers(member.name, member.shape) for member in scenario.members
@@ -352,9 +358,14 @@ class Fleet:
         number = self._num_starts[member.name]
         draw = random.Random(f"{self.scenario.seed} {member.name} {number}")
         host = Host(member.name + place, self._network, draw, member.rate, 1000 * draw.random())
+        workers = self._workers[member.name]
+        if Feature.RESHAPES in self.scenario.features and number > 1 and not place:
+            sizes = [tp for tp in TP_SIZES if tp != member.shape.tp]
+            shape = attrs.evolve(member.shape, tp=draw.choice(sizes))
+            workers = self._catalog.workers(member.name, shape)
         self._engines[host.name] = Engine(
             host,
-            self._workers[member.name],
+            workers,
             member.shape.groups,
             partial(BlockPool, member.num_blocks, takes_newest=member.takes_newest),
             self._fabric,
@@ -456,21 +467,25 @@ class Fleet:
         """Return what checks the end of a request."""
 
         def finish(error: KVPlanError | None) -> None:
-            # also one that is read late or twice can be read
-            is_sure = arrival.is_sure or (error is not None and error.code == UNREADABLE)
-            if error is not None and is_sure and not self._is_excused(arrival, error):
+            if error is not None and not self._is_excused(arrival, error):
                 raise BrokenRuleError("RIGHT", f"{arrival.name} fails: {error}")
 
         return finish
 
     def _is_excused(self, arrival: Arrival, error: KVPlanError) -> bool:
-        """Return whether a request may fail: its parameters are used, or prefill is slow."""
+        """Return whether a request may fail: as it was sent, or by what has gone wrong."""
+        if error.code in arrival.excused(comes_to_both=self._make_params is not None):
+            return True
         # an answer is kept for a while only, and gives way
         is_gone = arrival.name in self._turns and error.code == "LEASE"
-        is_repeated = is_gone or arrival.name in self._repeated
+        is_repeated = is_gone or arrival.name in self._repeated | self._shared
         if self._is_unstorable(error):
             return True
-        return is_repeated or self._is_slow(arrival) or self.scenario.may_fail(error.code)
+        if is_repeated or self._is_slow(arrival):
+            return True
+        # what a next turn reads may have been computed long ago
+        since = 0.0 if arrival.name in self._turns else arrival.at
+        return self.scenario.may_fail(error.code, since, self.loop.now)
 
     def _is_unstorable(self, error: KVPlanError) -> bool:
         """Return whether a request fails since a block of it would be stored that lacks bytes.
@@ -621,13 +636,16 @@ class Fleet:
             return None
         if arrival.child_of in self._family_params:
             self._repeated.add(arrival.name)
+            self._shared |= {arrival.name, arrival.child_of}
             return self._family_params[arrival.child_of]
         params = self._make_params(prefill.host.name, self._random)
         # when faults are over, nobody makes the same parameters twice
         while params in self._params and self.loop.now >= HEALED_S:
             params = self._make_params(prefill.host.name, self._random)
         if params in self._params:
+            names = [name for name, others in self._family_params.items() if others == params]
             self._repeated.add(arrival.name)
+            self._shared |= {arrival.name, *names}
         self._params.append(params)
         self._family_params[arrival.name] = params
         return params
@@ -755,9 +773,14 @@ class Fleet:
     ) -> None:
         """Send the next turn of a conversation, which has the handoff of the last answer."""
         number = request.name.rpartition("/")[2]
+        visit = arrival.visits[int(number)]
         turn = arrival.next_turn(self.loop.now, request.tokens, int(number))
         if turn.at >= HEALED_S:
             return
+
+        # what another one was taken for is no prefix of its next turn
+        if visit.tokens is not None or visit.facts is not None or arrival.name in self._repeated:
+            self._repeated.add(turn.name)
 
         def arrive() -> None:
             engine.note_turn(request.name)
@@ -895,6 +918,12 @@ class Fleet:
                 if pool.num_free < pool.num_blocks:
                     message = f"{name} has {pool.num_free} of {pool.num_blocks} blocks"
                     raise BrokenRuleError("FREE", message)
+            if engine.num_unreleased:
+                message = f"{name} has not released {engine.num_unreleased} transfers"
+                raise BrokenRuleError("GROW", message)
+            for older in engine.older_connections():
+                message = f"{name} is connected to {older} of an earlier start"
+                raise BrokenRuleError("GROW", message)
             for place in places_of("request-", engine.connector):
                 raise BrokenRuleError("GROW", f"{name} remembers {place}")
         if self.loop.num_tasks:

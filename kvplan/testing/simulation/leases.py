@@ -12,7 +12,7 @@ from kvplan.describe import Blocks
 from kvplan.describe.blocks import Request
 from kvplan.errors import KVPlanError
 from kvplan.protocol import Claims, Leases, Listener, Reads
-from kvplan.protocol.exporter import Exporter
+from kvplan.protocol.exporter import PINNED, PUBLISHED, Exporter
 from kvplan.protocol.groups import CacheGroup
 from kvplan.protocol.importer import Importer
 from kvplan.protocol.keys import SharedKey
@@ -23,6 +23,7 @@ from kvplan.testing.simulation.engine import EngineRequest, Site, StepReport
 from kvplan.testing.simulation.fabric import VirtualExecutor
 from kvplan.testing.simulation.network import Host
 from kvplan.testing.simulation.scenario import KEPT_S
+from kvplan.testing.simulation.tasks import BrokenRuleError
 
 KEY: Final = SharedKey.of(b"the key of all engines")
 
@@ -35,7 +36,8 @@ MemoryDigest = Callable[[VirtualExecutor, Request], Mapping[str, Any]]
 class Promises:
     """What the readers of an engine were told: until when each lease stands, by its reader.
 
-    This is a second opinion of :class:`~kvplan.protocol.Leases`, of the messages alone.
+    This is a second opinion of :class:`~kvplan.protocol.Leases`, of the messages alone. Of a lease
+    whose request is gone nobody is told that it is valid (rule CLAIM).
     """
 
     def __init__(self, host: Host) -> None:
@@ -43,6 +45,8 @@ class Promises:
         # by lease: the end of each promise, by reader
         self._ends: dict[str, dict[str, float]] = {}
         self._lease_of: dict[str, str] = {}
+        # their hashes: nothing remembers requests that are gone
+        self._gone: set[int] = set()
         host.witnesses.append(self._hear)
 
     def grant(self, lease: str, request: str, first_s: float = LEASE_S) -> None:
@@ -52,7 +56,9 @@ class Promises:
 
     def take(self, request: str) -> bool:
         """Return whether a promise about a request stands, and forget the request."""
-        ends = self._ends.pop(self._lease_of.pop(request), {})
+        lease = self._lease_of.pop(request)
+        ends = self._ends.pop(lease, {})
+        self._gone.add(hash(lease))
         return any(self._host.monotonic() < end for end in ends.values())
 
     def reset(self) -> None:
@@ -69,12 +75,32 @@ class Promises:
         stand = json.loads(answer)
         # one that somebody has garbled may lack something
         for (lease, reader), stands in zip(message.get("claims", ()), stand["claims"], strict=True):
+            self._check(lease, stands)
             if stands and lease in self._ends:
                 self._ends[lease][reader] = self._host.monotonic() + LEASE_S
         for (lease, reader), stands in zip(message.get("done", ()), stand["done"], strict=True):
+            self._check(lease, stands)
             if stands and lease in self._ends:
                 self._ends[lease].pop(reader, None)
                 self._ends[lease].pop("", None)
+        for lease, stands in zip(message.get("asks", ()), stand["asks"], strict=True):
+            self._check(lease, stands)
+
+    def _check(self, lease: str, is_valid: bool) -> None:
+        """Refuse to say of a lease whose request is gone that it is valid."""
+        if is_valid and hash(lease) in self._gone:
+            message = f"a reader of {lease} is told that it is valid, and its request is gone"
+            raise BrokenRuleError("CLAIM", message)
+
+
+def check_count(exporter: Exporter) -> None:
+    """Refuse to count blocks that no reader may read, or not to count some that one may."""
+    exports = exporter._requests.values()
+    readable = [each.blocks for each in exports if each.state in (PUBLISHED, PINNED)]
+    number = sum(table.ids.size for blocks in readable for table in blocks.values())
+    if number != exporter.num_blocks:
+        message = f"{exporter.num_blocks} blocks are exported by a count, and {number} are"
+        raise BrokenRuleError("REPORT", message)
 
 
 class LeaseConnector:
@@ -184,6 +210,7 @@ class LeaseConnector:
         """Poll all workers: a request is received when each of them has reported it."""
         self._give_way()
         ended = self._exporter.step()
+        check_count(self._exporter)
         self._digest_exported()
         self._start_reads()
         received = []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -39,11 +40,18 @@ KEPT_S: Final = 100.0
 MAX_TURN: Final = 4
 """Tokens of a next turn, and those of its answer."""
 
-UNREADABLE: Final = "BLOCKS"
-"""The code of what is wrong with block tables, whatever happens to engines and messages."""
+SETTLE_S: Final = 5.0
+"""Seconds of the slowest clock after a fault, from which on it excuses no failure."""
 
 BRIEF_S: Final = 4.0
 """Seconds for which the network may be disturbed without the end of a lease that is claimed."""
+
+BREAKS: Final = "transfers that break"
+REFUSES: Final = "transfers that cannot be posted"
+SLOW: Final = "slow transfers"
+WEIGHTS: Final = "other weights"
+RESET: Final = "a reset of caches"
+GARBLING: Final = "malformed answers"
 
 
 @attrs.frozen
@@ -140,17 +148,24 @@ class Arrival:
             child_of="",
         )
 
-    @property
-    def is_sure(self) -> bool:
-        """Return whether the request is right where nothing goes wrong.
+    def excused(self, *, comes_to_both: bool) -> tuple[str, ...]:
+        """Return the codes of errors with which the request may fail where nothing goes wrong.
 
-        It is read once, soon, as what it is, and to its end.
+        There is none if it is read once, soon, as what it is, and to its end. One that
+        ``comes_to_both`` engines at once is read from a room.
         """
-        if len(self.visits) != 1 or self.patience_s is not None:
-            return False
-        (visit,) = self.visits
-        is_same = visit.tokens is None and visit.facts is None
-        return visit.delay_s <= 1 and visit.patience_s is None and is_same
+        is_other = any(visit.tokens is not None or visit.facts is not None for visit in self.visits)
+        is_late = any(visit.delay_s > 1 or visit.patience_s is not None for visit in self.visits)
+        codes = list[str]()
+        # others may have another length
+        if is_other:
+            codes += ["PROMPT", "TOKENS"]
+        if is_late or len(self.visits) > 1 or self.patience_s is not None:
+            # the lease ends with the first reader, or before a late one comes
+            codes.append("LEASE")
+            # and a room has one reader, and nothing where a request is aborted
+            codes += ["NAME", "PEER"] * comes_to_both
+        return (*codes,)
 
 
 @attrs.frozen
@@ -227,6 +242,29 @@ class StoreTrouble:
         return ()
 
 
+_LOSSES: Final = (Death, Freeze, Rival, Disturbance, GARBLING)
+
+EXCUSES: Final[Mapping[str, tuple[type | str, ...]]] = MappingProxyType(
+    {
+        # engines are lost, or their messages
+        "LEASE": (*_LOSSES, WEIGHTS, RESET),
+        # what readers wait for is aborted, and the digests of an ended lease are refused
+        "PEER": (*_LOSSES, BREAKS, WEIGHTS, RESET),
+        # another start takes the connection
+        "TRANSFER": (Death, Rival, BREAKS, REFUSES),
+        "MODEL": (WEIGHTS,),
+        # a server that has started again has lost what it had
+        "MESSAGE": (Death, GARBLING),
+        # an answer may lack the offer of a worker
+        "COVER": (GARBLING,),
+        "TENSOR": (GARBLING,),
+    }
+)
+"""What may be why a request fails with a code: incidents of a class, or of one kind of a class.
+
+Nothing explains a code that is missing, such as what is wrong with block tables. Slow transfers and
+a store explain nothing."""
+
 Incident = Arrival | Death | Freeze | Rival | Update | Disturbance | Trouble | StoreTrouble
 """Something that a scenario may do without: a failure is shrunk by leaving incidents out."""
 
@@ -240,26 +278,47 @@ class Scenario:
     incidents: tuple[Incident, ...]
     features: Feature = NO_FEATURES
 
-    def may_fail(self, code: str) -> bool:
+    def may_fail(self, code: str, since: float = 0.0, now: float = math.inf) -> bool:
         """Return whether what goes wrong excuses that a request fails with the code of an error.
 
-        Slow transfers and a store excuse nothing, and a network that is disturbed for a moment no
-        lease that ends, unless clocks are so far apart that renewals are too few. Nothing excuses
-        block tables that cannot be read.
+        It came at ``since`` and fails ``now``: a fault that comes later or has long ended is no
+        excuse. A network that is disturbed for a moment excuses no lease that ends, unless clocks
+        are so far apart that renewals are too few. :data:`EXCUSES` has the others.
         """
-        if code == UNREADABLE:
-            return False
-        for incident in self.incidents:
-            if isinstance(incident, Disturbance):
-                is_brief = incident.ends_at - incident.begins_at <= BRIEF_S
-                is_excuse = code != "LEASE" or not is_brief or not self._are_renewals_enough
-            elif isinstance(incident, Trouble):
-                is_excuse = incident.breaks or incident.refuses > 0
-            else:
-                is_excuse = not isinstance(incident, Arrival | StoreTrouble)
-            if is_excuse:
-                return True
-        return False
+        settle_s = SETTLE_S / min((member.rate for member in self.members), default=1.0)
+        return any(
+            began_at <= now and ended_at + settle_s >= since
+            for incident in self.incidents
+            if self._explains(incident, code)
+            for began_at, ended_at in [self._span(incident)]
+        )
+
+    def _explains(self, incident: Incident, code: str) -> bool:
+        """Return whether what goes wrong may be why a request fails with a code."""
+        kind: type | str = type(incident)
+        if isinstance(incident, Trouble):
+            kind = BREAKS if incident.breaks else REFUSES if incident.refuses else SLOW
+        elif isinstance(incident, Update):
+            kind = WEIGHTS if incident.version else RESET
+        elif isinstance(incident, Disturbance):
+            is_brief = incident.ends_at - incident.begins_at <= BRIEF_S
+            if code == "LEASE" and is_brief and self._are_renewals_enough:
+                return False
+            kind = GARBLING if incident.garbling else Disturbance
+        return kind in EXCUSES.get(code, ())
+
+    def _span(self, incident: Incident) -> tuple[float, float]:
+        """Return when an incident begins, and when the last that it does has come."""
+        if isinstance(incident, Death):
+            return incident.at, math.inf if incident.restarts_at is None else incident.restarts_at
+        if isinstance(incident, Update):
+            return incident.at, incident.at + incident.gap_s * len(self.members)
+        if isinstance(incident, Freeze | Rival):
+            return incident.at, incident.ends_at
+        if isinstance(incident, Disturbance | Trouble):
+            # what begins in that time comes so much later
+            return incident.begins_at, incident.ends_at + incident.delay_s
+        return _begin_of(incident), _begin_of(incident)
 
     @property
     def _are_renewals_enough(self) -> bool:
@@ -636,6 +695,7 @@ def _with_store(scenario: Scenario, draw: random.Random) -> Scenario:
             prefill=draw.choice(names),
             visits=tuple(attrs.evolve(visit, tokens=None) for visit in first.visits),
             turns=(),
+            child_of="",
         )
         again.append(later)
     return attrs.evolve(scenario, incidents=(*scenario.incidents, *again, *troubles))
