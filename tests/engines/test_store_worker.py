@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,11 +100,18 @@ def test_what_waits_is_left_out_in_the_end(backend: HangingBackend, begun: Calla
     """An engine that stops waits for the job under way alone."""
     worker, engine = begun()
     (cache,) = engine.caches
-    backend.delay_s = STALL_S / 4
+    backend.is_slow = True
     num_calls = backend.num_calls
     worker.start_step(KvplanStoreMetadata(loads=[job_of(f"request {number}", cache.client) for number in range(9)]))
     wait_until(lambda: backend.num_calls > num_calls)
-    worker.close()
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+
+    def is_closed() -> bool:
+        backend.let_one_go()
+        return not closing.is_alive()
+
+    wait_until(is_closed)
     assert worker.results().finished_recving == {"request 0"}
 
 
