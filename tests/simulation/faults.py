@@ -360,6 +360,8 @@ FEATURE_VLLM_FAULTS = [
     Fault("a block that is not full is not copied", TABLES.BlockTables, "within", "blocks.ordinals * size < stop", "(blocks.ordinals + 1) * size < stop", seed=0, rule="OWN", features=Feature.HOST_COPIES),
     Fault("the block in which a step begins is not copied", TABLES.BlockTables, "within", "blocks.ordinals >= first // size", "blocks.ordinals > first // size", seed=0, rule="OWN", features=Feature.HOST_COPIES),
     Fault("workers are not told what to copy", Scheduler, "take_step", "KvplanMetadata(self._importer.step(), self._saves)", "KvplanMetadata(self._importer.step(), {})", seed=0, rule="OWN", features=Feature.HOST_COPIES),
+    Fault("an answer is handed over with the position of a step under way", Scheduler, "_finish", "num_computed_tokens - num_in_flight,", "num_computed_tokens,", seed=0, rule="OWN", features=ASYNC_STEPS | TURNS),
+    Fault("a state that has passed the answer is handed over", Scheduler, "_finish", "self._tables.states and num_tokens < request.num_computed_tokens", "False", seed=1, rule="OWN", model="states", features=ASYNC_STEPS | TURNS),
     Fault("a reset of vLLM's cache frees nothing", Scheduler, "reset", "self._exporter.reset()", "pass", seed=0, rule="LINGER", features=Feature.UPDATES),
 ]  # fmt: skip
 FEATURE_ROOM_FAULTS = [

@@ -223,8 +223,10 @@ class SeenRequest:
         request = self._request
         if request.phase is not Phase.ENDED:
             return RequestStatus.RUNNING if request.phase is Phase.RUNNING else RequestStatus.WAITING
-        is_done = request.is_complete and not request.is_aborted
-        return RequestStatus.FINISHED_STOPPED if is_done else RequestStatus.FINISHED_ABORTED
+        if not request.is_complete or request.is_aborted:
+            return RequestStatus.FINISHED_ABORTED
+        is_stopped = request.ends_unforeseen
+        return RequestStatus.FINISHED_STOPPED if is_stopped else RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 def adapter_request(name: str) -> Any:
@@ -442,17 +444,17 @@ class VllmConnector:
                 if self._leases.get(name) != export.lease:
                     self._leases[name] = export.lease
                     self._promises.grant(export.lease, name)
-                self._check_published(name, export)
+                self._check_published(self._requests[name], export)
         for name in self._leases.keys() - {name for name, export in exports.items() if export.lease}:
             self._give_up(name)
         return output
 
-    def _check_published(self, name: str, export: Any) -> None:
+    def _check_published(self, request: EngineRequest, export: Any) -> None:
         """Refuse to publish positions that are not computed yet, each once."""
+        name = request.name
         lease, first = self._published.get(name, ("", 0))
         first = first if lease == export.lease else 0
         self._published[name] = export.lease, export.num_tokens
-        request = self._requests[name]
         for group, executor in product(self._groups, self._executors):
             table = request.blocks[group.name]
             # the others come when all is computed
@@ -471,9 +473,11 @@ class VllmConnector:
 
     def finish(self, request: EngineRequest) -> Mapping[str, Any] | None:
         del self._requests[request.name]
-        self._published.pop(request.name, None)
         self._begun.discard(request.name)
         params = self._scheduler.hand_over(self._seen(request), self._ids(request))
+        if params is not None:
+            self._check_published(request, self._scheduler._exporter._requests[request.name])
+        self._published.pop(request.name, None)
         if params is None:
             self._give_up(request.name)
             return None

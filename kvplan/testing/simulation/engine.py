@@ -75,7 +75,8 @@ class EngineRequest:
     those that steps under way compute, and the next step computes ``num_scheduled`` more. The
     connector has said last at ``asked_at`` that nothing of it is published yet. To read it has
     taken ``read_s``, since ``began_at``. With ``is_saved`` its blocks stay when it has
-    ended, until the connector releases them.
+    ended, until the connector releases them. An engine whose steps are asynchronous computes a
+    position after the last token of an answer that ends by a stop token.
     """
 
     name: str
@@ -128,6 +129,11 @@ class EngineRequest:
     def is_complete(self) -> bool:
         """Return whether all tokens of the answer are there."""
         return len(self.tokens) == self.num_prompt + self.num_answer
+
+    @property
+    def ends_unforeseen(self) -> bool:
+        """Return whether a stop token ends the answer: so does each second one of some tokens."""
+        return self.num_answer > 1 and self._answer[self.num_answer - 1] % 2 == 0
 
     @property
     def num_settled(self) -> int:
@@ -666,7 +672,7 @@ class Engine:
                 raise BrokenRuleError("CLAIM", f"{name} is released, which a reader claims")
             self._trace(self.host.name, f"{name} is released: blocks {_words(self._lent[name])}")
             self._kept.pop(name, None)
-            self._free(self._lent.pop(name))
+            self._free_computed(self._lent.pop(name))
         return bool(report.failed or report.received or report.released or report.recomputed)
 
     def _check_shared(self, request: EngineRequest) -> None:
@@ -703,7 +709,7 @@ class Engine:
         return has_computed
 
     def _compute_one(self, request: EngineRequest) -> None:
-        chunk = self._chunk_of(request)
+        chunk = self._chunk_of(request, len(request.tokens))
         if chunk is None:
             return
         self._write(chunk)
@@ -723,16 +729,19 @@ class Engine:
         return any(request.phase is not Phase.RUNNING for request in running)
 
     def _schedule_one(self, request: EngineRequest) -> None:
-        # the next token is not known while the last one is under way
+        # as in vLLM: where the step under way may not bring the last token, the next one follows
+        num_known = len(request.tokens)
+        is_known_last = num_known + 1 == request.num_prompt + request.num_answer
         under_way = itertools.chain.from_iterable(self._under_way)
-        if any(each.request is request and each.is_last for each in under_way):
+        is_next = any(each.request is request and each.is_last for each in under_way)
+        if is_next and is_known_last and not request.ends_unforeseen:
             return
-        chunk = self._chunk_of(request)
+        chunk = self._chunk_of(request, num_known + is_next)
         if chunk is not None:
             self._chunks.append(chunk)
             request.num_scheduled = chunk.stop - chunk.start
             # as in vLLM: whoever comes in this step computes after it
-            self._register(request, chunk.start, chunk.stop)
+            self._register(request, chunk.start, min(chunk.stop, num_known))
 
     def _begin_chunks(self, saves: Mapping[str, Collection[int]] | None) -> bool:
         """Begin a step with what was scheduled, and end it unless steps are asynchronous."""
@@ -764,17 +773,20 @@ class Engine:
             if chunk.request.phase is Phase.RUNNING and chunk.request.blocks is chunk.blocks:
                 self._end_chunk(chunk)
 
-    def _chunk_of(self, request: EngineRequest) -> _PromptChunk | None:
-        """Give a request blocks for its next positions, or preempt requests, maybe this one."""
+    def _chunk_of(self, request: EngineRequest, num_tokens: int) -> _PromptChunk | None:
+        """Give a request blocks for its next positions, or preempt requests, maybe this one.
+
+        They are of the first ``num_tokens`` ones: of those that are known, and maybe of the next.
+        """
         start = request.num_computed
-        stop = min(len(request.tokens), start + self._tokens_per_step)
+        stop = min(num_tokens, start + self._tokens_per_step)
         # the answer needs further blocks
         firsts = {group.name: group.first_written(start, stop) for group in self._groups}
         while not self._extend(request.blocks, firsts, stop):
             # blocks are free when the step under way has ended
             if any(self._deferred) or self._preempt(request) is request:
                 return None
-        is_last = stop == len(request.tokens)
+        is_last = stop >= len(request.tokens)
         return _PromptChunk(request, request.labels, start, stop, request.blocks, firsts, is_last)
 
     def _write(self, chunk: _PromptChunk) -> None:
@@ -802,6 +814,9 @@ class Engine:
     def _end_chunk(self, chunk: _PromptChunk) -> None:
         """Free what a request has passed, and generate its next token or end it."""
         request = chunk.request
+        # its last token was not known before
+        if self._is_async and chunk.is_last:
+            self._register(request, chunk.start, chunk.stop)
         self._free_passed(request)
         if chunk.is_last:
             request.add_token()
@@ -848,17 +863,18 @@ class Engine:
 
     def _take_blocks(self, request: EngineRequest) -> None:
         """Take the blocks of a request, which begins again."""
-        self._free_computed(request)
+        self._free_computed(request.blocks)
         request.blocks = {group.name: [] for group in self._groups}
         request.num_computed = 0
         request.phase = Phase.WAITING
 
-    def _free_computed(self, request: EngineRequest) -> None:
+    def _free_computed(self, tables: Tables) -> None:
         """Free the blocks of a request, as soon as no step under way writes into them."""
-        if request.num_in_flight:
-            self._deferred[-1].append(request.blocks)
+        under_way = itertools.chain.from_iterable(self._under_way)
+        if any(chunk.blocks is tables for chunk in under_way):
+            self._deferred[-1].append(tables)
         else:
-            self._free(request.blocks)
+            self._free(tables)
 
     def _end(self, request: EngineRequest, error: KVPlanError | None, *, is_wanted: bool) -> None:
         """End a request: its blocks stay while somebody reads them, or bytes may land in them."""
@@ -878,7 +894,7 @@ class Engine:
             if not (request.is_for_another or request.is_saved):
                 self._kept[request.name] = 0
         else:
-            self._free_computed(request)
+            self._free_computed(request.blocks)
         request.tell(params, error)
 
     def _check_landing(self, name: str, blocks: Tables, since: float | None = None) -> None:

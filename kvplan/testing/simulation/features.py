@@ -30,7 +30,8 @@ class Feature(enum.Flag):
     ASYNC_STEPS = enum.auto()
     """A step is scheduled while the one before is under way, as vLLM's asynchronous scheduler does.
 
-    Blocks are found in the prefix cache from when they are scheduled."""
+    Blocks are found in the prefix cache from when they are scheduled. Where a stop token ends an
+    answer, a step is under way that computes one more position."""
 
     NEAR_PROMPTS = enum.auto()
     """Prompts, also those that a proxy takes for each other, differ in one token."""

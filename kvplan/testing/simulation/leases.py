@@ -272,12 +272,16 @@ class LeaseConnector:
         is_answer = not request.is_for_another
         if request.is_aborted or (is_answer and not self._keeps_answers):
             return None
+        # a step under way computes the position after the answer, and a state passes the answer
+        num_computed = request.num_computed - request.num_in_flight
+        if request.num_in_flight and any(group.is_state for group in self._groups):
+            return None
         num_prompt = request.num_prompt
         # the next turn may have another answer
-        has_answer = num_prompt < request.num_computed
+        has_answer = num_prompt < num_computed
         handoff = self._exporter.finish(
             request.name,
-            request.num_computed,
+            num_computed,
             self._tables(request),
             request.digest,
             first_s=KEPT_S if is_answer else None,
