@@ -166,11 +166,12 @@ def test_another_conversation_is_refused(start: Start) -> None:
 @pytest.mark.parametrize(("threshold", "is_read"), [(COMPUTED - 4 * BLOCK, True), (COMPUTED - 4 * BLOCK + 1, False)])
 def test_prefill_computes_what_is_little(start: Start, threshold: int, is_read: bool) -> None:
     """Fewer positions than the threshold are not read, beside those that are cached. Decode reads them in any case."""
-    decode = start("full", role="kv_consumer", bidirectional_kv_xfer=True)
-    params = answered(decode, ("full",))
+    # two answers: a reader that computes all releases its one
+    decodes = [start("full", role="kv_consumer", bidirectional_kv_xfer=True) for _ in range(2)]
+    params, other_params = (answered(decode, ("full",)) for decode in decodes)
     prefill = start("full", kv_recompute_threshold=threshold)
     assert (read_of(prefill, ("full",), [*SAID, 7], params, (4,)) is not None) == is_read
-    as_decode = {**params, "do_remote_prefill": True, "do_remote_decode": False}
+    as_decode = {**other_params, "do_remote_prefill": True, "do_remote_decode": False}
     reader = start("full", kv_recompute_threshold=threshold)
     assert read_of(reader, ("full",), [*SAID, 7], as_decode, (4,)).tokens == {"group0": (4 * BLOCK, COMPUTED)}
 
