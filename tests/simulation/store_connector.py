@@ -93,6 +93,7 @@ class VirtualBackend(MemoryBackend):
     """A store of all engines of a fleet, whose calls take a while, and more if something is wrong."""
 
     def __init__(self, scenario: Scenario) -> None:
+        self._seed = scenario.seed
         self._draw = random.Random(f"{scenario.seed} store")
         self.tokens_per_page = self._draw.choice(PAGES)
         self.max_bytes = self._draw.choice(MAX_BYTES)
@@ -109,7 +110,14 @@ class VirtualBackend(MemoryBackend):
         self._saved: dict[int, tuple[str, frozenset[str]]] = {}
         self._damaged: set[str] = set()
         self.num_failures = 0
+        # the workers whose clients have moved bytes after they were given up
+        self.late_moves: list[str] = []
         self.num_saved = 0
+
+    def role_of(self, engine: str) -> str:
+        """Draw the role of an engine at the store, which each start of it has."""
+        draw = random.Random(f"{self._seed} {engine} store")
+        return draw.choice(("kv_both", "kv_both", "kv_both", "kv_producer", "kv_consumer"))
 
     def is_healthy(self, now: float) -> bool:
         """Whether nothing is wrong with the store at a time, nor has been for a while."""
@@ -166,6 +174,11 @@ class VirtualBackend(MemoryBackend):
         assert WORLD.host is not None
         now = WORLD.host.loop.now
         return [trouble for trouble in self._troubles if trouble.begins_at <= now < trouble.ends_at]
+
+    def draw_move_s(self) -> float:
+        """Draw how much longer a move takes now, mostly nothing."""
+        slow_s = max((each.move_s for each in self._present()), default=0.0)
+        return slow_s and slow_s * self._draw.random() ** 6
 
     def _wait(self, verb: str, name: str) -> None:
         """Let a call take its time, or fail."""
@@ -235,12 +248,14 @@ class VirtualEviction(BackgroundEviction):
 class VirtualMover(MemoryMover):
     """Moves the bytes of one spec after another, each of which takes a while."""
 
-    def __init__(self, draw: random.Random) -> None:
-        self._draw = draw
+    def __init__(self, draw: random.Random, client: VirtualClient) -> None:
+        self._draw, self._client = draw, client
 
     def move(self, specs: Sequence[ReadSpec]) -> None:
+        backend: Any = self._client.backend
         for spec in specs:
-            WORLD.pause(CALL_S * self._draw.random())
+            WORLD.pause(CALL_S * self._draw.random() + backend.draw_move_s())
+            self._client.check_move()
             super().move([spec])
 
 
@@ -250,6 +265,7 @@ class VirtualClient(StoreClient):
     memory: LabelledMemory
     groups_of: Mapping[str, GroupShape]
     _cells: Sequence[int] = ()
+    _is_given_up = False
 
     def load(self, chain: Chain, tables: Mapping[str, Blocks], positions: Mapping[str, Range]) -> None:
         cells = list[int]()
@@ -270,7 +286,14 @@ class VirtualClient(StoreClient):
 
     def abandon(self) -> None:
         super().abandon()
+        self._is_given_up = True
         self._let_go()
+
+    def check_move(self) -> None:
+        """Refuse to move bytes of blocks that others may have: the client was given up."""
+        if self._is_given_up:
+            backend: Any = self.backend
+            backend.late_moves.append(self.worker.label)
 
     def _let_go(self) -> None:
         self.memory.landing[[*self._cells]] -= 1
@@ -286,7 +309,7 @@ class VirtualStoreWorker(STORE_WORKER.StoreWorker):  # type: ignore[misc, name-d
 
     def _client(self) -> StoreClient:
         made: VirtualClient = super()._client()
-        made._mover = VirtualMover(self.draw)
+        made._mover = VirtualMover(self.draw, made)
         made.memory = self.memory
         made.groups_of = {f"group{index}": group for index, group in enumerate(self.groups)}
         return made
@@ -347,6 +370,7 @@ class StoreConnector(VllmConnector):
         self._host, self._backend = site.host, backend
         draw = random.Random(site.host.token_hex(8))
         self._is_first = draw.random() < 0.5
+        self._name_role(backend.role_of(site.host.name))
         facts = {"model": "that of all engines"}
         self._store_state = ENGINE_STATE.EngineState(facts, site.host.token_hex)
         for name in ADAPTERS:
@@ -369,14 +393,22 @@ class StoreConnector(VllmConnector):
         self._num_loaded, self._num_saved = Counter[str](), Counter[str]()
         self._failed = set[str]()
         with WORLD.on(self._host):
-            self._store = STORE_SCHEDULER.StoreScheduler(self._config, self._cache, settings, self._store_state)
+            self._store = STORE_SCHEDULER.StoreScheduler(self._store_config, self._cache, settings, self._store_state)
             self._scheduler.add_store(self._store)
             self._store_workers = []
             for described, executor in zip(site.workers, site.executors, strict=True):
-                worker = VirtualStoreWorker(self._config, self._cache, settings, facts)
+                worker = VirtualStoreWorker(self._store_config, self._cache, settings, facts)
                 worker.memory, worker.groups, worker.draw = executor.port.memory, site.groups, draw
                 worker.register(label_worker(described, worker.memory, site.groups))
                 self._store_workers.append(worker)
+
+    def _name_role(self, role: str) -> None:
+        """Let the store's connector save alone, load alone, or do both."""
+        self._saves, self._loads = role != "kv_consumer", role != "kv_producer"
+        transfers = attrs.evolve(
+            self._config.kv_transfer_config, is_kv_producer=self._saves, is_kv_consumer=self._loads
+        )
+        self._store_config = attrs.evolve(self._config, kv_transfer_config=transfers)
 
     def _name_weights(self) -> None:
         if self._weights() != self._version:
@@ -421,10 +453,12 @@ class StoreConnector(VllmConnector):
         look, number = self._looked.setdefault(request.name, (self._look(), self._backend.num_found(request)))
         is_loaded = request.name in self._store._begun
         found: int | None = self._store.count_tokens_to_load(self._seen(request), num_cached)
+        if found and not self._loads:
+            raise BrokenRuleError("STORE", f"{request.name} is found by an engine that saves alone")
         number = min(number, self._backend.num_found(request), request.num_prompt - 1)
         searches = self._store._searches
         is_paused = searches is not None and TIME.monotonic() < searches._paused_until_s
-        is_sure = self._has_full and self._is_calm(look) and not (is_loaded or is_paused)
+        is_sure = self._loads and self._has_full and self._is_calm(look) and not (is_loaded or is_paused)
         if found is not None and found < number - num_cached and is_sure:
             message = f"{num_cached + found} positions of {request.name} are found, and {number} are there"
             raise BrokenRuleError("STORE", message)
@@ -451,6 +485,8 @@ class StoreConnector(VllmConnector):
         """Let the workers begin what the scheduler says, and return the requests that all have loaded, or tried to."""
         self._store_state.step_begun()
         metadata = self._store.take_step()
+        if self._backend.late_moves:
+            raise BrokenRuleError("STORE", f"a client of {self._backend.late_moves[0]} moves bytes, and was given up")
         ended = list[str]()
         reports = []
         for worker in self._store_workers:
@@ -513,12 +549,16 @@ class StoreConnector(VllmConnector):
         num_tokens = min(request.num_computed - request.num_in_flight, len(request.tokens))
         size = self._backend.tokens_per_page
         ends = range(size, num_tokens + 1, size)
+        if request.is_saved and request.has_old_weights:
+            raise BrokenRuleError("STORE", f"{request.name} is saved, which has positions of old weights")
+        if request.is_saved and not self._saves:
+            raise BrokenRuleError("STORE", f"{request.name} is saved by an engine that loads alone")
         if request.is_saved:
             chain = self._store._chain(self._seen(request), num_tokens)
             labels = [int(request.labels[end - 1]) for end in ends]
             self._saving[request.name] = self._look(), labels, [f"{chain.space}/{key}" for key in chain.keys]
             return
-        is_done = request.is_complete and not request.is_aborted
+        is_done = self._saves and request.is_complete and not request.is_aborted
         if is_done and ends and self._backend.is_calm(self._host.loop.now):
             raise BrokenRuleError("STORE", f"{request.name} has {num_tokens} positions, and is not saved")
 

@@ -25,6 +25,8 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 NUM_SEEDS = 4
 NUM_SWARM_SEEDS = 4
+STALLED_SEED = 20
+"""That of a fleet in which a load stalls."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,8 @@ def calls() -> Counter[str]:
         counter = count_calls(patch, CLASSES)
         fleets = StoreFleets()
         for model in MODELS.values():
-            for seed in range(NUM_SEEDS):
+            seeds = [*range(NUM_SEEDS), *[STALLED_SEED] * (model is MODELS["attention"])]
+            for seed in seeds:
                 outcome = fleets.run(Scenario.of(seed, model, features=Feature.STORE))
                 assert outcome.rule == "", str(outcome)
     # the threads of dead engines, and idle ones, have ended

@@ -113,12 +113,22 @@ class EngineRequest:
 
     _answer: list[int] = attrs.field(init=False)
     _labelled: tuple[int, ...] = attrs.field(init=False)
+    _weights: tuple[tuple[int, str], ...] = attrs.field(init=False, default=())
 
-    def compute_with(self, version: str) -> None:
-        """Expect the bytes that weights of a version compute, which no digest tells apart."""
+    def compute_with(self, version: str, start: int = 0) -> None:
+        """Expect the bytes that weights of a version compute, which no digest tells apart.
+
+        What is before the position ``start`` is of the weights before.
+        """
         if version:
-            weights = (0, f"weights {version}")
-            self.labels = prefix_labels(self._labelled, (weights, *self.facts))
+            before = [weights for weights in self._weights if weights[0] < start]
+            self._weights = (*before, (start, f"weights {version}"))
+            self.labels = prefix_labels(self._labelled, (*self._weights, *self.facts))
+
+    @property
+    def has_old_weights(self) -> bool:
+        """Return whether its first positions are of other weights than the last ones."""
+        return any(start for start, _ in self._weights)
 
     def digest(self, num_tokens: int) -> str:
         """Digest the first tokens, and the facts that decide their cache too."""
@@ -346,7 +356,7 @@ class Engine:
     ) -> None:
         self._name_of = name_of
         self._version = version
-        self._updates: list[str] = []
+        self._updates: list[tuple[str, bool]] = []
         self._is_async = Feature.ASYNC_STEPS in features
         self._is_preempted = Feature.PREEMPTION in features
         self._has_copies = Feature.HOST_COPIES in features
@@ -447,10 +457,21 @@ class Engine:
         """Note that a request for a kept answer was sent."""
         self._kept.pop(name, None)
 
-    def update(self, version: str) -> None:
-        """Load weights of a version, or none and reset the cache alone."""
-        self._updates.append(version)
+    def update(self, version: str, *, keeps_running: bool = False) -> None:
+        """Load weights of a version, or none and reset the cache alone.
+
+        With ``keeps_running`` what runs goes on with the new weights, after positions of the old.
+        """
+        self._updates.append((version, keeps_running))
         self._wake()
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether it has computed a part of some request."""
+        return any(
+            request.phase is Phase.RUNNING and request.num_computed
+            for request in self.requests.values()
+        )
 
     def add(self, request: EngineRequest) -> None:
         """Take a request."""
@@ -503,8 +524,8 @@ class Engine:
 
     def _take_messages(self) -> None:
         """Take the requests that have arrived, and end those that nobody wants any more."""
-        for version in self._updates:
-            self._update(version)
+        for version, keeps_running in self._updates:
+            self._update(version, keeps_running=keeps_running)
         self._updates.clear()
         for request in self._arrived:
             request.compute_with(self._version)
@@ -515,7 +536,7 @@ class Engine:
         self._arrived.clear()
         self._aborted.clear()
 
-    def _update(self, version: str) -> None:
+    def _update(self, version: str, *, keeps_running: bool) -> None:
         """Forget what is cached. New weights end what is computed; a reset, what is exported."""
         self._trace(self.host.name, f"has weights {version}" if version else "resets its cache")
         for pool in self.pools.values():
@@ -528,6 +549,8 @@ class Engine:
         for request in [*self.requests.values()]:
             if request.phase is Phase.WAITING:
                 request.compute_with(version)
+            elif request.phase is Phase.RUNNING and keeps_running:
+                request.compute_with(version, request.num_computed)
             else:
                 self._end(request, None, is_wanted=False)
 
@@ -866,6 +889,7 @@ class Engine:
         self._free_computed(request.blocks)
         request.blocks = {group.name: [] for group in self._groups}
         request.num_computed = 0
+        request.compute_with(self._version)
         request.phase = Phase.WAITING
 
     def _free_computed(self, tables: Tables) -> None:

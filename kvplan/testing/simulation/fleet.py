@@ -83,6 +83,7 @@ from kvplan.testing.simulation.network import MALFORMED, Disturbance, Host, Netw
 from kvplan.testing.simulation.scenario import (
     HEALED_S,
     KEPT_S,
+    RUNNING_S,
     SETTLE_S,
     Arrival,
     Death,
@@ -453,15 +454,26 @@ class Fleet:
         elif isinstance(incident, Update):
             for number, name in enumerate(self._members):
                 at = incident.at + number * incident.gap_s
-                self.loop.at(at, partial(self._update, name, incident.version))
+                self.loop.at(at, partial(self._update, name, incident))
 
-    def _update(self, name: str, version: str) -> None:
-        """Update an engine, and its twin. A start that comes later has the weights too."""
-        self._versions[name] = version or self._versions.get(name, "")
+    def _update(self, name: str, update: Update) -> None:
+        """Update an engine, and its twin. A start that comes later has the weights too.
+
+        One that keeps what runs waits for it.
+        """
+        is_idle = not any(
+            engine.is_running
+            for engine in (self._engines.get(name), self._engines.get(name + ELSEWHERE))
+            if engine is not None
+        )
+        if update.keeps_running and is_idle and self.loop.now < update.at + RUNNING_S:
+            self.loop.at(self.loop.now + STEP_S / 2, partial(self._update, name, update))
+            return
+        self._versions[name] = update.version or self._versions.get(name, "")
         for place in ("", ELSEWHERE):
             engine = self._engines.get(name + place)
             if engine is not None and not engine.host.is_dead:
-                engine.update(version)
+                engine.update(update.version, keeps_running=update.keeps_running)
 
     def _finish_of(self, arrival: Arrival) -> Callable[[KVPlanError | None], None]:
         """Return what checks the end of a request."""

@@ -43,6 +43,12 @@ MAX_TURN: Final = 4
 SETTLE_S: Final = 5.0
 """Seconds of the slowest clock after a fault, from which on it excuses no failure."""
 
+RUNNING_S: Final = 2.0
+"""Seconds for which an update waits until an engine computes."""
+
+PAGE_STOPS: Final = (4, 12, 20, 24)
+"""Ends of a store's pages, whatever their size, where a prompt may go on as another one."""
+
 BRIEF_S: Final = 4.0
 """Seconds for which the network may be disturbed without the end of a lease that is claimed."""
 
@@ -210,12 +216,14 @@ class Update:
     """An operator resets the caches of all engines, the next one ``gap_s`` after the last.
 
     With a ``version`` they get weights of that name. What they compute is aborted then, and what
-    others may read of it stays; a reset alone ends that.
+    others may read of it stays; a reset alone ends that. With ``keeps_running`` an update waits up
+    to :data:`RUNNING_S` until an engine computes something, which goes on with the new weights.
     """
 
     at: float
     gap_s: float
     version: str = ""
+    keeps_running: bool = False
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -227,7 +235,8 @@ class Update:
 class StoreTrouble:
     """What calls of a store suffer between two times: they take up to ``delay_s`` longer.
 
-    They fail with the probability ``fails``, and files are written damaged with ``damages``.
+    They fail with the probability ``fails``, and files are written damaged with ``damages``. Moves
+    between pages and blocks take up to ``move_s`` longer, where the engine is busy.
     """
 
     begins_at: float
@@ -235,6 +244,7 @@ class StoreTrouble:
     delay_s: float = 0.0
     fails: float = 0.0
     damages: float = 0.0
+    move_s: float = 0.0
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -312,7 +322,8 @@ class Scenario:
         if isinstance(incident, Death):
             return incident.at, math.inf if incident.restarts_at is None else incident.restarts_at
         if isinstance(incident, Update):
-            return incident.at, incident.at + incident.gap_s * len(self.members)
+            wait_s = RUNNING_S * incident.keeps_running
+            return incident.at, incident.at + incident.gap_s * len(self.members) + wait_s
         if isinstance(incident, Freeze | Rival):
             return incident.at, incident.ends_at
         if isinstance(incident, Disturbance | Trouble):
@@ -698,7 +709,57 @@ def _with_store(scenario: Scenario, draw: random.Random) -> Scenario:
             child_of="",
         )
         again.append(later)
-    return attrs.evolve(scenario, incidents=(*scenario.incidents, *again, *troubles))
+    changed = attrs.evolve(scenario, incidents=(*scenario.incidents, *again, *troubles))
+    return _with_store_hazards(changed, random.Random(f"{scenario.seed} store hazards"))
+
+
+def _with_updates_while_running(
+    scenario: Scenario, arrivals: Sequence[Arrival], draw: random.Random
+) -> list[Incident]:
+    """Return incidents in which most updates of weights come while requests run, and go on.
+
+    None begins before another one has ended.
+    """
+    spans = {item: scenario._span(item) for item in scenario.incidents if isinstance(item, Update)}
+    for update in [*spans]:
+        if not update.version or draw.random() < 0.25:
+            continue
+        at = draw.choice(arrivals).at
+        moved = attrs.evolve(update, at=at, gap_s=0.01 * draw.random(), keeps_running=True)
+        begins, ends = scenario._span(moved)
+        times = [span for item, span in spans.items() if item is not update]
+        if ends < HEALED_S and all(ends < start or begins > stop for start, stop in times):
+            del spans[update]
+            spans[moved] = begins, ends
+    return [*(item for item in scenario.incidents if not isinstance(item, Update)), *spans]
+
+
+def _with_store_hazards(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Change weights while requests run, let moves be slow, and pages equal after other prefixes.
+
+    A prompt that has the beginning of one and the rest of another one comes after both.
+    """
+    arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
+    incidents = _with_updates_while_running(scenario, arrivals, draw)
+    long = [item for item in arrivals if len(item.tokens) > min(PAGE_STOPS)]
+    for number in range(draw.choice((0, 2, 3)) if len(long) > 1 else 0):
+        first, second = draw.sample(long, 2)
+        stop = draw.choice([stop for stop in PAGE_STOPS if stop < len(second.tokens)])
+        at = max(first.at, second.at) + draw.choice((0.1, 2.0, 20.0)) * draw.random()
+        crossed = attrs.evolve(
+            first,
+            at=min(at, HEALED_S - 1),
+            name=f"request-c{number}",
+            tokens=(*first.tokens[:stop], *second.tokens[stop:]),
+            visits=tuple(attrs.evolve(visit, tokens=None) for visit in first.visits),
+            turns=(),
+            child_of="",
+        )
+        incidents.append(crossed)
+    if arrivals and draw.random() < 0.4:
+        begins_at = draw.choice(arrivals).at
+        incidents.append(StoreTrouble(begins_at, begins_at + 10 * draw.random(), move_s=10.0))
+    return attrs.evolve(scenario, incidents=tuple(incidents))
 
 
 _CHANGES: Final = MappingProxyType(
