@@ -235,6 +235,8 @@ CHOICE_FAULTS = [
 
 Receiver, Sender = DECODE.Receiver, PREFILL.Sender
 SGLANG_FAULTS = [
+    Fault("pages that another request computes are published", PREFILL.Sender, "_publish_early", "if wait_event is not None:", "if False:", seed=1, rule="OWN", features=Feature.ASYNC_STEPS | Feature.BURSTS | Feature.NEAR_PROMPTS),
+    Fault("a read does not wait for the batch under way", DECODE.Receiver, "_begin_read", "event is None or event.query()", "True", seed=42, rule="GIVEN", features=Feature.ASYNC_STEPS),
     # as in SGLang's own backends: sglang#24527, #17430, #30233, #26486
     Fault("pages of an aborted request are freed while bytes may land", MANAGER.Manager, "is_abort_release_safe", "not self.rank.is_written(room)", "True", seed=8, rule="GIVEN"),
     Fault("the first token is another request's", Receiver, "_write_metadata", "ctypes.memmove(row.address, content, row.num_bytes)", "pass", seed=0, rule="OWN"),

@@ -36,6 +36,7 @@ from kvplan.testing.simulation import (
     Site,
     StepReport,
 )
+from kvplan.testing.simulation.engine import Phase
 from tests.simulation.stand_in import stand_in
 
 LOGGER = logging.getLogger(__name__)
@@ -150,6 +151,10 @@ class SglangConnector:
         self._served: dict[str, Served] = {}
         self._failed: dict[str, KVPlanError] = {}
         self._promises = Promises(site.host)
+        self._record_event = site.record_event
+        self._executors = site.executors
+        # what runs in the background catches errors
+        self._broken: BrokenRuleError | None = None
         self._open_rooms: list[str] = []
 
     def _manager(self, site: Site, rank: int) -> Any:
@@ -186,7 +191,8 @@ class SglangConnector:
             gather = partial(self._gather, gathered)
             manager.rank = PREFILL.PrefillRank(memory, gather, self._settings, site.host)
             return manager
-        queue = SimpleNamespace(metadata_buffers=None, scheduler=None, transfer_queue=SimpleNamespace())
+        scheduler = SimpleNamespace(forward_stream=SimpleNamespace(record_event=site.record_event))
+        queue = SimpleNamespace(metadata_buffers=None, scheduler=scheduler, transfer_queue=SimpleNamespace())
         names = DECODE.DecodeRank.__init__.__globals__
         names["Rooms"] = partial(Rooms, ask_s=ASK_S)
         names["make_reads"] = partial(self._make_reads, site, rank)
@@ -222,6 +228,8 @@ class SglangConnector:
         kind = PREFILL.Sender if self._is_prefill else DECODE.Receiver
         # SGLang takes the whole tail of a window anew
         request.reads_windows = not self._is_prefill
+        # the batch under way has the request that the last one has ended
+        request.frees_at_once = not self._is_prefill
         served = Served(request, [kind(manager, *place) for manager in self._managers])
         self._served[request.name] = served
         for part in served.parts:
@@ -250,6 +258,7 @@ class SglangConnector:
         if self._is_prefill:
             for part in served.parts:
                 part.init(-(-request.num_prompt // page_size), served.row)
+            self._send_found(served)
             return
         served.is_begun = True
         num_cached = request.num_computed - num_tokens
@@ -264,6 +273,8 @@ class SglangConnector:
 
     def step(self) -> StepReport:
         """Poll all requests, as SGLang's queues do."""
+        if self._broken is not None:
+            raise self._broken
         report = self._step_prefill() if self._is_prefill else self._step_decode()
         # rooms are numbers; so that the simulation sees them, they are names of requests too, as leases are
         ranks = [manager.rank for manager in self._managers]
@@ -390,6 +401,34 @@ class SglangConnector:
             return [np.array(table[-1])]
         return np.array(table[group.first_needed(request.num_computed) // self._page_size :])
 
+    def _send_found(self, served: Served) -> None:
+        """Send the pages of the prefix cache at once: steps under way may compute them for another request."""
+        num_found = served.request.num_found
+        if num_found == 0:
+            return
+        event = self._record_event()
+        for part in served.parts:
+            part._early_send_wait_event = event
+            part._publish = partial(self._publish, served, part, part._publish)
+        self._send(served, num_found // self._page_size, num_found, is_last=False)
+
+    async def _publish(self, served: Served, part: Any, publish: Callable[[Any], Any], entry: Any) -> bool:
+        """Publish an entry, and refuse it in the next step if not all of it is computed."""
+        request = served.request
+        num_tokens = entry["handoff"]["remote_num_tokens"]
+        token_group = self._groups_of(part)[0]
+        for manager, executor in zip(self._managers, self._executors, strict=True):
+            if request.phase is not Phase.RUNNING or manager.rank.memory.stage != part.kv_mgr.rank.memory.stage:
+                continue
+            table = request.blocks[token_group.name]
+            memory = executor.port.memory
+            wrong = memory.wrong_position(token_group.name, table, request.labels, 0, num_tokens)
+            if wrong is not None:
+                message = f"{request.name} is published up to {num_tokens}, of which {wrong[0]} is not computed"
+                self._broken = BrokenRuleError("OWN", message)
+        is_published: bool = await publish(entry)
+        return is_published
+
     def _send_chunk(self, served: Served) -> None:
         """Send the full pages that are computed since the last chunk."""
         num_full = served.request.num_settled // self._page_size
@@ -406,7 +445,7 @@ class SglangConnector:
 
     def _send(self, served: Served, num_pages: int, num_tokens: int, *, is_last: bool) -> None:
         """Send pages up to the ``num_pages``-th, which hold the first ``num_tokens`` positions."""
-        if num_pages == served.num_sent:
+        if num_pages <= served.num_sent:
             return
         request = served.request
         chunks = dict[int, list[Callable[[], None]]]()

@@ -27,7 +27,7 @@ from kvplan.testing.simulation.fabric import Fabric, Port, VirtualCopier, Virtua
 from kvplan.testing.simulation.features import Feature
 from kvplan.testing.simulation.memory import CellLabels, LabelledMemory, Numbers, prefix_labels
 from kvplan.testing.simulation.network import Host
-from kvplan.testing.simulation.tasks import BrokenRuleError
+from kvplan.testing.simulation.tasks import BlockedError, BrokenRuleError
 
 TOKENS_PER_STEP: Final = 16
 """Positions of one request that an engine computes in a step, by default."""
@@ -76,7 +76,8 @@ class EngineRequest:
     connector has said last at ``asked_at`` that nothing of it is published yet. To read it has
     taken ``read_s``, since ``began_at``. With ``is_saved`` its blocks stay when it has
     ended, until the connector releases them. An engine whose steps are asynchronous computes a
-    position after the last token of an answer that ends by a stop token.
+    position after the last token of an answer that ends by a stop token. With ``frees_at_once`` it
+    does so after each answer, and blocks are free before, as with SGLang's overlap schedule.
     """
 
     name: str
@@ -102,6 +103,7 @@ class EngineRequest:
     was_preempted: bool = False
     is_aborted: bool = False
     is_saved: bool = False
+    frees_at_once: bool = False
 
     def __attrs_post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
@@ -143,6 +145,8 @@ class EngineRequest:
     @property
     def ends_unforeseen(self) -> bool:
         """Return whether a stop token ends the answer: so does each second one of some tokens."""
+        if self.frees_at_once:
+            return True
         return self.num_answer > 1 and self._answer[self.num_answer - 1] % 2 == 0
 
     @property
@@ -227,6 +231,22 @@ class Connector(Protocol):
 
 
 @attrs.frozen(eq=False)
+class StepsEvent:
+    """An event of the steps that an engine has begun, as one of the stream in which they run."""
+
+    _is_over: Callable[[], bool]
+
+    def query(self) -> bool:
+        """Return whether all of these steps have ended."""
+        return self._is_over()
+
+    def synchronize(self) -> None:
+        """Wait until they have, in what :meth:`Host.work` calls."""
+        if not self.query():
+            raise BlockedError
+
+
+@attrs.frozen(eq=False)
 class Site:
     """What a connector gets of its engine: the host, and its workers with what belongs to each.
 
@@ -236,6 +256,7 @@ class Site:
     the next turn of its conversation. With ``has_copies`` others read copies of blocks, which are
     those that each :class:`StepReport` says. The engine computes with ``weights`` of a version.
     Its ``siblings`` are other connectors, which store each full block of a request that is read.
+    ``record_event`` returns an event of the steps that have begun or are chosen.
     """
 
     host: Host
@@ -250,6 +271,7 @@ class Site:
     has_copies: bool = False
     weights: Callable[[], str] = str
     siblings: frozenset[str] = frozenset()
+    record_event: Callable[[], StepsEvent] = lambda: StepsEvent(lambda: True)
 
     def connections(self, executor: VirtualExecutor) -> Connections:
         """Return how workers of other engines become known to an executor of this one."""
@@ -415,8 +437,10 @@ class Engine:
                 self._has_copies,
                 lambda: self._version,
                 frozenset({"store"} if self._stores_blocks else ()),
+                self._record_event,
             )
         )
+        self._num_begun = 0
         self._interval_s = 0.0
         self._is_stepping = False
         self._arrived: list[EngineRequest] = []
@@ -484,6 +508,11 @@ class Engine:
         if name in self.requests:
             self._aborted.append(name)
             self._wake()
+
+    def _record_event(self) -> StepsEvent:
+        """Return an event of the steps that are under way, and of the one that is chosen."""
+        last = self._num_begun + bool(self._chunks)
+        return StepsEvent(lambda: self._num_begun - len(self._under_way) >= last)
 
     def _wake(self) -> None:
         self._interval_s = 0.0
@@ -773,6 +802,7 @@ class Engine:
             chunk.request.num_computed = chunk.stop
             chunk.request.num_in_flight += chunk.stop - chunk.start
             chunk.request.num_scheduled = 0
+        self._num_begun += 1
         self._under_way.append(chunks)
         self._saves.append(saves)
         self._deferred.append([])
@@ -816,6 +846,8 @@ class Engine:
         """Compute positions, and check what they attend to."""
         request, start, stop, blocks = chunk.request, chunk.start, chunk.stop, chunk.blocks
         labels = chunk.labels
+        if request.phase is Phase.ENDED and request.frees_at_once:
+            self._check_written(chunk)
         # all that the next position needs is attended to, in each worker
         for memory in self._memories:
             for group in self._groups:
@@ -825,6 +857,14 @@ class Engine:
                 if wrong is not None:
                     raise self._wrong(f"{request.name} attends to", table, *wrong)
                 memory.write(group.name, table, labels, chunk.firsts[group.name], stop)
+
+    def _check_written(self, chunk: _PromptChunk) -> None:
+        """Refuse to write a position where bytes of another request land, in any order."""
+        for group, memory in itertools.product(self._groups, self._memories):
+            block = chunk.blocks[group.name][(chunk.stop - 1) // self._tokens_per_block]
+            if memory.is_landing(group.name, block):
+                message = f"{chunk.request.name} is written into block {block} of {self.host.name}"
+                raise BrokenRuleError("GIVEN", f"{message} while bytes may land in it")
 
     def _wrong(
         self, action: str, table: Sequence[int], position: int, label: int
@@ -917,6 +957,8 @@ class Engine:
             self._lent[request.name] = request.blocks
             if not (request.is_for_another or request.is_saved):
                 self._kept[request.name] = 0
+        elif request.frees_at_once:
+            self._free(request.blocks)
         else:
             self._free_computed(request.blocks)
         request.tell(params, error)

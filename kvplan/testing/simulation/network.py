@@ -15,9 +15,12 @@ from kvplan.errors import KVPlanError
 from kvplan.protocol.system import Route, Signal, System
 from kvplan.testing.simulation.features import NO_FEATURES, Feature
 from kvplan.testing.simulation.malformed import breach_of
-from kvplan.testing.simulation.tasks import FOREVER, BrokenRuleError, Task, TaskLoop
+from kvplan.testing.simulation.tasks import FOREVER, BlockedError, BrokenRuleError, Task, TaskLoop
 
 T = TypeVar("T")
+
+BLOCKED_S: Final = 0.005
+"""Seconds after which a worker thread looks again for what it waits for."""
 
 MALFORMED: Final = (
     *("null", "true", "-1", str(1 << 70), "0.5", '""', json.dumps("x" * 300), json.dumps("\ud800")),
@@ -337,7 +340,11 @@ class Host(System):
     async def work(self, function: Callable[[], T]) -> T:
         # the engine goes on meanwhile
         await self.wait(0.001 * self.random.random())
-        return function()
+        while True:
+            try:
+                return function()
+            except BlockedError:
+                await self.wait(BLOCKED_S)
 
     def token_hex(self, num_bytes: int) -> str:
         return f"{self.random.getrandbits(8 * num_bytes):0{2 * num_bytes}x}"

@@ -24,6 +24,10 @@ class BrokenRuleError(AssertionError):
         self.rule = rule
 
 
+class BlockedError(Exception):
+    """What a function waits for on a worker thread is not there yet."""
+
+
 @attrs.define(eq=False)
 class Event:
     """Something that happens at a time, unless it is cancelled."""
