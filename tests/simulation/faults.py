@@ -121,10 +121,10 @@ FAULTS = [
     Fault("refused claims are kept for ever", claims.SourceClaims, "release", "self.refusals.pop(claim, None)", "self.refusals.get(claim)", seed=0, rule="GROW"),
     Fault("claims of another start are taken", listener, "answer_claims", "message.start != start", "False"),
     # Reads
-    Fault("no last question is asked", LeaseCheck, "begin_last", "self.has_last_byte = True", "self.has_last_byte = self.is_confirmed = True", seed=1, rule="OWN"),
+    Fault("no last question is asked", LeaseCheck, "begin_last", "self.has_last_byte = True", "self.has_last_byte = self.is_confirmed = True", seed=1, rule="ASK"),
     Fault("the last question is asked before the last byte", LeaseCheck, "_take", "self.is_confirmed = self.has_last_byte", "self.is_confirmed = True", seed=48, rule="OWN"),
-    Fault("an answer to an earlier question counts", LeaseCheck, "begin_last", "self.answer = None", "pass"),
-    Fault("silence counts as yes", LeaseCheck, "_take", "elif error.code == ", "elif error.code == 'PEER':\n        self.is_confirmed = self.has_last_byte\n    elif error.code == ", seed=14, rule="OWN"),
+    Fault("an answer to an earlier question counts", LeaseCheck, "begin_last", "self.answer = None", "pass", seed=27, rule="ASK", features=Feature.LOST_ENGINES),
+    Fault("silence counts as yes", LeaseCheck, "_take", "elif error.code == ", "elif error.code == 'PEER':\n        self.is_confirmed = self.has_last_byte\n    elif error.code == ", seed=14, rule="ASK"),
     Fault("a read fails for one lost answer", LeaseCheck, "_take", "now - self.confirmed_at > SILENCE_S", "True", seed=14, rule="RIGHT"),
     Fault("when a lease was asked for is not noted", LeaseCheck, "poll", "self.asked_at = now", "pass", seed=7, rule="ASK"),
     Fault("a failed read ends while bytes may land", reads.Reads, "_poll_job", "if job.is_settled and (job.error is not None or is_right)", "if job.error is not None or (job.is_settled and is_right)", seed=0, rule="GIVEN"),
@@ -305,6 +305,7 @@ STAGE_FAULTS = [
 
 BURSTS, PREEMPTION, ASYNC_STEPS, TURNS = Feature.BURSTS, Feature.PREEMPTION, Feature.ASYNC_STEPS, Feature.TURNS
 FEATURE_FAULTS = [
+    Fault("silence counts from when a read began", LeaseCheck, "_take", "self.confirmed_at = self.asked_at", "pass", seed=20, rule="RIGHT", features=Feature.LOST_ENGINES),
     Fault("a digest is of the first token alone", engine, "prompt_digest", "ids.astype", "ids[:1].astype", seed=2, rule="OWN", features=Feature.NEAR_PROMPTS),
     Fault("a digest leaves out the first token", engine, "prompt_digest", "ids.astype", "ids[1:].astype", seed=1, rule="OWN", features=Feature.NEAR_PROMPTS),
     Fault("a request waits though its transfer has failed", reads.Reads, "_poll_job", "job.held_error or job.lease_check.error", "job.lease_check.error", seed=0, rule="END", features=Feature.HELD_TRANSFERS),

@@ -74,10 +74,11 @@ class EngineRequest:
     it gets positions before them. The last ``num_in_flight`` of the ``num_computed`` positions are
     those that steps under way compute, and the next step computes ``num_scheduled`` more. The
     connector has said last at ``asked_at`` that nothing of it is published yet. To read it has
-    taken ``read_s``, since ``began_at``. With ``is_saved`` its blocks stay when it has
-    ended, until the connector releases them. An engine whose steps are asynchronous computes a
-    position after the last token of an answer that ends by a stop token. With ``frees_at_once`` it
-    does so after each answer, and blocks are free before, as with SGLang's overlap schedule.
+    taken ``read_s``, since ``began_at``; ``landed_at`` says when its last byte has landed in each
+    worker. With ``is_saved`` its blocks stay when it has ended, until the connector releases them.
+    An engine whose steps are asynchronous computes a position after the last token of an answer
+    that ends by a stop token. With ``frees_at_once`` it does so after each answer, and blocks are
+    free before, as with SGLang's overlap schedule.
     """
 
     name: str
@@ -99,6 +100,7 @@ class EngineRequest:
     asked_at: float = 0.0
     began_at: float = 0.0
     read_s: float = 0.0
+    landed_at: tuple[float, ...] = ()
     num_found: int = 0
     was_preempted: bool = False
     is_aborted: bool = False
@@ -714,6 +716,8 @@ class Engine:
                 continue
             request.phase = Phase.RUNNING
             request.read_s = self.host.loop.now - request.began_at
+            landed_at = [executor.landed_at.get(name) for executor in self._executors]
+            request.landed_at = tuple(time for time in landed_at if time is not None)
             self._trace(self.host.name, f"{name} is received")
             self._check_shared(request)
             self._register(request, 0, request.num_computed)

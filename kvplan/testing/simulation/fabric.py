@@ -184,6 +184,8 @@ class VirtualExecutor:
         self._prepared: dict[tuple[Key, Table], _Link] = {}
         self._flights: dict[Transfer, _Flight] = {}
         self.unreleased: set[Transfer] = set()
+        # by request: when bytes of it have last landed
+        self.landed_at: dict[str, float] = {}
 
     def connect(self, offer: bytes) -> None:
         """Make the worker of an offer known, or change nothing where it is connected."""
@@ -351,6 +353,7 @@ class VirtualExecutor:
     def _land(self, flight: _Flight, part: Ints, labels: np.ndarray) -> None:
         """Let a part land that was read, whatever has happened meanwhile."""
         self.port.memory.cells[flight.writes[part]] = labels
+        self.landed_at[flight.transfer.request] = self.port.host.loop.now
         self._drop(flight, part)
 
     def _break(self, flight: _Flight, part: Ints, code: str) -> None:

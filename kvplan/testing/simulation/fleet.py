@@ -296,6 +296,9 @@ class Fleet:
         self._room_starts = dict[EngineRequest, str]()
         # by reader and lease: when the reader has asked, and heard that the lease is valid
         self._confirmed_at = dict[tuple[Engine, str], list[float]]()
+        # when messages about claims were answered, and those that said that a lease is valid
+        self._answered_at = dict[bytes, float]()
+        self._valid_at = dict[tuple[Engine, str], list[float]]()
         # requests that have not ended, by name, and until when they must
         self._open: dict[str, float] = {}
         self._requests: list[EngineRequest] = []
@@ -379,9 +382,15 @@ class Fleet:
             self.scenario.features,
             self._versions.get(member.name, ""),
         )
+        host.witnesses.append(self._note_answer)
         host.hearers.append(partial(self._hear, self._engines[host.name]))
         host.hearers.append(partial(self._hear_rooms, self._engines[host.name]))
         self._trace(host.name, f"start {number}")
+
+    def _note_answer(self, path: str, sent: bytes, answer: bytes) -> None:
+        """Note when a source has answered a message about claims."""
+        if path == "/claims":
+            self._answered_at[sent] = self.loop.now
 
     def _hear(self, engine: Engine, path: str, sent: bytes, answer: bytes) -> None:
         """Expect the end of requests of which an engine hears that their claims are refused."""
@@ -397,6 +406,8 @@ class Fleet:
         for lease, is_valid in asks:
             if is_valid is True:
                 self._confirmed_at.setdefault((engine, lease), []).append(self.loop.now)
+                answered_at = self._answered_at.get(sent, self.loop.now)
+                self._valid_at.setdefault((engine, lease), []).append(answered_at)
         for (_, reader), is_valid in claims:
             request = engine.requests.get(reader.rpartition(" ")[2])
             if is_valid is False and request is not None and request.phase is Phase.READING:
@@ -698,6 +709,7 @@ class Fleet:
             self._check_quick(readers, request)
             self._check_questions(readers, engine, request, error)
             if is_read and request.read_s:
+                self._check_confirmed(engine, request)
                 self._check_start(engine, readers.prefill, request)
             if answer is not None and arrival.turns:
                 self._plan_turn(arrival, engine, request, answer)
@@ -721,6 +733,21 @@ class Fleet:
         if is_beside and self.scenario.has_rivals_alone(self.loop.now):
             message = f"{request.name} is read from {start.host.name}, and {before.host.name} lives"
             raise BrokenRuleError("START", message)
+
+    def _check_confirmed(self, engine: Engine, request: EngineRequest) -> None:
+        """Refuse to use what was read, unless each worker has asked after its last byte.
+
+        What is read in rooms may have another lease.
+        """
+        lease = str((request.params or {}).get("remote_lease"))
+        valid_at = self._valid_at.get((engine, lease), [])
+        if self._make_params is not None:
+            return
+        # who asked is not known: the last worker, the last two, and so on
+        for number, landed_at in enumerate(sorted(request.landed_at, reverse=True), start=1):
+            if sum(at >= landed_at for at in valid_at) < number:
+                message = f"{request.name} is used, whose lease was valid before its last bytes"
+                raise BrokenRuleError("ASK", message)
 
     def _check_questions(
         self, readers: _Readers, engine: Engine, request: EngineRequest, error: KVPlanError | None

@@ -540,7 +540,11 @@ def _with_lost_engines(scenario: Scenario, draw: random.Random) -> Scenario:
             incidents.append(incident)
     # bytes of an engine that is gone may land late
     slowness = Trouble(0.0, HEALED_S, "*", chance=0.5, delay_s=LATE_S)
-    changed = (*incidents, *deaths, slowness)
+    changed: tuple[Incident, ...] = (*incidents, *deaths, slowness)
+    # in half the fleets, answers about the leases of reads under way are late or lost
+    if draw.random() < 0.5:
+        begins_at = HEALED_S / 2 * draw.random()
+        changed += (Disturbance(begins_at, HEALED_S, "*", "*", loss=0.2, delay_s=3.0),)
     return attrs.evolve(scenario, members=tuple(members), incidents=changed)
 
 
