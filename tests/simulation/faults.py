@@ -404,10 +404,10 @@ STORE_FAULTS = [
     Fault("the last blocks of a window alone are loaded", STORE_SCHEDULER.StoreScheduler, "begin_load", "self._attended[group](stop)", "self._attended[group](stop) + self._tables.block_sizes[group]", seed=2, rule="OWN", model="windows", features=STORE),
     Fault("a state inside a page has the key of its end", STORE_SCHEDULER.StoreScheduler, "begin_save", "if request.num_computed_tokens == chain.num_tokens == num_tokens:", "num_tokens = chain.num_tokens\n    if True:", seed=1, rule="OWN", model="states", features=STORE),
     # loads and saves
-    Fault("a page that was evicted after the search is left out", StoreClient, "_runs", "if page_plan is None:\n", "if page_plan is None:\n            start += 1\n            continue\n", seed=0, rule="OWN", features=STORE),
+    Fault("a page that was evicted after the search is left out", StoreClient, "_runs", "if page_plan is None:\n", "if page_plan is None:\n            start += 1\n            continue\n", seed=17, rule="OWN", features=STORE),
     Fault("a file that was evicted before the read is left out", StoreClient, "_read_file", "self.backend.delete(file.name)\n        raise", "self.backend.delete(file.name)\n        return", seed=8, rule="OWN", features=STORE),
     Fault("a file's digest is not compared", page_files, "read_page", "if digest.hexdigest() != header.digest:", "if False:", seed=8, rule="OWN", features=STORE),
-    Fault("a load that has failed is told as done", STORE_WORKER.StoreWorker, "_load", "self._results.failed_recving.add(job.request)", "pass", seed=1, rule="OWN", features=STORE),
+    Fault("a load that has failed is told as done", STORE_WORKER.StoreWorker, "_load", "self._results.failed_recving.add(job.request)", "pass", seed=8, rule="OWN", features=STORE),
     Fault("a store saves what was not read", STORE_SCHEDULER.StoreScheduler, "begin_save", "max(first, read_from.get(group, 0))", "first", seed=228, rule="OWN", model="windows", features=STORE),
     Fault("a store is not told what was not read", Scheduler, "take_step", "store.leave_out(partial_read.request, group, whole.start)", "pass", seed=228, rule="OWN", model="windows", features=STORE),
     Fault("what a store leaves out is remembered", STORE_SCHEDULER.StoreScheduler, "begin_save", "self._read_from.pop(request.request_id, {})", "self._read_from.get(request.request_id, {})", seed=1, rule="GROW", model="windows", features=STORE),
@@ -430,4 +430,6 @@ STORE_FAULTS = [
     Fault("an engine that loads alone saves", STORE_SCHEDULER.StoreScheduler, "begin_save", "self._saves and is_done", "is_done", seed=1, rule="STORE", features=STORE),
     Fault("an engine that saves alone loads", STORE_SCHEDULER.StoreScheduler, "count_tokens_to_load", "not self._loads or ", "", seed=1, rule="STORE", features=STORE),
     Fault("a client is given up while it moves bytes", StoreClient, "_move", "        self._mover.move(specs)\n    self.num_steps", "    self._mover.move(specs)\n    self.num_steps", seed=3, rule="STORE", features=STORE),
+    Fault("a page beyond the limit of pins counts", eviction, "_oldest_first", "        kept.add(name)\n            pinned_bytes += page.num_bytes", "        kept.add(name)\n        pinned_bytes += page.num_bytes", seed=3, rule="STORE", features=STORE),
+    Fault("a page with a pin leaves", eviction, "_oldest_first", "            kept.add(name)\n", "", seed=3, rule="STORE", features=STORE),
 ]  # fmt: skip

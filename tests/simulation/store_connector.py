@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -54,6 +54,7 @@ from kvplan_nixl.serving.store import (
     stalls,
 )
 from tests.simulation.virtual_threads import (
+    EPOCH_S,
     THREADING,
     TIME,
     WORLD,
@@ -66,6 +67,7 @@ from tests.simulation.vllm_connector import (
     STORE_SCHEDULER,
     STORE_SEARCHES,
     STORE_WORKER,
+    SeenRequest,
     VllmConnector,
 )
 
@@ -85,6 +87,9 @@ CALM_S = 1.0
 PAGES = (4, 6, 20)
 """Tokens per page: fewer than a window, or more; blocks of some engines do not divide them."""
 
+OTHER_SPACE = "0" * 16
+"""Where a store has the pages of another model."""
+
 MAX_BYTES = (0, 0, 60_000, 200_000)
 """Limits within which engines keep the store, 0 for none."""
 
@@ -97,6 +102,9 @@ class VirtualBackend(MemoryBackend):
         self._draw = random.Random(f"{scenario.seed} store")
         self.tokens_per_page = self._draw.choice(PAGES)
         self.max_bytes = self._draw.choice(MAX_BYTES)
+        # a part of the limit, so that there is room for others
+        pins = random.Random(f"{scenario.seed} pins")
+        self.max_pinned_bytes = pins.choice((0, self.max_bytes // 8, self.max_bytes // 3))
         is_small = self._draw.random() < 0.3
         super().__init__(max_bytes=100_000 if is_small else None)
         self._troubles = [item for item in scenario.incidents if isinstance(item, StoreTrouble)]
@@ -109,9 +117,15 @@ class VirtualBackend(MemoryBackend):
         # by the label of a page's last position, which is that of all tokens and facts before it: its name and files
         self._saved: dict[int, tuple[str, frozenset[str]]] = {}
         self._damaged: set[str] = set()
+        # when each file of a pin was put
+        self._pinned_at: dict[str, float] = {}
+        # by thread that evicts: the pages that pins keep
+        self.kept: dict[Any, frozenset[str]] = {}
+        if self.max_pinned_bytes:
+            self._put_others(pins)
         self.num_failures = 0
-        # the workers whose clients have moved bytes after they were given up
-        self.late_moves: list[str] = []
+        # what threads have done wrong, which catch all errors
+        self.broken: list[str] = []
         self.num_saved = 0
 
     def role_of(self, engine: str) -> str:
@@ -128,13 +142,21 @@ class VirtualBackend(MemoryBackend):
         spans = [(each.begins_at, each.ends_at) for each in self._troubles] + self._freezes
         return not self._has_updates and not any(begins <= now < ends + LATE_S for begins, ends in spans)
 
+    def check_calls(self) -> None:
+        """Raise what threads have done wrong."""
+        if self.broken:
+            raise BrokenRuleError("STORE", self.broken[0])
+
     def check_saved(self) -> None:
         """Refuse to save nothing of requests that are said to be saved, and to take a damaged file for a whole one."""
-        if self.num_saved and not self._files:
+        pages = [files for page, files in self._files.items() if not page.startswith(OTHER_SPACE)]
+        if self.num_saved and all(backends.is_pin(file) for files in pages for file in files):
             raise BrokenRuleError("STORE", f"{self.num_saved} requests are saved, and the store is empty")
         at_rest = MemoryBackend()
         at_rest._files = self._files
         for entry in at_rest.entries():
+            if backends.is_pin(entry.name.rpartition("/")[2]) or entry.name.startswith(OTHER_SPACE):
+                continue
             try:
                 page_files.check_file(at_rest, entry.name)
                 is_whole = True
@@ -158,8 +180,37 @@ class VirtualBackend(MemoryBackend):
     def note_saved(self, labels: Sequence[int], pages: Sequence[str]) -> int:
         """Note the files of pages that are saved, and return how many pages have none."""
         for label, page in zip(labels, pages, strict=True):
-            self._saved[label] = page, frozenset(self._files.get(page, ()))
+            files = frozenset(file for file in self._files.get(page, ()) if not backends.is_pin(file))
+            self._saved[label] = page, files
         return sum(page not in self._files for page in pages)
+
+    def _put_others(self, draw: random.Random) -> None:
+        """Put pages of another model in the store, of other sizes, which somebody has pinned."""
+        for number in range(6):
+            num_bytes = draw.randint(self.max_pinned_bytes // 10, self.max_pinned_bytes)
+            at = -100.0 * draw.random()
+            pin = f"{OTHER_SPACE}/{number:064x}/{backends.PIN}"
+            self._files[pin.rpartition("/")[0]] = {
+                "data": backends._MemoryFile(bytes(num_bytes), EPOCH_S + at),
+                backends.PIN: backends._MemoryFile(b"", EPOCH_S + at),
+            }
+            self._num_bytes += num_bytes
+            self._pinned_at[pin] = at
+
+    def kept_pages(self, max_bytes: int) -> frozenset[str]:
+        """The pages that pins keep now: those that were pinned first, as far as they are within a limit."""
+        firsts = dict[str, float]()
+        for file, at in self._pinned_at.items():
+            page = file.rpartition("/")[0]
+            firsts[page] = min(at, firsts.get(page, at))
+        kept = set[str]()
+        for _, page in sorted((at, page) for page, at in firsts.items()):
+            if self._num_bytes_of({*kept, page}) <= max_bytes:
+                kept.add(page)
+        return frozenset(kept)
+
+    def _num_bytes_of(self, pages: Iterable[str]) -> int:
+        return sum(len(file.data) for page in pages for file in self._files[page].values())
 
     def contents(self) -> list[Any]:
         """The files that the store has now."""
@@ -192,7 +243,8 @@ class VirtualBackend(MemoryBackend):
     def put(self, name: str, chunks: Sequence[backends.FileBytes]) -> bool:
         self._wait("write", name)
         data = b"".join(chunks)
-        if any(self._draw.random() < each.damages for each in self._present()):
+        # a pin has no bytes
+        if data and any(self._draw.random() < each.damages for each in self._present()):
             # of the data rather than the header
             index = len(data) - 1 - self._draw.randrange(len(chunks[-1]))
             flipped = data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :]
@@ -208,6 +260,9 @@ class VirtualBackend(MemoryBackend):
             self.num_failures += 1
             raise
         if is_new:
+            assert WORLD.host is not None
+            if backends.is_pin(name.rpartition("/")[2]):
+                self._pinned_at[name] = WORLD.host.loop.now
             self._damaged.discard(name)
             self._damaged |= {name} if is_damaged else set()
         return is_new
@@ -218,6 +273,9 @@ class VirtualBackend(MemoryBackend):
 
     def delete(self, name: str) -> bool:
         self._wait("delete", name)
+        if name.rpartition("/")[0] in self.kept.get(WORLD.running, ()):
+            self.broken.append(f"an eviction deletes {name}, which a pin keeps")
+        self._pinned_at.pop(name, None)
         return super().delete(name)
 
     def files(self, page: str) -> tuple[str, ...]:
@@ -236,7 +294,10 @@ class VirtualEviction(BackgroundEviction):
         backend: Any = self._backend
         before = backend.contents()
         is_working = backend.is_working
+        backend.kept[WORLD.running] = backend.kept_pages(self._limits.max_pinned_bytes or 0)
         super()._look()
+        del backend.kept[WORLD.running]
+        backend.check_calls()
         # others may write meanwhile
         known = {id(file) for file in before}
         num_bytes = sum(len(file.data) for file in backend.contents() if id(file) in known)
@@ -293,7 +354,7 @@ class VirtualClient(StoreClient):
         """Refuse to move bytes of blocks that others may have: the client was given up."""
         if self._is_given_up:
             backend: Any = self.backend
-            backend.late_moves.append(self.worker.label)
+            backend.broken.append(f"a client of {self.worker.label} moves bytes, and was given up")
 
     def _let_go(self) -> None:
         self.memory.landing[[*self._cells]] -= 1
@@ -350,6 +411,13 @@ def label_view(view: View, group: str) -> View:
     )
 
 
+def pin_of(request: EngineRequest) -> dict[str, str]:
+    """The parameters with which a quarter of all requests pin their prompts, and another quarter unpins them."""
+    number = crc32(request.name.encode())
+    label = (STORE_SCHEDULER.PIN, STORE_SCHEDULER.UNPIN, "", "")[number % 4]
+    return {label: f"client {number // 4 % 2}"} if label else {}
+
+
 @attrs.frozen
 class _Look:
     """A look at a store: when, and how many of its calls had failed by then."""
@@ -382,6 +450,7 @@ class StoreConnector(VllmConnector):
             buffer_bytes=BUFFER_BYTES,
             stall_s=STALL_S,
             max_bytes=backend.max_bytes,
+            max_pinned_bytes=backend.max_pinned_bytes,
         )
         # what the store had of each request when it was searched first, and what is to be saved
         self._looked: dict[str, tuple[_Look, int]] = {}
@@ -485,8 +554,7 @@ class StoreConnector(VllmConnector):
         """Let the workers begin what the scheduler says, and return the requests that all have loaded, or tried to."""
         self._store_state.step_begun()
         metadata = self._store.take_step()
-        if self._backend.late_moves:
-            raise BrokenRuleError("STORE", f"a client of {self._backend.late_moves[0]} moves bytes, and was given up")
+        self._backend.check_calls()
         ended = list[str]()
         reports = []
         for worker in self._store_workers:
@@ -535,7 +603,8 @@ class StoreConnector(VllmConnector):
         self._chosen.pop(request.name, None)
         self._looked.pop(request.name, None)
         with WORLD.on(self._host):
-            request.is_saved = self._store.begin_save(self._seen(request), self._ids(request))
+            seen = SeenRequest(request, {**(self._params(request) or {}), **pin_of(request)})
+            request.is_saved = self._store.begin_save(seen, self._ids(request))
             self._note_save(request)
         self._store_state.forget(request.name)
         if params is not None:
