@@ -284,6 +284,8 @@ def test_a_fault_excuses_what_it_explains_and_when() -> None:
     assert explained == [[False, False], [True, True], [False, True]]
     reset, update = Update(1.0, 0.1), Update(1.0, 0.1, "version 1")
     assert [Scenario(1, (), (each,)).may_fail("MODEL") for each in (reset, update)] == [False, True]
+    lossy, garbling = (Disturbance(1.0, 9.0, "*", "*", **{kind: 0.3}) for kind in ("loss", "garbling"))
+    assert [Scenario(1, (), (each,)).may_fail("TYPE") for each in (lossy, garbling)] == [False, True]
 
 
 def test_a_request_may_fail_by_what_its_readers_are() -> None:

@@ -154,6 +154,12 @@ def test_all_rules_hold_where_vllm_s_requests_have_transfer_ids(vllm_rooms: Simu
     assert {"right", "PEER"} <= ends.keys() <= {"right", "LEASE", "PEER", "PROMPT", "TOKENS"}
 
 
+def test_the_room_of_a_request_that_came_twice_may_be_another_one_s(vllm_rooms: Simulation) -> None:
+    """Two requests come under one name, and the first is read late, when its room has another one's prompt."""
+    outcome = vllm_rooms.run(Scenario.of(50, MODELS["windows"], features=Feature.of(50)))
+    assert outcome.error is None, outcome
+
+
 @pytest.mark.parametrize("fault", ROOM_FOUND, ids=[fault.name for fault in ROOM_FOUND])
 def test_a_fault_of_vllm_s_rooms_is_found(vllm_rooms: Simulation, fault: Fault) -> None:
     """As one of requests that come to decode when prefill has answered."""

@@ -257,7 +257,8 @@ class Fleet:
         self._make_connector = make_connector
         self._make_params = make_params
         self._tokens_per_step = tokens_per_step
-        self._params: list[Mapping[str, Any]] = []
+        # all parameters that proxies have made, each with the name of its request
+        self._params: list[tuple[str, Mapping[str, Any]]] = []
         self._family_hosts: dict[str, str] = {}
         self._family_params: dict[str, Mapping[str, Any]] = {}
         self._forgery = random.Random(f"{scenario.seed} forgery")
@@ -423,7 +424,8 @@ class Fleet:
             is_asking = request.phase is Phase.WAITING and request.asked_at
             names = map(str, (request.params or {}).values())
             # one with a malformed address waits for another server
-            is_here = request.params in self._params and not rooms.keys().isdisjoint(names)
+            is_made = any(request.params == params for _, params in self._params)
+            is_here = is_made and not rooms.keys().isdisjoint(names)
             if not (is_asking and is_here):
                 continue
             if self._room_starts.setdefault(request, start) != start:
@@ -663,13 +665,14 @@ class Fleet:
             return self._family_params[arrival.child_of]
         params = self._make_params(prefill.host.name, self._random)
         # when faults are over, nobody makes the same parameters twice
-        while params in self._params and self.loop.now >= HEALED_S:
+        made = [others for _, others in self._params]
+        while params in made and self.loop.now >= HEALED_S:
             params = self._make_params(prefill.host.name, self._random)
-        if params in self._params:
-            names = [name for name, others in self._family_params.items() if others == params]
+        names = {name for name, others in self._params if others == params}
+        if names:
             self._repeated.add(arrival.name)
             self._shared |= {arrival.name, *names}
-        self._params.append(params)
+        self._params.append((arrival.name, params))
         self._family_params[arrival.name] = params
         return params
 

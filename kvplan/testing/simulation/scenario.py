@@ -268,6 +268,8 @@ EXCUSES: Final[Mapping[str, tuple[type | str, ...]]] = MappingProxyType(
         # an answer may lack the offer of a worker
         "COVER": (GARBLING,),
         "TENSOR": (GARBLING,),
+        # nor have its digests the form that they should have
+        **dict.fromkeys(("KEY", "RANGE", "SIZE", "TYPE"), (GARBLING,)),
     }
 )
 """What may be why a request fails with a code: incidents of a class, or of one kind of a class.
