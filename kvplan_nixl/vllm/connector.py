@@ -46,7 +46,6 @@ class KvplanConnector(BlockConnector):
     """
 
     _cache_hit_source = CacheHitSource.P2P
-    _has_store = False
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -80,8 +79,7 @@ class KvplanConnector(BlockConnector):
 
     def meet(self, other: BlockConnector) -> None:
         if isinstance(other, KvplanStore):
-            self._scheduler.add_store(other._scheduler)
-            self._has_store = True
+            self._scheduler.stores.append(other._scheduler)
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.add(request)
@@ -130,7 +128,7 @@ class KvplanConnector(BlockConnector):
         check_models(self.state.started, (handshake.model for handshake in handshakes))
         siblings = {name for value in handshakes for name in value.siblings}
         # the store is told what it may not save
-        if self._has_store:
+        if self._scheduler.stores:
             siblings.discard(KvplanStore.__name__)
         self._scheduler.set_siblings(siblings)
         self._scheduler.serve_offers([handshake.envelope for handshake in handshakes])

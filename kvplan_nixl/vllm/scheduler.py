@@ -90,7 +90,8 @@ class Scheduler:
         self._vocabulary = range(config.model_config.get_vocab_size())
         self._listener: Listener | None = None
         self._exporter: Exporter | None = None
-        self._stores: list[StoreScheduler] = []
+        # the engine's stores, which hear what is read in part before they save it
+        self.stores: list[StoreScheduler] = []
         # those that others may read when they have finished, and the rooms of some of them
         self._exportable: dict[str, Request] = {}
         self._rooms: dict[str, str] = {}
@@ -129,10 +130,6 @@ class Scheduler:
         prefix cache.
         """
         self._importer.siblings = siblings
-
-    def add_store(self, store: StoreScheduler) -> None:
-        """Take the engine's store: it hears which blocks are read in part, before it saves them."""
-        self._stores.append(store)
 
     def serve_offers(self, envelopes: Sequence[bytes]) -> None:
         """Serve the envelopes of all workers to other engines, if they may read from this one.
@@ -430,7 +427,7 @@ class Scheduler:
             for group, whole in partial_read.partial.items():
                 if self._caches_prefixes:
                     self._tables.leave_uncached(partial_read.request, group, whole.first_whole)
-                for store in self._stores:
+                for store in self.stores:
                     store.leave_out(partial_read.request, group, whole.start)
         self.stats.count_total("num_claims", self._importer.num_claims)
         self.stats.count_total("num_failed_notifications", self._claims.num_unanswered)

@@ -463,7 +463,7 @@ class StoreConnector(VllmConnector):
         self._failed = set[str]()
         with WORLD.on(self._host):
             self._store = STORE_SCHEDULER.StoreScheduler(self._store_config, self._cache, settings, self._store_state)
-            self._scheduler.add_store(self._store)
+            self._scheduler.stores.append(self._store)
             self._store_workers = []
             for described, executor in zip(site.workers, site.executors, strict=True):
                 worker = VirtualStoreWorker(self._store_config, self._cache, settings, facts)

@@ -43,7 +43,6 @@ WHY_UNCALLED = {
     "it closes an engine, which dies in a fleet": ("Claims.close", "Scheduler.close", "Worker.close"),
     "a stand-in makes the worker's reads, and has no tensors": ("Worker.envelope", "Worker.register"),
     "a fleet makes the copies in main memory": ("Worker.save", "Worker.set_copies"),
-    "fleets of tests.simulation.test_store have a store beside vLLM's connector": ("Scheduler.add_store",),
     "SGLang's stand-in has no use for it": (
         *("Exporter.is_open", "PrefillRank.is_written", "Receiver.ensure_abort_notified"),
         *("Receiver.refuse_rebootstrap", "Sender.get_transfer_metric", "Sender.poll_pp_consensus"),

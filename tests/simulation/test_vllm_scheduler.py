@@ -496,7 +496,7 @@ def test_a_store_is_told_where_a_block_is_read_in_part(engines: Engines) -> None
     partial_from = COMPUTED - WINDOW + 1
     handoff = Handoff.of_params(answered(engines.decode(*kinds), kinds), KEY)
     scheduler, store = engines.start(*kinds), TellsStore()
-    scheduler.add_store(store)
+    scheduler.stores.append(store)
     for kept, told in ((partial_from // BLOCK * BLOCK, []), (partial_from, [("r", "group1", partial_from)])):
         params = attrs.evolve(handoff, kept={"group0": 0, "group1": kept}).params(KEY) | {"do_remote_prefill": True}
         assert read_of(scheduler, kinds, [*SAID, 7], params) is not None
