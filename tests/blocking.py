@@ -1,4 +1,4 @@
-"""The protocol's questions for tests that wait for the answers, each by a driver of an access; and what else waits."""
+"""What tests wait for: answers to the protocol's questions, conditions, ports, and threads that end."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def stop_listening(server: socket.socket) -> None:
 
 @contextmanager
 def no_more_threads() -> Iterator[None]:
-    """Assert that no thread has been started that runs still. Threads of earlier tests may end meanwhile."""
+    """Assert that no thread that was started meanwhile runs on. Threads of earlier tests may end."""
     before = {*threading.enumerate()}
     yield
     assert {*threading.enumerate()} <= before

@@ -240,6 +240,14 @@ class World:
         )
         return attrs.evolve(read, **changes)
 
+    def restart(self, prefill: Sequence[Worker]) -> None:
+        """Let the prefill engine start again with other workers."""
+        self.engines["prefill"] = prefill
+        self.gone = {"1"}
+        self.network = self.executor.network = FakeNetwork([self.local, *prefill])
+        if self.pipeline is not None:
+            self.pipeline._copier = FakeCopier(self.network.memory, self.local.key)
+
     def until(self, count: int) -> dict[str, ReadResult]:
         """The next ``count`` results."""
         found: dict[str, ReadResult] = {}
@@ -1033,11 +1041,7 @@ def test_a_restart_with_fewer_workers(one: Callable[..., World]) -> None:
     world = one()
     world.submit(world.read("a"))
     world.until(1)
-    world.engines["prefill"] = engine("prefill", tp=1)
-    world.gone = {"1"}
-    world.network = world.executor.network = FakeNetwork([world.local, *world.engines["prefill"]])
-    if world.pipeline is not None:
-        world.pipeline._copier = FakeCopier(world.network.memory, world.local.key)
+    world.restart(engine("prefill", tp=1))
     world.submit(world.read("b", source_of(start="2")))
     assert world.until(1)["b"].error is None
     assert world.connected[2:] == ["not prefill/0", "not prefill/1", "prefill/0"]
@@ -1051,11 +1055,7 @@ def test_a_restart_with_fewer_workers_of_an_engine_that_was_lost(one: Callable[.
     world.executor.failing = {"b"}
     world.submit(world.read("b"))
     assert world.until(1)["b"].error is not None
-    world.engines["prefill"] = engine("prefill", tp=1)
-    world.gone = {"1"}
-    world.network = world.executor.network = FakeNetwork([world.local, *world.engines["prefill"]])
-    if world.pipeline is not None:
-        world.pipeline._copier = FakeCopier(world.network.memory, world.local.key)
+    world.restart(engine("prefill", tp=1))
     world.submit(world.read("c", source_of(start="2")))
     assert world.until(1)["c"].error is None
     assert world.connected[-3:] == ["not prefill/0", "not prefill/1", "prefill/0"]
