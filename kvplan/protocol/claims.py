@@ -5,6 +5,9 @@
 - claim.C2: A claim that got no answer is sent again. A claim that was refused stays refused.
 - claim.C3: Claims on each engine are sent by a separate coroutine, so an engine that hangs delays
   only its own.
+- claim.C4: A reader that can compute its request, and has no blocks for it yet, ends the claim when
+  its engine is told that the claimed blocks are needed. Else requests of two engines could wait for
+  each other's blocks.
 
 :class:`SourceClaims` decides what is sent to one engine and when; :class:`Claims` sends it.
 """
@@ -112,12 +115,14 @@ def _fitting(values: Iterable[Any]) -> tuple[Any, ...]:
 class ClaimAnswer:
     """Says of each lease in a message whether it is valid; of a claim that ended, whether it was.
 
-    Each field answers the one of the same name in the :class:`ClaimMessage`.
+    Each of the first fields answers the one of the same name in the :class:`ClaimMessage`. Of the
+    leases that are claimed, those in ``wanted`` have blocks that the engine needs back.
     """
 
     claims: tuple[bool, ...]
     done: tuple[bool, ...]
     asks: tuple[bool, ...]
+    wanted: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, Any]:
         """Return the answer as plain values, for JSON."""
@@ -132,6 +137,7 @@ class ClaimAnswer:
                 claims=members(bool, fields["claims"], "claims"),
                 done=members(bool, fields["done"], "done"),
                 asks=members(bool, fields["asks"], "asks"),
+                wanted=members(str, fields.get("wanted", ()), "leases"),
             )
             numbers = [len(answer.claims), len(answer.done), len(answer.asks)]
             if numbers != [len(message.claims), len(message.done), len(message.asks)]:
@@ -166,6 +172,7 @@ def answer_claims(leases: Leases, start: str, message: ClaimMessage) -> ClaimAns
         claims=tuple(leases.claim(lease, reader) for lease, reader in message.claims),
         done=tuple(leases.release(lease, reader) for lease, reader in message.done),
         asks=tuple(leases.is_valid(lease) for lease in message.asks),
+        wanted=tuple(sorted(leases.wanted.intersection(lease for lease, _ in message.claims))),
     )
 
 
@@ -192,6 +199,7 @@ class SourceClaims:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.refusals: dict[Claim, KVPlanError] = {}
+        self.wanted: set[Claim] = set()
         # when each claim has to be sent next
         self._due_at: dict[Claim, float] = {}
         self._done: dict[Claim, None] = {}
@@ -206,6 +214,7 @@ class SourceClaims:
     def release(self, claim: Claim) -> None:
         """End a claim, also one that was refused or never sent."""
         self._due_at.pop(claim, None)
+        self.wanted.discard(claim)
         # The engine has nothing to end of a claim that it refused.
         if self.refusals.pop(claim, None) is None:
             self._done[claim] = None
@@ -244,11 +253,14 @@ class SourceClaims:
             # A claim may have ended meanwhile.
             if claim not in self._due_at:
                 continue
+            lease, _ = claim
+            self.wanted.discard(claim)
             if is_valid:
                 self._due_at[claim] = now + RENEW_S
+                if lease in answer.wanted:
+                    self.wanted.add(claim)
             else:
                 del self._due_at[claim]
-                lease, _ = claim
                 self.refusals[claim] = self._lease_error(lease)
                 refusals.append(self.refusals[claim])
         for lease, is_valid in zip(message.asks, answer.asks, strict=True):
@@ -346,6 +358,18 @@ class Claims:
         with self._lock:
             source_claims = self._by_source.get(instance(Source, source, "source"))
             return None if source_claims is None else source_claims.refusals.get(claim)
+
+    def is_wanted(self, source: Source, lease: str, reader: str) -> bool:
+        """Return whether a claim was refused, or its engine needs the blocks back.
+
+        A reader that can do without them ends the claim.
+        """
+        claim = _checked_claim(lease, reader)
+        with self._lock:
+            source_claims = self._by_source.get(instance(Source, source, "source"))
+            if source_claims is None:
+                return False
+            return claim in source_claims.wanted or claim in source_claims.refusals
 
     def close(self) -> None:
         """Send the claims that have ended, and nothing more."""

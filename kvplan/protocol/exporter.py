@@ -318,15 +318,28 @@ class Exporter:
         """End the oldest requests that are kept for a reader that may come, and return them.
 
         Their blocks, at least ``num_blocks`` if so many are kept, are free after the next step: the
-        engine's own requests wait for them. One that a reader has claimed stays.
+        engine's own requests wait for them. One that a reader has claimed stays, but where the
+        others are too few, its reader is asked to end the claim if it has not begun to read, by
+        rule claim.C4. Call this in each step: with 0, no reader is asked any more.
         """
-        ended = []
+        ended, claimed = list[str](), dict[str, int]()
         for request, export in self._requests.items():
             if num_blocks <= 0:
                 break
-            if export.gives_way and self.leases.end_unclaimed(export.lease):
+            if not export.gives_way:
+                continue
+            size = sum(each.ids.size for each in export.blocks.values())
+            if self.leases.end_unclaimed(export.lease):
                 ended.append(request)
-                num_blocks -= sum(each.ids.size for each in export.blocks.values())
+                num_blocks -= size
+            else:
+                claimed[export.lease] = size
+        wanted = set[str]()
+        for lease, size in claimed.items():
+            if num_blocks > 0:
+                wanted.add(lease)
+                num_blocks -= size
+        self.leases.wanted = frozenset(wanted)
         return (*ended,)
 
     def reset(self) -> None:

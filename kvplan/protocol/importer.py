@@ -226,7 +226,8 @@ class Importer:
 
         ``prompt`` digests its first tokens. The last ``num_stale`` positions that it shares with
         the handoff are not read. With ``min_tokens`` the engine may compute the request instead: it
-        is read only if that saves computing as many positions.
+        is read only if that saves computing as many positions, and if its source still has it when
+        there are blocks for it.
         """
         record = _Import(prompt, num_stale, min_tokens)
         self._requests[name(request, "name of a request")] = record
@@ -451,6 +452,7 @@ class Importer:
 
     def step(self) -> list[PartialRead]:
         """Return what workers do next. Call it in each step of the engine."""
+        self._do_without()
         for request, record in [*self._reading.items()]:
             try:
                 self._check(request, record)
@@ -465,6 +467,19 @@ class Importer:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def _do_without(self) -> None:
+        """End claims that are refused or not welcome, of requests that the engine can compute.
+
+        They have no blocks yet, by rule claim.C4.
+        """
+        for request, record in [*self._requests.items()]:
+            is_optional = record.min_tokens is not None and record.state in (ASKING, CLAIMED)
+            if not is_optional or record.found is None or self._claims is None:
+                continue
+            handoff = record.found.handoff
+            if self._claims.is_wanted(handoff.source, handoff.lease, self._name_of(request)):
+                self.end(request)
 
     # What is read
 

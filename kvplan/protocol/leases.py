@@ -94,7 +94,8 @@ class Leases:
     """The requests whose blocks an engine keeps for readers. Safe for several threads.
 
     :attr:`num_refused` counts questions and claims that came too late, and claims of more than
-    :data:`MAX_READERS` readers.
+    :data:`MAX_READERS` readers. The engine asks for the blocks of :attr:`wanted` leases: a reader
+    that has not begun to read, and can do without, ends its claim.
 
     >>> from kvplan_nixl.serving import Driver
     >>> leases = Leases(Driver())
@@ -122,6 +123,7 @@ class Leases:
         self.lease_s: float = seconds(lease_s, "lease_s")
         self.max_lease_s: float = seconds(max_lease_s, "max_lease_s")
         self.num_refused: int = 0
+        self.wanted: frozenset[str] = frozenset()
         self._system: System = instance(System, system, "system")
         self._lock = system.lock()
         self._leases: dict[str, _Lease] = {}

@@ -298,8 +298,10 @@ class Scheduler:
         its blocks.
         """
         self._state.step_begun()
-        if self._exporter is None or not self._rooms:
+        if self._exporter is None:
             return
+        # in the next step they may get their first blocks, and then too few again
+        self._waiting.update(dict.fromkeys(scheduled.preempted_req_ids or (), 1))
         for name in self._rooms.keys() & (scheduled.preempted_req_ids or ()):
             self._exporter.revoke(name)
         begun = _begun(scheduled)
@@ -450,10 +452,10 @@ class Scheduler:
         workers report that some steps later.
         """
         waiting, self._waiting = self._waiting, {}
-        if not waiting or self._giving_way:
-            return
-        # a request also waits for blocks that vLLM reserves
-        num_blocks = max(1, self._tables.num_missing(sum(waiting.values())))
+        num_blocks = 0
+        if waiting and not self._giving_way:
+            # a request also waits for blocks that vLLM reserves
+            num_blocks = max(1, self._tables.num_missing(sum(waiting.values())))
         given = exporter.give_way(num_blocks)
         self._giving_way.update(given)
         if given:

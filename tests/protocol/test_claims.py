@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,8 @@ SILENCE = KVPlanError("PEER", "reach", expected="an answer", got="none")
 
 def yes(message: ClaimMessage) -> ClaimAnswer:
     """Says that all leases stand."""
-    return ClaimAnswer(*((True,) * len(part) for part in (message.claims, message.done, message.asks)))
+    claims, done, asks = ((True,) * len(part) for part in (message.claims, message.done, message.asks))
+    return ClaimAnswer(claims, done, asks)
 
 
 def test_a_claim_is_renewed_until_it_ends() -> None:
@@ -67,6 +69,26 @@ def test_a_refused_claim_is_not_sent_again() -> None:
     assert source_claims.next_due(0.0) is None
     source_claims.release(("l", "x"))
     assert (source_claims.refusals, source_claims.next_due(0.0)) == ({}, None)
+
+
+def test_an_engine_asks_for_claimed_blocks() -> None:
+    """As long as it needs them; the claim holds meanwhile, and all of it is forgotten when it ends."""
+    source_claims, leases = SourceClaims(SOURCE), Leases(Clock())
+    wanted, other = leases.grant("r"), leases.grant("s")
+    claims = {(wanted, "x"), (other, "x")}
+    for now, needed, expected in ((0.0, {wanted, "another"}, {(wanted, "x")}), (10.0, set[str](), set[Claim]())):
+        leases.wanted = frozenset(needed)
+        for claim in claims:
+            source_claims.claim(claim, now)
+        message = source_claims.take_message(now)
+        answer = answer_claims(leases, "a1", message)
+        assert source_claims.take_answer(message, ClaimAnswer.of_fields(message, answer.fields()), now) == []
+        assert source_claims.wanted == expected
+    source_claims.claim((wanted, "x"), 20.0)
+    message = source_claims.take_message(20.0)
+    source_claims.take_answer(message, attrs.evolve(yes(message), wanted=(wanted,)), 20.0)
+    source_claims.release((wanted, "x"))
+    assert source_claims.wanted == set()
 
 
 def test_a_claim_that_ends_while_it_is_sent_is_forgotten() -> None:
@@ -139,10 +161,12 @@ def test_a_claim_too_many_is_refused_alone() -> None:
 def test_a_refusal_is_found_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Whoever begins a claim can ask later whether it was refused."""
     claims = Claims(LOGGER, Answered(lambda _, message: answer_claims(Leases(Driver()), "a1", message)))
-    assert claims.refusal(SOURCE, "l", "x") is None
+    assert (claims.refusal(SOURCE, "l", "x"), claims.is_wanted(SOURCE, "l", "x")) == (None, False)
     claims.claim(SOURCE, "l", "x")
+    assert not claims.is_wanted(SOURCE, "another", "x")
     refusal = wait_until(lambda: claims.refusal(SOURCE, "l", "x"))
     assert refusal is not None
+    assert claims.is_wanted(SOURCE, "l", "x")
     # the source does not say which of its reasons it is
     assert (refusal.code, "too many readers" in refusal.got, "has ended" in refusal.got) == ("LEASE", True, True)
     claims.release(SOURCE, "l", "x")

@@ -137,6 +137,24 @@ def test_an_aborted_request_is_forgotten(world: World) -> None:
     assert (world.withdrawn, world.leases.is_valid(lease), len(world.leases)) == ([("room", lease)], False, 0)
 
 
+def test_kept_requests_give_way(world: World) -> None:
+    """The oldest unclaimed ones first; of the others as many readers are asked as there are blocks too few."""
+    leases = {}
+    for name in "abcde":
+        handoff: Any = world.exporter.finish(name, 100, BLOCKS, str, first_s=500.0)
+        leases[name] = handoff.lease
+        assert name in "bd" or world.leases.claim(leases[name], "reader")
+    num_blocks = sum(table.ids.size for table in BLOCKS.values())
+    world.finish(request="computed")
+    assert (world.exporter.give_way(num_blocks), world.leases.wanted) == (("b",), frozenset())
+    assert world.exporter.step().released == ("b",)
+    assert world.exporter.give_way(2 * num_blocks + 1) == ("d",)
+    assert world.leases.wanted == {leases["a"], leases["c"]}
+    assert world.exporter.step().released == ("d",)
+    assert world.leases.is_valid(leases["a"])
+    assert (world.exporter.give_way(0), world.leases.wanted) == ((), frozenset())
+
+
 def test_leases_that_end_late_say_why(world: World) -> None:
     """Blocks are free in any case."""
     leases = [world.finish(request=request).lease for request in ("unclaimed", "held")]

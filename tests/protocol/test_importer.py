@@ -41,6 +41,7 @@ class World:
     overdue: set[str] = attrs.field(factory=set)
     claimed: list[str] = attrs.field(factory=list)
     refused: dict[str, KVPlanError] = attrs.field(factory=dict)
+    wanted: set[str] = attrs.field(factory=set)
     takes: dict[str, Callable[[Any], bool]] = attrs.field(factory=dict)
     importer: Importer = attrs.field(init=False)
 
@@ -55,6 +56,10 @@ class World:
 
     def refusal(self, source: Source, lease: str, reader: str) -> KVPlanError | None:
         return self.refused.get(lease)
+
+    def is_wanted(self, source: Source, lease: str, reader: str) -> bool:
+        assert reader == "decode r"
+        return lease in self.wanted
 
     def subscribe(self, reader: str, room: str, address: str, deliver: Callable[[Any], bool]) -> None:
         self.takes[reader] = deliver
@@ -217,6 +222,25 @@ def test_a_claim_that_was_refused_ends_a_request(world: World) -> None:
     world.refused["l"] = KVPlanError("LEASE", "read", expected="a lease", got="none")
     world.allocate()
     assert world.spans() == ["LEASE"]
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_blocks_that_a_source_needs_are_computed(world: World, *, is_seen: bool) -> None:
+    """Where the engine can do that, and has begun to read nothing."""
+    for min_tokens, is_reading, expected in ((0, False, 0), (0, True, 99), (None, False, 99)):
+        world.importer.claim("r", handoff_of(100, is_whole=True), prompt, min_tokens=min_tokens)
+        assert world.spans() == []
+        if is_seen or is_reading:
+            assert world.importer.count("r", 0, 99) == 99
+        if is_reading:
+            world.importer.read("r", LOCAL, 99)
+        world.wanted = {"l"}
+        assert len(world.spans()) == is_reading
+        assert world.claimed == ["l"] * (expected > 0)
+        if not is_reading:
+            assert world.importer.count("r", 0, 99) == expected
+        world.importer.end("r")
+        world.wanted = set()
 
 
 def test_a_request_is_given_up_while_parts_are_read(world: World) -> None:

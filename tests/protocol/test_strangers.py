@@ -53,7 +53,7 @@ READERS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "claims": (lambda fields: answer_claims(Leases(Driver()), "a", ClaimMessage.of_fields(fields)), MESSAGE.fields()),
     "answer": (
         lambda fields: ClaimAnswer.of_fields(MESSAGE, fields),
-        {"claims": [True], "done": [True], "asks": [True]},
+        {"claims": [True], "done": [True], "asks": [True], "wanted": ["l"]},
     ),
     "handoff": (lambda params: Handoff.of_params(signed(params), KEY), HANDOFF.params(KEY)),
     "signed handoff": (lambda params: Handoff.of_params(params, KEY), HANDOFF.params(KEY)),

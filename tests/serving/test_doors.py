@@ -347,7 +347,8 @@ def test_many_claims_are_sent_in_parts() -> None:
         assert len(partial(str.encode)(f"{fields!a}")) < MAX_MESSAGE_BYTES
         for kind, values in seen.items():
             values += fields[kind]
-        answer = ClaimAnswer(*((True,) * len(fields[kind]) for kind in seen))
+        claimed, done, asked = ((True,) * len(fields[kind]) for kind in seen)
+        answer = ClaimAnswer(claimed, done, asked)
         claims.take_answer(message, answer, 1.0)
     assert seen == {
         "claims": [(name, "d") for name in names],

@@ -319,14 +319,15 @@ FEATURE_FAULTS = [
     Fault("a silent source never counts as gone", LeaseCheck, "_take", "> SILENCE_S", "> 1e9", seed=0, rule="LINGER", features=Feature.LOST_ENGINES),
     Fault("a read ends when its first slices have", reads.Reads, "_poll_job", "is_posted = not job.unposted", "is_posted = True", seed=0, rule="OWN", features=Feature.SLICES),
     Fault("malformed answers end the coroutine of claims", claims.Claims, "_run", "except KVPlanError as error:", "except KVPlanError as error:\n            if error.code == 'MESSAGE':\n                raise", seed=5, rule="CRASH", features=Feature.GARBLED_MESSAGES),
-    Fault("too few answers are taken", claims.ClaimAnswer, "of_fields", "if numbers != ", "if False and numbers != ", seed=25, rule="CRASH", features=Feature.GARBLED_MESSAGES),
+    Fault("too few answers are taken", claims.ClaimAnswer, "of_fields", "if numbers != ", "if False and numbers != ", seed=5, rule="CRASH", features=Feature.GARBLED_MESSAGES),
     Fault("an error of a server that parses is raised", claims.ClaimMessage, "of_fields", 'instance(Mapping, fields, "a message of claims")', "fields", seed=0, rule="CRASH", features=Feature.GARBLED_MESSAGES),
     Fault("the signature of a handoff is not checked", Handoff, "of_params", '_check_signature(params, instance(SharedKey, key, "key of a handoff"))', "pass", seed=57, rule="OWN", features=Feature.GARBLED_MESSAGES),
 ]  # fmt: skip
 FEATURE_FAULTS += [
-    Fault("kept answers do not give way", Exporter, "give_way", "export.gives_way and self", "False and self", seed=1, rule="END", features=TURNS),
+    Fault("kept answers do not give way", Exporter, "give_way", "if not export.gives_way:", "if True:", seed=1, rule="END", features=TURNS),
     Fault("answers are kept as if requests had come for them", Exporter, "finish", "export.gives_way = first_s is not None", "export.gives_way = False", seed=1, rule="END", features=TURNS),
     Fault("an answer gives way that a reader claims", Leases, "end_unclaimed", "found is None or any(end > now for end in found.claims_end_at.values())", "found is None", seed=13, rule="CLAIM", features=TURNS),
+    Fault("a claimed answer never gives way", Exporter, "give_way", "wanted.add(lease)", "pass", seed=31, rule="END", features=BURSTS | PREEMPTION | TURNS),
     Fault("a rewritten answer is read", Handoff, "count_shared", "return num_tokens\n    raise", "return self.num_tokens\n    raise", seed=4, rule="OWN", features=TURNS),
     Fault("a lease is named as its request", Leases, "_grant", 'f"{request} {self._system.token_hex(LEASE_TOKEN_BYTES)}"', 'f"{request} 7"', seed=34, rule="CLAIM", features=Feature.REPEATS),
     Fault("a lease is named by the number of leases", Leases, "_grant", "{self._system.token_hex(LEASE_TOKEN_BYTES)}", "{len(self._leases)}", seed=47, rule="CLAIM", features=Feature.REPEATS),

@@ -24,8 +24,8 @@ from tests.simulation.verified_connector import VerifiedConnector, vllm_verified
 from tests.simulation.vllm_connector import SCHEDULER, WORKER, VllmConnector, vllm_room_fleets
 
 SEEDS = range(10)
-LEASE_SEEDS = (*SEEDS, 27)
-"""In the last one a request waits for a kept answer to give way."""
+LEASE_SEEDS = (*SEEDS, 27, 86)
+"""In the last ones requests wait for a kept answer to give way, and for blocks to read one into."""
 LATE_SEEDS = (132,)
 """Decode has no block for a request whose lease ends after its first part, unless weights change or all is calm."""
 

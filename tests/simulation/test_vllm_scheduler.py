@@ -14,6 +14,7 @@ import torch
 
 from kvplan import KVPlanError
 from kvplan.protocol import Handoff
+from kvplan.protocol.claims import RENEW_S
 from kvplan.protocol.digest_requests import DigestRequest, fetch_digests
 from kvplan.protocol.listener import fetch
 from kvplan.testing.simulation.fleet import places_of
@@ -29,6 +30,7 @@ from tests.simulation.vllm_objects import (
     Request,
     RequestStatus,
     SingleTypeKVCacheManager,
+    scheduled,
 )
 
 PROMPT, ANSWER, BLOCK, WINDOW = 100, 12, 16, 44
@@ -696,8 +698,8 @@ def test_an_answer_is_kept_until_the_next_turn(engines: Engines) -> None:
 def test_a_kept_answer_gives_way_to_a_request_that_waits(engines: Engines) -> None:
     """It was kept for minutes while a request had no blocks, which another turn may never come for.
 
-    The oldest goes first, none that a reader has claimed, none while the blocks of others are still on their way, and
-    none of what was computed for another engine.
+    The oldest goes first, none while the blocks of others are still on their way, and none of what was computed for
+    another engine. One that a reader has claimed goes last: the reader ends its claim, and computes the prefix.
     """
     decode = engines.decode("full", decoder_kv_blocks_ttl=500.0)
     pool = engines.managers["decode"][0].block_pool
@@ -705,8 +707,9 @@ def test_a_kept_answer_gives_way_to_a_request_that_waits(engines: Engines) -> No
     claimed = answered(decode, request_id="claimed")
     for name in ("first", "second", "third"):
         answered(decode, request_id=name)
-    prefill = engines.start("full")
-    prefill.add(request_of([*SAID, 1, 2], claimed))
+    prefill = engines.start("full", kv_recompute_threshold=0)
+    claimer = request_of([*SAID, 1, 2], claimed)
+    prefill.add(claimer)
     engines.run(0.5)
     assert decode.take_step().released == set()
 
@@ -730,8 +733,22 @@ def test_a_kept_answer_gives_way_to_a_request_that_waits(engines: Engines) -> No
     assert waits(0) == {"third"}
     decode.end_exports({"third"})
     assert waits(0) == set()
+    prefill.take_step()
+    assert prefill.count_tokens_to_read(claimer, 0) == COMPUTED
+    # a renewal is answered before another step
+    engines.run(RENEW_S)
+    prefill.take_step()
     engines.run(0.5)
-    assert decode.take_step().released == set()
+    assert prefill.count_tokens_to_read(claimer, 0) == 0
+    assert decode.take_step().released == {"claimed"}
+
+
+def test_a_kept_answer_gives_way_to_a_request_that_is_preempted(engines: Engines) -> None:
+    """It gets its first blocks again in each step that it is looked at, and then too few to end."""
+    decode = engines.decode("full", decoder_kv_blocks_ttl=500.0)
+    answered(decode, request_id="kept")
+    decode.publish(scheduled(preempted={"short"}))
+    assert decode.take_step().released == {"kept"}
 
 
 def test_a_claim_lasts_until_all_workers_have_read(engines: Engines) -> None:

@@ -138,7 +138,8 @@ class Arrival:
         turn, *turns = self.turns
         said = [*answered]
         if turn.is_rewritten:
-            first = len(self.tokens)
+            # one that was taken for another prompt may be shorter
+            first = min(len(self.tokens), len(said) - 1)
             said[first] = (said[first] + 1) % VOCABULARY
         return attrs.evolve(
             self,
