@@ -161,8 +161,8 @@ class KvplanStore(HiCacheStorage):
                 end = self._searcher.call(
                     lambda reader: reader.find(chain, start=start, stop=stop, step=prompt.page_size)
                 )
-        except KVPlanError as error:
-            logger.warning("nothing is loaded from the store: %s", error)
+        except Exception as error:  # whatever it is, SGLang goes on without the store
+            logger.warning("nothing is loaded from the store: %s", error, exc_info=_is_fault(error))
             return 0
         return (end - start) // prompt.page_size
 
@@ -200,11 +200,12 @@ class KvplanStore(HiCacheStorage):
         try:
             self._loader.call(lambda client: client.load(chain, tables, {group: positions}))
             self._loader.call(lambda client: client.use(chain, stop))
-        except KVPlanError as error:
+        except Exception as error:  # whatever it is, SGLang goes on without the store
             logger.warning(
                 "%d tokens are recomputed, since their KV cannot be loaded from the store: %s",
                 stop - start,
                 error,
+                exc_info=_is_fault(error),
             )
             return [False] * len(keys)
         return [True] * len(keys)
@@ -243,8 +244,9 @@ class KvplanStore(HiCacheStorage):
                 lambda client: client.save(chain, {group: table}, {group: (first, stop)})
             )
             self._saver.call(lambda client: client.use(chain, stop))
-        except KVPlanError as error:
-            logger.warning("KV of %d tokens is not stored: %s", stop - start, error)
+        except Exception as error:  # whatever it is, SGLang goes on without the store
+            message = "KV of %d tokens is not stored: %s"
+            logger.warning(message, stop - start, error, exc_info=_is_fault(error))
             return [False] * len(keys)
         return [True] * len(keys)
 
@@ -286,6 +288,11 @@ class KvplanStore(HiCacheStorage):
 
     def exists(self, key: str) -> bool:
         return False
+
+
+def _is_fault(error: Exception) -> bool:
+    """Return whether an error is unexpected: the log has its traceback."""
+    return not isinstance(error, KVPlanError)
 
 
 def _cached_dtype(dtype: torch.dtype) -> str | None:

@@ -64,6 +64,15 @@ class StoreSearches:
 
     def find(self, request: str, chain: Chain, start: int) -> int | None:
         """Return the end of a request's prefix, ``start`` if there is none, ``None`` so far."""
+        try:
+            return self._look(request, chain, start)
+        except KVPlanError as error:
+            logger.warning("request %r: nothing is loaded: %s", request, error)
+        except Exception:  # whatever it is, the request goes on without the store
+            logger.exception("request %r: the store has failed", request)
+        return start
+
+    def _look(self, request: str, chain: Chain, start: int) -> int | None:
         search = self._searches.get(request)
         if search is None and time.monotonic() < self._paused_until_s:
             return start
@@ -79,11 +88,7 @@ class StoreSearches:
             self._paused_until_s = time.monotonic() + PAUSE_S
             logger.warning("request %r: nothing is loaded: the store is too slow", request)
             return start
-        try:
-            return search.stop.result()
-        except KVPlanError as error:
-            logger.warning("request %r: nothing is loaded: %s", request, error)
-            return start
+        return search.stop.result()
 
     def forget(self, request: str) -> None:
         """Forget a request, whose blocks are allocated or which has ended."""

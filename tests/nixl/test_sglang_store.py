@@ -347,6 +347,25 @@ def test_a_store_that_hangs_is_not_waited_for(hanging: HangingBackend, plugin: M
     assert not engine.memory.any()
 
 
+def test_a_store_that_fails_is_done_without(
+    plugin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the reason: it is raised in threads of SGLang, which would end."""
+    engine = Engine(plugin, tmp_path)
+    prompt = engine.prompt(pages=PAGES)
+    save(engine, prompt, 8)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    for guard in (engine.store._searcher, engine.store._loader, engine.store._saver):
+        monkeypatch.setattr(guard, "call", fail)
+    assert engine.exists(prompt) == 0
+    found = keys(prompt)[:8]
+    assert engine.store.batch_get_v1(found, slots(PAGES[:8]), told(prompt)) == [False] * 8
+    assert engine.store.batch_set_v1(found, slots(PAGES[:8]), told(prompt)) == [False] * 8
+
+
 def test_the_first_rank_keeps_limits(plugin: ModuleType, tmp_path: Path) -> None:
     """Settings say them; without one nothing is evicted, and SGLang closes its storage."""
     eviction = Engine(plugin, tmp_path, max_bytes=10**9).store._eviction

@@ -6,9 +6,11 @@ from collections import Counter
 
 import pytest
 
+from kvplan import Model
 from kvplan.protocol.page_reads import PageReads
 from kvplan.testing.simulation import MODELS, Feature, Scenario, shrink
-from kvplan_nixl.serving.store import StallGuard, StoreClient, StoreReader
+from kvplan_nixl.serving.store import MemoryBackend, StallGuard, StoreClient, StoreReader
+from tests.blocking import wait_until
 from tests.simulation.faults import RESEND_S, STORE_FAULTS, Fault
 from tests.simulation.store_connector import StoreFleets
 from tests.simulation.test_coverage import count_calls, public_methods
@@ -75,6 +77,24 @@ def test_each_call_of_the_store_is_made(calls: Counter[str]) -> None:
     """Or cannot be, for a reason that is given."""
     methods = {f"{owner.__name__}.{name}" for owner in CLASSES for name, _ in public_methods(owner)}
     assert methods - calls.keys() == {name for names in UNCALLED.values() for name in names}
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError(), RuntimeError("no new thread")])
+def test_a_search_that_fails_finds_nothing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reason: it is raised in vLLM's scheduler, which would end."""
+    (worker,) = Model.shipped("qwen3-0.6b").engine("d", num_blocks=9)
+    backend = MemoryBackend()
+    searches = STORE_SEARCHES.StoreSearches(backend, [worker], 16, {}, 30.0)
+    chain = StoreReader(backend, worker, tokens_per_page=16).chain(range(40))
+
+    def fail(*_: object) -> None:
+        raise error
+
+    if isinstance(error, RuntimeError):
+        monkeypatch.setattr(searches._threads, "submit", fail)
+    monkeypatch.setattr(backend, "files", fail)
+    assert wait_until(lambda: searches.find("r", chain, 3)) == 3
+    searches.close()
 
 
 @pytest.mark.parametrize("model", MODELS)
