@@ -147,7 +147,8 @@ async def fetch_digests(
 ) -> list[Mapping[str, Any]]:
     """Fetch the digests of all workers of an engine, when they have computed them.
 
-    An engine that is too busy to answer is asked again. Raises ``PEER`` and ``MESSAGE``.
+    An engine that is too busy to answer is asked again. Raises ``PEER``, ``MESSAGE``, and ``LEASE``
+    if the lease has ended.
     """
     instance(Source, source, "source")
     instance(DigestRequest, request, "a request for digests")
@@ -166,11 +167,16 @@ async def fetch_digests(
             continue
         silence = None
         try:
-            digests = json.loads(answer)["digests"]
+            fields = json.loads(answer)
+            digests, has_ended = fields["digests"], fields.get("has_ended")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise KVPlanError(
                 "MESSAGE", "read digests", expected="digests as JSON", got=repr(error)
             ) from None
+        if has_ended:
+            action = f"check {request.lease!r} from {source}"
+            got = "one that has ended"
+            raise KVPlanError("LEASE", action, expected="a valid lease", got=got)
         if digests is not None:
             return [*members(dict, digests, "digests")]
         await system.sleep(ASK_AGAIN_S)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
@@ -122,8 +122,14 @@ class Listener:
             return json.dumps(answer.fields()).encode()
 
         async def give_digests(body: bytes) -> bytes:
-            request = DigestRequest.of_fields(start, json.loads(body))
-            return json.dumps({"digests": await digests.answer(request)}).encode()
+            try:
+                request = DigestRequest.of_fields(start, json.loads(body))
+                fields: dict[str, Any] = {"digests": await digests.answer(request)}
+            except KVPlanError as error:
+                if error.code != "LEASE":
+                    raise
+                fields = {"digests": None, "has_ended": True}
+            return json.dumps(fields).encode()
 
         routes = {
             "GET /": Route(give_offers),

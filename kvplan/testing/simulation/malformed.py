@@ -63,7 +63,7 @@ def _claims(draw: random.Random, start: str) -> Breach:
 
 
 def _digests(draw: random.Random, start: str) -> Breach:
-    """A request for digests, of which none is of a lease."""
+    """A request for digests, of which none is of a lease that the engine knows."""
     bad: dict[str, tuple[Any, ...]] = {
         "start": (7, None, "another start"),
         "lease": (*BAD_NAMES, "lease"),
@@ -72,9 +72,11 @@ def _digests(draw: random.Random, start: str) -> Breach:
     message: Any = {"start": start, "lease": "lease", "tokens": {"attn": [0, 4]}}
     field = draw.choice(sorted(bad))
     message[field] = draw.choice(bad[field])
+    # it has ended, as those of another start
+    is_right = message[field] in ("lease", "another start")
     if draw.random() < 0.1:
-        message = draw.choice(([], 7, None))
-    return "/digests", json.dumps(message).encode(), False
+        return "/digests", json.dumps(draw.choice(([], 7, None))).encode(), False
+    return "/digests", json.dumps(message).encode(), is_right
 
 
 def _ask(draw: random.Random) -> Breach:
