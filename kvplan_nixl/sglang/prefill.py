@@ -144,7 +144,7 @@ class Sender(BaseKVSender):
         self._num_tokens = 0
         self._is_sent = False
         self._is_aborted = False
-        self._is_published = False
+        self._may_be_published = False
         self._num_published = 0
         self._result: Any = None
         self._error: Exception = RuntimeError("aborted")
@@ -255,6 +255,8 @@ class Sender(BaseKVSender):
     async def _publish(self, entry: Any) -> bool:
         """Publish an entry, and return whether that was possible."""
         memory = self._rank.memory
+        # the answer may be lost
+        self._may_be_published = True
         try:
             await publish(
                 self._address,
@@ -268,13 +270,12 @@ class Sender(BaseKVSender):
         except KVPlanError as error:
             logger.warning("request %s: KV is not published yet: %s", self._room, error)
             return False
-        self._is_published = True
         return True
 
     async def _withdraw(self) -> None:
         """Withdraw what was published, since no reader needs it; else it is kept a while."""
         memory = self._rank.memory
-        if not self._is_published:
+        if not self._may_be_published:
             return
         try:
             await withdraw(

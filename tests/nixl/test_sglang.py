@@ -186,8 +186,7 @@ def prefill(plugin: ModuleType) -> Iterator[Side]:
     yield side
     # requests that could not be published are tried again for 30 s, and each time is a line in the log of another test
     for sender in side.senders:
-        if not sender._is_published:
-            sender.clear()
+        sender._has_room = False
 
 
 @pytest.fixture
@@ -1202,6 +1201,27 @@ def test_a_chunk_that_waits_is_not_published(chunks: Chunks, monkeypatch: pytest
     may_publish.set()
     waited(publisher.submit(unblocked(lambda: None)))
     assert published == {"aborted": [], "sent as a whole": [TOKENS], "followed by more": [28]}[event]
+
+
+def test_what_may_be_published_is_withdrawn(
+    plugin: ModuleType, chunks: Chunks, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has it, and its answer is lost: it would keep the room from other engines."""
+    publish = plugin.prefill.publish
+
+    async def publish_in_vain(*arguments: Any, **options: Any) -> None:
+        await publish(*arguments, **options)
+        raise KVPlanError("PEER", "reach the server", expected="an answer", got="none")
+
+    monkeypatch.setattr(plugin.prefill, "publish", publish_in_vain)
+    publisher = chunks.sender._publisher
+    chunks.send(0, 6)
+    waited(publisher.submit(unblocked(lambda: None)))
+    assert poll_rooms(server.address, {f"{ROOM}": ""})
+    chunks.sender.abort()
+    waited(publisher.submit(unblocked(lambda: None)))
+    assert poll_rooms(server.address, {f"{ROOM}": ""}) == {}
+    chunks.receiver.clear()
 
 
 def test_a_request_that_is_cleared_between_chunks_leaves_nothing(decode: Side, chunks: Chunks) -> None:
