@@ -237,7 +237,7 @@ class PeerEngines:
         action = f"shake hands with {source}"
         self._system.start(
             f"kvplan handshake {source.engine_id}",
-            lambda: pend(handshake, plan(), action, self._logger, source=source),
+            lambda: pend(handshake, plan(), action, source=source),
         )
 
     def _other_starts(self, peer: PeerEngine) -> list[PeerEngine]:

@@ -252,7 +252,7 @@ class Reads:
             SILENCE_S,
             system=self._system,
         )
-        fetches = Background("fetch digests", MAX_FETCHES, self._logger, self._system)
+        fetches = Background("fetch digests", MAX_FETCHES, self._system)
         return self._fetches.setdefault(read.source, fetches).submit(fetch)
 
     def _bind(self, job: Job) -> None:

@@ -17,15 +17,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import attrs
 
 from kvplan._text import brief_repr
 from kvplan.errors import KVPlanError
-
-if TYPE_CHECKING:
-    from logging import Logger
 
 __all__ = [
     "ANSWER_S",
@@ -151,7 +148,8 @@ class System(ABC):
     def start(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run a coroutine. Any thread may call this; it does not wait.
 
-        ``run`` handles its errors. The process may end before the coroutine does.
+        ``run`` handles its errors: one that it raises is a fault, for the log. The process may end
+        before the coroutine does.
         """
 
     @abstractmethod
@@ -190,23 +188,22 @@ class System(ABC):
         """
 
 
-async def pend(
-    pending: Pending[T], awaitable: Awaitable[T], action: str, logger: Logger, **details: Any
-) -> None:
+async def pend(pending: Pending[T], awaitable: Awaitable[T], action: str, **details: Any) -> None:
     """Await something, and let its outcome be that of ``pending``, whatever it raises.
 
-    An unexpected exception becomes ``PEER``: it fails what waits for this, and nothing else.
+    An unexpected exception becomes ``PEER``, which fails what waits for this. It is raised again.
     """
     try:
         pending.resolve(await awaitable)
     except KVPlanError as error:
         pending.fail(error)
     except Exception as error:
-        logger.exception("unexpected: cannot %s", action)
+        error.add_note(f"cannot {action}")
         hint = "the log has the traceback of this error, which is a fault of kvplan"
         got = repr(error)
         details["error"] = type(error).__name__
         pending.fail(KVPlanError("PEER", action, expected="a value", got=got, hint=hint, **details))
+        raise
 
 
 class Background:
@@ -215,10 +212,9 @@ class Background:
     ``name`` says what they do, such as ``"fetch digests"``.
     """
 
-    def __init__(self, name: str, max_running: int, logger: Logger, system: System) -> None:
+    def __init__(self, name: str, max_running: int, system: System) -> None:
         self._name = name
         self._max_running = max_running
-        self._logger = logger
         self._system = system
         self._lock = system.lock()
         self._waiting: deque[tuple[Callable[[], Awaitable[Any]], Pending[Any]]] = deque()
@@ -241,7 +237,12 @@ class Background:
                     self._num_running -= 1
                     return
                 run, pending = self._waiting.popleft()
-            await pend(pending, run(), self._name, self._logger)
+            try:
+                await pend(pending, run(), self._name)
+            except Exception:
+                # the others go on
+                self._system.start(f"kvplan {self._name}", self._run)
+                raise
 
 
 class LongPolls:

@@ -89,7 +89,7 @@ class PrefillRank(Rank):
             self.system.check_server(address)
             number = len(self._publishers) + 1
             at_most(MAX_PUBLISHERS, number, "bootstrap servers at a time", f"publish at {address}")
-            publisher = Background("publish requests", 1, logger, self.system)
+            publisher = Background("publish requests", 1, self.system)
             self._publishers[address] = publisher
         return publisher
 

@@ -359,7 +359,7 @@ def test_handshakes_are_told(one: Callable[..., World], caplog: pytest.LogCaptur
     assert error is not None
     assert error.details["read_from"] == source_of()
     assert error.details["error"] == "ZeroDivisionError"
-    assert "Traceback" in caplog.text
+    wait_until(lambda: "Traceback" in caplog.text)
     assert "in answer" in caplog.text
     caplog.clear()
     world.answer = raising(KVPlanError("PEER", "reach", expected="an answer", got="none"))
@@ -1555,10 +1555,10 @@ def test_exactly_the_positions_of_the_range_arrive(
                 assert (memory[tables[ours][position // ours], :, :, position % ours] == expected).all()
 
 
-def test_work_in_the_background_comes_in_order() -> None:
-    """At most so many at a time; an error is its own work's."""
+def test_work_in_the_background_comes_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    """At most so many at a time; an error is its own work's, and its traceback is in the log."""
     begun, held = list[int](), threading.Event()
-    background = Background("test", 2, LOGGER, Driver())
+    background = Background("test", 2, Driver())
 
     def run(number: int) -> float:
         begun.append(number)
@@ -1574,4 +1574,5 @@ def test_work_in_the_background_comes_in_order() -> None:
     assert error.details["error"] == "ZeroDivisionError"
     assert [waited(results[index]) for index in (0, 1, 3)] == [2, 3, 6]
     assert sorted(begun[2:]) == [0, 1]
+    wait_until(lambda: "ZeroDivisionError: division by zero\ncannot test" in caplog.text)
     assert waited(background.submit(unblocked(partial(run, 6)))) == 1

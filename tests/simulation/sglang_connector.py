@@ -153,8 +153,6 @@ class SglangConnector:
         self._promises = Promises(site.host)
         self._record_event = site.record_event
         self._executors = site.executors
-        # what runs in the background catches errors
-        self._broken: BrokenRuleError | None = None
         self._open_rooms: list[str] = []
 
     def _manager(self, site: Site, rank: int) -> Any:
@@ -273,8 +271,6 @@ class SglangConnector:
 
     def step(self) -> StepReport:
         """Poll all requests, as SGLang's queues do."""
-        if self._broken is not None:
-            raise self._broken
         report = self._step_prefill() if self._is_prefill else self._step_decode()
         # rooms are numbers; so that the simulation sees them, they are names of requests too, as leases are
         ranks = [manager.rank for manager in self._managers]
@@ -413,7 +409,7 @@ class SglangConnector:
         self._send(served, num_found // self._page_size, num_found, is_last=False)
 
     async def _publish(self, served: Served, part: Any, publish: Callable[[Any], Any], entry: Any) -> bool:
-        """Publish an entry, and refuse it in the next step if not all of it is computed."""
+        """Publish an entry, and refuse it if not all of it is computed."""
         request = served.request
         num_tokens = entry["handoff"]["remote_num_tokens"]
         token_group = self._groups_of(part)[0]
@@ -425,7 +421,7 @@ class SglangConnector:
             wrong = memory.wrong_position(token_group.name, table, request.labels, 0, num_tokens)
             if wrong is not None:
                 message = f"{request.name} is published up to {num_tokens}, of which {wrong[0]} is not computed"
-                self._broken = BrokenRuleError("OWN", message)
+                raise BrokenRuleError("OWN", message)
         is_published: bool = await publish(entry)
         return is_published
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -662,6 +663,11 @@ class StoreFleets(Simulation):
             self._make_connector = VllmConnector
 
 
+def crash(*_: object) -> None:
+    """Stop a fleet at an error that the store's code logs as a fault of its own, and goes on."""
+    raise BrokenRuleError("CRASH", repr(sys.exception()))
+
+
 @contextmanager
 def virtual_store(backend: VirtualBackend, seed: int) -> Iterator[None]:
     """Let the store's code open one backend, and its threads and clocks be those of a simulation."""
@@ -688,6 +694,8 @@ def virtual_store(backend: VirtualBackend, seed: int) -> Iterator[None]:
             "StoreClient": VirtualClient,
             "worker_of": lambda _config, _cache, worker, _settings: worker,
         },
+        STORE_SEARCHES.logger: {"exception": crash},
+        STORE_WORKER.logger: {"exception": crash},
     }
     with ExitStack() as stack:
         for module, values in replaced.items():

@@ -5,7 +5,17 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from kvplan.testing.simulation import EngineRequest, FleetOutcome, LeaseConnector, Scenario, Simulation, Site, shrink
+from kvplan.protocol.system import Background
+from kvplan.testing.simulation import (
+    BrokenRuleError,
+    EngineRequest,
+    FleetOutcome,
+    LeaseConnector,
+    Scenario,
+    Simulation,
+    Site,
+    shrink,
+)
 from kvplan.testing.simulation.fleet import QUICK_S, MakeConnector
 from kvplan.testing.simulation.network import Disturbance
 from kvplan.testing.simulation.scenario import Arrival, Death, Incident, Member, Visit
@@ -82,6 +92,23 @@ def test_a_coroutine_of_a_connector_that_ends_with_an_error_is_found() -> None:
     outcome = outcome_of(connector=Brittle)
     assert outcome.rule == "CRASH"
     assert "ZeroDivisionError() in test_fleet.py, run" in str(outcome)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), BrokenRuleError("OWN", "a byte is another one's")])
+def test_what_goes_wrong_in_the_background_is_found(error: BaseException) -> None:
+    """The protocol fails what waits for it, here nothing, and goes on."""
+
+    class Brittle(LeaseConnector):
+        def __init__(self, site: Site) -> None:
+            super().__init__(site)
+            Background("brittle", 1, site.host).submit(self.run)
+
+        async def run(self) -> None:
+            raise error
+
+    outcome = outcome_of(connector=Brittle)
+    assert outcome.rule == getattr(error, "rule", "CRASH")
+    assert str(error) in str(outcome)
 
 
 def test_what_a_failure_needs_is_made_plain() -> None:

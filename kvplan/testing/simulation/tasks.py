@@ -16,8 +16,11 @@ import attrs
 FOREVER: Final = float("inf")
 
 
-class BrokenRuleError(AssertionError):
-    """A rule of the simulation does not hold: ``rule`` names it."""
+class BrokenRuleError(BaseException):
+    """A rule of the simulation does not hold: ``rule`` names it.
+
+    It is no Exception, so a connector that goes on after errors of any kind does not catch it.
+    """
 
     def __init__(self, rule: str, message: str) -> None:
         super().__init__(f"{rule}: {message}")
