@@ -11,7 +11,8 @@ engine shakes hands again.
   time: that handshake fails as soon as the other start is ready.
 - peer.P3: At most :data:`MAX_HANDSHAKES` handshakes are under way. Other engines wait for one.
 - peer.P4: What an engine offers is read and planned within a :class:`kvplan.Budget`, all its
-  workers together, and one engine at a time.
+  workers together, and one engine at a time. Where that comes to its turn too late, nothing is
+  planned, or all engines that wait behind it would be late too.
 
 Connections and prepared plans belong to the executor, so they are made on the caller's thread.
 """
@@ -233,7 +234,8 @@ class PeerEngines:
         peer.began_at = self._system.monotonic()
         peer.handshake = handshake = Pending[PeerPlan]()
         self._handshakes.append(handshake)
-        plan = partial(self._plan, source, peer.earlier)
+        until = peer.began_at + self._handshake.timeout_s
+        plan = partial(self._plan, source, peer.earlier, until)
         action = f"shake hands with {source}"
         self._system.start(
             f"kvplan handshake {source.engine_id}",
@@ -246,20 +248,22 @@ class PeerEngines:
         starts = [start for start in self._peers.values() if start.source.engine_id == engine_id]
         return [start for start in starts if start is not peer]
 
-    async def _plan(self, source: Source, earlier: Sequence[Source]) -> PeerPlan:
+    async def _plan(self, source: Source, earlier: Sequence[Source], until: float) -> PeerPlan:
         """Fetch offers, and choose how to read from their workers, by rule read.R5.
 
-        ``earlier`` are other starts of the engine, which must not answer any more.
+        ``earlier`` are other starts of the engine, which must not answer any more. The handshake
+        fails at ``until``.
         """
         timeout_s = self._handshake.timeout_s
         offers = (await fetch(source, timeout_s, system=self._system)).workers
         fetched_at = self._system.monotonic()
         budget = Budget(self._handshake.budget_bytes)
-        workers = await self._system.work(partial(self._open, source, offers, budget))
+        workers = await self._system.work(partial(self._open, source, offers, budget, until))
         for start in earlier:
             # together they leave half of the time for the rest of the handshake
             await self._refuse_beside(source, start, min(ANSWER_S, timeout_s / 2 / len(earlier)))
-        plan, remark = await self._system.work(partial(self._fastest_plan, workers, budget))
+        choose = partial(self._fastest_plan, source, workers, budget, until)
+        plan, remark = await self._system.work(choose)
         staged = plan if isinstance(plan, StagedPlan) else None
         direct = plan.direct if isinstance(plan, StagedPlan) else plan
         check_kept(direct)
@@ -269,8 +273,11 @@ class PeerEngines:
         seconds = self._system.monotonic() - fetched_at
         return PeerPlan(by_key, direct, staged, remark, seconds)
 
-    def _open(self, source: Source, offers: Sequence[bytes], budget: Budget) -> list[Worker]:
+    def _open(
+        self, source: Source, offers: Sequence[bytes], budget: Budget, until: float
+    ) -> list[Worker]:
         """Return the workers in offers."""
+        self._check_time(source, until)
         num_bytes = sum(map(len, offers))
         budget.spend(num_bytes, "bytes of offers", MESSAGE_BYTES, f"open the offers of {source}")
         workers = [self._connections.open_offer(offer) for offer in offers]
@@ -292,13 +299,29 @@ class PeerEngines:
             hint="another start of an engine begins when the one before has ended",
         )
 
+    def _check_time(self, source: Source, until: float) -> None:
+        """Refuse to plan for a handshake that has failed by now, by rule peer.P4."""
+        if self._system.monotonic() > until:
+            raise self._late(source)
+
+    def _late(self, source: Source) -> KVPlanError:
+        return KVPlanError(
+            "PEER",
+            f"shake hands with {source}",
+            expected=f"an answer within {self._handshake.timeout_s:g} s",
+            got="none",
+            hint="it is busy, stopped or not reachable; a later request tries again",
+            source=source,
+        )
+
     def _fastest_plan(
-        self, workers: list[Worker], budget: Budget
+        self, source: Source, workers: list[Worker], budget: Budget, until: float
     ) -> tuple[TransferPlan | StagedPlan, str]:
         """Return the plan that takes the least time, within a budget, and a remark on it.
 
         The remark says why nothing can be staged, or how much more is read than is needed.
         """
+        self._check_time(source, until)
         if self._pipeline is None:
             return self._connections.plan(self._worker, workers, budget=budget), ""
         shared = DirectReads.of(self._worker, workers, (), budget)
@@ -333,14 +356,7 @@ class PeerEngines:
             if peer.error is not None:
                 raise peer.error
             if not peer.handshake.done:
-                raise KVPlanError(
-                    "PEER",
-                    f"shake hands with {peer.source}",
-                    expected=f"an answer within {timeout_s:g} s",
-                    got="none",
-                    hint="it is busy, stopped or not reachable; a later request tries again",
-                    source=peer.source,
-                )
+                raise self._late(peer.source)
             plan = peer.handshake.result()
             # Connecting replaces the workers of earlier starts, also where it fails.
             self._forget_older(peer)

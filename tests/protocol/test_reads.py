@@ -405,6 +405,29 @@ def test_an_engine_that_never_answers_fails_its_requests(one: Callable[..., Worl
     assert world.until(1)["c"].error is None
 
 
+def test_what_has_failed_is_not_planned(one: Callable[..., World]) -> None:
+    """It waited for other plans for so long; those that come after it would wait for it, and fail too."""
+    world, opened, now = one(timeout_s=30.0), list[bytes](), [0.0]
+    world.watch.clocks.append(lambda: now[0])
+    work = world.watch.work
+
+    def open_offer(offer: bytes) -> Worker:
+        opened.append(offer)
+        return decode(offer)
+
+    async def work_later(function: Callable[[], Any]) -> Any:
+        now[0] = 30.1
+        return await work(function)
+
+    peers: Any = world.reads._peers
+    peers._connections = attrs.evolve(peers._connections, open_offer=open_offer)
+    world.watch.work = work_later  # type: ignore[method-assign]
+    world.submit(world.read("a"))
+    assert "expected an answer within 30 s, got none" in str(world.until(1)["a"].error)
+    wait_until(lambda: all(handshake.done for handshake in peers._handshakes))
+    assert opened == []
+
+
 def test_a_request_does_not_fail_with_an_old_handshake(one: Callable[..., World]) -> None:
     """The network has healed since: one that came when the handshake had begun shakes hands again, and once."""
     world, held = one(timeout_s=30.0), threading.Event()
