@@ -11,9 +11,9 @@ import itertools
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import Any
 from unittest.mock import patch
 from zlib import crc32
@@ -21,11 +21,12 @@ from zlib import crc32
 import attrs
 import numpy as np
 
-from kvplan import KVPlanError
+from kvplan import Group, KVPlanError, decode
 from kvplan.describe import Axis, Blocks, Range, Region, View, Worker
 from kvplan.describe.views import ITEMSIZE
 from kvplan.plan import ReadSpec
-from kvplan.protocol import keeping
+from kvplan.plan.tables import Table
+from kvplan.protocol import keeping, page_reads, page_shards
 from kvplan.protocol.page_keys import Chain
 from kvplan.testing.simulation import (
     BrokenRuleError,
@@ -46,6 +47,7 @@ from kvplan_nixl.serving.store import (
     MemoryBackend,
     MemoryMover,
     StoreClient,
+    StoreReader,
     backends,
     client,
     eviction,
@@ -61,6 +63,7 @@ from tests.simulation.virtual_threads import (
     WORLD,
     VirtualPool,
     VirtualQueue,
+    VirtualThread,
 )
 from tests.simulation.vllm_connector import (
     ADAPTERS,
@@ -73,6 +76,8 @@ from tests.simulation.vllm_connector import (
 )
 
 LABEL_BYTES = 8
+MEMORY_ADDRESS, BUFFER_ADDRESS = 1 << 44, 1 << 45
+"""Where plans have the labels of a worker, and a client's buffer: fleets have equal plans, of which most come again."""
 BUFFER_BYTES = 12 << 10
 """Of a worker, for one page or a few: a prompt takes several runs."""
 STALL_S = 3.0
@@ -91,6 +96,9 @@ PAGES = (4, 6, 20)
 OTHER_SPACE = "0" * 16
 """Where a store has the pages of another model."""
 
+PLANNING = ("lay_out", "of_group", "plan_reads", "plan_writes", "shards_of")
+"""What pages are planned with: functions of values."""
+
 MAX_BYTES = (0, 0, 60_000, 200_000)
 """Limits within which engines keep the store, 0 for none."""
 
@@ -108,12 +116,16 @@ class VirtualBackend(MemoryBackend):
         self.max_pinned_bytes = pins.choice((0, self.max_bytes // 8, self.max_bytes // 3))
         is_small = self._draw.random() < 0.3
         super().__init__(max_bytes=100_000 if is_small else None)
+        self.at_once = random.Random(f"{scenario.seed} store calls").choice((1, 1, 4))
         self._troubles = [item for item in scenario.incidents if isinstance(item, StoreTrouble)]
         # files are damaged, engines are held up, or what they have found is reset
         harmful = (Freeze, Update)
         self._is_harmed = any(isinstance(item, harmful) for item in scenario.incidents)
         self._is_harmed |= any(trouble.damages for trouble in self._troubles)
         self._has_updates = any(isinstance(item, Update) for item in scenario.incidents)
+        # a client waits longer then: a move ends before it is given up
+        self.is_held_up = any(isinstance(item, Freeze) for item in scenario.incidents)
+        self.is_held_up |= any(trouble.move_s for trouble in self._troubles)
         self._freezes = [(item.at, item.ends_at) for item in scenario.incidents if isinstance(item, Freeze)]
         # by the label of a page's last position, which is that of all tokens and facts before it: its name and files
         self._saved: dict[int, tuple[str, frozenset[str]]] = {}
@@ -122,6 +134,8 @@ class VirtualBackend(MemoryBackend):
         self._pinned_at: dict[str, float] = {}
         # by thread that evicts: the pages that pins keep
         self.kept: dict[Any, frozenset[str]] = {}
+        # the pins that requests want to have, and to take away
+        self.wanted: tuple[set[str], set[str]] = (set(), set())
         if self.max_pinned_bytes:
             self._put_others(pins)
         self.num_failures = 0
@@ -196,6 +210,8 @@ class VirtualBackend(MemoryBackend):
                 backends.PIN: backends._MemoryFile(b"", EPOCH_S + at),
             }
             self._num_bytes += num_bytes
+            # the store has room for others besides
+            self._max_bytes = self._max_bytes and self._max_bytes + num_bytes
             self._pinned_at[pin] = at
 
     def kept_pages(self, max_bytes: int) -> frozenset[str]:
@@ -213,6 +229,29 @@ class VirtualBackend(MemoryBackend):
     def _num_bytes_of(self, pages: Iterable[str]) -> int:
         return sum(len(file.data) for page in pages for file in self._files[page].values())
 
+    def uses(self) -> dict[str, float]:
+        """When each page that has no pin was used last."""
+        return {
+            page: max(file.used_s for file in files.values())
+            for page, files in self._files.items()
+            if not any(map(backends.is_pin, files))
+        }
+
+    def check_left(self, before: Mapping[str, float]) -> None:
+        """Refuse that a page leaves, and another one stays that was used before it."""
+        uses = self.uses()
+        staying = [used_s for page, used_s in uses.items() if before.get(page) == used_s]
+        gone = [page for page in before if page not in self._files]
+        newest = max(gone, key=before.__getitem__, default=None)
+        # others delete damaged files
+        if newest is not None and before[newest] > min(staying, default=before[newest]) and not self._damaged:
+            raise BrokenRuleError("STORE", f"an eviction deletes {newest}, and leaves a page that was used before it")
+
+    def holds(self, name: str) -> bool:
+        """Whether a file is there."""
+        page, _, file = name.rpartition("/")
+        return file in self._files.get(page, ())
+
     def contents(self) -> list[Any]:
         """The files that the store has now."""
         return [file for files in self._files.values() for file in files.values()]
@@ -227,18 +266,25 @@ class VirtualBackend(MemoryBackend):
         now = WORLD.host.loop.now
         return [trouble for trouble in self._troubles if trouble.begins_at <= now < trouble.ends_at]
 
-    def draw_move_s(self) -> float:
-        """Draw how much longer a move takes now, mostly nothing."""
+    def move(self) -> None:
+        """Let a move take its time, mostly little, or fail."""
         slow_s = max((each.move_s for each in self._present()), default=0.0)
-        return slow_s and slow_s * self._draw.random() ** 6
+        WORLD.pause(CALL_S * self._draw.random() + (slow_s and slow_s * self._draw.random() ** 6))
+        if self._fails():
+            raise KVPlanError("TRANSFER", "move pages", expected="bytes", got="an error")
+
+    def _fails(self) -> bool:
+        """Draw whether a call or a move fails now."""
+        has_failed = any(self._draw.random() < each.fails for each in self._present())
+        self.num_failures += has_failed
+        return has_failed
 
     def _wait(self, verb: str, name: str) -> None:
         """Let a call take its time, or fail."""
         slow_s = max((each.delay_s for each in self._present()), default=0.0)
         # most calls are quick, also then
         WORLD.pause(CALL_S * self._draw.random() + slow_s * self._draw.random() ** 12)
-        if any(self._draw.random() < each.fails for each in self._present()):
-            self.num_failures += 1
+        if self._fails():
             raise backends.failed(verb, name, "an answer", "an error")
 
     def put(self, name: str, chunks: Sequence[backends.FileBytes]) -> bool:
@@ -263,6 +309,8 @@ class VirtualBackend(MemoryBackend):
         if is_new:
             assert WORLD.host is not None
             if backends.is_pin(name.rpartition("/")[2]):
+                if name not in self.wanted[0]:
+                    self.broken.append(f"no request wants {name}")
                 self._pinned_at[name] = WORLD.host.loop.now
             self._damaged.discard(name)
             self._damaged |= {name} if is_damaged else set()
@@ -274,10 +322,26 @@ class VirtualBackend(MemoryBackend):
 
     def delete(self, name: str) -> bool:
         self._wait("delete", name)
-        if name.rpartition("/")[0] in self.kept.get(WORLD.running, ()):
+        assert WORLD.running is not None
+        kept = self.kept.get(WORLD.running.root)
+        if kept is None:
+            self._check_deleted(name)
+        elif name.rpartition("/")[0] in kept:
             self.broken.append(f"an eviction deletes {name}, which a pin keeps")
         self._pinned_at.pop(name, None)
         return super().delete(name)
+
+    def _check_deleted(self, name: str) -> None:
+        """Refuse to delete what is whole, and pins that no request takes away, but to evict them."""
+        page, _, shard = name.rpartition("/")
+        file = self._files.get(page, {}).get(shard)
+        # others may have written it since it was found damaged, where calls are slow
+        is_new = file is not None and file.used_s > TIME.time() - CALM_S
+        is_slow = any(each.delay_s for each in self._troubles)
+        if file is None or (backends.is_pin(shard) and name in self.wanted[1]):
+            return
+        if backends.is_pin(shard) or not (name in self._damaged or is_new or is_slow):
+            self.broken.append(f"a client deletes {name}, which is whole")
 
     def files(self, page: str) -> tuple[str, ...]:
         self._wait("list", page)
@@ -295,9 +359,10 @@ class VirtualEviction(BackgroundEviction):
         backend: Any = self._backend
         before = backend.contents()
         is_working = backend.is_working
-        backend.kept[WORLD.running] = backend.kept_pages(self._limits.max_pinned_bytes or 0)
+        thread, uses = WORLD.running, backend.uses()
+        backend.kept[thread] = backend.kept_pages(self._limits.max_pinned_bytes or 0)
         super()._look()
-        del backend.kept[WORLD.running]
+        del backend.kept[thread]
         backend.check_calls()
         # others may write meanwhile
         known = {id(file) for file in before}
@@ -305,29 +370,119 @@ class VirtualEviction(BackgroundEviction):
         max_bytes = self._limits.max_bytes
         if is_working and backend.is_working and max_bytes is not None and num_bytes > max_bytes:
             raise BrokenRuleError("STORE", f"an eviction leaves {num_bytes} bytes in a store for {max_bytes}")
+        if is_working and backend.is_working:
+            backend.check_left(uses)
 
 
 class VirtualMover(MemoryMover):
-    """Moves the bytes of one spec after another, each of which takes a while."""
+    """Moves the bytes of one spec after another, each of which takes a while, where they are in memory."""
 
-    def __init__(self, draw: random.Random, client: VirtualClient) -> None:
-        self._draw, self._client = draw, client
+    def __init__(self, client: VirtualClient) -> None:
+        self._client = client
+        self._local_shift = client.memory.cells.ctypes.data - MEMORY_ADDRESS
+        self._remote_shift = client._buffer.ctypes.data - BUFFER_ADDRESS
 
     def move(self, specs: Sequence[ReadSpec]) -> None:
         backend: Any = self._client.backend
         for spec in specs:
-            WORLD.pause(CALL_S * self._draw.random() + backend.draw_move_s())
+            backend.move()
             self._client.check_move()
-            super().move([spec])
+            local = shifted(spec.local_table, self._local_shift)
+            remote = shifted(spec.remote_table, self._remote_shift)
+            super().move([attrs.evolve(spec, local_table=local, remote_table=remote)])
 
 
-class VirtualClient(StoreClient):
+def shifted(table: Table, num_bytes: int) -> Table:
+    """The table of the same rows elsewhere."""
+    rows = table.rows.copy()
+    rows[:, 0] += np.int64(num_bytes).astype(np.uint64)
+    return attrs.evolve(table, rows=rows)
+
+
+class _Placed(StoreReader):
+    """A reader whose plans have its buffer at one address."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **{**settings, "address": BUFFER_ADDRESS})
+
+
+class VirtualClient(StoreClient, _Placed):
     """A client that says in which blocks bytes may land: those of a load, until it ends or the client is given up."""
 
     memory: LabelledMemory
     groups_of: Mapping[str, GroupShape]
+    used_by: VirtualStoreWorker
     _cells: Sequence[int] = ()
     _is_given_up = False
+    _has_failed = False
+    _num_steps = 0
+    _stepped_s: float | None = None
+
+    @property
+    def num_steps(self) -> int:  # type: ignore[override]
+        """The steps, which show that its calls go on."""
+        return self._num_steps
+
+    @num_steps.setter
+    def num_steps(self, number: int) -> None:
+        self._num_steps = number
+        if self._stepped_s is None:
+            return
+        waited_s = TIME.monotonic() - self._stepped_s
+        self._stepped_s += waited_s
+        backend: Any = self.backend
+        if waited_s > 2 * STALL_S + CALM_S and not (self._is_given_up or backend.is_held_up):
+            self._tell(f"has waited {waited_s:.1f} s, and is not given up")
+
+    @contextmanager
+    def _called(self, kind: str) -> Iterator[None]:
+        """Note that a call is under way, and refuse it if nothing may begin any more."""
+        self._has_failed = False
+        self._stepped_s = TIME.monotonic()
+        if self._is_given_up:
+            self._tell("is called, and was given up")
+        # the job that was under way
+        self.used_by.num_late[kind] += self.used_by.is_closing
+        if self.used_by.num_late[kind] > 1:
+            self._tell(f"begins to {kind} when it closes")
+        try:
+            yield
+        finally:
+            self._stepped_s = None
+
+    def save(self, chain: Chain, tables: Mapping[str, Blocks], positions: Mapping[str, Range]) -> int:
+        with self._called("save"):
+            return super().save(chain, tables, positions)
+
+    def _save(self, chain: Chain, group: Group, table: Blocks, pages: range) -> int:
+        self._has_failed = False
+        self._outcomes: dict[int, set[bool | None]] = {}
+        number = super()._save(chain, group, table, pages)
+        num_new = sum(True in outcomes and None not in outcomes for outcomes in self._outcomes.values())
+        if number != num_new:
+            self._tell(f"has saved {num_new} pages, and says {number}")
+        return number
+
+    def _write_file(self, file: Any) -> bool | None:
+        is_written = super()._write_file(file)
+        self._has_failed |= is_written is None
+        self._outcomes.setdefault(file.stop, set()).add(is_written)
+        backend: Any = self.backend
+        if is_written and not backend.holds(file.name):
+            self._tell(f"says that it has written {file.name}")
+        return is_written
+
+    def _tell(self, broken: str) -> None:
+        """Say what it has done wrong, in a thread that catches all errors."""
+        backend: Any = self.backend
+        backend.broken.append(f"a client of {self.worker.label} {broken}")
+
+    def _read_file(self, file: Any) -> None:
+        try:
+            super()._read_file(file)
+        except KVPlanError:
+            self._has_failed = True
+            raise
 
     def load(self, chain: Chain, tables: Mapping[str, Blocks], positions: Mapping[str, Range]) -> None:
         cells = list[int]()
@@ -342,7 +497,8 @@ class VirtualClient(StoreClient):
         self._cells = cells
         self.memory.landing[cells] += 1
         try:
-            super().load(chain, tables, positions)
+            with self._called("load"):
+                super().load(chain, tables, positions)
         finally:
             self._let_go()
 
@@ -352,10 +508,13 @@ class VirtualClient(StoreClient):
         self._let_go()
 
     def check_move(self) -> None:
-        """Refuse to move bytes of blocks that others may have: the client was given up."""
+        """Refuse to move bytes when the client was given up, since others may have the blocks, or a file has failed."""
+        if self._has_failed:
+            self._tell("goes on, of which a file has failed")
         if self._is_given_up:
-            backend: Any = self.backend
-            backend.broken.append(f"a client of {self.worker.label} moves bytes, and was given up")
+            self._tell("moves bytes, and was given up")
+        if self.used_by.is_closed:
+            self._tell("moves bytes when it is closed")
 
     def _let_go(self) -> None:
         self.memory.landing[[*self._cells]] -= 1
@@ -367,26 +526,34 @@ class VirtualStoreWorker(STORE_WORKER.StoreWorker):  # type: ignore[misc, name-d
 
     memory: LabelledMemory
     groups: Sequence[GroupShape]
-    draw: random.Random
+    num_late: Counter[str]
+    is_closing = is_closed = False
+
+    def close(self) -> None:
+        self.is_closing = True
+        super().close()
+        self.is_closed = True
 
     def _client(self) -> StoreClient:
         made: VirtualClient = super()._client()
-        made._mover = VirtualMover(self.draw, made)
-        made.memory = self.memory
+        made.memory, made.used_by = self.memory, self
+        made._mover = VirtualMover(made)
         made.groups_of = {f"group{index}": group for index, group in enumerate(self.groups)}
         return made
 
 
-def label_worker(worker: Worker, memory: LabelledMemory, groups: Sequence[GroupShape]) -> Worker:
+@lru_cache(maxsize=4096)
+def label_worker(worker: Worker, groups: Sequence[GroupShape]) -> Worker:
     """The worker of the labels in a memory: each byte of a worker is an item of eight bytes.
 
     Its groups have the names that vLLM's connector gives them, and say how many positions they keep.
     """
-    first = memory.cells.ctypes.data
     regions = []
-    for region in worker.regions:
-        (cell,) = memory.cells_of(np.array([[region.address, 1]], np.uint64))
-        regions.append(Region(region.name, first + LABEL_BYTES * int(cell), LABEL_BYTES * region.size_bytes))
+    address = MEMORY_ADDRESS
+    # as a memory has its cells
+    for region in sorted(worker.regions, key=lambda region: region.address):
+        regions.append(Region(region.name, address, LABEL_BYTES * region.size_bytes))
+        address += regions[-1].size_bytes
     names = {group.name: f"group{index}" for index, group in enumerate(groups)}
     widened = attrs.evolve(
         worker,
@@ -468,9 +635,23 @@ class StoreConnector(VllmConnector):
             self._store_workers = []
             for described, executor in zip(site.workers, site.executors, strict=True):
                 worker = VirtualStoreWorker(self._store_config, self._cache, settings, facts)
-                worker.memory, worker.groups, worker.draw = executor.port.memory, site.groups, draw
-                worker.register(label_worker(described, worker.memory, site.groups))
+                worker.memory, worker.groups, worker.num_late = executor.port.memory, site.groups, Counter()
+                worker.register(label_worker(described, tuple(site.groups)))
                 self._store_workers.append(worker)
+
+    def close(self, done: Callable[[], None]) -> None:
+        """Close what searches, and each worker, all at once as processes of their own, and say when it is done."""
+        left: list[Any] = [self._store, *self._store_workers]
+
+        def close(part: Any) -> None:
+            part.close()
+            left.remove(part)
+            if not left:
+                self._host.loop.at(self._host.loop.now, done)
+
+        with WORLD.on(self._host):
+            for part in [*left]:
+                VirtualThread(close, (part,)).start()
 
     def _name_role(self, role: str) -> None:
         """Let the store's connector save alone, load alone, or do both."""
@@ -625,6 +806,10 @@ class StoreConnector(VllmConnector):
             raise BrokenRuleError("STORE", f"{request.name} is saved by an engine that loads alone")
         if request.is_saved:
             chain = self._store._chain(self._seen(request), num_tokens)
+            for wanted, label in zip(self._backend.wanted, (STORE_SCHEDULER.PIN, STORE_SCHEDULER.UNPIN), strict=True):
+                owner = pin_of(request).get(label)
+                keys = chain.keys[: request.num_prompt // size] if owner else ()
+                wanted.update(f"{chain.space}/{key}/{client.pin_name(owner or '')}" for key in keys)
             labels = [int(request.labels[end - 1]) for end in ends]
             self._saving[request.name] = self._look(), labels, [f"{chain.space}/{key}" for key in chain.keys]
             return
@@ -654,8 +839,8 @@ class StoreFleets(Simulation):
         try:
             with virtual_store(backend, scenario.seed):
                 outcome = super().run(scenario)
-            if outcome.error is None:
-                backend.check_saved()
+                if outcome.error is None:
+                    backend.check_saved()
             return outcome
         except BrokenRuleError as error:
             return attrs.evolve(outcome, error=error)
@@ -668,12 +853,32 @@ def crash(*_: object) -> None:
     raise BrokenRuleError("CRASH", repr(sys.exception()))
 
 
+@cache
+def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of values, whose answers are kept: fleets describe and plan the same again and again."""
+    answers: dict[Any, Any] = {}
+
+    def call(*arguments: Any) -> Any:
+        # equal workers may differ in their extensions
+        key = tuple(
+            (each, each.extensions) if isinstance(each, Worker) else tuple(each) if isinstance(each, list) else each
+            for each in arguments
+        )
+        if key not in answers:
+            answers[key] = function(*arguments)
+        return answers[key]
+
+    return call
+
+
 @contextmanager
 def virtual_store(backend: VirtualBackend, seed: int) -> Iterator[None]:
     """Let the store's code open one backend, and its threads and clocks be those of a simulation."""
     look = partial(VirtualEviction, look_s=LOOK_S)
     replaced: dict[Any, dict[str, Any]] = {
         backends: {"time": TIME},
+        page_reads: {name: remembered(getattr(page_reads, name)) for name in PLANNING},
+        page_shards: {"decode": remembered(decode)},
         readers: {"time": TIME},
         client: {"time": TIME, "threading": THREADING},
         stalls: {"time": TIME, "threading": THREADING},
@@ -685,7 +890,7 @@ def virtual_store(backend: VirtualBackend, seed: int) -> Iterator[None]:
             "BackgroundEviction": look,
         },
         STORE_SEARCHES: {"time": TIME, "ThreadPoolExecutor": VirtualPool, "wait": lambda *_: None},
-        STORE_SCHEDULER: {"open_backend": lambda _: backend},
+        STORE_SCHEDULER: {"open_backend": lambda _: backend, "decode": remembered(decode)},
         STORE_WORKER: {
             "time": TIME,
             "threading": THREADING,

@@ -85,6 +85,8 @@ class VirtualThread:
     ) -> None:
         assert WORLD.host is not None
         self.host = WORLD.host
+        # the thread that has started it, or the one that has started that
+        self.root: VirtualThread = self if WORLD.running is None else WORLD.running.root
         self._name = name
         self._run = lambda: target(*args)
         self._thread: threading.Thread | None = None
@@ -192,14 +194,18 @@ class VirtualLock:
 
     def __init__(self) -> None:
         self._is_held = False
+        self._num_waiting = 0
 
     def __enter__(self) -> None:
+        self._num_waiting += 1
         assert WORLD.wait_for(lambda: not self._is_held)
+        self._num_waiting -= 1
         self._is_held = True
 
     def __exit__(self, *error: object) -> None:
         self._is_held = False
-        WORLD.notify()
+        if self._num_waiting:
+            WORLD.notify()
 
 
 class VirtualQueue:

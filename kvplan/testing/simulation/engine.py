@@ -27,6 +27,7 @@ from kvplan.testing.simulation.fabric import Fabric, Port, VirtualCopier, Virtua
 from kvplan.testing.simulation.features import Feature
 from kvplan.testing.simulation.memory import CellLabels, LabelledMemory, Numbers, prefix_labels
 from kvplan.testing.simulation.network import Host
+from kvplan.testing.simulation.scenario import answer_to
 from kvplan.testing.simulation.tasks import BlockedError, BrokenRuleError
 
 TOKENS_PER_STEP: Final = 16
@@ -110,7 +111,7 @@ class EngineRequest:
     def __attrs_post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
         # the answer is known from the beginning: labels are made once
-        answer = [(7 * self.tokens[-1] + number) % 50_000 for number in range(self.num_answer)]
+        answer = answer_to(self.tokens, self.num_answer)
         self._answer = answer
         self._labelled = (*self.tokens, *answer)
         self.labels = prefix_labels(self._labelled, self.facts)
@@ -208,7 +209,11 @@ class StepReport:
 
 
 class Connector(Protocol):
-    """A connector, as an engine sees it. A simulation makes one for each start of an engine."""
+    """A connector, as an engine sees it. A simulation makes one for each start of an engine.
+
+    One may have a method ``close`` too: an engine that ends for good stops its steps and calls it,
+    with a function to call when all has ended.
+    """
 
     def add(self, request: EngineRequest) -> None:
         """Take a request that has arrived."""
@@ -290,14 +295,22 @@ class BlockPool:
 
     ``check`` is called before a block is given away. With ``takes_newest``, blocks that were freed
     last are used first, instead of those that were free the longest. The blocks of a pipeline
-    ``stage`` begin in another order than those of other stages.
+    ``stage`` begin in another order than those of other stages. No request finds a block if the
+    pool ``forgets``.
     """
 
     def __init__(
-        self, num_blocks: int, check: Callable[[int], None], stage: int, *, takes_newest: bool
+        self,
+        num_blocks: int,
+        check: Callable[[int], None],
+        stage: int,
+        *,
+        takes_newest: bool,
+        forgets: bool = False,
     ) -> None:
         self._check = check
         self._takes_newest = takes_newest
+        self._forgets = forgets
         first = NULL_BLOCK + 1
         order = [*range(first + stage, num_blocks), *range(first, first + stage)]
         self._free: dict[int, None] = dict.fromkeys(order)
@@ -354,7 +367,7 @@ class BlockPool:
     def register(self, block: int, block_hash: int) -> None:
         """Let others find a block by the hash of the prefix that it ends."""
         # two requests may have computed the same prefix: the first one's block is found
-        if block_hash not in self._by_hash:
+        if block_hash not in self._by_hash and not self._forgets:
             self._by_hash[block_hash] = block
             self._hash_of[block] = block_hash
 
@@ -445,6 +458,7 @@ class Engine:
         self._num_begun = 0
         self._interval_s = 0.0
         self._is_stepping = False
+        self.is_stopped = False
         self._arrived: list[EngineRequest] = []
         self._aborted: list[str] = []
 
@@ -525,7 +539,7 @@ class Engine:
     def _step(self) -> None:
         """Schedule, let the connector continue, compute; then plan the next step."""
         self._is_stepping = False
-        if self.host.is_dead:
+        if self.host.is_dead or self.is_stopped:
             return
         # a frozen engine goes on later
         if self.host.thaws_at > self.host.loop.now:

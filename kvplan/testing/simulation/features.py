@@ -99,8 +99,9 @@ class Feature(enum.Flag):
     STORE = enum.auto()
     """Engines save what they have computed in a store, and load prefixes from it.
 
-    Prompts come again, to other engines, when caches have forgotten them, and for a while the store
-    is slow, fails, or damages files. It is of connectors that have a store: no swarm draws it."""
+    Prompts come again, to other engines, when caches have forgotten them, or go on after answers,
+    and for a while the store is slow, fails, or damages files. It is of connectors that have a
+    store: no swarm draws it."""
 
     RESHAPES = enum.auto()
     """An engine that starts again has another tensor parallel size."""

@@ -372,7 +372,12 @@ class Fleet:
             host,
             workers,
             member.shape.groups,
-            partial(BlockPool, member.num_blocks, takes_newest=member.takes_newest),
+            partial(
+                BlockPool,
+                member.num_blocks,
+                takes_newest=member.takes_newest,
+                forgets=member.forgets,
+            ),
             self._fabric,
             self._numbers,
             self._make_connector,
@@ -459,7 +464,10 @@ class Fleet:
         if isinstance(incident, Arrival):
             self.loop.at(incident.at, partial(self._arrive, incident, self._finish_of(incident)))
         elif isinstance(incident, Death):
-            self.loop.at(incident.at, partial(self._die, incident.engine, incident.restarts_at))
+            end = partial(self._die, incident.engine, incident.restarts_at)
+            if incident.restarts_at is None:
+                end = partial(self._stop, incident.engine)
+            self.loop.at(incident.at, end)
         elif isinstance(incident, Freeze):
             self.loop.at(incident.at, partial(self._freeze, incident))
         elif isinstance(incident, Rival):
@@ -530,6 +538,17 @@ class Fleet:
         """Start an engine again elsewhere. In the end the first one lives, or a new start of it."""
         self._start(self._members[rival.engine], ELSEWHERE)
         self.loop.at(rival.ends_at, partial(self._die, rival.engine + ELSEWHERE))
+
+    def _stop(self, name: str) -> None:
+        """End an engine for good, when its connector has closed if it can."""
+        engine = self._engines[name]
+        close = getattr(engine.connector, "close", None)
+        if close is None or engine.host.is_dead:
+            self._die(name)
+        else:
+            self._trace(name, "closes")
+            engine.is_stopped = True
+            close(partial(self._die, name))
 
     def _die(self, name: str, restarts_at: float | None = None) -> None:
         engine = self._engines[name]
@@ -938,7 +957,11 @@ class Fleet:
             is_excused = self._is_slow(arrival) or (error and self._is_unstorable(error))
             errors[arrival.name] = None if is_excused else error
 
-        living = [name for name, engine in self._engines.items() if not engine.host.is_dead]
+        living = [
+            name
+            for name, engine in self._engines.items()
+            if not (engine.host.is_dead or engine.is_stopped)
+        ]
         for prefill in living:
             for decode in living:
                 if prefill.startswith("prefill") and decode.startswith("decode"):

@@ -60,11 +60,17 @@ RESET: Final = "a reset of caches"
 GARBLING: Final = "malformed answers"
 
 
+def answer_to(tokens: Sequence[int], number: int) -> list[int]:
+    """Return the first tokens of the answer to a prompt."""
+    return [(7 * tokens[-1] + each) % 50_000 for each in range(number)]
+
+
 @attrs.frozen
 class Member:
     """An engine of a fleet: its shape, the blocks that it uses, and how fast its clock runs.
 
-    With ``takes_newest`` it gives away first what was freed last.
+    With ``takes_newest`` it gives away first what was freed last. Its prefix cache is of no use
+    for later requests if it ``forgets``.
     """
 
     name: str
@@ -72,6 +78,7 @@ class Member:
     num_blocks: int = 40
     rate: float = 1.0
     takes_newest: bool = False
+    forgets: bool = False
 
 
 @attrs.frozen
@@ -236,8 +243,8 @@ class Update:
 class StoreTrouble:
     """What calls of a store suffer between two times: they take up to ``delay_s`` longer.
 
-    They fail with the probability ``fails``, and files are written damaged with ``damages``. Moves
-    between pages and blocks take up to ``move_s`` longer, where the engine is busy.
+    They fail, and moves between pages and blocks do, with the probability ``fails``, and files are
+    written damaged with ``damages``. Moves take up to ``move_s`` longer, where the engine is busy.
     """
 
     begins_at: float
@@ -717,7 +724,54 @@ def _with_store(scenario: Scenario, draw: random.Random) -> Scenario:
         )
         again.append(later)
     changed = attrs.evolve(scenario, incidents=(*scenario.incidents, *again, *troubles))
-    return _with_store_hazards(changed, random.Random(f"{scenario.seed} store hazards"))
+    changed = _with_store_hazards(changed, random.Random(f"{scenario.seed} store hazards"))
+    return _with_next_prompts(changed, random.Random(f"{scenario.seed} next prompts"))
+
+
+def _with_next_prompts(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Let prompts go on where an answer has ended, at engines that have forgotten what was before.
+
+    What prefill or decode has computed then often ends with a page, or one position before or
+    after its end.
+    """
+    arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
+    members = [attrs.evolve(member, forgets=draw.random() < 0.5) for member in scenario.members]
+    others = [member.name for member in members if member.forgets] or [members[0].name]
+    prompts = list[Arrival]()
+    for number in range(draw.choice((2, 3, 4)) if arrivals else 0):
+        arrival = draw.choice(arrivals)
+        num_answer = draw.randint(1, MAX_TURN)
+        stop = draw.choice(PAGE_STOPS) + draw.choice((0, 1, -num_answer, 1 - num_answer))
+        tokens = [*arrival.tokens, *(draw.randrange(VOCABULARY) for _ in range(stop))][:stop]
+        at = draw.choice((arrival.at, HEALED_S / 2 * draw.random()))
+        first = attrs.evolve(
+            arrival,
+            at=at,
+            name=f"request-n{number}",
+            tokens=tuple(tokens) if stop > 1 else arrival.tokens,
+            num_answer=num_answer,
+            visits=tuple(
+                attrs.evolve(visit, tokens=None, patience_s=None) for visit in arrival.visits[:1]
+            ),
+            patience_s=None,
+            turns=(),
+            child_of="",
+        )
+        prompts.append(first)
+        answer = answer_to(first.tokens, num_answer)[: draw.choice((1, num_answer))]
+        for again in range(draw.choice((1, 2))):
+            ending = [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, MAX_TURN))]
+            later = attrs.evolve(
+                first,
+                at=min(at + draw.choice((0.5, 2.0, 10.0)) * (0.1 + draw.random()), HEALED_S - 1),
+                name=f"{first.name}-{again}",
+                tokens=(*first.tokens, *answer, *ending)[:MAX_TOKENS],
+                prefill=draw.choice(others),
+                visits=(),
+            )
+            prompts.append(later)
+    incidents = (*scenario.incidents, *prompts)
+    return attrs.evolve(scenario, members=tuple(members), incidents=incidents)
 
 
 def _with_updates_while_running(
