@@ -437,12 +437,12 @@ STORE_FAULTS = [
     Fault("a save goes on after a file that was not written", StoreClient, "_save", "break", "pass", seed=5, rule="STORE", features=STORE),
     Fault("a page counts as saved of which a file was not written", StoreClient, "_save", "True in written and None not in written", "True in written", seed=4, rule="STORE", features=STORE),
     Fault("a file that was not written counts as written", StoreClient, "_write_file", "return None", "return True", seed=4, rule="STORE", features=STORE),
-    Fault("what a call has raised is forgotten", stalls.StallGuard, "call", "if call.error is not None:", "if False:", seed=1, rule="OWN", features=STORE),
+    Fault("what a call has raised is forgotten", stalls.StallGuard, "call", "if call.error is not None:", "if False:", seed=0, rule="OWN", features=STORE),
     Fault("a file whose header cannot be read now is deleted", StoreReader, "_shard", 'if error.code == "BACKEND":', "if False:", seed=6, rule="STORE", features=STORE),
     Fault("a client is used again that was given up", stalls.StallGuard, "call", "self._client = None", "pass", seed=0, rule="STORE", features=STORE),
     Fault("a call that has made a step is never given up", stalls.StallGuard, "call", "is_going_on = client.num_steps != num_steps", "is_going_on = client.num_steps > 0", seed=1, rule="STORE", features=STORE),
     # which pages stay
-    Fault("pages that were used last leave first", eviction, "_oldest_first", "key=lambda page: page.used_s)", "key=lambda page: -page.used_s)", seed=0, rule="STORE", features=STORE),
+    Fault("pages that were used last leave first", eviction, "_oldest_first", "key=lambda page: page.used_s)", "key=lambda page: -page.used_s)", seed=4, rule="STORE", features=STORE),
     Fault("an answer is pinned with its prompt", STORE_SCHEDULER.StoreScheduler, "begin_save", "min(request.num_prompt_tokens, chain.num_tokens)", "chain.num_tokens", seed=2, rule="STORE", features=STORE),
     Fault("an unpin takes away the pins of others", StoreClient, "unpin", 'self.backend.delete(f"{page}/{pin}")', '[self.backend.delete(f"{page}/{file}") for file in self.backend.files(page) if is_pin(file)]', seed=3, rule="STORE", features=STORE),
 ]  # fmt: skip
