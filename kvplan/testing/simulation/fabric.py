@@ -41,6 +41,9 @@ TOKEN_CHARACTERS: Final = 16
 POST_S: Final = 0.011
 """Seconds that it takes to post a transfer where reads are cut into slices."""
 
+OTHER_BYTE: Final = np.uint64(1 << 56)
+"""What is added to a label that stands for a wrong byte."""
+
 GONE_S: Final = 4.0
 """Seconds after which a transfer notices that its source is gone, or cannot be reached."""
 
@@ -50,7 +53,8 @@ class Trouble:
     """What transfers between two times suffer, with the probability ``chance``.
 
     Their parts take up to ``delay_s`` longer; with ``breaks`` they fail when some have landed. With
-    the probability ``refuses`` a transfer cannot be posted.
+    the probability ``refuses`` a transfer cannot be posted. With the probability ``spoils`` it ends
+    as done, and a part of it has brought a wrong byte, or nothing.
     """
 
     begins_at: float
@@ -60,6 +64,7 @@ class Trouble:
     delay_s: float = 0.0
     breaks: bool = False
     refuses: float = 0.0
+    spoils: float = 0.0
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -100,6 +105,7 @@ class _Flight:
     landing_s: float = 0.01
     error: KVPlanError | None = None
     is_cancelled: bool = False
+    is_spoiled: bool = False
 
 
 class Fabric:
@@ -117,6 +123,7 @@ class Fabric:
         self.shows_held = Feature.HELD_TRANSFERS in features
         self.random = random.Random(f"{seed} fabric")
         self.post_random = random.Random(f"{seed} posts")
+        self.spoiling_random = random.Random(f"{seed} wrong bytes")
         self.troubles = troubles
         self.ports: dict[str, Port] = {}
 
@@ -265,10 +272,14 @@ class VirtualExecutor:
 
     def _is_refused(self, source: Host) -> bool:
         """Draw whether a transfer cannot be posted."""
+        return self._happens("refuses", self.fabric.post_random, source)
+
+    def _happens(self, what: str, draw: random.Random, source: Host) -> bool:
+        """Draw whether something happens now to a transfer from a source, by its probability."""
         return any(
-            self.fabric.post_random.random() < trouble.refuses
+            draw.random() < chance
             for trouble in self.fabric.troubles
-            if trouble.refuses and trouble.concerns(source.name, source.loop.now)
+            if (chance := getattr(trouble, what)) and trouble.concerns(source.name, source.loop.now)
         )
 
     def poll(self, transfer: Transfer) -> Status:
@@ -326,6 +337,9 @@ class VirtualExecutor:
         if any(trouble.breaks for trouble in present):
             num_right = int(draw() * len(parts))
         code = "PEER" if draw() < 0.5 else "TRANSFER"
+        flight.is_spoiled = self._happens(
+            "spoils", self.fabric.spoiling_random, flight.link.port.host
+        )
         for number, part in enumerate(parts):
             read_at = loop.now + 0.001 + (0.02 + delay_s) * draw() ** 2
             read = partial(self._read, gives_up_at=loop.now + GONE_S + delay_s)
@@ -352,7 +366,14 @@ class VirtualExecutor:
 
     def _land(self, flight: _Flight, part: Ints, labels: np.ndarray) -> None:
         """Let a part land that was read, whatever has happened meanwhile."""
-        self.port.memory.cells[flight.writes[part]] = labels
+        cells = flight.writes[part]
+        if flight.is_spoiled and cells.size:
+            flight.is_spoiled = False
+            draw = self.fabric.spoiling_random
+            labels = labels + OTHER_BYTE * (np.arange(cells.size) == draw.randrange(cells.size))
+            if draw.random() < 0.5:
+                labels = self.port.memory.cells[cells]
+        self.port.memory.cells[cells] = labels
         self.landed_at[flight.transfer.request] = self.port.host.loop.now
         self._drop(flight, part)
 

@@ -106,11 +106,20 @@ class Feature(enum.Flag):
     RESHAPES = enum.auto()
     """An engine that starts again has another tensor parallel size."""
 
+    WRONG_BYTES = enum.auto()
+    """For a while, transfers end as done and have brought wrong bytes, or not all of them.
+
+    It is of connectors that compare digests: no swarm draws it."""
+
     @classmethod
     def of(cls, seed: int) -> Feature:
-        """Draw the features of a seed: each but :attr:`STORE` with a chance of a third."""
+        """Draw the features of a seed, each with a chance of a third.
+
+        It leaves out :attr:`STORE` and :attr:`WRONG_BYTES`, which not all connectors can have.
+        """
         draw = random.Random(f"{seed} features")
-        drawn = [feature for feature in cls if feature is not cls.STORE and draw.random() < 1 / 3]
+        special = cls.STORE | cls.WRONG_BYTES
+        drawn = [feature for feature in cls if feature not in special and draw.random() < 1 / 3]
         return reduce(or_, drawn, cls(0))
 
 

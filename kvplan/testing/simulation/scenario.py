@@ -54,6 +54,7 @@ BRIEF_S: Final = 4.0
 
 BREAKS: Final = "transfers that break"
 REFUSES: Final = "transfers that cannot be posted"
+SPOILS: Final = "transfers that bring wrong bytes"
 SLOW: Final = "slow transfers"
 WEIGHTS: Final = "other weights"
 RESET: Final = "a reset of caches"
@@ -269,7 +270,7 @@ EXCUSES: Final[Mapping[str, tuple[type | str, ...]]] = MappingProxyType(
         # what readers wait for is aborted, and the digests of an ended lease are refused
         "PEER": (*_LOSSES, BREAKS, WEIGHTS, RESET),
         # another start takes the connection
-        "TRANSFER": (Death, Rival, BREAKS, REFUSES),
+        "TRANSFER": (Death, Rival, BREAKS, REFUSES, SPOILS),
         "MODEL": (WEIGHTS,),
         # a server that has started again has lost what it had
         "MESSAGE": (Death, GARBLING),
@@ -318,6 +319,7 @@ class Scenario:
         kind: type | str = type(incident)
         if isinstance(incident, Trouble):
             kind = BREAKS if incident.breaks else REFUSES if incident.refuses else SLOW
+            kind = SPOILS if incident.spoils else kind
         elif isinstance(incident, Update):
             kind = WEIGHTS if incident.version else RESET
         elif isinstance(incident, Disturbance):
@@ -406,7 +408,7 @@ def _disturbed(incident: Incident) -> Iterator[tuple[float, float]]:
     elif isinstance(incident, Update):
         yield incident.at, HEALED_S
     elif isinstance(incident, Disturbance | StoreTrouble) or (
-        isinstance(incident, Trouble) and (incident.breaks or incident.refuses)
+        isinstance(incident, Trouble) and (incident.breaks or incident.refuses or incident.spoils)
     ):
         yield incident.begins_at, incident.ends_at
 
@@ -515,6 +517,12 @@ def _with_broken_transfers(scenario: Scenario, draw: random.Random) -> Scenario:
 def _with_refused_slices(scenario: Scenario, draw: random.Random) -> Scenario:
     begins_at = HEALED_S / 2 * draw.random()
     trouble = Trouble(begins_at, begins_at + 20.0, "*", chance=0.0, refuses=0.05)
+    return attrs.evolve(scenario, incidents=(*scenario.incidents, trouble))
+
+
+def _with_wrong_bytes(scenario: Scenario, draw: random.Random) -> Scenario:
+    begins_at = HEALED_S / 2 * draw.random()
+    trouble = Trouble(begins_at, begins_at + 20.0, "*", chance=0.0, spoils=0.3)
     return attrs.evolve(scenario, incidents=(*scenario.incidents, trouble))
 
 
@@ -841,6 +849,7 @@ _CHANGES: Final = MappingProxyType(
         Feature.LONG_PREFILLS: _arrivals(_with_long_prefills),
         Feature.HANGUPS: _arrivals(_with_hangups),
         Feature.STORE: _with_store,
+        Feature.WRONG_BYTES: _with_wrong_bytes,
     }
 )
 
