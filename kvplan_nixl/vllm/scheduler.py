@@ -403,9 +403,10 @@ class Scheduler:
         for name in self._exportable.keys() & scheduled.num_scheduled_tokens.keys():
             request = self._exportable[name]
             stop = request.num_computed_tokens + scheduled.num_scheduled_tokens[name]
-            # Where drafts of a step under way are refused, positions are computed once more.
+            # Where drafts of a step under way are refused, positions are computed once more, and
+            # what drafts cache at the last position comes with the next token.
             num_computed = request.num_computed_tokens - request.num_in_flight_tokens
-            first = 0 if name in begun else max(0, num_computed)
+            first = 0 if name in begun else max(0, num_computed - self._drafts_know_next)
             for group, blocks in self._tables.of_request(name).items():
                 ids = self._tables.within(group, blocks, (first, stop))
                 self._saves.setdefault(group, set()).update(ids)

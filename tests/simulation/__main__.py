@@ -32,6 +32,7 @@ from tests.simulation.faults import (
     STORE_FAULTS,
     VLLM_DIGEST_FAULTS,
     VLLM_FAULTS,
+    VLLM_ROOM_DIGEST_FAULTS,
     VLLM_ROOM_FAULTS,
 )
 from tests.simulation.limits import small_limits
@@ -39,7 +40,7 @@ from tests.simulation.sglang_connector import sglang_fleets
 from tests.simulation.staged_connector import StagedConnector, choosing_fleets
 from tests.simulation.store_connector import StoreFleets
 from tests.simulation.verified_connector import VerifiedConnector, vllm_verified_fleets
-from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
+from tests.simulation.vllm_connector import VllmConnector, make_params, vllm_room_fleets
 
 
 def main(num_seeds: int = 100, part: str = "") -> None:
@@ -50,6 +51,7 @@ def main(num_seeds: int = 100, part: str = "") -> None:
     planted += [(Simulation(VerifiedConnector), fault) for fault in DIGEST_FAULTS]
     planted += [(choosing_fleets(), fault) for fault in CHOICE_FAULTS]
     planted += [(vllm_verified_fleets(), fault) for fault in VLLM_DIGEST_FAULTS]
+    planted += [(vllm_verified_fleets(make_params), fault) for fault in VLLM_ROOM_DIGEST_FAULTS]
     planted += [(Simulation(VllmConnector), fault) for fault in (*VLLM_FAULTS, *HYBRID_VLLM_FAULTS)]
     planted += [(vllm_room_fleets(), fault) for fault in VLLM_ROOM_FAULTS]
     planted += [(sglang_fleets(), fault) for fault in (*SGLANG_FAULTS, *HYBRID_SGLANG_FAULTS, *STAGE_FAULTS)]

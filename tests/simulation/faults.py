@@ -199,6 +199,7 @@ HYBRID_FAULTS = [
     Fault("a window is one position longer than prefill keeps it", importer, "whole_blocks", "max(first, attended)", "max(first, attended - 1)", seed=5, rule="RIGHT", model="windows"),
     Fault("a window is read from one position too late", importer, "whole_blocks", "max(first_wanted, kept)", "max(first_wanted, kept + (kept > 0))", seed=1, rule="OWN", model="windows"),
     Fault("a block that was read in part is not said to be", Importer, "_read_whole", "partial[group] = whole", "pass", seed=1, rule="OWN", model="windows"),
+    Fault("a group is read from where others have cached less", Importer, "read", "min(first, starts.get(group, first))", "first", seed=22, rule="OWN", model="hybrid"),
     # states
     Fault("a state is read from another request's slot", LeaseConnector, "_tables", "ids[-1:]", "[max(1, ids[-1] - 1)]", seed=0, rule="OWN", model="states"),
     Fault("prefill computes the last token too", LeaseConnector, "add", "request.is_for_another and is_passing", "False", seed=0, rule="RIGHT", model="states"),
@@ -211,6 +212,10 @@ HYBRID_VLLM_FAULTS = [
     Fault("a window begins one position too early", DESCRIPTION, "_first_attended", " + 1)", ")", seed=5, rule="RIGHT", model="windows"),
     Fault("vLLM caches blocks that were read in part", TABLES.BlockTables, "leave_uncached", "max(num_cached, num_blocks)", "num_cached", seed=1, rule="OWN", model="windows"),
     Fault("a window keeps what it has freed", exporter, "first_listed", "return first * tokens", "return 0 * tokens", seed=5, rule="RIGHT", model="windows"),
+    Fault("what each group has cached is not told", Scheduler, "begin_read", "for group in self._tables.positioned", "for group in ()", seed=12, rule="OWN", model="hybrid"),
+    Fault("all groups have what the first one has", TABLES.BlockTables, "first_uncached", "blocks.blocks[self.indices[group]]", "blocks.blocks[0]", seed=12, rule="OWN", model="hybrid"),
+    Fault("one block more counts as cached", TABLES.BlockTables, "first_uncached", "len([*cached])", "(len([*cached]) + 1)", seed=12, rule="OWN", model="hybrid"),
+    Fault("a window is read from where others have cached", Importer, "_read_whole", "(first, record.tokens[1]), listed", "(record.tokens[0], record.tokens[1]), listed", seed=12, rule="OWN", model="hybrid"),
 ]  # fmt: skip
 
 STAGING_FAULTS = [
@@ -224,10 +229,20 @@ STAGING_FAULTS = [
 
 DIGEST_FAULTS = [
     Fault("digests of a lease that has ended are kept", DigestRequests, "drop", "del self._answers[request]", "pass", seed=0, rule="GROW"),
+    Fault("digests are not compared", reads.Reads, "_poll_job", "job.error = self._mismatch(job, job.digests)", "self._mismatch(job, job.digests)", seed=3, rule="OWN", features=Feature.WRONG_BYTES),
+    Fault("other bytes count as other elements", reads.Reads, "_mismatch", 'error is not None and error.code == "COVER"', "error is not None", seed=3, rule="DIGEST", features=Feature.WRONG_BYTES),
+    Fault("one range of a lease is digested for all", DigestRequests, "ask", "if request not in self._answers:", "request = next((each for each in self._answers if each.lease == request.lease), request)\n        if request not in self._answers:", seed=3, rule="DIGEST", features=Feature.WRONG_BYTES),
 ]  # fmt: skip
 VLLM_DIGEST_FAULTS = [
     Fault("digests are asked of ended leases alone", Scheduler, "take_step", "if blocks is not None:", "if blocks is None:", seed=0, rule="AGAIN"),
     Fault("digests of workers are dropped", Scheduler, "take_digests", "self._listener.digests.put(digest_request, [joined(digests)])", "pass", seed=0, rule="AGAIN"),
+    Fault("digests of the last worker count", WORKER.KvplanWorkerMetadata, "aggregate", "self.digests.setdefault(request, []).extend(digests)", "self.digests[request] = digests", seed=0, rule="DIGEST"),
+    Fault("one request of a step is digested", WORKER.Worker, "start_step", "self._digests[request] = [self._digest_pinned(request, blocks)]", "self._digests = {request: [self._digest_pinned(request, blocks)]}", seed=1, rule="AGAIN"),
+    Fault("all positions are digested", WORKER.Worker, "_digest_pinned", "tokens[group] for group in groups - states", "(0, tokens[group][1]) for group in groups - states", seed=3, rule="DIGEST"),
+    Fault("states are not digested", WORKER.Worker, "_digest_pinned", "groups - states}", "groups - states}; tables = {group: tables[group] for group in ranges}", seed=0, rule="DIGEST", model="states"),
+]  # fmt: skip
+VLLM_ROOM_DIGEST_FAULTS = [
+    Fault("what comes with the last part is digested before", reads.Reads, "_mismatch", "if blocks.ids.size", "if True", seed=1, rule="DIGEST", model="windows"),
 ]  # fmt: skip
 CHOICE_FAULTS = [
     Fault("the first worker is chosen for", peer_engines.PeerEngines, "_fastest_plan", "DirectReads.of(self._worker, workers, ", "DirectReads.of(self._worker, workers[:1], ", seed=0, rule="RIGHT"),
@@ -367,6 +382,10 @@ FEATURE_VLLM_FAULTS = [
     Fault("an answer is handed over with the position of a step under way", Scheduler, "_finish", "num_computed_tokens - num_in_flight,", "num_computed_tokens,", seed=0, rule="OWN", features=ASYNC_STEPS | TURNS),
     Fault("a state that has passed the answer is handed over", Scheduler, "_finish", "self._tables.states and num_tokens < request.num_computed_tokens", "False", seed=1, rule="OWN", model="states", features=ASYNC_STEPS | TURNS),
     Fault("a reset of vLLM's cache frees nothing", Scheduler, "reset", "self._exporter.reset()", "pass", seed=0, rule="LINGER", features=Feature.UPDATES),
+    # drafts
+    Fault("what drafts cache of another token is read", Importer, "count", "record.num_shared - record.num_stale", "record.num_shared", seed=2, rule="OWN", model="drafts", features=TURNS),
+    Fault("what drafts cache of another token is decode's alone", Scheduler, "_import", "self._drafts_know_next and is_optional", "self._drafts_know_next and not is_optional", seed=2, rule="OWN", model="drafts", features=TURNS),
+    Fault("positions of drafts are not copied", Scheduler, "save", "stop = request.num_computed_tokens + scheduled.num_scheduled_tokens[name]", "stop = min(request.num_tokens, request.num_computed_tokens + scheduled.num_scheduled_tokens[name])", seed=18, rule="OWN", model="drafts", features=Feature.HOST_COPIES | TURNS),
 ]  # fmt: skip
 FEATURE_ROOM_FAULTS = [
     Fault("a request waits though its claim was refused", Importer, "_check", "if refusal is not None:", "if False:", seed=0, rule="END", features=BURSTS | PREEMPTION),
@@ -389,6 +408,8 @@ FEATURE_ROOM_FAULTS = [
     Fault("a restarted server of rooms is not noticed", rooms.Rooms, "_deliver", "subscription.start or answer.start", "subscription.start and answer.start", seed=1, rule="END", features=BURSTS | Feature.RESTARTS),
     Fault("a lease ends of a request that is gone", Exporter, "step", "export is None or ", "", seed=24, rule="CRASH", features=Feature.HANGUPS),
     Fault("a request that is given up is reported while a part is read", reads.Reads, "submit", "reads.error = partial_read.error.with_details(request=request)", "reads.error = partial_read.error.with_details(request=request); reads.is_moving = False", seed=47, rule="GIVEN", features=Feature.HANGUPS),
+    Fault("what drafts cache later is published", Scheduler, "_publish_early", "num_tokens - self._drafts_know_next,", "num_tokens,", seed=0, rule="OWN", model="drafts"),
+    Fault("what drafts cache later is not copied", Scheduler, "save", "num_computed - self._drafts_know_next", "num_computed", seed=0, rule="OWN", model="drafts", features=Feature.HOST_COPIES),
     Fault("a request with a wrong address waits", Importer, "refuse", "record.refusal or error", "record.refusal", seed=0, rule="END", features=Feature.BAD_FIELDS),
 ]  # fmt: skip
 

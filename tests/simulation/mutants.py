@@ -132,7 +132,7 @@ SYMMETRIC = ("min", "max")
 """Functions whose arguments may change places."""
 
 OPTIONS = ("-q", "-x", "--no-header", "-p", "no:cacheprovider")
-VLLM_FLEETS = ("vllm", "vllm rooms again", "vllm rooms", "vllm verified")
+VLLM_FLEETS = ("vllm", "vllm rooms again", "vllm rooms", "vllm verified", "vllm rooms verified")
 SGLANG_FLEETS = ("sglang", "sglang stages")
 STORE_FLEETS = ("store",) * 4
 OTHER_FLEETS = ("leases", "staged", "choosing", "verified", "vllm rooms with small limits")
@@ -318,7 +318,7 @@ def make_fleets() -> dict[str, Simulation]:
     from tests.simulation.staged_connector import StagedConnector, choosing_fleets
     from tests.simulation.store_connector import StoreFleets
     from tests.simulation.verified_connector import VerifiedConnector, vllm_verified_fleets
-    from tests.simulation.vllm_connector import VllmConnector, vllm_room_fleets
+    from tests.simulation.vllm_connector import VllmConnector, make_params, vllm_room_fleets
 
     return {
         "leases": Simulation(LeaseConnector),
@@ -333,6 +333,7 @@ def make_fleets() -> dict[str, Simulation]:
         "sglang stages": sglang_fleets(RESEND_S),
         "verified": Simulation(VerifiedConnector),
         "vllm verified": vllm_verified_fleets(),
+        "vllm rooms verified": vllm_verified_fleets(make_params),
         "store": StoreFleets(),
     }
 
@@ -347,7 +348,11 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
 
     features = Feature.of(seed) & (SGLANG_FEATURES if name.startswith("sglang") else ~Feature(0))
     features |= Feature.STORE if name == "store" else Feature(0)
+    features |= Feature.WRONG_BYTES if name.endswith("verified") else Feature(0)
     models = ["attention"] if name in ("staged", "verified") else [*MODELS]
+    # a store refuses drafts, and SGLang's stand-in has none
+    if name == "store" or name.startswith("sglang"):
+        models.remove("drafts")
     model = random.Random(f"{seed} model").choice(models)
     stages = TWO_STAGES if name.endswith("stages") else NO_STAGES
     scenario = Scenario.of(seed, MODELS[model], stages, features=features)

@@ -719,7 +719,7 @@ class StoreConnector(VllmConnector):
         is_store = self._chosen.pop(request.name, False) and num_tokens > 0
         super().begin_read(request, 0 if is_store else num_tokens)
         with WORLD.on(self._host):
-            table = self._table(request, num_tokens)
+            table = self._table(request)
             self._store.begin_load(self._seen(request), table, num_tokens if is_store else 0)
 
     def step(self) -> StepReport:

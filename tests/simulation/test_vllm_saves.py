@@ -62,6 +62,12 @@ def test_then_what_each_step_computes_is_saved(engines: Engines, num_in_flight: 
     assert saved(engines, ("full", "state"), step, ASKED) == {"group0": IDS[first:], "group1": IDS[-1:]}
 
 
+def test_what_drafts_cache_of_the_last_position_is_saved_with_the_next_one(engines: Engines) -> None:
+    """It is of the token that comes next."""
+    step = Step(5 * BLOCK, PROMPT - 5 * BLOCK)
+    assert saved(engines, ("full",), step, ASKED, num_drafts=1) == {"group0": IDS[4:]}
+
+
 def test_a_block_is_saved_in_the_step_that_writes_into_it(engines: Engines) -> None:
     """And no later one."""
     assert saved(engines, ("full",), Step(BLOCK, BLOCK), ASKED) == {"group0": [2]}

@@ -263,6 +263,8 @@ class VllmConnector:
     With ``digest`` readers compare what has arrived, and vLLM's workers report digests of what they lend.
     """
 
+    reads_lagging_groups = True
+
     def __init__(self, site: Site, digest: MemoryDigest | None = None) -> None:
         host = site.host
         self._groups = site.groups
@@ -270,7 +272,8 @@ class VllmConnector:
         kinds = ["state" if group.is_state else "window" if group.window else "full" for group in site.groups]
         window = max((group.window or 0 for group in site.groups if not group.is_state), default=0)
         cache = cache_of(kinds, self._block_size, window)
-        config = config_of(site.workers[0].engine_id)
+        num_drafts = max(group.num_ahead for group in site.groups)
+        config = config_of(site.workers[0].engine_id, num_drafts=num_drafts)
         self._config, self._cache = config, cache
         settings = SCHEDULER.ConnectorSettings(
             host=host.name,
@@ -353,17 +356,17 @@ class VllmConnector:
         return number
 
     def begin_read(self, request: EngineRequest, num_tokens: int) -> None:
-        self._scheduler.begin_read(self._seen(request), self._table(request, num_tokens), num_tokens)
+        self._scheduler.begin_read(self._seen(request), self._table(request), num_tokens)
 
-    def _table(self, request: EngineRequest, num_tokens: int) -> Any:
+    def _table(self, request: EngineRequest) -> Any:
         """Return the blocks of a request as vLLM shows them, those of its prefix cache with a hash."""
-        num_cached = (request.num_computed - num_tokens) // self._block_size
+        num_found = request.found_blocks
         tables = [
             [
                 KVCacheBlock(
                     block,
                     is_null=block == NULL_BLOCK,
-                    block_hash=ordinal if ordinal < num_cached and block != NULL_BLOCK else None,
+                    block_hash=ordinal if ordinal < num_found[group.name] and block != NULL_BLOCK else None,
                 )
                 for ordinal, block in enumerate(request.blocks[group.name])
             ]

@@ -27,36 +27,51 @@ SIZES: Final = MappingProxyType(
     }
 )
 
-MODELS: Final = MappingProxyType(
+DRAFT: Final = "draft"
+"""The group of layers that draft tokens."""
+
+_ATTENTION: Final = Model.from_config({"model_type": "llama", "num_hidden_layers": 2, **SIZES})
+_WINDOWS: Final = Model.from_config(
     {
-        "attention": Model.from_config({"model_type": "llama", "num_hidden_layers": 2, **SIZES}),
-        "windows": Model.from_config(
-            {
-                "model_type": "gemma3_text",
-                "num_hidden_layers": 4,
-                "layer_types": ["full_attention", "sliding_attention"] * 2,
-                "sliding_window": 10,
-                **SIZES,
-            }
-        ),
-        "states": Model.from_config(
-            {
-                "model_type": "nemotron_h",
-                "hybrid_override_pattern": "*M*M",
-                "mamba_num_heads": 4,
-                "mamba_head_dim": 2,
-                "n_groups": 4,
-                "ssm_state_size": 2,
-                "conv_kernel": 2,
-                **SIZES,
-            }
-        ),
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "sliding_window": 10,
+        **SIZES,
     }
 )
-"""Models of fleets: with full attention, with a window beside it, and with a recurrent state.
+_STATES: Final = Model.from_config(
+    {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "*M*M",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 2,
+        "n_groups": 4,
+        "ssm_state_size": 2,
+        "conv_kernel": 2,
+        **SIZES,
+    }
+)
+_DRAFTING: Final = attrs.evolve(
+    _ATTENTION, layers=(tuple(attrs.evolve(each, group=DRAFT) for each in _ATTENTION.layers[0]),)
+)
+
+MODELS: Final = MappingProxyType(
+    {
+        "attention": _ATTENTION,
+        "windows": _WINDOWS,
+        "states": _STATES,
+        "hybrid": attrs.evolve(
+            _STATES, name="hybrid", layers=(*_STATES.layers[:2], _WINDOWS.layers[1]) * 2
+        ),
+        "drafts": _ATTENTION.with_draft(_DRAFTING),
+    }
+)
+"""Models of fleets: with full attention, with a window beside it, with a recurrent state, with both
+of these, and with a layer that drafts tokens.
 
 They are small, since bytes differ by their labels and not by their number. Each of two pipeline
-stages has layers of all kinds."""
+stages has layers of all kinds, but for drafts, which engines with stages refuse."""
 
 STATE_WINDOW: Final = 2
 """A token needs the state after the token before it."""
@@ -83,7 +98,8 @@ class GroupShape:
 
     These are the last ones of a ``window``, the token's own among them. Of a recurrent state, a
     token needs what it was after the token before: a window of two. A block has the state after
-    the last position that it has passed. The group may be that of one pipeline ``stage``.
+    the last position that it has passed. The group may be that of one pipeline ``stage``. What
+    drafts cache at a position is also of the next ``num_ahead`` tokens.
     """
 
     name: str
@@ -91,6 +107,7 @@ class GroupShape:
     window: int | None = None
     is_state: bool = False
     stage: int = 0
+    num_ahead: int = 0
 
     def first_needed(self, num_computed: int) -> int:
         """Return the first position that is needed to go on after so many."""
@@ -144,7 +161,8 @@ class Shape:
             name = self.stages.group_name(key, stage)
             is_state = key not in windows
             window = STATE_WINDOW if is_state else windows[key]
-            groups.append(GroupShape(name, self.tokens_per_block, window, is_state, stage))
+            shape = GroupShape(name, self.tokens_per_block, window, is_state, stage)
+            groups.append(attrs.evolve(shape, num_ahead=int(key == DRAFT)))
         return tuple(groups)
 
     def workers(self, name: str) -> tuple[Worker, ...]:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 import attrs
+import numpy as np
 
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
@@ -25,7 +26,13 @@ from kvplan.protocol.system import ANSWER_S
 from kvplan.testing.simulation.catalog import NULL_BLOCK, GroupShape
 from kvplan.testing.simulation.fabric import Fabric, Port, VirtualCopier, VirtualExecutor
 from kvplan.testing.simulation.features import Feature
-from kvplan.testing.simulation.memory import CellLabels, LabelledMemory, Numbers, prefix_labels
+from kvplan.testing.simulation.memory import (
+    NUMBER_BITS,
+    CellLabels,
+    LabelledMemory,
+    Numbers,
+    prefix_labels,
+)
 from kvplan.testing.simulation.network import Host
 from kvplan.testing.simulation.scenario import answer_to
 from kvplan.testing.simulation.tasks import BlockedError, BrokenRuleError
@@ -36,6 +43,9 @@ TOKENS_PER_STEP: Final = 16
 STEP_S: Final = 0.004
 """Seconds from one step of an engine that computes to the next."""
 
+
+MAX_DRAFTS: Final = 2
+"""Tokens of an answer that are drafted for a step, where a model drafts any."""
 
 MAX_WAITING_STEPS: Final = 30
 """Steps in which a request may wait for blocks while an answer is kept that nobody asks for."""
@@ -76,10 +86,13 @@ class EngineRequest:
     those that steps under way compute, and the next step computes ``num_scheduled`` more. The
     connector has said last at ``asked_at`` that nothing of it is published yet. To read it has
     taken ``read_s``, since ``began_at``; ``landed_at`` says when its last byte has landed in each
-    worker. With ``is_saved`` its blocks stay when it has ended, until the connector releases them.
-    An engine whose steps are asynchronous computes a position after the last token of an answer
-    that ends by a stop token. With ``frees_at_once`` it does so after each answer, and blocks are
-    free before, as with SGLang's overlap schedule.
+    worker. The prefix cache had ``num_found`` positions of it, and of each group the first
+    ``found_blocks``, which may be fewer. If it ``is_behind``, drafts have cached nothing yet of the
+    last position that is computed, since the next token comes with the next step. With ``is_saved``
+    its blocks stay when it has ended, until the connector releases them. An engine whose steps are
+    asynchronous computes a position after the last token of an answer that ends by a stop token.
+    With ``frees_at_once`` it does so after each answer, and blocks are free before, as with
+    SGLang's overlap schedule.
     """
 
     name: str
@@ -103,6 +116,8 @@ class EngineRequest:
     read_s: float = 0.0
     landed_at: tuple[float, ...] = ()
     num_found: int = 0
+    found_blocks: dict[str, int] = attrs.field(factory=dict)
+    is_behind: bool = False
     was_preempted: bool = False
     is_aborted: bool = False
     is_saved: bool = False
@@ -113,7 +128,8 @@ class EngineRequest:
         # the answer is known from the beginning: labels are made once
         answer = answer_to(self.tokens, self.num_answer)
         self._answer = answer
-        self._labelled = (*self.tokens, *answer)
+        # drafts go on after an answer
+        self._labelled = (*self.tokens, *answer, *range(MAX_DRAFTS + 1))
         self.labels = prefix_labels(self._labelled, self.facts)
 
     _answer: list[int] = attrs.field(init=False)
@@ -180,7 +196,11 @@ class EngineRequest:
 
 @attrs.frozen(eq=False)
 class _PromptChunk:
-    """Positions of a request that a step computes, maybe the last ones, and its blocks then."""
+    """Positions of a request that a step computes, maybe the last ones, and its blocks then.
+
+    The last ``num_wrong`` of them, and ``num_right`` before those, are of drafted tokens. What the
+    request ``was_behind`` with is computed too.
+    """
 
     request: EngineRequest
     labels: CellLabels
@@ -189,6 +209,9 @@ class _PromptChunk:
     blocks: Tables
     firsts: Mapping[str, int]
     is_last: bool
+    num_right: int = 0
+    num_wrong: int = 0
+    was_behind: bool = False
 
 
 @attrs.frozen
@@ -213,6 +236,9 @@ class Connector(Protocol):
 
     One may have a method ``close`` too: an engine that ends for good stops its steps and calls it,
     with a function to call when all has ended.
+    One with a true attribute ``reads_lagging_groups`` reads of each group what its prefix cache
+    lacks. Where a model has states, vLLM gives it all that is cached of full attention then, and of
+    other groups maybe less.
     """
 
     def add(self, request: EngineRequest) -> None:
@@ -420,6 +446,8 @@ class Engine:
             for worker, memory in zip(workers, self._memories, strict=True)
         ]
         self._groups = groups
+        has_drafts = any(group.num_ahead for group in groups) and not self._is_async
+        self._num_drafts = MAX_DRAFTS if has_drafts else 0
         self._tokens_per_block = groups[0].tokens_per_block
         self.pools: dict[str, BlockPool] = {
             group.name: pool(partial(self._check_block, group.name), group.stage)
@@ -455,6 +483,8 @@ class Engine:
                 self._record_event,
             )
         )
+        has_states = any(group.is_state for group in groups)
+        self._may_lag = has_states and getattr(self.connector, "reads_lagging_groups", False)
         self._num_begun = 0
         self._interval_s = 0.0
         self._is_stepping = False
@@ -606,10 +636,16 @@ class Engine:
             if request.phase is not Phase.WAITING:
                 continue
             num_cached, cached = self._cached_prefix(request)
+            num_agreed = num_cached
+            if self._may_lag:
+                num_cached, cached = self._longest_prefix(request, num_cached, cached)
             num_read = self.connector.count_readable(request, num_cached)
             if num_read is None:
                 request.asked_at = self.host.loop.now
                 continue
+            # what only some groups have is of no use without the rest
+            if not num_read and num_cached != num_agreed:
+                num_cached, cached = self._cached_prefix(request)
             # others wait behind it, as in vLLM
             if not self._give_blocks(request, num_cached, cached, num_read):
                 self._check_kept(request)
@@ -632,9 +668,7 @@ class Engine:
         They have what the next position needs. The last token is computed again.
         """
         size = self._tokens_per_block
-        num_full = (len(request.tokens) - 1) // size
-        hashes = [int(request.labels[(i + 1) * size - 1]) for i in range(num_full)]
-        for num_blocks in range(num_full, 0, -1):
+        for num_blocks in range((len(request.tokens) - 1) // size, 0, -1):
             tables: Tables = {}
             for group in self._groups:
                 first = group.first_needed(num_blocks * size) // size
@@ -643,13 +677,47 @@ class Engine:
                     if first_read < num_blocks:
                         break
                     first = num_blocks
-                blocks = self.pools[group.name].cached(hashes[first:num_blocks])
+                blocks = self._cached_blocks(request, group, first, num_blocks)
                 if blocks is None:
                     break
                 tables[group.name] = [NULL_BLOCK] * first + blocks
             else:
                 return num_blocks * size, tables
         return 0, {group.name: [] for group in self._groups}
+
+    def _longest_prefix(
+        self, request: EngineRequest, num_cached: int, cached: Tables
+    ) -> tuple[int, Tables]:
+        """Return the longest prefix of groups that keep all, and what others have of it.
+
+        It is what all groups have if one of the others has more, as in vLLM:
+        ``get_computed_blocks_for_connector`` in vllm/v1/core/kv_cache_manager.py.
+        """
+        size = self._tokens_per_block
+        tables: Tables = {}
+        for group in self._groups:
+            tables[group.name] = []
+            for num_blocks in range((len(request.tokens) - 1) // size, 0, -1):
+                first = group.first_needed(num_blocks * size) // size
+                blocks = self._cached_blocks(request, group, first, num_blocks)
+                if blocks is not None:
+                    tables[group.name] = [NULL_BLOCK] * first + blocks
+                    break
+        num_whole = min(len(tables[each.name]) for each in self._groups if each.window is None)
+        if any(len(table) > num_whole for table in tables.values()):
+            return num_cached, cached
+        return num_whole * size, tables
+
+    def _cached_blocks(
+        self, request: EngineRequest, group: GroupShape, first: int, stop: int
+    ) -> list[int] | None:
+        """Return some blocks of a request by their ordinals, None unless all are cached."""
+        hashes = [self._hash_of(request, group, ordinal) for ordinal in range(first, stop)]
+        return self.pools[group.name].cached(hashes)
+
+    def _hash_of(self, request: EngineRequest, group: GroupShape, ordinal: int) -> int:
+        """Return the hash of a block: of all tokens that decide what it has."""
+        return int(request.labels[(ordinal + 1) * self._tokens_per_block - 1 + group.num_ahead])
 
     def _give_blocks(
         self, request: EngineRequest, num_cached: int, cached: Tables, num_read: int
@@ -667,6 +735,7 @@ class Engine:
             for group in self._groups
             if num_read or group.window is None
         }
+        found_blocks = {name: len(table) for name, table in cached.items()}
         # cached blocks first, so that they are not given away for the others
         for name, table in cached.items():
             self.pools[name].use([block for block in table if block != NULL_BLOCK])
@@ -675,6 +744,8 @@ class Engine:
             return False
         request.blocks = cached
         request.num_partial = {}
+        request.found_blocks = found_blocks
+        request.is_behind = False
         request.num_computed = num_cached
         request.num_found = num_cached if self._is_ahead else 0
         if num_read:
@@ -754,7 +825,7 @@ class Engine:
         size = self._tokens_per_block
         for group, memory in itertools.product(self._groups, self._memories):
             # what was found may be written by a step under way
-            first = request.num_found // size
+            first = min(request.num_found // size, request.found_blocks[group.name])
             if not self._stores_blocks:
                 first = max(first, request.num_partial.get(group.name, 0))
             table = request.blocks[group.name]
@@ -779,12 +850,13 @@ class Engine:
         return has_computed
 
     def _compute_one(self, request: EngineRequest) -> None:
-        chunk = self._chunk_of(request, len(request.tokens))
+        num_known = len(request.tokens)
+        chunk = self._chunk_of(request, num_known)
         if chunk is None:
             return
         self._write(chunk)
         request.num_computed = chunk.stop
-        self._register(request, chunk.start, chunk.stop)
+        self._register(request, chunk.start, min(chunk.stop, num_known))
         self._end_chunk(chunk)
 
     def _schedule(self) -> bool:
@@ -848,9 +920,15 @@ class Engine:
         """Give a request blocks for its next positions, or preempt requests, maybe this one.
 
         They are of the first ``num_tokens`` ones: of those that are known, and maybe of the next.
+        After a token of an answer they are of drafted tokens too, the first of which are right.
         """
         start = request.num_computed
         stop = min(num_tokens, start + self._tokens_per_step)
+        num_right = num_wrong = 0
+        if self._num_drafts and request.num_prompt <= start == num_tokens - 1:
+            num_right = request.tokens[-1] % (self._num_drafts + 1)
+            num_wrong = self._num_drafts - num_right
+            stop += self._num_drafts
         # the answer needs further blocks
         firsts = {group.name: group.first_written(start, stop) for group in self._groups}
         while not self._extend(request.blocks, firsts, stop):
@@ -858,7 +936,19 @@ class Engine:
             if any(self._deferred) or self._preempt(request) is request:
                 return None
         is_last = stop >= len(request.tokens)
-        return _PromptChunk(request, request.labels, start, stop, request.blocks, firsts, is_last)
+        was_behind, request.is_behind = request.is_behind, not is_last
+        return _PromptChunk(
+            request,
+            request.labels,
+            start,
+            stop,
+            request.blocks,
+            firsts,
+            is_last,
+            num_right,
+            num_wrong,
+            was_behind,
+        )
 
     def _write(self, chunk: _PromptChunk) -> None:
         """Compute positions, and check what they attend to."""
@@ -871,10 +961,16 @@ class Engine:
             for group in self._groups:
                 table = blocks[group.name]
                 first = group.first_needed(start)
-                wrong = memory.wrong_position(group.name, table, labels, first, start)
+                num_known = start - group.num_ahead * chunk.was_behind
+                wrong = memory.wrong_position(group.name, table, labels, first, num_known)
                 if wrong is not None:
                     raise self._wrong(f"{request.name} attends to", table, *wrong)
-                memory.write(group.name, table, labels, chunk.firsts[group.name], stop)
+                first = chunk.firsts[group.name] - group.num_ahead * chunk.was_behind
+                stop_right = stop - chunk.num_wrong - group.num_ahead * (not chunk.is_last)
+                memory.write(group.name, table, labels, first, stop_right)
+                if chunk.num_wrong:
+                    wrong_labels = labels ^ np.uint64(1 << NUMBER_BITS)
+                    memory.write(group.name, table, wrong_labels, stop_right, stop)
 
     def _check_written(self, chunk: _PromptChunk) -> None:
         """Refuse to write a position where bytes of another request land, in any order."""
@@ -895,25 +991,29 @@ class Engine:
     def _end_chunk(self, chunk: _PromptChunk) -> None:
         """Free what a request has passed, and generate its next token or end it."""
         request = chunk.request
-        # its last token was not known before
-        if self._is_async and chunk.is_last:
-            self._register(request, chunk.start, chunk.stop)
+        request.num_computed -= chunk.num_wrong
+        for _ in range(chunk.is_last + chunk.num_right):
+            if not request.is_complete:
+                request.add_token()
+        # its last tokens were not known before
+        if chunk.is_last and (self._is_async or self._num_drafts):
+            stop = min(chunk.stop - chunk.num_wrong, len(request.tokens))
+            self._register(request, chunk.start, stop)
         self._free_passed(request)
-        if chunk.is_last:
-            request.add_token()
-            if request.is_complete:
-                self._end(request, None, is_wanted=True)
+        if request.is_complete:
+            self._end(request, None, is_wanted=True)
 
     def _register(self, request: EngineRequest, start: int, stop: int) -> None:
         """Let others find the full blocks of a request."""
         size = self._tokens_per_block
         for group in self._groups:
-            first = group.first_written(start, stop) // size
+            # what drafts cache of a position comes later
+            first = max(0, group.first_written(start, stop) - group.num_ahead) // size
             first = max(first, request.num_partial.get(group.name, 0))
-            for ordinal in range(first, stop // size):
+            for ordinal in range(first, max(0, stop - group.num_ahead) // size):
                 block = request.blocks[group.name][ordinal]
                 if block != NULL_BLOCK:
-                    block_hash = int(request.labels[(ordinal + 1) * size - 1])
+                    block_hash = self._hash_of(request, group, ordinal)
                     self.pools[group.name].register(block, block_hash)
 
     def _free_passed(self, request: EngineRequest) -> None:

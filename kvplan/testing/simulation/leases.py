@@ -111,6 +111,8 @@ class LeaseConnector:
     compare what has arrived.
     """
 
+    reads_lagging_groups: Final = True
+
     def __init__(
         self, site: Site, *, is_staged: bool = False, digest: MemoryDigest | None = None
     ) -> None:
@@ -178,8 +180,16 @@ class LeaseConnector:
         if request.params is not None:
             # the next turn of a conversation can be computed too
             min_tokens = 0 if request.is_for_another else None
-            prompt = request.digest
-            self._importer.claim(request.name, request.params, prompt, min_tokens=min_tokens)
+            # what drafts cache at the last position is of the token that came next then
+            has_drafts = any(group.num_ahead for group in self._groups)
+            num_stale = int(has_drafts and request.is_for_another)
+            self._importer.claim(
+                request.name,
+                request.params,
+                request.digest,
+                num_stale=num_stale,
+                min_tokens=min_tokens,
+            )
 
     def count_readable(self, request: EngineRequest, num_cached: int) -> int | None:
         """Return the positions that are computed and not cached, but the last of the prompt."""
@@ -196,7 +206,9 @@ class LeaseConnector:
             return
         self._requests[request.name] = request
         self._unreported[request.name] = len(self._reads)
-        self._importer.read(request.name, self._tables(request), num_tokens)
+        size = self._tokens_per_block
+        starts = {name: size * number for name, number in request.found_blocks.items()}
+        self._importer.read(request.name, self._tables(request), num_tokens, starts)
 
     def _tables(self, request: EngineRequest) -> dict[str, Blocks]:
         """Return the block tables of a request; of states the last one counts."""
@@ -273,7 +285,7 @@ class LeaseConnector:
         if request.is_aborted or (is_answer and not self._keeps_answers):
             return None
         # a step under way computes the position after the answer, and a state passes the answer
-        num_computed = request.num_computed - request.num_in_flight
+        num_computed = min(request.num_computed - request.num_in_flight, len(request.tokens))
         if request.num_in_flight and any(group.is_state for group in self._groups):
             return None
         num_prompt = request.num_prompt

@@ -3,7 +3,8 @@
 What a token caches depends on all tokens before it. So the label of a byte at position ``p`` is of
 the first ``p + 1`` tokens and of the byte's number in the logical tensors, which is the same in all
 engines. A recurrent state has the labels of the last position that it has passed. A request attends
-to its own bytes if each cell that it needs has the label of its own tokens.
+to its own bytes if each cell that it needs has the label of its own tokens. What drafts cache has
+the label of the next token too.
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ class _GroupCells:
     slots: Ints
     strides: Ints
     numbers: CellLabels
+    num_ahead: int
+
+    def labels(self, prefixes: CellLabels, start: int, stop: int) -> CellLabels:
+        """Return the labels of positions, (positions, bytes)."""
+        return prefixes[start + self.num_ahead : stop + self.num_ahead, None] + self.numbers
 
     def at(self, blocks: Sequence[int], start: int, stop: int) -> Ints:
         """Return the cells of positions, (positions, bytes)."""
@@ -139,6 +145,7 @@ class LabelledMemory:
                 np.concatenate(slots, axis=1),
                 np.concatenate(strides),
                 np.concatenate(labels).astype(np.uint64),
+                group.num_ahead,
             )
 
     def cells_of(self, ranges: ByteRanges) -> Ints:
@@ -156,7 +163,7 @@ class LabelledMemory:
     ) -> None:
         """Compute positions of a request into its blocks."""
         cells = self._groups[group]
-        self.cells[cells.at(blocks, start, stop)] = prefixes[start:stop, None] + cells.numbers
+        self.cells[cells.at(blocks, start, stop)] = cells.labels(prefixes, start, stop)
 
     def wrong_position(
         self, group: str, blocks: Sequence[int], prefixes: CellLabels, start: int, stop: int
@@ -165,7 +172,7 @@ class LabelledMemory:
         cells = self._groups[group]
         labels = self.cells[cells.at(blocks, start, stop)]
         # (positions, bytes): where the label is not that of the request's tokens
-        wrong = labels != prefixes[start:stop, None] + cells.numbers
+        wrong = labels != cells.labels(prefixes, start, stop)
         if not wrong.any():
             return None
         position, byte = np.unravel_index(int(wrong.argmax()), wrong.shape)
