@@ -47,6 +47,7 @@ from kvplan_nixl.serving.store import StoreClient, StoreReader, eviction, page_f
 from tests.simulation.sglang_connector import BOOTSTRAP, DECODE, MANAGER, PREFILL
 from tests.simulation.vllm_connector import (
     DESCRIPTION,
+    ENGINE_HOOKS,
     ENGINE_STATE,
     SCHEDULER,
     STORE_SCHEDULER,
@@ -375,13 +376,20 @@ FEATURE_VLLM_FAULTS = [
     Fault("answers are lent as prompts are", Scheduler, "_finish", "first_s=None if is_computed(request) else ttl_s", "first_s=None", seed=0, rule="END", features=TURNS),
     Fault("no answer gives way", Scheduler, "_give_way", "given = exporter.give_way(num_blocks)", "given = ()", seed=0, rule="END", features=TURNS),
     Fault("answers give way once", Scheduler, "end_exports", "self._giving_way.difference_update(requests)", "pass", seed=0, rule="END", features=TURNS),
-    Fault("what a step has computed before is not copied", Scheduler, "save", "max(0, num_computed)", "stop", seed=1, rule="OWN", features=Feature.HOST_COPIES),
+    Fault("what a step has computed before is not copied", Scheduler, "save", "max(0, num_computed - self._drafts_know_next)", "stop", seed=1, rule="OWN", features=Feature.HOST_COPIES),
     Fault("a block that is not full is not copied", TABLES.BlockTables, "within", "blocks.ordinals * size < stop", "(blocks.ordinals + 1) * size < stop", seed=0, rule="OWN", features=Feature.HOST_COPIES),
     Fault("the block in which a step begins is not copied", TABLES.BlockTables, "within", "blocks.ordinals >= first // size", "blocks.ordinals > first // size", seed=0, rule="OWN", features=Feature.HOST_COPIES),
     Fault("workers are not told what to copy", Scheduler, "take_step", "KvplanMetadata(self._importer.step(), self._saves)", "KvplanMetadata(self._importer.step(), {})", seed=0, rule="OWN", features=Feature.HOST_COPIES),
     Fault("an answer is handed over with the position of a step under way", Scheduler, "_finish", "num_computed_tokens - num_in_flight,", "num_computed_tokens,", seed=0, rule="OWN", features=ASYNC_STEPS | TURNS),
     Fault("a state that has passed the answer is handed over", Scheduler, "_finish", "self._tables.states and num_tokens < request.num_computed_tokens", "False", seed=1, rule="OWN", model="states", features=ASYNC_STEPS | TURNS),
     Fault("a reset of vLLM's cache frees nothing", Scheduler, "reset", "self._exporter.reset()", "pass", seed=0, rule="LINGER", features=Feature.UPDATES),
+    # adapters
+    Fault("an adapter that was overwritten since the claim is not noticed", Scheduler, "begin_read", "request.lora_request is not None", "False", seed=56, rule="OWN", features=Feature.ADAPTERS),
+    Fault("requests whose adapter was overwritten go on", ENGINE_HOOKS, "_fail_outdated", "any(state.is_loaded_wrongly(request) for state in states)", "False", seed=1, rule="OWN", features=Feature.ADAPTERS),
+    Fault("a request of two adapters is handed over", Scheduler, "_finish", "not self._state.is_current(request)", "False", seed=54, rule="OWN", features=Feature.ADAPTERS),
+    Fault("an adapter's content is that of its folder now", ENGINE_STATE.EngineState, "adapter_of", "loaded is None", "True", seed=2, rule="OWN", features=Feature.ADAPTERS),
+    Fault("an adapter that was dropped counts as loaded", ENGINE_STATE.EngineState, "adapters_changed", "self._adapters.pop(adapter_id, None)", "pass", seed=24, rule="OWN", features=Feature.ADAPTERS),
+    Fault("an adapter that is loaded again keeps its content", ENGINE_STATE.EngineState, "_load", "self._adapters[adapter.adapter_id] = adapter", "self._adapters.setdefault(adapter.adapter_id, adapter)", seed=28, rule="OWN", features=Feature.ADAPTERS),
     # drafts
     Fault("what drafts cache of another token is read", Importer, "count", "record.num_shared - record.num_stale", "record.num_shared", seed=2, rule="OWN", model="drafts", features=TURNS),
     Fault("what drafts cache of another token is decode's alone", Scheduler, "_import", "self._drafts_know_next and is_optional", "self._drafts_know_next and not is_optional", seed=2, rule="OWN", model="drafts", features=TURNS),

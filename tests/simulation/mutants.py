@@ -349,6 +349,7 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
     features = Feature.of(seed) & (SGLANG_FEATURES if name.startswith("sglang") else ~Feature(0))
     features |= Feature.STORE if name == "store" else Feature(0)
     features |= Feature.WRONG_BYTES if name.endswith("verified") else Feature(0)
+    features |= Feature.ADAPTERS if name.startswith("vllm") and seed % 4 == 1 else Feature(0)
     models = ["attention"] if name in ("staged", "verified") else [*MODELS]
     # a store refuses drafts, and SGLang's stand-in has none
     if name == "store" or name.startswith("sglang"):

@@ -66,7 +66,6 @@ from tests.simulation.virtual_threads import (
     VirtualThread,
 )
 from tests.simulation.vllm_connector import (
-    ADAPTERS,
     ENGINE_STATE,
     STORE_SCHEDULER,
     STORE_SEARCHES,
@@ -609,9 +608,6 @@ class StoreConnector(VllmConnector):
         self._name_role(backend.role_of(site.host.name))
         facts = {"model": "that of all engines"}
         self._store_state = ENGINE_STATE.EngineState(facts, site.host.token_hex)
-        for name in ADAPTERS:
-            loaded = ENGINE_STATE.LoadedAdapter(crc32(name.encode()), name, f"content of {name}")
-            self._store_state.adapter_added(loaded, is_replaced=False)
         settings = STORE_WORKER.VllmStoreSettings(
             folder="store",
             tokens_per_page=backend.tokens_per_page,
@@ -785,7 +781,7 @@ class StoreConnector(VllmConnector):
         self._chosen.pop(request.name, None)
         self._looked.pop(request.name, None)
         with WORLD.on(self._host):
-            seen = SeenRequest(request, {**(self._params(request) or {}), **pin_of(request)})
+            seen = SeenRequest(request, {**(self._params(request) or {}), **pin_of(request)}, self._folder)
             request.is_saved = self._store.begin_save(seen, self._ids(request))
             self._note_save(request)
         self._store_state.forget(request.name)

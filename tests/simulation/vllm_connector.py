@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import product
 from typing import Any
@@ -37,8 +37,10 @@ from tests.simulation.vllm_objects import (
     EngineCoreOutputs,
     KVCacheBlock,
     KVCacheBlocks,
+    KVConnectorOutput,
     KVTransferConfig,
     LoRARequest,
+    ModelRunnerOutput,
     MultiModalFeatureSpec,
     PlaceholderRange,
     RequestStatus,
@@ -80,16 +82,23 @@ VALUES = {
 }
 
 
-SCHEDULER, WORKER, DESCRIPTION, TABLES, ENGINE_STATE, STORE_SCHEDULER, STORE_SEARCHES, STORE_WORKER = stand_in(
-    "vllm",
-    (
-        *("scheduler", "worker", "description", "tables", "engine_state"),
-        *("store_scheduler", "store_searches", "store_worker"),
-    ),
-    VALUES,
+SCHEDULER, WORKER, DESCRIPTION, TABLES, ENGINE_STATE, ENGINE_HOOKS, STORE_SCHEDULER, STORE_SEARCHES, STORE_WORKER = (
+    stand_in(
+        "vllm",
+        (
+            *("scheduler", "worker", "description", "tables", "engine_state", "engine_hooks"),
+            *("store_scheduler", "store_searches", "store_worker"),
+        ),
+        VALUES,
+    )
 )
-ADAPTERS = ("adapter a", "adapter b", "adapter a, changed", "adapter b, changed")
-"""The adapters of requests in fleets with facts."""
+CONTENT = "content "
+"""The beginning of a folder's content, which is the path of its adapter."""
+
+READ_FOLDER = ENGINE_STATE.adapter_of
+setattr(  # noqa: B010
+    ENGINE_STATE, "adapter_of", lambda path: path if path.startswith(CONTENT) else READ_FOLDER(path)
+)
 
 SECRET = b"the key of all engines"
 KEY = SharedKey.of(SECRET)
@@ -168,21 +177,31 @@ class SeenRequest:
     prompt_token_ids = None
     prompt_embeds = None
 
-    def __init__(self, request: EngineRequest, params: Mapping[str, Any] | None) -> None:
+    def __init__(self, request: EngineRequest, params: Mapping[str, Any] | None, folder: Callable[[str], str]) -> None:
         self._request = request
         self.request_id = request.name
         self.kv_transfer_params = params
         self._all_token_ids = request.tokens
         facts = {text.partition(" ")[0]: text for _, text in request.facts}
         self.cache_salt = facts.get("salt")
-        adapter = facts.get("adapter")
-        self.lora_request = None if adapter is None else adapter_request(adapter)
+        self._adapter = facts.get("adapter")
+        self._folder = folder
         # an image of one position
         self.mm_features = [
             MultiModalFeatureSpec(text, PlaceholderRange(position))
             for position, text in request.facts
             if text.startswith("image")
         ]
+
+    @property
+    def lora_request(self) -> Any:
+        """The adapter, whose path is the content of its folder now."""
+        return None if self._adapter is None else adapter_request(self._adapter, self._folder(self._adapter))
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The tokens that are generated."""
+        return len(self._request.tokens) - self._request.num_prompt
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -229,9 +248,9 @@ class SeenRequest:
         return RequestStatus.FINISHED_STOPPED if is_stopped else RequestStatus.FINISHED_LENGTH_CAPPED
 
 
-def adapter_request(name: str) -> Any:
-    """A request for an adapter, whose id is of its name."""
-    return LoRARequest(name, crc32(name.encode()), name)
+def adapter_request(name: str, content: str) -> Any:
+    """A request for an adapter, whose id is of its name, and whose path says its content."""
+    return LoRARequest(name, crc32(name.encode()), content)
 
 
 def make_params(host: str, draw: random.Random) -> dict[str, Any]:
@@ -255,6 +274,35 @@ def vllm_room_fleets(resend_s: float = math.inf) -> Simulation:
         resend_s=resend_s,
         break_params=break_params,
     )
+
+
+@attrs.define(slots=False)
+class AdapterManager:
+    """The manager of a worker's adapters: the ids of those that it has."""
+
+    held: set[int] = attrs.field(factory=set)
+
+    def list_adapters(self) -> set[int]:
+        """The ids."""
+        return self.held
+
+
+@attrs.frozen
+class _OwnConnector:
+    state: Any
+
+
+class StandInScheduler:
+    """vLLM's scheduler as the hooks of the engine know it: it notes the requests that fail."""
+
+    def __init__(self, state: Any, requests: dict[str, Any], failed: set[str]) -> None:
+        self.connector = _OwnConnector(state)
+        self.requests, self._failed = requests, failed
+
+    def finish_requests(self, names: set[str], status: RequestStatus) -> list[Any]:
+        """End requests."""
+        self._failed |= names
+        return []
 
 
 class VllmConnector:
@@ -287,12 +335,11 @@ class VllmConnector:
             kv_recompute_threshold=0,
         )
         self._scheduler = SCHEDULER.Scheduler(config, cache, settings, host)
-        # their folders are read when they are loaded, which all engines have done
-        for name in ADAPTERS:
-            loaded = ENGINE_STATE.LoadedAdapter(crc32(name.encode()), name, f"content of {name}")
-            self._scheduler._state.adapter_added(loaded, is_replaced=False)
+        self._folder = site.folder
         # as if none were free, so that enough answers give way
         pool = BlockPool(0)
+        self._loaded: dict[str, str] = {}
+        self._manager = AdapterManager()
         self._managers = [SingleTypeKVCacheManager(self._block_size, pool) for _ in kinds]
         self._scheduler.set_managers(self._managers)
         self._scheduler.set_siblings({*site.siblings})
@@ -332,7 +379,29 @@ class VllmConnector:
 
     def _seen(self, request: EngineRequest) -> Any:
         """Return a request as vLLM shows it."""
-        return SeenRequest(request, self._params(request))
+        return SeenRequest(request, self._params(request), self._folder)
+
+    def load_adapters(self, loaded: Mapping[str, str], dropped: Collection[str]) -> set[str]:
+        """Let the workers load and drop adapters in a step, and return the requests that fail for it."""
+        self._loaded = {name: content for name, content in self._loaded.items() if name not in dropped} | dict(loaded)
+        held = {crc32(name.encode()) for name in self._loaded}
+        reports = []
+        for worker in self._workers:
+            for name, content in loaded.items():
+                adapter = ENGINE_STATE.LoadedAdapter(crc32(name.encode()), name, content)
+                worker.adapters.load(self._manager, adapter)
+            self._manager.held = held
+            reports.append(worker.take_report())
+        merged, *others = reports
+        for other in others:
+            merged.aggregate(other)
+        failed = set[str]()
+        scheduler = StandInScheduler(self._scheduler._state, {}, failed)
+        scheduler.requests.update({name: self._seen(request) for name, request in self._requests.items()})
+        output = ModelRunnerOutput(KVConnectorOutput(merged))
+        with ENGINE_HOOKS._with_reports(scheduler, None, output) as results:
+            results.append({})
+        return failed
 
     def _name_weights(self) -> None:
         """Tell the scheduler of other weights, with which an operator resets vLLM's prefix cache."""

@@ -118,6 +118,7 @@ class EngineRequest:
     num_found: int = 0
     found_blocks: dict[str, int] = attrs.field(factory=dict)
     is_behind: bool = False
+    num_read: int = 0
     was_preempted: bool = False
     is_aborted: bool = False
     is_saved: bool = False
@@ -136,6 +137,8 @@ class EngineRequest:
     _labelled: tuple[int, ...] = attrs.field(init=False)
     _weights: tuple[tuple[int, str], ...] = attrs.field(init=False, default=())
 
+    _contents: tuple[tuple[int, str], ...] = attrs.field(init=False, default=())
+
     def compute_with(self, version: str, start: int = 0) -> None:
         """Expect the bytes that weights of a version compute, which no digest tells apart.
 
@@ -144,7 +147,25 @@ class EngineRequest:
         if version:
             before = [weights for weights in self._weights if weights[0] < start]
             self._weights = (*before, (start, f"weights {version}"))
-            self.labels = prefix_labels(self._labelled, (*self._weights, *self.facts))
+            self._label()
+
+    def load(self, content: str, start: int = 0) -> None:
+        """Expect the bytes that the content of its adapter computes, from a position on."""
+        if not self._contents or self._contents[-1][1] != content:
+            self._contents = (
+                *(each for each in self._contents if each[0] < start),
+                (start, content),
+            )
+            self._label()
+
+    def _label(self) -> None:
+        facts = (*self._weights, *self._contents, *self.facts)
+        self.labels = prefix_labels(self._labelled, facts)
+
+    @property
+    def adapter(self) -> str:
+        """Return the name of its adapter, if it has one."""
+        return next((fact for _, fact in self.facts if fact.startswith("adapter")), "")
 
     @property
     def has_old_weights(self) -> bool:
@@ -236,7 +257,9 @@ class Connector(Protocol):
 
     One may have a method ``close`` too: an engine that ends for good stops its steps and calls it,
     with a function to call when all has ended.
-    One with a true attribute ``reads_lagging_groups`` reads of each group what its prefix cache
+    One with a method ``load_adapters`` gets the contents of adapters that workers have loaded, by
+    name, and the names of those dropped; it returns the requests that fail for that. One with a
+    true attribute ``reads_lagging_groups`` reads of each group what its prefix cache
     lacks. Where a model has states, vLLM gives it all that is cached of full attention then, and of
     other groups maybe less.
     """
@@ -287,9 +310,10 @@ class Site:
     worker, the one that is called ``staging``. Reads are cut into transfers of at most
     ``max_transfer_ids``. With ``keeps_answers`` the blocks of an answer are handed over too, for
     the next turn of its conversation. With ``has_copies`` others read copies of blocks, which are
-    those that each :class:`StepReport` says. The engine computes with ``weights`` of a version.
-    Its ``siblings`` are other connectors, which store each full block of a request that is read.
-    ``record_event`` returns an event of the steps that have begun or are chosen.
+    those that each :class:`StepReport` says. The engine computes with ``weights`` of a version. The
+    ``folder`` of an adapter returns its content. Its ``siblings`` are other connectors, which store
+    each full block of a request that is read. ``record_event`` returns an event of the steps that
+    have begun or are chosen.
     """
 
     host: Host
@@ -305,6 +329,7 @@ class Site:
     weights: Callable[[], str] = str
     siblings: frozenset[str] = frozenset()
     record_event: Callable[[], StepsEvent] = lambda: StepsEvent(lambda: True)
+    folder: Callable[[str], str] = str
 
     def connections(self, executor: VirtualExecutor) -> Connections:
         """Return how workers of other engines become known to an executor of this one."""
@@ -416,7 +441,12 @@ class Engine:
         step_s: float,
         features: Feature,
         version: str = "",
+        folder: Callable[[str], str] = str,
     ) -> None:
+        self._folder = folder
+        self._has_adapters = Feature.ADAPTERS in features
+        # the contents that workers have loaded, by adapter
+        self._adapters: dict[str, str] = {}
         self._name_of = name_of
         self._version = version
         self._updates: list[tuple[str, bool]] = []
@@ -481,6 +511,7 @@ class Engine:
                 lambda: self._version,
                 frozenset({"store"} if self._stores_blocks else ()),
                 self._record_event,
+                folder,
             )
         )
         has_states = any(group.is_state for group in groups)
@@ -534,6 +565,50 @@ class Engine:
         """
         self._updates.append((version, keeps_running))
         self._wake()
+
+    def computes_with(self, adapter: str) -> bool:
+        """Return whether it has computed a part of some prompt with an adapter."""
+        return any(
+            request.adapter == adapter
+            and request.phase is Phase.RUNNING
+            and 0 < request.num_computed < request.num_prompt
+            for request in self.requests.values()
+        )
+
+    def reload(self, adapter: str) -> None:
+        """Load an adapter again that is loaded, under the requests that run."""
+        if adapter in self._adapters:
+            self._load_adapter(adapter, [])
+
+    def _content_of(self, adapter: str) -> str:
+        """Return the content of an adapter: as it is loaded, or what its folder has."""
+        return self._adapters.get(adapter) or self._folder(adapter)
+
+    def _use_adapter(self, request: EngineRequest) -> None:
+        """Load the adapter of a request that a step computes, in place of those that none needs."""
+        name = request.adapter
+        if not self._has_adapters or not name or request.phase is not Phase.RUNNING:
+            return
+        if name not in self._adapters:
+            running = [each for each in self.requests.values() if each.phase is Phase.RUNNING]
+            used = {each.adapter for each in running}
+            self._load_adapter(name, [each for each in self._adapters if each not in used])
+
+    def _load_adapter(self, name: str, dropped: Sequence[str]) -> None:
+        """Load an adapter: what was read for a request of another content must not be used."""
+        self._adapters = {key: value for key, value in self._adapters.items() if key not in dropped}
+        self._adapters[name] = self._folder(name)
+        self._trace(self.host.name, f"loads {self._adapters[name]}")
+        for request in self.requests.values():
+            if request.adapter == name and request.phase is Phase.RUNNING:
+                # vLLM goes on with what it has computed or found itself
+                is_first = request.num_read and len(request.tokens) == request.num_prompt
+                request.load(self._adapters[name], 0 if is_first else request.num_computed)
+        load: Any = getattr(self.connector, "load_adapters")  # noqa: B009
+        for request_name in load({name: self._adapters[name]}, dropped):
+            action = f"compute {request_name}"
+            error = KVPlanError("PROMPT", action, expected="its adapter", got="another content")
+            self._end(self.requests[request_name], error, is_wanted=False)
 
     @property
     def is_running(self) -> bool:
@@ -604,6 +679,8 @@ class Engine:
         self._updates.clear()
         for request in self._arrived:
             request.compute_with(self._version)
+            if self._has_adapters and request.adapter:
+                request.load(self._content_of(request.adapter))
             self.connector.add(request)
         for name in self._aborted:
             if name in self.requests:
@@ -635,6 +712,8 @@ class Engine:
         for request in [*self.requests.values()]:
             if request.phase is not Phase.WAITING:
                 continue
+            if self._has_adapters and request.adapter:
+                request.load(self._content_of(request.adapter))
             num_cached, cached = self._cached_prefix(request)
             num_agreed = num_cached
             if self._may_lag:
@@ -746,6 +825,7 @@ class Engine:
         request.num_partial = {}
         request.found_blocks = found_blocks
         request.is_behind = False
+        request.num_read = num_read
         request.num_computed = num_cached
         request.num_found = num_cached if self._is_ahead else 0
         if num_read:
@@ -922,6 +1002,9 @@ class Engine:
         They are of the first ``num_tokens`` ones: of those that are known, and maybe of the next.
         After a token of an answer they are of drafted tokens too, the first of which are right.
         """
+        self._use_adapter(request)
+        if request.phase is not Phase.RUNNING:
+            return None
         start = request.num_computed
         stop = min(num_tokens, start + self._tokens_per_step)
         num_right = num_wrong = 0

@@ -111,14 +111,21 @@ class Feature(enum.Flag):
 
     It is of connectors that compare digests: no swarm draws it."""
 
+    ADAPTERS = enum.auto()
+    """The folders of adapters are overwritten, and engines load adapters when a step needs them.
+
+    Some are loaded again at once, under requests that run. It is of connectors that hear of loaded
+    adapters: no swarm draws it."""
+
     @classmethod
     def of(cls, seed: int) -> Feature:
         """Draw the features of a seed, each with a chance of a third.
 
-        It leaves out :attr:`STORE` and :attr:`WRONG_BYTES`, which not all connectors can have.
+        It leaves out :attr:`STORE`, :attr:`WRONG_BYTES` and :attr:`ADAPTERS`, which not all
+        connectors can have.
         """
         draw = random.Random(f"{seed} features")
-        special = cls.STORE | cls.WRONG_BYTES
+        special = cls.STORE | cls.WRONG_BYTES | cls.ADAPTERS
         drawn = [feature for feature in cls if feature not in special and draw.random() < 1 / 3]
         return reduce(or_, drawn, cls(0))
 

@@ -90,6 +90,7 @@ from kvplan.testing.simulation.scenario import (
     Freeze,
     Incident,
     Member,
+    Overwrite,
     Rival,
     Scenario,
     Update,
@@ -287,6 +288,8 @@ class Fleet:
         self._members = {member.name: member for member in scenario.members}
         self._num_starts: Counter[str] = Counter()
         self._versions: dict[str, str] = {}
+        # by adapter
+        self._num_overwrites: Counter[str] = Counter()
         self._engines: dict[str, Engine] = {}
         self._slowest = min((member.rate for member in scenario.members), default=1.0)
         frozen_s = sum(item.ends_at - item.at for item in incidents if isinstance(item, Freeze))
@@ -387,6 +390,7 @@ class Fleet:
             self._step_s_of(member),
             self.scenario.features,
             self._versions.get(member.name, ""),
+            lambda adapter: f"content {self._num_overwrites[adapter]} of {adapter}",
         )
         host.witnesses.append(self._note_answer)
         host.hearers.append(partial(self._hear, self._engines[host.name]))
@@ -472,6 +476,8 @@ class Fleet:
             self.loop.at(incident.at, partial(self._freeze, incident))
         elif isinstance(incident, Rival):
             self.loop.at(incident.at, partial(self._rival, incident))
+        elif isinstance(incident, Overwrite):
+            self.loop.at(incident.at, partial(self._overwrite, incident))
         elif isinstance(incident, Update):
             for number, name in enumerate(self._members):
                 at = incident.at + number * incident.gap_s
@@ -495,6 +501,22 @@ class Fleet:
             engine = self._engines.get(name + place)
             if engine is not None and not engine.host.is_dead:
                 engine.update(update.version, keeps_running=update.keeps_running)
+
+    def _overwrite(self, overwrite: Overwrite) -> None:
+        """Let the folder of an adapter have other content, for all engines."""
+        self._trace("", f"{overwrite.adapter} is overwritten")
+        self._num_overwrites[overwrite.adapter] += 1
+        for engine in [*self._engines.values()]:
+            if overwrite.reloads:
+                self._reload(engine, overwrite)
+
+    def _reload(self, engine: Engine, overwrite: Overwrite) -> None:
+        """Load an adapter again, where a request is computed with it, or after a while."""
+        is_waiting = self.loop.now < overwrite.at + RUNNING_S
+        if is_waiting and not engine.computes_with(overwrite.adapter):
+            self.loop.at(self.loop.now + STEP_S / 2, partial(self._reload, engine, overwrite))
+        elif not engine.host.is_dead:
+            engine.reload(overwrite.adapter)
 
     def _finish_of(self, arrival: Arrival) -> Callable[[KVPlanError | None], None]:
         """Return what checks the end of a request."""
@@ -670,7 +692,8 @@ class Fleet:
         Where both engines have the request from the beginning, its reader may be gone by then.
         """
         is_computed = error is None and request.is_complete and not request.is_aborted
-        has_cause = self._make_params is not None or Feature.UPDATES in self.scenario.features
+        changes = Feature.UPDATES | Feature.ADAPTERS
+        has_cause = self._make_params is not None or bool(changes & self.scenario.features)
         if is_computed and not has_cause:
             raise BrokenRuleError("RIGHT", f"{request.name} is computed, and not handed over")
 

@@ -241,6 +241,23 @@ class Update:
 
 
 @attrs.frozen
+class Overwrite:
+    """Somebody writes other content into the folder of an adapter, under its name.
+
+    With ``reloads`` engines that have loaded the adapter load it again at once.
+    """
+
+    at: float
+    adapter: str
+    reloads: bool = False
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return no engine: one may be left out."""
+        return ()
+
+
+@attrs.frozen
 class StoreTrouble:
     """What calls of a store suffer between two times: they take up to ``delay_s`` longer.
 
@@ -272,6 +289,8 @@ EXCUSES: Final[Mapping[str, tuple[type | str, ...]]] = MappingProxyType(
         # another start takes the connection
         "TRANSFER": (Death, Rival, BREAKS, REFUSES, SPOILS),
         "MODEL": (WEIGHTS,),
+        # engines have loaded an adapter before and after
+        "PROMPT": (Overwrite,),
         # a server that has started again has lost what it had
         "MESSAGE": (Death, GARBLING),
         # an answer may lack the offer of a worker
@@ -286,7 +305,9 @@ EXCUSES: Final[Mapping[str, tuple[type | str, ...]]] = MappingProxyType(
 Nothing explains a code that is missing, such as what is wrong with block tables. Slow transfers and
 a store explain nothing."""
 
-Incident = Arrival | Death | Freeze | Rival | Update | Disturbance | Trouble | StoreTrouble
+Incident = (
+    Arrival | Death | Freeze | Rival | Update | Overwrite | Disturbance | Trouble | StoreTrouble
+)
 """Something that a scenario may do without: a failure is shrunk by leaving incidents out."""
 
 
@@ -333,6 +354,8 @@ class Scenario:
         """Return when an incident begins, and when the last that it does has come."""
         if isinstance(incident, Death):
             return incident.at, math.inf if incident.restarts_at is None else incident.restarts_at
+        if isinstance(incident, Overwrite):
+            return incident.at, math.inf
         if isinstance(incident, Update):
             wait_s = RUNNING_S * incident.keeps_running
             return incident.at, incident.at + incident.gap_s * len(self.members) + wait_s
@@ -505,6 +528,24 @@ def _facts(num_tokens: int, draw: random.Random) -> tuple[tuple[int, str], ...]:
     facts = [(0, f"{kind} {draw.choice('ab')}") for kind in ("salt", "adapter")]
     facts.append((draw.randrange(num_tokens), f"image {draw.choice('ab')}"))
     return tuple(fact for fact in facts if draw.random() < 0.5)
+
+
+def _with_adapters(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Give most requests an adapter, and overwrite some when requests are there that have it."""
+    incidents = [*scenario.incidents]
+    overwrites = list[Overwrite]()
+    for index, incident in enumerate(scenario.incidents):
+        if not isinstance(incident, Arrival) or draw.random() < 0.2:
+            continue
+        adapter = f"adapter {draw.choice('ab')}"
+        others = tuple(fact for fact in incident.facts if not fact[1].startswith("adapter"))
+        visits = [attrs.evolve(visit, facts=None) for visit in incident.visits]
+        facts = ((0, adapter), *others)
+        incidents[index] = attrs.evolve(incident, facts=facts, visits=tuple(visits))
+        if draw.random() < 0.4:
+            at = incident.at + draw.choice((0.02, 0.2, 2.0)) * draw.random()
+            overwrites.append(Overwrite(min(at, HEALED_S - 1), adapter, draw.random() < 0.3))
+    return attrs.evolve(scenario, incidents=(*incidents, *overwrites))
 
 
 def _with_broken_transfers(scenario: Scenario, draw: random.Random) -> Scenario:
@@ -850,6 +891,7 @@ _CHANGES: Final = MappingProxyType(
         Feature.HANGUPS: _arrivals(_with_hangups),
         Feature.STORE: _with_store,
         Feature.WRONG_BYTES: _with_wrong_bytes,
+        Feature.ADAPTERS: _with_adapters,
     }
 )
 
