@@ -38,6 +38,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
+import attrs
+
 from kvplan._checks import having, instance, integer
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
@@ -385,12 +387,12 @@ class Reads:
         Digests that cannot be computed or fetched count as different.
         """
         assert self._digest is not None
-        arriving = request_of(job.read, job.plan, to_block_end=False)
         # windows and states come with the last partial read
-        local = {group: blocks for group, blocks in arriving["local"].items() if blocks.ids.size}
-        tokens = {group: span for group, span in arriving["tokens"].items() if group in local}
+        local = {group: blocks for group, blocks in job.read.local.items() if blocks.ids.size}
+        tokens = {group: span for group, span in job.read.tokens.items() if group in local}
+        read = attrs.evolve(job.read, local=local, tokens=tokens)
         try:
-            arrived = self._digest({**arriving, "local": local, "tokens": tokens})
+            arrived = self._digest(request_of(read, job.plan, to_block_end=False))
             error = mismatch(expected.result(), [arrived])
         except KVPlanError as failure:
             return failure
