@@ -19,6 +19,7 @@ have changed since that cache was last empty: the blocks may be older. A reset o
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -59,10 +60,14 @@ class AdapterChanges:
 
 @attrs.frozen
 class _Origin:
-    """What decided the first position of a request: the version of the weights, and the adapter."""
+    """What decided the first position of a request: the version of the weights, and the adapter.
+
+    ``num_changes`` counts what has changed before. A version may have the name of an earlier one.
+    """
 
     version: str
     adapter: str
+    num_changes: int
 
 
 class EngineState:
@@ -77,6 +82,9 @@ class EngineState:
         self.version = ""
         self._token_hex = token_hex
         self._has_changed = False
+        self._num_changes = 0
+        # by the name of an adapter
+        self._num_replaced = Counter[str]()
         # by id
         self._adapters: dict[int, LoadedAdapter] = {}
         # by name, as they were loaded last
@@ -95,6 +103,7 @@ class EngineState:
     def weights_changed(self) -> None:
         """Begin a version without a name: weights have changed, or may have."""
         self._has_changed = True
+        self._num_changes += 1
         self._begin_version()
         self._explains_reset = True
         self._has_old_weights |= self._has_computed
@@ -114,6 +123,7 @@ class EngineState:
             self.version = ""
         self._explains_reset = True
         if self.version != before:
+            self._num_changes += 1
             self._has_old_weights |= self._has_computed
 
     def prefix_cache_reset(self) -> None:
@@ -161,6 +171,7 @@ class EngineState:
     def _load(self, adapter: LoadedAdapter) -> None:
         if self._contents.get(adapter.name, adapter.content) != adapter.content:
             self._old_names.add(adapter.name)
+            self._num_replaced[adapter.name] += 1
         self._contents[adapter.name] = adapter.content
         self._adapters[adapter.adapter_id] = adapter
 
@@ -175,13 +186,18 @@ class EngineState:
         is_old = self._has_old_weights or (
             adapter is not None and adapter.lora_name in self._old_names
         )
-        origin = _Origin(self.version, self.adapter_of(request))
-        self._origins[request.request_id] = None if is_old and num_cached else origin
+        self._origins[request.request_id] = None if is_old and num_cached else self._now(request)
 
     def is_current(self, request: Request) -> bool:
         """Return whether all of a request was computed with what is loaded now."""
-        now = _Origin(self.version, self.adapter_of(request))
+        now = self._now(request)
         return self._origins.get(request.request_id, now) == now
+
+    def _now(self, request: Request) -> _Origin:
+        """Return what decides the positions of a request that are computed now."""
+        adapter = request.lora_request
+        num_replaced = 0 if adapter is None else self._num_replaced[adapter.lora_name]
+        return _Origin(self.version, self.adapter_of(request), self._num_changes + num_replaced)
 
     def load(self, request: str) -> None:
         """Note that a request's cache comes from another engine, or from a store."""

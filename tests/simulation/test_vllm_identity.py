@@ -184,6 +184,20 @@ def test_a_request_that_weights_have_changed_under_is_not_handed_over(
     assert prefill.hand_over(request, ids_of(("full",), PROMPT)) is not None
 
 
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_version_that_comes_back_does_not_make_requests_current(changes: bool) -> None:
+    """Some of their blocks are of the version between."""
+    state = state_of()
+    state.weights_named("step 7")
+    request = request_of(SAID[:PROMPT], ASKED, [7])
+    state.note_origin(request, 0)
+    for version in ("step 8", "step 7"):
+        if changes:
+            state.weights_changed()
+        state.weights_named(version)
+    assert not state.is_current(request)
+
+
 def test_a_prefix_cache_of_old_weights_is_not_handed_over(engines: Engines) -> None:
     """Until it is reset: vLLM's own cache does not know of weights."""
     prefill = engines.start("full")
@@ -319,6 +333,19 @@ def folder(tmp_path: Path) -> Path:
     path.mkdir()
     write(path / "adapter_model.safetensors", MODEL.items())
     return path
+
+
+def test_an_adapter_that_comes_back_does_not_make_requests_current() -> None:
+    """Some of their blocks are of the content between."""
+    state = state_of()
+    state.adapters_changed([loaded("content 1")])
+    request, other = (request_of(SAID, request_id=name, lora_request=lora(name=name)) for name in ("sql", "other"))
+    for each in (request, other):
+        state.note_origin(each, 0)
+    for content in ("content 2", "content 1"):
+        state.adapters_changed([loaded(content)])
+    assert not state.is_current(request)
+    assert state.is_current(other)
 
 
 def replace(folder: Path) -> None:
