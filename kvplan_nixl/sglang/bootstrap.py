@@ -13,8 +13,8 @@ one follows. The entry is withdrawn when the request has been read.
 - bootstrap.B3: Each pipeline stage of SGLang's prefill has block tables of its own, and publishes
   an entry with them. The room has an entry, with all block tables, once all stages have published
   theirs. Entries with another ``attempt`` are of another request in the same room, so no stage of
-  one is merged with the other's. A stage may publish again under its lease, when it has computed
-  more: what all stages have computed is what the room's entry has.
+  one is merged with the other's, also where it came again under its id. A stage may publish again,
+  when it has computed more: what all stages have computed is what the room's entry has.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import attrs
 
@@ -101,16 +101,9 @@ def _token(text: str) -> str:
     return text
 
 
-class _Entry(NamedTuple):
-    """What a stage has published, and the name of the lease under which it did."""
-
-    lease: str
-    text: str
-
-
 @attrs.define(eq=False)
 class _Room:
-    """The entries of a room by attempt, the newest last, and by stage.
+    """The texts of a room's entries by attempt, the newest last, and by stage.
 
     ``version`` is a new name whenever somebody publishes.
     """
@@ -118,14 +111,14 @@ class _Room:
     owner: str
     expires_at: float = 0.0
     version: str = ""
-    attempts: OrderedDict[str, dict[Stage, _Entry]] = attrs.field(factory=OrderedDict)
+    attempts: OrderedDict[str, dict[Stage, str]] = attrs.field(factory=OrderedDict)
 
     def newest(self) -> list[str]:
         """Return the entries of all stages of the newest attempt that has them, none without."""
         for entries in reversed(self.attempts.values()):
             stages = sorted(entries, key=lambda stage: stage.index)
             if {stage.number for stage in stages} == {len(stages)}:
-                return [entries[stage].text for stage in stages]
+                return [entries[stage] for stage in stages]
         return []
 
     @property
@@ -134,13 +127,13 @@ class _Room:
         return _room_bytes(self.attempts)
 
 
-def _room_bytes(attempts: Mapping[str, Mapping[Stage, _Entry]]) -> int:
+def _room_bytes(attempts: Mapping[str, Mapping[Stage, str]]) -> int:
     num_bytes = sum(ATTEMPT_BYTES + _num_bytes(entries) for entries in attempts.values())
     return num_bytes + ROOM_BYTES if attempts else 0
 
 
-def _num_bytes(entries: Mapping[Stage, _Entry]) -> int:
-    return sum(len(entry.text) + ENTRY_BYTES for entry in entries.values())
+def _num_bytes(entries: Mapping[Stage, str]) -> int:
+    return sum(len(text) + ENTRY_BYTES for text in entries.values())
 
 
 class BootstrapServer:
@@ -173,7 +166,7 @@ class BootstrapServer:
         self._num_bytes = 0
         self._polls = RoomPolls(self._content_of, system)
         routes = {
-            "POST /publish": Route(self._publish, MAX_ENTRY_BYTES, num_segments=6),
+            "POST /publish": Route(self._publish, MAX_ENTRY_BYTES, num_segments=5),
             "POST /withdraw": Route(self._withdraw, num_segments=5),
             "POST /ask": Route(self._polls.answer, MAX_QUESTION_BYTES, num_segments=1),
         }
@@ -185,19 +178,15 @@ class BootstrapServer:
         self._server.close()
 
     def _publish(self, body: bytes, *segments: str) -> bytes:
-        *of_stage, lease, owner = segments
+        *of_stage, owner = segments
         # the path has everything that the server needs to know
         stage = Stage.of_path(*of_stage)
         # in ASCII, of which each character takes a byte of memory
-        entry = _Entry(_token(lease), body.decode("ascii"))
+        text = body.decode("ascii")
         self._expire()
         # a room without entries is made, and kept only if the entry is
         room = self._room(stage.room, owner)
-        entries = room.attempts.get(stage.attempt, {})
-        # A stage with another lease has computed the attempt again, and so will others.
-        if entries.get(stage, entry).lease != lease:
-            entries = {}
-        entries = {**entries, stage: entry}
+        entries = {**room.attempts.get(stage.attempt, {}), stage: text}
         # All limits are checked before anything changes.
         num_bytes = _num_bytes(entries)
         at_most(MAX_ENTRY_BYTES, num_bytes, "bytes of a room's stages", "publish")
@@ -279,10 +268,8 @@ async def publish(
     """
     owner = owner or system.token_hex(TOKEN_BYTES)
     published = Stage(room, stage, stages, f"{entry.get('attempt')}")
-    handoff = entry.get("handoff")
-    lease = handoff.get("remote_lease") if isinstance(handoff, Mapping) else None
     body = json.dumps(entry).encode()
-    await _post(address, published.path("publish", _hashed(f"{lease}"), owner), body, system)
+    await _post(address, published.path("publish", owner), body, system)
     return owner
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from base64 import b64encode
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -32,6 +33,9 @@ from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
 
 MAX_PUBLISHERS: Final = 64
 """Bootstrap servers in which requests are published at a time."""
+
+MAX_COUNTED_ROOMS: Final = 1 << 14
+"""Rooms whose requests are counted: as many as a bootstrap server keeps."""
 
 
 class PrefillRank(Rank):
@@ -77,6 +81,18 @@ class PrefillRank(Rank):
         self.owner = owners[0]
         # by the address of a bootstrap server, while there are requests that name it
         self._publishers: WeakValueDictionary[str, Background] = WeakValueDictionary()
+        self._num_attempts: OrderedDict[int, int] = OrderedDict()
+
+    def next_attempt(self, room: int) -> int:
+        """Count the requests that have come in a room, of which one may come again under its id.
+
+        All ranks get the same requests in one order, so the number is equal in all stages.
+        """
+        number = self._num_attempts.pop(room, 0) + 1
+        self._num_attempts[room] = number
+        if len(self._num_attempts) > MAX_COUNTED_ROOMS:
+            self._num_attempts.popitem(last=False)
+        return number
 
     def publisher_of(self, address: str) -> Background:
         """Return what publishes requests in a bootstrap server, one after the other.
@@ -140,6 +156,7 @@ class Sender(BaseKVSender):
         self._address = bootstrap_addr
         self._room = bootstrap_room
         self._name = self._rank.name_of(bootstrap_room)
+        self._number = self._rank.next_attempt(bootstrap_room)
         self._pages: list[int] = []
         self._num_tokens = 0
         self._is_sent = False
@@ -231,8 +248,12 @@ class Sender(BaseKVSender):
 
     def _entry(self, handoff: Handoff) -> dict[str, Any]:
         """Return what decode has to know of this stage's layers."""
-        # the attempt is equal in all stages
-        return {"handoff": handoff.params(self._rank.memory.key), "attempt": self.req.rid}
+        return {"handoff": handoff.params(self._rank.memory.key), "attempt": self._attempt}
+
+    @property
+    def _attempt(self) -> str:
+        """The name of this request in its room, equal in all stages."""
+        return f"{self.req.rid} {self._number}"
 
     def _metadata(self) -> list[bytes]:
         """Return the request's first token and what belongs to it, as SGLang keeps them."""
@@ -284,7 +305,7 @@ class Sender(BaseKVSender):
                 self._rank.owner,
                 memory.stage,
                 memory.num_stages,
-                attempt=self.req.rid,
+                attempt=self._attempt,
                 system=self._rank.system,
             )
         except KVPlanError as error:

@@ -965,16 +965,16 @@ def test_stages_of_decode(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -
 OWNER = "ab" * 16
 
 
-def part(stage: int, attempt: str = "a", pages: int = 7) -> dict[str, Any]:
+def part(stage: int, attempt: str = "a") -> dict[str, Any]:
     """What a pipeline stage publishes."""
     group = f"attn.pp{stage}"
     source = Source("prefill", "a", "127.0.0.1", 5600 + stage)
-    handoff = Handoff(source, f"lease {pages}", 4, "8f2c", {group: Blocks([pages])}, {group: stage})
+    handoff = Handoff(source, "lease 7", 4, "8f2c", {group: Blocks([7])}, {group: stage})
     return {"handoff": handoff.params(host_key()), "metadata": stage, "attempt": attempt}
 
 
 def test_a_room_has_the_stages_of_one_request(server: BootstrapServer) -> None:
-    """However often a stage publishes. A stage that publishes under another lease computes the request again."""
+    """However often a stage publishes."""
     for stage in (0, 1, 1):
         publish(server.address, ROOM, part(stage), stage, 2, owner=OWNER)
     entry = ask(server.address, [ROOM])[ROOM]
@@ -983,14 +983,6 @@ def test_a_room_has_the_stages_of_one_request(server: BootstrapServer) -> None:
     assert {group: blocks.ids.tolist() for group, blocks in handoff.blocks.items()} == {
         "attn.pp0": [7],
         "attn.pp1": [7],
-    }
-    publish(server.address, ROOM, part(1, pages=8), 1, 2, owner=OWNER)
-    assert ask(server.address, [ROOM]) == {}
-    publish(server.address, ROOM, part(0, pages=9), 0, 2, owner=OWNER)
-    handoff = Handoff.of_params(ask(server.address, [ROOM])[ROOM]["handoff"], host_key())
-    assert {group: blocks.ids.tolist() for group, blocks in handoff.blocks.items()} == {
-        "attn.pp0": [9],
-        "attn.pp1": [8],
     }
 
 
@@ -1021,6 +1013,30 @@ def test_no_stage_of_one_attempt_is_joined_with_another(server: BootstrapServer)
     for number in range(9):
         publish_stage(f"{number}", 0)
     assert ask(server.address, [ROOM]) == {}
+
+
+def test_a_request_that_comes_again_is_another_attempt(
+    plugin: ModuleType, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under its id, in its room. A stage whose withdrawal was lost was joined with the other one's new pages."""
+    ranks = two_ranks(plugin, monkeypatch, "prefill", 4)
+
+    def send(stage: int) -> Any:
+        sender = plugin.prefill.Sender(ranks[stage].manager, server.address, ROOM)
+        sender.req = request_of()
+        sender.init(len(THEIRS), 2)
+        sender.send(torch.tensor(THEIRS).numpy(), [], TOKENS)
+        waited(sender._publisher.submit(unblocked(lambda: None)))
+        return sender
+
+    first, lost = plugin.prefill.Sender(ranks[0].manager, server.address, ROOM), send(1)
+    first.abort()
+    lost._rank.exporter.abort(lost._name)
+    again = send(0)
+    assert ask(server.address, [ROOM]) == {}
+    send(1)
+    handoff = Handoff.of_params(ask(server.address, [ROOM])[ROOM]["handoff"], host_key())
+    assert handoff.lease == again._rank.exporter._requests[again._name].lease
 
 
 @pytest.mark.parametrize("stage, stages", [("first", 2), (0, "1/2"), (2, 2), (-1, 2), (0, 0), (0, 257)])

@@ -100,7 +100,7 @@ def _ask(draw: random.Random) -> Breach:
 def _publish(draw: random.Random, path: str) -> Breach:
     """An entry of a room that SGLang's prefill publishes, or withdraws, under a wrong name."""
     _, action, *segments = path.split("/")
-    # the room, the stage, the number of stages, the attempt, the lease and the owner
+    # the room, the stage, the number of stages, the attempt and the owner
     bad: dict[int, tuple[str, ...]] = {
         0: ("-1", "x", "", f"{1 << 64}"),
         1: ("-1", "x", segments[2]),
