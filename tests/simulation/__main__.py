@@ -22,6 +22,7 @@ from tests.simulation.faults import (
     HYBRID_SGLANG_FAULTS,
     HYBRID_VLLM_FAULTS,
     LIMIT_FAULTS,
+    LIMIT_LEASE_FAULTS,
     RESEND_S,
     SENT_AGAIN_FAULTS,
     SENT_AGAIN_ROOM_FAULTS,
@@ -63,12 +64,13 @@ def main(num_seeds: int = 100, part: str = "") -> None:
     planted += [(Simulation(VllmConnector), fault) for fault in FEATURE_VLLM_FAULTS]
     planted += [(StoreFleets(), fault) for fault in STORE_FAULTS]
     planted += [(vllm_room_fleets(), fault) for fault in LIMIT_FAULTS]
+    planted += [(Simulation(LeaseConnector), fault) for fault in LIMIT_LEASE_FAULTS]
     for simulation, fault in planted:
         if part not in fault.name:
             continue
         began = time.perf_counter()
         outcome = None
-        with fault.planted(), small_limits() if fault in LIMIT_FAULTS else nullcontext():
+        with fault.planted(), small_limits() if fault in (*LIMIT_FAULTS, *LIMIT_LEASE_FAULTS) else nullcontext():
             for seed in range(num_seeds):
                 outcome = simulation.run(attrs.evolve(fault, seed=seed).scenario)
                 if outcome.error is not None:

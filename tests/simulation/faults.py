@@ -37,6 +37,7 @@ from kvplan.protocol.importer import Importer
 from kvplan.protocol.page_keys import Chain
 from kvplan.protocol.page_reads import PageReads
 from kvplan.protocol.read_jobs import LeaseCheck
+from kvplan.protocol.system import LongPolls
 from kvplan.staging import Pipeline
 from kvplan.staging.plan import FreeBlocks
 from kvplan.testing.simulation import MODELS, Feature, Scenario, Stages, engine, fabric
@@ -120,6 +121,7 @@ FAULTS = [
     Fault("questions without an answer are forgotten", claims.SourceClaims, "take_failure", "self._resolve(lease, error)", "self._sent.pop(lease)", seed=0, rule="LINGER"),
     Fault("silence ends the coroutine of an engine", claims.Claims, "_run", "continue", "return", seed=0, rule="LINGER"),
     Fault("refused claims are kept for ever", claims.SourceClaims, "release", "self.refusals.pop(claim, None)", "self.refusals.get(claim)", seed=0, rule="GROW"),
+    Fault("a claim that was refused is sent again", claims.SourceClaims, "take_answer", "            del self._due_at[claim]\n            self.refusals", "            self.refusals", seed=0, rule="ASK"),
     Fault("claims of another start are taken", listener, "answer_claims", "message.start != start", "False"),
     # Reads
     Fault("no last question is asked", LeaseCheck, "begin_last", "self.has_last_byte = True", "self.has_last_byte = self.is_confirmed = True", seed=1, rule="ASK"),
@@ -265,7 +267,13 @@ SGLANG_FAULTS = [
     Fault("an aborted request takes its room's entry", rooms.Rooms, "unsubscribe", "readers.pop(reader, None) is not None", "False", seed=0, rule="FREE"),
     Fault("a server that gave no answer is not asked again", rooms.Rooms, "_run", "await self._system.sleep(RETRY_S)", "return", seed=3, rule="AGAIN"),
     Fault("the oldest attempt is served", BOOTSTRAP._Room, "newest", "reversed(self.attempts.values())", "self.attempts.values()"),
-    Fault("a request is published once", Sender, "_publish_until", "await system.sleep(RETRY_S)", "return"),
+    Fault("a request is published once", Sender, "_publish_until", "await system.sleep(RETRY_S)", "return", seed=18, rule="RIGHT", features=Feature.LOST_ENTRIES),
+    Fault("an entry that was not published counts as published", Sender, "_publish", "return False", "return True", seed=18, rule="RIGHT", features=Feature.LOST_ENTRIES),
+    # long polls
+    Fault("one reader of a room hears", LongPolls, "wake", "self._waiting.pop(key, ())", "[*self._waiting.pop(key, ())][:1]", seed=6, rule="AGAIN", features=Feature.CROWDS),
+    Fault("a question that was answered takes others with it", LongPolls, "hold", "if not signals:", "if True:", seed=61, rule="AGAIN", features=Feature.BURSTS),
+    Fault("a reader joins the question after the one under way", rooms.Rooms, "subscribe", "self._changes[address].set()", "pass", seed=10, rule="AGAIN"),
+    Fault("a room wakes nobody", BOOTSTRAP.BootstrapServer, "_publish", "self._polls.note_change(f\"{stage.room}\")", "pass", seed=1, rule="AGAIN"),
     Fault("decode waits for ever", rooms.Rooms, "silence", "self._system.monotonic() <= subscription.until", "True", seed=0, rule="END"),
     Fault("a room stays in use", Exporter, "_forget", "self._rooms.discard(export.room)", "pass", seed=0, rule="GROW"),
     # leases
@@ -303,19 +311,20 @@ SENT_AGAIN_ROOM_FAULTS = [
     Fault("parts of another attempt count", room_contents.Published, "of_entry", "earlier.leases != leases", "False", seed=7, rule="GROW"),
     Fault("a request that failed is reported while parts come", reads.Reads, "poll", "reads.has_last and not", "(reads.has_last or reads.error) and not", seed=5, rule="REPORT"),
 ]  # fmt: skip
+TWO_STAGES = Stages(2, has_own_tables=True)
+LOST_STAGES: dict[str, Any] = {"features": Feature.LOST_ENTRIES, "stages": TWO_STAGES}
 SENT_AGAIN_SGLANG_FAULTS = [
     Fault("chunks of another attempt count", room_contents.Published, "of_entry", "earlier.leases != leases", "False", seed=38, rule="GROW"),
+    Fault("a request that comes again is the same attempt", PREFILL.PrefillRank, "next_attempt", "self._num_attempts.pop(room, 0) + 1", "1", seed=4, rule="OWN", **LOST_STAGES),
+    Fault("the attempt is that of the room", Sender, "_entry", '"attempt": self._attempt', '"attempt": f"{self._room}"', seed=4, rule="OWN", **LOST_STAGES),
 ]  # fmt: skip
 
-TWO_STAGES = Stages(2, has_own_tables=True)
 STAGE_FAULTS = [
+    Fault("the lease of the first stage alone is compared", room_contents.Published, "of_entry", "(handoff.lease, *(name(lease, \"lease of a room\") for lease in others))", "(handoff.lease,)", stages=TWO_STAGES),
     Fault("one stage counts as all", BOOTSTRAP._Room, "newest", "{stage.number for stage in stages} == {len(stages)}", "stages", seed=0, rule="AGAIN", stages=TWO_STAGES),
     Fault("what the fastest stage has computed counts", room_contents, "_merged", "progress.index(min(progress))", "progress.index(max(progress))", seed=1, rule="RIGHT", stages=TWO_STAGES),
     Fault("the lease of the slowest stage is claimed", room_contents, "_merged", "lease=handoffs[0].lease", "lease=handoffs[slowest].lease", seed=1, rule="RIGHT", stages=TWO_STAGES),
     Fault("the first stage has the pages of all", room_contents, "_merged", "blocks.update(handoff.blocks)", "blocks.update(handoff.blocks)\n        blocks = {group: [*blocks.values()][0] for group in blocks}", seed=0, rule="OWN", stages=TWO_STAGES),
-    Fault("stages of two attempts are merged", BOOTSTRAP, "publish", "f\"{entry.get('attempt')}\"", "''", stages=TWO_STAGES),
-    Fault("stages with leases of two attempts are merged", BOOTSTRAP.BootstrapServer, "_publish", "entries.get(stage, entry).lease != lease", "False", stages=TWO_STAGES),
-    Fault("the lease of the first stage alone is compared", room_contents.Published, "of_entry", "(handoff.lease, *(name(lease, \"lease of a room\") for lease in others))", "(handoff.lease,)", stages=TWO_STAGES),
     Fault("a group of a stage keeps its window from the first page", Handoff, "first_kept", "group in self.blocks", "True", seed=1, rule="RIGHT", model="windows", stages=TWO_STAGES),
 ]  # fmt: skip
 
@@ -353,6 +362,14 @@ FEATURE_FAULTS += [
     Fault("gaps of a table move to its end", handoff, "_table_values", "blocks.ordinals - blocks.first", "range(len(blocks.ids))", seed=1, rule="RIGHT", model="windows", features=Feature.SINKS),
 ]  # fmt: skip
 FEATURE_FAULTS += [
+    Fault("one of two that ask hears", claims.SourceClaims, "_resolve", "self._sent.pop(lease)", "self._sent.pop(lease)[:1]", seed=7, rule="LINGER", features=Feature.CROWDS),
+    Fault("a question takes the place of another one", claims.SourceClaims, "ask", "self._unsent.setdefault(lease, []).append(answer)", "self._unsent[lease] = [answer]", seed=0, rule="LINGER", features=Feature.CROWDS),
+    Fault("the last reader that is done ends a lease", Leases, "release", "if ending.over_at <= now:", "if reader == [*ending.claims_end_at, reader][-1]:", seed=2, rule="CLAIM", features=Feature.CROWDS),
+    Fault("a reader that is done ends the lease of others", Leases, "release", "if ending.over_at <= now:", "if ending.ends_at <= now:", seed=2, rule="CLAIM", features=Feature.CROWDS),
+    Fault("a claim that is renewed ends when it would have", leases._Lease, "claim", "claims.pop(reader, None)", "if reader in claims:\n        return True", seed=2, rule="CLAIM", features=Feature.CROWDS),
+    Fault("claims end with the first of them", leases._Lease, "claim", "claims[reader] = end", "claims[reader] = end\n    self.ends_at = min(self.ends_at, end)\n    claims.move_to_end(next(iter(claims)))", seed=11, rule="CLAIM", features=Feature.CROWDS),
+]  # fmt: skip
+FEATURE_FAULTS += [
     Fault("names may be of any length", claims, "_checked_claim", 'at_most(MAX_NAME_BYTES, num_bytes, f"bytes of a {subject}", "claim a lease")', "pass", seed=3, rule="REFUSE", features=Feature.BAD_FIELDS),
     Fault("the longest name is refused", claims, "_checked_claim", "at_most(MAX_NAME_BYTES,", "at_most(MAX_NAME_BYTES - 1,", seed=0, rule="REFUSE", features=Feature.BAD_FIELDS),
     Fault("names of rooms may be of any length", room_contents, "_read_question", 'at_most(MAX_ROOM_CHARACTERS, len(room), "characters of a room\'s name", action)', "pass", seed=5, rule="REFUSE", features=Feature.BAD_FIELDS),
@@ -367,7 +384,13 @@ LIMIT_FAULTS = [
     Fault("rooms that do not fit a question are not asked for", rooms.Rooms, "_run", "range(0, len(asked), MAX_ASKED)", "range(0, 1, MAX_ASKED)", seed=13, rule="AGAIN"),
     Fault("a handshake that has to wait never begins", peer_engines.PeerEngines, "_advance", "self._begin_handshake(peer)", "pass", seed=41, rule="END"),
 ]  # fmt: skip
-"""Faults that fleets with :func:`~tests.simulation.limits.small_limits` find."""
+LIMIT_LEASE_FAULTS = [
+    Fault("a renewal counts as one more reader", leases._Lease, "claim", "    claims.pop(reader, None)\n", "    before = len(claims)\n    if before >= MAX_READERS and next(iter(claims.values())) > now:\n        return False\n    claims.pop(reader, None)\n", seed=1, rule="CLAIM", features=Feature.CROWDS),
+    Fault("readers whose claims have ended count", leases._Lease, "claim", "while claims and", "while False and", seed=40, rule="CLAIM", features=Feature.CROWDS),
+    Fault("a lease has one reader more", leases._Lease, "claim", "len(claims) >= MAX_READERS", "len(claims) > MAX_READERS", seed=0, rule="CLAIM", features=Feature.CROWDS),
+    Fault("a lease has one reader less", leases._Lease, "claim", "len(claims) >= MAX_READERS", "len(claims) + 1 >= MAX_READERS", seed=0, rule="CLAIM", features=Feature.CROWDS),
+]  # fmt: skip
+"""Faults that fleets with :func:`~tests.simulation.limits.small_limits` find: of vLLM's rooms, and of leases."""
 
 FEATURE_VLLM_FAULTS = [
     Fault("prefill goes on after a prompt that was shortened", Scheduler, "_stop_short", "request.max_tokens = 1", "pass", seed=1, rule="RIGHT", model="states", features=Feature.LONG_PREFILLS),

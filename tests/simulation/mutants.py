@@ -133,9 +133,9 @@ SYMMETRIC = ("min", "max")
 
 OPTIONS = ("-q", "-x", "--no-header", "-p", "no:cacheprovider")
 VLLM_FLEETS = ("vllm", "vllm rooms again", "vllm rooms", "vllm verified", "vllm rooms verified")
-SGLANG_FLEETS = ("sglang", "sglang stages")
+SGLANG_FLEETS = ("sglang", "sglang stages", "sglang with small limits")
 STORE_FLEETS = ("store",) * 4
-OTHER_FLEETS = ("leases", "staged", "choosing", "verified", "vllm rooms with small limits")
+OTHER_FLEETS = ("leases", "leases with small limits", "staged", "choosing", "verified", "vllm rooms with small limits")
 FLEETS = {
     "kvplan.protocol.(page|prefix)_": STORE_FLEETS,
     "kvplan_nixl.*store": STORE_FLEETS,
@@ -322,6 +322,7 @@ def make_fleets() -> dict[str, Simulation]:
 
     return {
         "leases": Simulation(LeaseConnector),
+        "leases with small limits": Simulation(LeaseConnector),
         "vllm": Simulation(VllmConnector),
         "vllm rooms again": vllm_room_fleets(RESEND_S),
         "sglang": sglang_fleets(RESEND_S),
@@ -331,6 +332,7 @@ def make_fleets() -> dict[str, Simulation]:
         "vllm rooms": vllm_room_fleets(),
         "vllm rooms with small limits": vllm_room_fleets(),
         "sglang stages": sglang_fleets(RESEND_S),
+        "sglang with small limits": sglang_fleets(RESEND_S),
         "verified": Simulation(VerifiedConnector),
         "vllm verified": vllm_verified_fleets(),
         "vllm rooms verified": vllm_verified_fleets(make_params),

@@ -9,6 +9,7 @@ prefill has pages of its own, and sends them when it comes to them.
 from __future__ import annotations
 
 import enum
+import json
 import logging
 import math
 import random
@@ -25,6 +26,8 @@ from kvplan.bridges import RankInfo
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.protocol import Claims, Reads
+from kvplan.protocol.exporter import PINNED
+from kvplan.protocol.leases import LEASE_S
 from kvplan.protocol.rooms import Rooms
 from kvplan.testing.simulation import (
     BrokenRuleError,
@@ -85,7 +88,8 @@ def make_params(host: str, draw: random.Random) -> dict[str, Any]:
 
 def sglang_fleets(resend_s: float = math.inf) -> Simulation:
     """A simulation of SGLang's fleets, where many prompts are read while they are computed."""
-    return Simulation(SglangConnector, make_params, prefill_steps_s=PREFILL_STEPS_S, resend_s=resend_s)
+    make_connector = partial(SglangConnector, attempts={})
+    return Simulation(make_connector, make_params, prefill_steps_s=PREFILL_STEPS_S, resend_s=resend_s)
 
 
 @attrs.define(eq=False)
@@ -102,6 +106,7 @@ class Served:
     num_sent: int = 0
     unsent: dict[int, list[list[Callable[[], None]]]] = attrs.field(factory=dict)
     is_computed: bool = False
+    is_found: bool = False
     is_begun: bool = False
     is_deferred: bool = False
 
@@ -128,10 +133,15 @@ class Served:
 
 
 class SglangConnector:
-    """``kvplan_nixl.sglang``'s ranks as a connector of the simulation."""
+    """``kvplan_nixl.sglang``'s ranks as a connector of the simulation.
 
-    def __init__(self, site: Site) -> None:
+    ``attempts`` has the request, and how often that has come, of the lease of each stage, in all engines.
+    """
+
+    def __init__(self, site: Site, attempts: dict[str, str]) -> None:
         self._host = site.host
+        self._attempts = attempts
+        self._num_attempts = 0
         self._groups = {group.name: group for group in site.groups}
         self._page_size = site.groups[0].tokens_per_block
         self._is_prefill = site.host.name.startswith("prefill")
@@ -146,11 +156,14 @@ class SglangConnector:
         self._managers = [self._manager(site, rank) for rank in range(len(site.workers))]
         if self._is_prefill:
             # no part of the connector: it forgets old entries when somebody asks for one
-            BOOTSTRAP.BootstrapServer(site.host.name, ROOMS_PORT, system=site.host)
+            server = BOOTSTRAP.BootstrapServer(site.host.name, ROOMS_PORT, system=site.host)
+            site.host.witnesses.append(partial(check_rooms, server))
+        site.host.hearers.append(self._hear_rooms)
         # requests that wait or are read, those that are lent, and those that ended while bytes may land
         self._served: dict[str, Served] = {}
         self._failed: dict[str, KVPlanError] = {}
-        self._promises = Promises(site.host)
+        listener = self._managers[0].rank.listener if self._is_prefill else None
+        self._promises = Promises(site.host, "" if listener is None else listener.source.start)
         self._record_event = site.record_event
         self._executors = site.executors
         self._open_rooms: list[str] = []
@@ -230,9 +243,13 @@ class SglangConnector:
         request.frees_at_once = not self._is_prefill
         served = Served(request, [kind(manager, *place) for manager in self._managers])
         self._served[request.name] = served
+        self._num_attempts += 1
+        attempt = f"{crc32(request.name.encode())} of {self._host.name}, {self._num_attempts}"
         for part in served.parts:
             part.req = _seen(request)
-            if not self._is_prefill:
+            if self._is_prefill:
+                part._publish = partial(self._publish, served, part, part._publish, attempt)
+            else:
                 part.init(0)
 
     def count_readable(self, request: EngineRequest, num_cached: int) -> int | None:
@@ -405,13 +422,22 @@ class SglangConnector:
         event = self._record_event()
         for part in served.parts:
             part._early_send_wait_event = event
-            part._publish = partial(self._publish, served, part, part._publish)
+        served.is_found = True
         self._send(served, num_found // self._page_size, num_found, is_last=False)
 
-    async def _publish(self, served: Served, part: Any, publish: Callable[[Any], Any], entry: Any) -> bool:
-        """Publish an entry, and refuse it if not all of it is computed."""
+    async def _publish(
+        self, served: Served, part: Any, publish: Callable[[Any], Any], attempt: str, entry: Any
+    ) -> bool:
+        """Publish an entry, and refuse it if what was found is not computed."""
+        self._attempts[entry["handoff"]["remote_lease"]] = attempt
+        if served.is_found:
+            self._check_found(served, part, entry["handoff"]["remote_num_tokens"])
+        is_published: bool = await publish(entry)
+        return is_published
+
+    def _check_found(self, served: Served, part: Any, num_tokens: int) -> None:
+        """Refuse to publish positions of the prefix cache that another request still computes."""
         request = served.request
-        num_tokens = entry["handoff"]["remote_num_tokens"]
         token_group = self._groups_of(part)[0]
         for manager, executor in zip(self._managers, self._executors, strict=True):
             if request.phase is not Phase.RUNNING or manager.rank.memory.stage != part.kv_mgr.rank.memory.stage:
@@ -422,8 +448,6 @@ class SglangConnector:
             if wrong is not None:
                 message = f"{request.name} is published up to {num_tokens}, of which {wrong[0]} is not computed"
                 raise BrokenRuleError("OWN", message)
-        is_published: bool = await publish(entry)
-        return is_published
 
     def _send_chunk(self, served: Served) -> None:
         """Send the full pages that are computed since the last chunk."""
@@ -455,9 +479,11 @@ class SglangConnector:
         for stage, chunk in chunks.items():
             served.unsent.setdefault(stage, []).append(chunk)
         self._send_first(served.unsent[0])
-        if served.num_sent == 0:
-            first = served.parts[0]
-            self._promises.grant(first._rank.exporter._requests[first._name].lease, served.request.name)
+        first = served.parts[0]
+        export = first._rank.exporter._requests.get(first._name)
+        # as long as it is computed; its readers may be done before all is
+        if export is not None and (served.num_sent == 0 or export.state is PINNED):
+            self._promises.grant(export.lease, served.request.name, LEASE_S if is_last else math.inf)
         served.num_sent = num_pages
 
     def _send_late(self, served: Served) -> None:
@@ -472,11 +498,36 @@ class SglangConnector:
         for send in chunks.pop(0):
             send()
 
+    def _hear_rooms(self, path: str, sent: bytes, answer: bytes) -> None:
+        """Refuse what a room has of several attempts to compute a request, one stage from each."""
+        if not path.startswith("/ask/"):
+            return
+        try:
+            rooms = json.loads(answer)["rooms"].items()
+            leases = {
+                room: [json.loads(text)["handoff"]["remote_lease"] for text in texts] for room, (_, texts) in rooms
+            }
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            # somebody has garbled it
+            return
+        for room, others in leases.items():
+            attempts = {self._attempts.get(lease, "") for lease in others if isinstance(lease, str)} - {""}
+            if len(attempts) > 1:
+                raise BrokenRuleError("OWN", f"room {room} has stages of {sorted(attempts)}")
+
     def reset(self) -> None:
         """No fleet of SGLang resets a cache."""
 
     def is_promised(self, request: str) -> bool:
         return self._promises.take(request)
+
+
+def check_rooms(server: Any, path: str, sent: bytes, answer: bytes) -> None:
+    """Refuse a server that counts other bytes than it keeps, or keeps a room behind one that ends later."""
+    rooms = [*server._rooms.values()]
+    times = [room.expires_at for room in rooms]
+    if server._num_bytes != sum(room.num_bytes for room in rooms) or times != sorted(times):
+        raise BrokenRuleError("REPORT", f"a server counts {server._num_bytes} bytes of rooms that end at {times}")
 
 
 def group_names(worker: Worker) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ SEEDS = range(10)
 LEASE_SEEDS = (*SEEDS, 27, 86)
 """In the last ones requests wait for a kept answer to give way, and for blocks to read one into."""
 LATE_SEEDS = (132,)
+LATE_FEATURES = ~(Feature.UPDATES | Feature.RIVALS | Feature.CROWDS | Feature.LOST_ENTRIES)
 """Decode has no block for a request whose lease ends after its first part, unless weights change or all is calm."""
 
 UNREACHED_TRANSITIONS = {
@@ -78,7 +79,7 @@ def reached(quiet: None) -> set[str]:
             (Simulation(LeaseConnector), LEASE_SEEDS, ~Feature(0)),
             (Simulation(VllmConnector), SEEDS, ~Feature(0)),
             (vllm_room_fleets(RESEND_S), SEEDS, ~Feature(0)),
-            (vllm_room_fleets(RESEND_S), LATE_SEEDS, ~(Feature.UPDATES | Feature.RIVALS)),
+            (vllm_room_fleets(RESEND_S), LATE_SEEDS, LATE_FEATURES),
             (sglang_fleets(RESEND_S), SEEDS, SGLANG_FEATURES),
             (Simulation(VerifiedConnector), (1,), ~Feature(0)),
             (vllm_verified_fleets(), (1,), ~Feature(0)),

@@ -37,6 +37,7 @@ from tests.simulation.faults import (
     HYBRID_SGLANG_FAULTS,
     HYBRID_VLLM_FAULTS,
     LIMIT_FAULTS,
+    LIMIT_LEASE_FAULTS,
     RESEND_S,
     SENT_AGAIN_FAULTS,
     SENT_AGAIN_ROOM_FAULTS,
@@ -319,6 +320,12 @@ def test_a_fault_at_a_limit_is_found(vllm_rooms: Simulation, fault: Fault) -> No
         assert vllm_rooms.run(fault.scenario).rule == ""
 
 
+@pytest.mark.parametrize("fault", LIMIT_LEASE_FAULTS, ids=[fault.name for fault in LIMIT_LEASE_FAULTS])
+def test_a_fault_at_a_limit_of_leases_is_found(simulation: Simulation, fault: Fault) -> None:
+    """As one in vLLM's rooms."""
+    test_a_fault_at_a_limit_is_found(simulation, fault)
+
+
 def test_a_request_with_a_malformed_address_does_not_wait_for_the_server_of_its_room(vllm_rooms: Simulation) -> None:
     """That server may restart; the request waits for another one, which does not answer."""
     outcome = vllm_rooms.run(Scenario.of(1005, features=Feature.RESTARTS | Feature.BAD_FIELDS))
@@ -468,7 +475,7 @@ def test_the_page_counts_the_faults_that_are_found() -> None:
         [*SGLANG_FAULTS, *STAGE_FAULTS],
         [*STAGING_FAULTS, *CHOICE_FAULTS, *DIGEST_FAULTS, *VLLM_DIGEST_FAULTS, *VLLM_ROOM_DIGEST_FAULTS],
         [*FEATURE_FAULTS, *FEATURE_VLLM_FAULTS, *FEATURE_ROOM_FAULTS],
-        LIMIT_FAULTS,
+        [*LIMIT_FAULTS, *LIMIT_LEASE_FAULTS],
         [*SENT_AGAIN_FAULTS, *SENT_AGAIN_ROOM_FAULTS, *SENT_AGAIN_SGLANG_FAULTS],
         STORE_FAULTS,
     )

@@ -360,7 +360,7 @@ class VllmConnector:
             if digest is not None:
                 worker._digester = NamedDigests(worker._reads, partial(digest, executor))
         self._has_copies = site.has_copies
-        self._promises = Promises(host)
+        self._promises = Promises(host, self._scheduler._listener.source.start)
         self._executors = site.executors
         # the leases of requests that run, and how many positions are published
         self._published: dict[str, tuple[str, int]] = {}
@@ -515,7 +515,8 @@ class VllmConnector:
             if export.state is ExportState.PUBLISHED:
                 if self._leases.get(name) != export.lease:
                     self._leases[name] = export.lease
-                    self._promises.grant(export.lease, name)
+                    # as long as it is computed
+                    self._promises.grant(export.lease, name, math.inf)
                 self._check_published(self._requests[name], export)
         for name in self._leases.keys() - {name for name, export in exports.items() if export.lease}:
             self._give_up(name)
@@ -553,9 +554,9 @@ class VllmConnector:
         if params is None:
             self._give_up(request.name)
             return None
-        if self._leases.pop(request.name, None) is None:
-            # an answer may give way
-            self._promises.grant(params["remote_lease"], request.name, LEASE_S if request.is_for_another else 0.0)
+        self._leases.pop(request.name, None)
+        # an answer may give way
+        self._promises.grant(params["remote_lease"], request.name, LEASE_S if request.is_for_another else 0.0)
         read: Mapping[str, Any] = json.loads(json.dumps(params))
         return read
 

@@ -83,8 +83,9 @@ class EngineRequest:
     ``num_partial`` counts, some were read in part: nobody finds them in the prefix cache. With
     ``reads_windows`` the request reads all that it needs of windows and states: of the prefix cache
     it gets positions before them. The last ``num_in_flight`` of the ``num_computed`` positions are
-    those that steps under way compute, and the next step computes ``num_scheduled`` more. The
-    connector has said last at ``asked_at`` that nothing of it is published yet. To read it has
+    those that steps under way compute, and the next step computes ``num_scheduled`` more. It came
+    at ``came_at``, and the connector has said last at ``asked_at`` that nothing of it is published
+    yet. To read it has
     taken ``read_s``, since ``began_at``; ``landed_at`` says when its last byte has landed in each
     worker. The prefix cache had ``num_found`` positions of it, and of each group the first
     ``found_blocks``, which may be fewer. If it ``is_behind``, drafts have cached nothing yet of the
@@ -111,6 +112,7 @@ class EngineRequest:
     num_computed: int = 0
     num_in_flight: int = 0
     num_scheduled: int = 0
+    came_at: float = 0.0
     asked_at: float = 0.0
     began_at: float = 0.0
     read_s: float = 0.0
@@ -620,6 +622,7 @@ class Engine:
 
     def add(self, request: EngineRequest) -> None:
         """Take a request."""
+        request.came_at = self.host.loop.now
         self.requests[request.name] = request
         self._arrived.append(request)
         self._wake()

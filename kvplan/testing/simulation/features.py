@@ -18,7 +18,7 @@ class Feature(enum.Flag):
     """What engines, clients and transfers of a fleet do beside the usual.
 
     >>> print(Feature.of(7))
-    Feature.HELD_TRANSFERS|LOST_ENGINES|TURNS|SINKS|LONG_PREFILLS
+    Feature.HELD_TRANSFERS|LOST_ENGINES|TURNS|SINKS|LONG_PREFILLS|LOST_ENTRIES
     """
 
     BURSTS = enum.auto()
@@ -116,6 +116,16 @@ class Feature(enum.Flag):
 
     Some are loaded again at once, under requests that run. It is of connectors that hear of loaded
     adapters: no swarm draws it."""
+
+    CROWDS = enum.auto()
+    """Leases have many readers, in all decode engines: some end early, and one engine is silent.
+
+    Most transfers are slow, so that others read on for longer than a lease."""
+
+    LOST_ENTRIES = enum.auto()
+    """Prefill engines lose messages to themselves for moments: those to the server of their rooms.
+
+    Clients hang up there alone, so that proxies may send a request again whose reader waits."""
 
     @classmethod
     def of(cls, seed: int) -> Feature:

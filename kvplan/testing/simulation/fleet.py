@@ -19,7 +19,8 @@ These rules hold in every step, or the simulation ends with an error that names 
   :data:`HEARD_S`. One that prefill has computed for others is handed over.
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right. Where
   nothing has gone wrong for a lease, a request is read within :data:`QUICK_S`, also if transfers
-  from other engines are slow.
+  from other engines are slow, and one that waits in a room hears within :data:`NEWS_S` that its
+  prompt is computed.
 - LINGER: a request that was read, and whose readers have all ended, keeps no block for more than
   :data:`LINGER_S` if nothing goes wrong meanwhile. Nor does one that has failed or was aborted, for
   more than :data:`LOST_S` after the last byte has landed. The step after a reset of the cache frees
@@ -32,7 +33,7 @@ These rules hold in every step, or the simulation ends with an error that names 
 - REFUSE: a server refuses messages that break their format and answers others; a request whose
   handoff breaks it is not read.
 - ASK: a read asks every :data:`~kvplan.protocol.read_jobs.ASK_S` whether its lease is valid, and
-  when its last byte has come.
+  when its last byte has come. A claim that was refused is not sent again.
 - REPORT: a connector reports nothing of a request that is neither read nor exported, and exporters
   count the blocks that are exported.
 - CRASH: no coroutine and no step of an engine ends with an error.
@@ -61,8 +62,9 @@ from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan
 from kvplan.protocol.leases import LEASE_S
 from kvplan.protocol.read_jobs import ASK_S, SILENCE_S
-from kvplan.protocol.system import ANSWER_S
-from kvplan.testing.simulation.catalog import Catalog
+from kvplan.protocol.room_contents import WAIT_S
+from kvplan.protocol.system import ANSWER_S, RETRY_S
+from kvplan.testing.simulation.catalog import NO_STAGES, Catalog
 from kvplan.testing.simulation.engine import (
     LOST_S,
     STEP_S,
@@ -103,6 +105,9 @@ END_S: Final = 150.0
 
 QUICK_S: Final = 4.5
 """Seconds of the slowest clock within which a request is read where nothing goes wrong."""
+
+NEWS_S: Final = 4.0
+"""Seconds of the slowest clock, and four steps of prefill, within which a room's reader hears."""
 
 REFUSED_S: Final = ASK_S + 2 * ANSWER_S
 """Seconds of the slowest clock within which a request ends whose claim was refused."""
@@ -303,6 +308,8 @@ class Fleet:
         # when messages about claims were answered, and those that said that a lease is valid
         self._answered_at = dict[bytes, float]()
         self._valid_at = dict[tuple[Engine, str], list[float]]()
+        # claims that an engine has heard to be refused, by lease and reader
+        self._refused = set[tuple[Engine, str, str]]()
         # requests that have not ended, by name, and until when they must
         self._open: dict[str, float] = {}
         self._requests: list[EngineRequest] = []
@@ -418,10 +425,16 @@ class Fleet:
                 self._confirmed_at.setdefault((engine, lease), []).append(self.loop.now)
                 answered_at = self._answered_at.get(sent, self.loop.now)
                 self._valid_at.setdefault((engine, lease), []).append(answered_at)
-        for (_, reader), is_valid in claims:
+        for (lease, reader), is_valid in claims:
+            if (engine, lease, reader) in self._refused:
+                message = f"{reader} claims {lease} again, which was refused"
+                raise BrokenRuleError("ASK", message)
+            # an answer that somebody has garbled may not be read
+            if is_valid is False and Feature.GARBLED_MESSAGES not in self.scenario.features:
+                self._refused.add((engine, lease, reader))
             request = engine.requests.get(reader.rpartition(" ")[2])
             if is_valid is False and request is not None and request.phase is Phase.READING:
-                check = partial(self._check_refusal, engine, request, self.loop.now)
+                check = partial(self._check_refusal, engine, request, lease, self.loop.now)
                 self.loop.at(self.loop.now + REFUSED_S / self._slowest, check)
 
     def _hear_rooms(self, engine: Engine, path: str, sent: bytes, answer: bytes) -> None:
@@ -448,9 +461,16 @@ class Fleet:
             message = f"{request.name} waits, whose room was lost when its server restarted"
             raise BrokenRuleError("END", message)
 
-    def _check_refusal(self, engine: Engine, request: EngineRequest, since: float) -> None:
-        """Refuse to read on long after the reader has heard that it holds no lease."""
+    def _check_refusal(
+        self, engine: Engine, request: EngineRequest, lease: str, since: float
+    ) -> None:
+        """Refuse to read on long after the reader has heard that it holds no lease.
+
+        One that has too many readers may be read while these hold it.
+        """
         is_quiet = self.scenario.is_quiet(since - SETTLE_S / self._slowest, self.loop.now)
+        if any(at >= since for at in self._valid_at.get((engine, lease), ())):
+            return
         if request.phase is Phase.READING and is_quiet and not engine.host.is_dead:
             message = f"{request.name} waits, whose claim was refused in {engine.host.name}"
             raise BrokenRuleError("END", message)
@@ -664,6 +684,7 @@ class Fleet:
         def computed(answer: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
             if answer is not None:
                 self._computed_at[arrival.name, arrival.attempt] = self.loop.now
+                self._expect_news(arrival, engine, params)
                 # they have come already, if a proxy has made their parameters
                 if params is None:
                     self._visit_all(arrival, engine, answer, finish)
@@ -685,6 +706,37 @@ class Fleet:
         request.params = sent
         request.is_for_another = True
         self._submit(engine, request, patience_s)
+
+    def _expect_news(
+        self, arrival: Arrival, prefill: Engine, params: Mapping[str, Any] | None
+    ) -> None:
+        """Check later that those hear of a request that wait in its room, which no other one has.
+
+        A pipeline stage may be many steps behind the first one.
+        """
+        member = self._members[arrival.prefill]
+        if params is None or member.shape.stages != NO_STAGES or arrival.name in self._shared:
+            return
+        wait_s = NEWS_S / self._slowest + 4 * self._step_s_of(member)
+        check = partial(self._check_news, arrival.name, prefill, params, self.loop.now)
+        self.loop.at(self.loop.now + wait_s, check)
+
+    def _check_news(
+        self, name: str, prefill: Engine, params: Mapping[str, Any], since: float
+    ) -> None:
+        """Refuse to wait in a room for what it has ``since`` long ago, where all is quiet."""
+        calm_since = since - (WAIT_S + ANSWER_S + RETRY_S) / self._slowest
+        is_calm = self.scenario.is_quiet(calm_since, self.loop.now)
+        if not is_calm or name in self._shared or not prefill.is_lent(name):
+            return
+        until = (since + self.loop.now) / 2
+        for engine in self._engines.values():
+            for request in engine.requests.values():
+                is_reader = request.params == params and not request.is_for_another
+                is_waiting = request.phase is Phase.WAITING and request.asked_at > until
+                if is_reader and is_waiting and request.came_at < since:
+                    message = f"{request.name} waits in a room for what is there since {since:.4f}"
+                    raise BrokenRuleError("AGAIN", message)
 
     def _check_handed_over(self, request: EngineRequest, error: KVPlanError | None) -> None:
         """Refuse to compute a request for another engine and to hand nothing over.
@@ -837,8 +889,11 @@ class Fleet:
     def _linger_at(self) -> float:
         return self.loop.now + LINGER_S / self._slowest
 
-    def _check_released(self, readers: _Readers) -> None:
-        """Refuse to keep the blocks of a request whose readers have all ended."""
+    def _check_released(self, readers: _Readers, *, is_second: bool = False) -> None:
+        """Refuse to keep the blocks of a request whose readers have all ended.
+
+        Of several readers one may have been aborted, and its last byte may have landed just now.
+        """
         name, engine = readers.arrival.name, readers.prefill
         began_at = readers.came_at - SETTLE_S / self._slowest
         is_other = self._attempts[name] != readers.arrival.attempt
@@ -848,6 +903,9 @@ class Fleet:
         readings += [f"{each}/again" for each in readings]
         if any(other.is_landing(each) for other in self._engines.values() for each in readings):
             self.loop.at(self._linger_at, partial(self._check_released, readers))
+        elif engine.is_lent(name) and len(readings) > 2 and not is_second:
+            check = partial(self._check_released, readers, is_second=True)
+            self.loop.at(self._linger_at, check)
         elif engine.is_lent(name):
             message = f"{name} keeps its blocks in {engine.host.name}, and nobody reads it"
             raise BrokenRuleError("LINGER", message)

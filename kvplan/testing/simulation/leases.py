@@ -11,7 +11,7 @@ from typing import Any, Final
 from kvplan.describe import Blocks
 from kvplan.describe.blocks import Request
 from kvplan.errors import KVPlanError
-from kvplan.protocol import Claims, Leases, Listener, Reads
+from kvplan.protocol import Claims, Leases, Listener, Reads, leases
 from kvplan.protocol.exporter import PINNED, PUBLISHED, Exporter
 from kvplan.protocol.groups import CacheGroup
 from kvplan.protocol.importer import Importer
@@ -37,11 +37,14 @@ class Promises:
     """What the readers of an engine were told: until when each lease stands, by its reader.
 
     This is a second opinion of :class:`~kvplan.protocol.Leases`, of the messages alone. Of a lease
-    whose request is gone nobody is told that it is valid (rule CLAIM).
+    whose request is gone nobody is told that it is valid. While one reader was told that a lease
+    stands, another one is not told that it has ended, nor refused, unless the lease has as many
+    readers as it may have (rule CLAIM). ``start`` is that of the engine, which messages name.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, start: str) -> None:
         self._host = host
+        self._start = start
         # by lease: the end of each promise, by reader
         self._ends: dict[str, dict[str, float]] = {}
         self._lease_of: dict[str, str] = {}
@@ -50,9 +53,12 @@ class Promises:
         host.witnesses.append(self._hear)
 
     def grant(self, lease: str, request: str, first_s: float = LEASE_S) -> None:
-        """Promise a first lease to any reader, or nothing yet where it may give way."""
+        """Promise a first lease to any reader, or nothing yet where it may give way.
+
+        What was promised of it to readers while the request was computed stands.
+        """
         self._lease_of[request] = lease
-        self._ends[lease] = {"": self._host.monotonic() + first_s}
+        self._ends.setdefault(lease, {})[""] = self._host.monotonic() + first_s
 
     def take(self, request: str) -> bool:
         """Return whether a promise about a request stands, and forget the request."""
@@ -72,24 +78,50 @@ class Promises:
         if path != "/claims":
             return
         message = json.loads(sent)
+        # a message for another start, maybe since somebody has garbled it, is refused
+        if message["start"] != self._start:
+            return
         stand = json.loads(answer)
         # one that somebody has garbled may lack something
         for (lease, reader), stands in zip(message.get("claims", ()), stand["claims"], strict=True):
             self._check(lease, stands)
+            self._check_claim(lease, reader, stands)
             if stands and lease in self._ends:
                 self._ends[lease][reader] = self._host.monotonic() + LEASE_S
         for (lease, reader), stands in zip(message.get("done", ()), stand["done"], strict=True):
             self._check(lease, stands)
+            self._check_kept(lease, stands)
             if stands and lease in self._ends:
                 self._ends[lease].pop(reader, None)
                 self._ends[lease].pop("", None)
         for lease, stands in zip(message.get("asks", ()), stand["asks"], strict=True):
             self._check(lease, stands)
+            self._check_kept(lease, stands)
 
     def _check(self, lease: str, is_valid: bool) -> None:
         """Refuse to say of a lease whose request is gone that it is valid."""
         if is_valid and hash(lease) in self._gone:
             message = f"a reader of {lease} is told that it is valid, and its request is gone"
+            raise BrokenRuleError("CLAIM", message)
+
+    def _holders(self, lease: str) -> set[str]:
+        """Return the readers to whom a lease is promised now, with "" for any reader."""
+        now = self._host.monotonic()
+        return {reader for reader, end in self._ends.get(lease, {}).items() if now < end}
+
+    def _check_kept(self, lease: str, is_valid: bool) -> None:
+        """Refuse to say of a lease that it has ended while a reader was told that it stands."""
+        if not is_valid and self._holders(lease):
+            message = f"a reader of {lease} is told that it has ended, which is promised"
+            raise BrokenRuleError("CLAIM", message)
+
+    def _check_claim(self, lease: str, reader: str, is_taken: bool) -> None:
+        """Refuse to turn a reader away from a lease that stands, or to take too many readers."""
+        holders = self._holders(lease)
+        is_full = len(holders - {"", reader}) >= leases.MAX_READERS
+        if holders and is_taken == is_full:
+            words = f"{len(holders)} readers hold it"
+            message = f"{reader} {'gets' if is_taken else 'does not get'} {lease}: {words}"
             raise BrokenRuleError("CLAIM", message)
 
 
@@ -124,12 +156,12 @@ class LeaseConnector:
             else CacheGroup.of_window(group.tokens_per_block, group.window)
             for group in site.groups
         }
-        leases = Leases(host)
+        held = Leases(host)
         self._listener = Listener(
-            site.workers[0].engine_id, host.name, site.offers, leases, port=PORT, system=host
+            site.workers[0].engine_id, host.name, site.offers, held, port=PORT, system=host
         )
         self._exporter = Exporter(
-            self._listener.source, leases, groups, withdraw=self._listener.withdraw
+            self._listener.source, held, groups, withdraw=self._listener.withdraw
         )
         logger = logging.getLogger(__name__)
         claims = Claims(logger, host)
@@ -166,7 +198,7 @@ class LeaseConnector:
         self._digest = digest
         # by request: the workers that have not reported it
         self._unreported: dict[str, int] = {}
-        self._promises = Promises(host)
+        self._promises = Promises(host, self._listener.source.start)
 
     def add(self, request: EngineRequest) -> None:
         """Claim the lease of a request that another engine has computed.

@@ -40,6 +40,9 @@ KEPT_S: Final = 100.0
 MAX_TURN: Final = 4
 """Tokens of a next turn, and those of its answer."""
 
+MAX_CROWDS: Final = 3
+"""Requests of a fleet that have many readers, or that lose entries."""
+
 SETTLE_S: Final = 5.0
 """Seconds of the slowest clock after a fault, from which on it excuses no failure."""
 
@@ -346,6 +349,9 @@ class Scenario:
         elif isinstance(incident, Disturbance):
             is_brief = incident.ends_at - incident.begins_at <= BRIEF_S
             if code == "LEASE" and is_brief and self._are_renewals_enough:
+                return False
+            # what prefill has not told itself it tells again
+            if is_brief and incident.source == incident.target != "*":
                 return False
             kind = GARBLING if incident.garbling else Disturbance
         return kind in EXCUSES.get(code, ())
@@ -872,6 +878,67 @@ def _with_store_hazards(scenario: Scenario, draw: random.Random) -> Scenario:
     return attrs.evolve(scenario, incidents=tuple(incidents))
 
 
+def _with_crowds(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Let the first requests have many readers, in two decode engines or more, and no others come.
+
+    One of the engines is silent for longer than a lease, and for a while messages are late.
+    """
+    members = [*scenario.members]
+    decodes = [member for member in members if member.name.startswith("decode")]
+    if len(decodes) == 1:
+        members.append(attrs.evolve(decodes[0], name="decode-1"))
+    names = [member.name for member in members if member.name.startswith("decode")]
+    incidents = list[Incident]()
+    times = list[float]()
+    for incident in scenario.incidents:
+        if isinstance(incident, Arrival) and len(times) == MAX_CROWDS:
+            continue
+        if isinstance(incident, Arrival) and incident.visits and draw.random() < 0.7:
+            times.append(incident.at)
+            visits = []
+            for _ in range(draw.randint(1, 4)):
+                delay_s = draw.choice((0.01, 0.01, 0.5, 5.0)) * draw.random()
+                patience_s = draw.choice((None, None, None, 1.0, 20.0))
+                patience_s = patience_s and patience_s * draw.random()
+                visits.append(Visit(draw.choice(names), delay_s, patience_s))
+            # when claims of a silent engine have ended, and others may not have
+            visits.append(Visit(draw.choice(names), LEASE_S + 10.0 * draw.random()))
+            incident = attrs.evolve(incident, visits=tuple(visits), patience_s=None)
+        incidents.append(incident)
+    incidents.append(Trouble(0.0, HEALED_S, "*", chance=0.7, delay_s=60.0))
+    silent, late = (draw.choice(times or [0.0]) + draw.random() for _ in range(2))
+    if draw.random() < 0.7:
+        ends_at = min(silent + 40.0, HEALED_S)
+        incidents.append(Disturbance(silent, ends_at, draw.choice(names), "*", loss=1.0))
+    if draw.random() < 0.5:
+        ends_at = min(late + 40.0, HEALED_S)
+        incidents.append(Disturbance(late, ends_at, "*", "*", delay_s=2.0))
+    return attrs.evolve(scenario, members=tuple(members), incidents=tuple(incidents))
+
+
+def _with_lost_entries(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Let prefill lose messages to itself when some requests come, or are aborted there alone.
+
+    Readers wait for these, each request's one reader from the beginning.
+    """
+    arrivals = [item for item in scenario.incidents if isinstance(item, Arrival) and item.visits]
+    chosen = {item.name for item in draw.sample(arrivals, min(MAX_CROWDS, len(arrivals)))}
+    incidents = list[Incident]()
+    for incident in scenario.incidents:
+        if isinstance(incident, Arrival) and incident.name in chosen:
+            patience_s = draw.choice((None, 0.05, 0.5, 3.0))
+            patience_s = patience_s and patience_s * draw.random()
+            visits = (Visit(incident.visits[0].engine, 0.01 * draw.random()),)
+            incident = attrs.evolve(incident, visits=visits, patience_s=patience_s)
+            begins_at = incident.at + (patience_s or 0.0) - 0.001
+            ends_at = begins_at + draw.choice((0.1, 1.0, BRIEF_S)) * draw.random()
+            link = (incident.prefill, incident.prefill)
+            if ends_at < HEALED_S:
+                incidents.append(Disturbance(begins_at, ends_at, *link, loss=0.5))
+        incidents.append(incident)
+    return attrs.evolve(scenario, incidents=tuple(incidents))
+
+
 _CHANGES: Final = MappingProxyType(
     {
         Feature.RIVALS: _with_rivals,
@@ -892,6 +959,8 @@ _CHANGES: Final = MappingProxyType(
         Feature.STORE: _with_store,
         Feature.WRONG_BYTES: _with_wrong_bytes,
         Feature.ADAPTERS: _with_adapters,
+        Feature.CROWDS: _with_crowds,
+        Feature.LOST_ENTRIES: _with_lost_entries,
     }
 )
 
