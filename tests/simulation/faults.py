@@ -154,7 +154,7 @@ FAULTS = [
     # Executors
     Fault("bytes land after an error was reported", fabric.VirtualExecutor, "poll", "flight.num_parts == 0", "(flight.num_parts == 0 or flight.error is not None)", seed=174, rule="GIVEN"),
     Fault("a transfer is done before its last part", fabric.VirtualExecutor, "poll", "flight.num_parts == 0", "flight.num_parts <= 1", seed=0, rule="GIVEN"),
-    Fault("a transfer writes one cell more", fabric.VirtualExecutor, "_land", "self.port.memory.cells[flight.writes[part]] = labels", "self.port.memory.cells[flight.writes[part]] = labels; self.port.memory.cells[flight.writes[part][-1:] + 1] = 7", seed=0, rule="OWN"),
+    Fault("a transfer writes one cell more", fabric.VirtualExecutor, "_land", "self.port.memory.cells[cells] = labels", "self.port.memory.cells[cells] = labels; self.port.memory.cells[cells[-1:] + 1] = 7", seed=0, rule="OWN"),
     Fault("a transfer that has failed is done", fabric.VirtualExecutor, "poll", "transfer.status = Status.FAILED\n            transfer.error = flight.error", "transfer.status = Status.DONE", seed=90, rule="OWN"),
     Fault("a transfer fails without an error", fabric.VirtualExecutor, "poll", "Status.FAILED\n            transfer.error = flight.error", "Status.FAILED"),
     Fault("a transfer writes in another order than it reads", fabric.VirtualExecutor, "_post", "self.port.memory.cells_of(local)", "self.port.memory.cells_of(local[::-1])", seed=0, rule="OWN"),
