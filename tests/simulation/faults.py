@@ -405,6 +405,10 @@ FEATURE_VLLM_FAULTS = [
     Fault("workers are not told what to copy", Scheduler, "take_step", "KvplanMetadata(self._importer.step(), self._saves)", "KvplanMetadata(self._importer.step(), {})", seed=0, rule="OWN", features=Feature.HOST_COPIES),
     Fault("an answer is handed over with the position of a step under way", Scheduler, "_finish", "num_computed_tokens - num_in_flight,", "num_computed_tokens,", seed=0, rule="OWN", features=ASYNC_STEPS | TURNS),
     Fault("a state that has passed the answer is handed over", Scheduler, "_finish", "self._tables.states and num_tokens < request.num_computed_tokens", "False", seed=1, rule="OWN", model="states", features=ASYNC_STEPS | TURNS),
+    Fault("weights that change while a request waits for blocks are not compared", Importer, "_check", "handoff.check_weights(self._weights())", "pass", seed=56, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("a request of old and new weights is handed over", SCHEDULER.Scheduler, "hand_over", "handoff = self._finish(request, ids)\n    self._state.forget(name)", "self._state.forget(name)\n    handoff = self._finish(request, ids)", seed=2, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("changed weights have the first name", ENGINE_STATE.EngineState, "weights_named", "elif not self._has_changed:", "else:", seed=15, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("blocks of old weights count as new ones", ENGINE_STATE.EngineState, "note_origin", "is_old = self._has_old_weights or (", "is_old = (", seed=2, rule="OWN", features=Feature.LIVE_UPDATES),
     Fault("a reset of vLLM's cache frees nothing", Scheduler, "reset", "self._exporter.reset()", "pass", seed=0, rule="LINGER", features=Feature.UPDATES),
     # adapters
     Fault("an adapter that was overwritten since the claim is not noticed", Scheduler, "begin_read", "request.lora_request is not None", "False", seed=56, rule="OWN", features=Feature.ADAPTERS),

@@ -663,6 +663,9 @@ class StoreConnector(VllmConnector):
             self._store_state.prefix_cache_reset()
         super()._name_weights()
 
+    def _states(self) -> list[Any]:
+        return [*super()._states(), self._store_state]
+
     def reset(self) -> None:
         super().reset()
         self._store_state.prefix_cache_reset()

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -27,7 +28,7 @@ from kvplan.testing.simulation import BrokenRuleError, EngineRequest, Promises, 
 from kvplan.testing.simulation.catalog import NULL_BLOCK
 from kvplan.testing.simulation.engine import Phase
 from kvplan.testing.simulation.leases import MemoryDigest, check_count
-from kvplan.testing.simulation.scenario import KEPT_S
+from kvplan.testing.simulation.scenario import KEPT_S, Call, CallKind
 from tests.bridges.vllm_objects import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 from tests.simulation.stand_in import stand_in
 from tests.simulation.vllm_objects import (
@@ -409,6 +410,24 @@ class VllmConnector:
             self._version = self._weights()
             self._scheduler._state.weights_named(self._version)
             self._scheduler._state.prefix_cache_reset()
+
+    def hear(self, call: Call, is_done: bool) -> None:
+        """Let the hooks of the engine core hear a call of an operator, and whether a reset has succeeded."""
+        connectors = [SimpleNamespace(state=state) for state in self._states()]
+        core = SimpleNamespace(scheduler=SimpleNamespace(connector=SimpleNamespace(sub_connectors=connectors)))
+        if call.kind is CallKind.CHANGE:
+            watch = ENGINE_HOOKS._with_calls(core, "update_weights")
+            # nobody has named them
+            self._version = call.text
+        elif call.kind is CallKind.NAME:
+            watch = ENGINE_HOOKS._with_versions(core, call.text)
+        else:
+            watch = ENGINE_HOOKS._with_resets(core)
+        with watch as results:
+            results.append(is_done)
+
+    def _states(self) -> list[Any]:
+        return [self._scheduler._state]
 
     def reset(self) -> None:
         self._scheduler._state.prefix_cache_reset()

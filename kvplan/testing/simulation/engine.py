@@ -34,7 +34,7 @@ from kvplan.testing.simulation.memory import (
     prefix_labels,
 )
 from kvplan.testing.simulation.network import Host
-from kvplan.testing.simulation.scenario import answer_to
+from kvplan.testing.simulation.scenario import Call, CallKind, answer_to
 from kvplan.testing.simulation.tasks import BlockedError, BrokenRuleError
 
 TOKENS_PER_STEP: Final = 16
@@ -90,10 +90,10 @@ class EngineRequest:
     worker. The prefix cache had ``num_found`` positions of it, and of each group the first
     ``found_blocks``, which may be fewer. If it ``is_behind``, drafts have cached nothing yet of the
     last position that is computed, since the next token comes with the next step. With ``is_saved``
-    its blocks stay when it has ended, until the connector releases them. An engine whose steps are
-    asynchronous computes a position after the last token of an answer that ends by a stop token.
-    With ``frees_at_once`` it does so after each answer, and blocks are free before, as with
-    SGLang's overlap schedule.
+    its blocks stay when it has ended, until the connector releases them. Its ``hashes`` do not tell
+    weights apart. An engine whose steps are asynchronous computes a position after the last token
+    of an answer that ends by a stop token. With ``frees_at_once`` it does so after each answer, and
+    blocks are free before, as with SGLang's overlap schedule.
     """
 
     name: str
@@ -133,12 +133,13 @@ class EngineRequest:
         self._answer = answer
         # drafts go on after an answer
         self._labelled = (*self.tokens, *answer, *range(MAX_DRAFTS + 1))
-        self.labels = prefix_labels(self._labelled, self.facts)
+        self.labels = self.hashes = prefix_labels(self._labelled, self.facts)
 
+    hashes: CellLabels = attrs.field(init=False)
     _answer: list[int] = attrs.field(init=False)
     _labelled: tuple[int, ...] = attrs.field(init=False)
     _weights: tuple[tuple[int, str], ...] = attrs.field(init=False, default=())
-
+    _is_mixed: bool = attrs.field(init=False, default=False)
     _contents: tuple[tuple[int, str], ...] = attrs.field(init=False, default=())
 
     def compute_with(self, version: str, start: int = 0) -> None:
@@ -163,16 +164,35 @@ class EngineRequest:
     def _label(self) -> None:
         facts = (*self._weights, *self._contents, *self.facts)
         self.labels = prefix_labels(self._labelled, facts)
+        self._is_mixed = False
+
+    def go_on_with(self, version: str, start: int = 0) -> None:
+        """Expect the bytes of a version from a position on, and those of before at the others.
+
+        Of these positions the labels are those of a request that has the version alone.
+        """
+        weights = ((0, f"weights {version}"),) if version else ()
+        if weights != self._weights or self._is_mixed:
+            before, self._weights = self.labels, weights
+            self._label()
+            self.find(before[:start])
+
+    @property
+    def has_old_weights(self) -> bool:
+        """Return whether its first positions are of other weights than the last ones."""
+        return self._is_mixed or any(start for start, _ in self._weights)
 
     @property
     def adapter(self) -> str:
         """Return the name of its adapter, if it has one."""
         return next((fact for _, fact in self.facts if fact.startswith("adapter")), "")
 
-    @property
-    def has_old_weights(self) -> bool:
-        """Return whether its first positions are of other weights than the last ones."""
-        return any(start for start, _ in self._weights)
+    def find(self, labels: CellLabels) -> None:
+        """Expect bytes of other weights at the first positions, which have these labels."""
+        number = len(labels)
+        if not np.array_equal(labels, self.labels[:number]):
+            self.labels = np.concatenate([labels, self.labels[number:]])
+            self._is_mixed = True
 
     def digest(self, num_tokens: int) -> str:
         """Digest the first tokens, and the facts that decide their cache too."""
@@ -452,6 +472,10 @@ class Engine:
         self._name_of = name_of
         self._version = version
         self._updates: list[tuple[str, bool]] = []
+        # those of an operator, and the labels of all that the prefix cache has, by group and block
+        self._calls: list[Call] = []
+        self._is_updated_live = Feature.LIVE_UPDATES in features
+        self._labels: dict[tuple[str, int], CellLabels] = {}
         self._is_async = Feature.ASYNC_STEPS in features
         self._is_preempted = Feature.PREEMPTION in features
         self._has_copies = Feature.HOST_COPIES in features
@@ -517,7 +541,8 @@ class Engine:
             )
         )
         has_states = any(group.is_state for group in groups)
-        self._may_lag = has_states and getattr(self.connector, "reads_lagging_groups", False)
+        can_lag = has_states and not self._is_updated_live
+        self._may_lag = can_lag and getattr(self.connector, "reads_lagging_groups", False)
         self._num_begun = 0
         self._interval_s = 0.0
         self._is_stepping = False
@@ -612,6 +637,15 @@ class Engine:
             error = KVPlanError("PROMPT", action, expected="its adapter", got="another content")
             self._end(self.requests[request_name], error, is_wanted=False)
 
+    def call(self, call: Call) -> None:
+        """Take a call of an operator."""
+        self._calls.append(call)
+        self._wake()
+
+    def has(self, phase: Phase) -> bool:
+        """Return whether a request is in a phase."""
+        return any(request.phase is phase for request in self.requests.values())
+
     @property
     def is_running(self) -> bool:
         """Return whether it has computed a part of some request."""
@@ -680,6 +714,9 @@ class Engine:
         for version, keeps_running in self._updates:
             self._update(version, keeps_running=keeps_running)
         self._updates.clear()
+        for call in self._calls:
+            self._answer(call)
+        self._calls.clear()
         for request in self._arrived:
             request.compute_with(self._version)
             if self._has_adapters and request.adapter:
@@ -709,6 +746,30 @@ class Engine:
             else:
                 self._end(request, None, is_wanted=False)
 
+    def _answer(self, call: Call) -> None:
+        """Do what an operator calls for, and tell the connector, also that a reset has failed."""
+        self._trace(self.host.name, f"{call.kind.value} {call.text}")
+        users = [
+            request
+            for request in self.requests.values()
+            if request.phase in (Phase.RUNNING, Phase.READING)
+        ]
+        is_done = True
+        if call.kind is CallKind.CHANGE:
+            self._version = call.text
+            for request in users:
+                request.go_on_with(call.text, request.num_computed)
+        elif call.kind is CallKind.RESET:
+            is_done = not (users or self._lent or self._landing or self._under_way)
+        elif call.kind is CallKind.FORCED_RESET:
+            for request in users:
+                self._end(request, None, is_wanted=False)
+        if is_done and call.kind in (CallKind.RESET, CallKind.FORCED_RESET):
+            for pool in self.pools.values():
+                pool.reset()
+        hear: Any = getattr(self.connector, "hear")  # noqa: B009
+        hear(call, is_done)
+
     def _admit(self) -> bool:
         """Give blocks to the requests that wait, in their order, as far as there are any."""
         has_admitted = False
@@ -717,6 +778,8 @@ class Engine:
                 continue
             if self._has_adapters and request.adapter:
                 request.load(self._content_of(request.adapter))
+            if self._is_updated_live:
+                request.go_on_with(self._version)
             num_cached, cached = self._cached_prefix(request)
             num_agreed = num_cached
             if self._may_lag:
@@ -764,7 +827,8 @@ class Engine:
                     break
                 tables[group.name] = [NULL_BLOCK] * first + blocks
             else:
-                return num_blocks * size, tables
+                if not self._is_updated_live or self._find(request, tables):
+                    return num_blocks * size, tables
         return 0, {group.name: [] for group in self._groups}
 
     def _longest_prefix(
@@ -799,7 +863,29 @@ class Engine:
 
     def _hash_of(self, request: EngineRequest, group: GroupShape, ordinal: int) -> int:
         """Return the hash of a block: of all tokens that decide what it has."""
-        return int(request.labels[(ordinal + 1) * self._tokens_per_block - 1 + group.num_ahead])
+        known = request.hashes if self._is_updated_live else request.labels
+        return int(known[(ordinal + 1) * self._tokens_per_block - 1 + group.num_ahead])
+
+    def _find(self, request: EngineRequest, tables: Tables) -> bool:
+        """Expect the bytes that cached blocks have, and return whether those of groups agree."""
+        size = self._tokens_per_block
+        found: dict[str, CellLabels] = {
+            name: np.concatenate(
+                [
+                    self._labels[name, block][ordinal * size : (ordinal + 1) * size]
+                    if block != NULL_BLOCK
+                    else np.zeros(size, np.uint64)
+                    for ordinal, block in enumerate(table)
+                ]
+            )
+            for name, table in tables.items()
+        }
+        whole, *others = [found[group.name] for group in self._groups if group.window is None]
+        others += [found[group.name] for group in self._groups if group.window is not None]
+        if any((labels[labels != 0] != whole[labels != 0]).any() for labels in others):
+            return False
+        request.find(whole)
+        return True
 
     def _give_blocks(
         self, request: EngineRequest, num_cached: int, cached: Tables, num_read: int
@@ -1101,6 +1187,8 @@ class Engine:
                 if block != NULL_BLOCK:
                     block_hash = self._hash_of(request, group, ordinal)
                     self.pools[group.name].register(block, block_hash)
+                    if self._is_updated_live:
+                        self._labels[group.name, block] = request.labels
 
     def _free_passed(self, request: EngineRequest) -> None:
         """Free the blocks that windows and states have passed."""

@@ -103,6 +103,12 @@ class Feature(enum.Flag):
     and for a while the store is slow, fails, or damages files. It is of connectors that have a
     store: no swarm draws it."""
 
+    LIVE_UPDATES = enum.auto()
+    """Weights change in parts under requests that run, and the prefix cache keeps old blocks.
+
+    Operators name the weights, some also by the name of the first ones, and try to reset the cache.
+    It is of connectors that hear of each of these calls: no swarm draws it."""
+
     RESHAPES = enum.auto()
     """An engine that starts again has another tensor parallel size."""
 
@@ -131,11 +137,11 @@ class Feature(enum.Flag):
     def of(cls, seed: int) -> Feature:
         """Draw the features of a seed, each with a chance of a third.
 
-        It leaves out :attr:`STORE`, :attr:`WRONG_BYTES` and :attr:`ADAPTERS`, which not all
-        connectors can have.
+        It leaves out :attr:`STORE`, :attr:`WRONG_BYTES`, :attr:`ADAPTERS` and
+        :attr:`LIVE_UPDATES`, which not all connectors can have.
         """
         draw = random.Random(f"{seed} features")
-        special = cls.STORE | cls.WRONG_BYTES | cls.ADAPTERS
+        special = cls.STORE | cls.WRONG_BYTES | cls.ADAPTERS | cls.LIVE_UPDATES
         drawn = [feature for feature in cls if feature not in special and draw.random() < 1 / 3]
         return reduce(or_, drawn, cls(0))
 

@@ -88,6 +88,7 @@ from kvplan.testing.simulation.scenario import (
     RUNNING_S,
     SETTLE_S,
     Arrival,
+    Call,
     Death,
     Freeze,
     Incident,
@@ -508,6 +509,9 @@ class Fleet:
 
         One that keeps what runs waits for it.
         """
+        if update.calls:
+            self._call_when_used(name, update)
+            return
         is_idle = not any(
             engine.is_running
             for engine in (self._engines.get(name), self._engines.get(name + ELSEWHERE))
@@ -537,6 +541,26 @@ class Fleet:
             self.loop.at(self.loop.now + STEP_S / 2, partial(self._reload, engine, overwrite))
         elif not engine.host.is_dead:
             engine.reload(overwrite.adapter)
+
+    def _call_when_used(self, name: str, update: Update) -> None:
+        """Make an update's calls, in most engines when a request is in a phase."""
+        draw = random.Random(f"{self.scenario.seed} {name} {update.at}")
+        phases = (Phase.RUNNING,) if name.startswith("prefill") else (Phase.READING, Phase.WAITING)
+        phase = draw.choice((*phases, *phases, None))
+        engine = self._engines.get(name)
+        is_early = phase is not None and not (engine and engine.has(phase))
+        if is_early and self.loop.now < update.at + RUNNING_S / 4:
+            self.loop.at(self.loop.now + STEP_S / 2, partial(self._call_when_used, name, update))
+            return
+        self._versions[name] = update.version
+        for call in update.calls:
+            self.loop.at(self.loop.now + call.delay_s, partial(self._call, name, call))
+
+    def _call(self, name: str, call: Call) -> None:
+        for place in ("", ELSEWHERE):
+            engine = self._engines.get(name + place)
+            if engine is not None and not engine.host.is_dead:
+                engine.call(call)
 
     def _finish_of(self, arrival: Arrival) -> Callable[[KVPlanError | None], None]:
         """Return what checks the end of a request."""
@@ -744,7 +768,7 @@ class Fleet:
         Where both engines have the request from the beginning, its reader may be gone by then.
         """
         is_computed = error is None and request.is_complete and not request.is_aborted
-        changes = Feature.UPDATES | Feature.ADAPTERS
+        changes = Feature.UPDATES | Feature.ADAPTERS | Feature.LIVE_UPDATES
         has_cause = self._make_params is not None or bool(changes & self.scenario.features)
         if is_computed and not has_cause:
             raise BrokenRuleError("RIGHT", f"{request.name} is computed, and not handed over")

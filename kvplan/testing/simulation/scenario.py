@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,6 +60,9 @@ BREAKS: Final = "transfers that break"
 REFUSES: Final = "transfers that cannot be posted"
 SPOILS: Final = "transfers that bring wrong bytes"
 SLOW: Final = "slow transfers"
+FIRST_WEIGHTS: Final = "default"
+"""The name that engines give to the weights with which they start."""
+
 WEIGHTS: Final = "other weights"
 RESET: Final = "a reset of caches"
 GARBLING: Final = "malformed answers"
@@ -223,6 +227,24 @@ class Rival(EngineFault):
     ends_at: float
 
 
+class CallKind(enum.Enum):
+    """What an operator calls in a running engine."""
+
+    CHANGE = "loads weights"
+    NAME = "names its weights"
+    RESET = "resets its prefix cache, unless blocks are in use"
+    FORCED_RESET = "resets its prefix cache, and aborts what uses it"
+
+
+@attrs.frozen
+class Call:
+    """A call of an operator, so long after the first one of an update: with weights, or a name."""
+
+    delay_s: float
+    kind: CallKind
+    text: str = ""
+
+
 @attrs.frozen
 class Update:
     """An operator resets the caches of all engines, the next one ``gap_s`` after the last.
@@ -230,12 +252,14 @@ class Update:
     With a ``version`` they get weights of that name. What they compute is aborted then, and what
     others may read of it stays; a reset alone ends that. With ``keeps_running`` an update waits up
     to :data:`RUNNING_S` until an engine computes something, which goes on with the new weights.
+    With ``calls`` it consists of these, and waits as long until a request is there; requests go on.
     """
 
     at: float
     gap_s: float
     version: str = ""
     keeps_running: bool = False
+    calls: tuple[Call, ...] = ()
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -363,7 +387,8 @@ class Scenario:
         if isinstance(incident, Overwrite):
             return incident.at, math.inf
         if isinstance(incident, Update):
-            wait_s = RUNNING_S * incident.keeps_running
+            wait_s = RUNNING_S * (incident.keeps_running or bool(incident.calls))
+            wait_s += max((call.delay_s for call in incident.calls), default=0.0)
             return incident.at, incident.at + incident.gap_s * len(self.members) + wait_s
         if isinstance(incident, Freeze | Rival):
             return incident.at, incident.ends_at
@@ -732,6 +757,69 @@ def _with_updates(scenario: Scenario, draw: random.Random) -> Scenario:
     return attrs.evolve(scenario, incidents=(*scenario.incidents, *updates))
 
 
+def _with_live_updates(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Let weights change under requests, one update after the other."""
+    arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
+    updates = list[Update]()
+    times = [scenario._span(item) for item in scenario.incidents if isinstance(item, Update)]
+    groups = [group for member in scenario.members for group in member.shape.groups]
+    # what drafts cache is also of the token that comes next, maybe by other weights
+    has_drafts = any(group.num_ahead for group in groups)
+    for number in range(draw.choice((2, 3, 4)) if arrivals and not has_drafts else 0):
+        # others, and back again
+        versions = [f"live version {number}", *(update.version for update in updates[-1:])]
+        version = draw.choice(versions)
+        at = draw.choice(arrivals).at + draw.choice((0.0, 0.0, 1.0)) * draw.random()
+        gap_s = draw.choice((0.0, 0.01, 2.0)) * draw.random()
+        update = Update(at, gap_s, version, calls=_calls(version, draw))
+        begins, ends = scenario._span(update)
+        is_alone = all(ends < start or begins > stop for start, stop in times)
+        if ends < HEALED_S and is_alone:
+            updates.append(update)
+            times.append((begins, ends))
+    prompts = list[Arrival]()
+    for number, update in enumerate(updates):
+        arrival = draw.choice([each for each in arrivals if each.visits] or arrivals)
+        # of old weights in prefill's cache alone, and again with other ones
+        tokens = tuple(draw.randrange(VOCABULARY) for _ in range(draw.randint(20, MAX_TOKENS - 2)))
+        first = attrs.evolve(
+            arrival, at=update.at, name=f"request-l{number}", tokens=tokens, turns=(), child_of=""
+        )
+        prompts.append(attrs.evolve(first, visits=()))
+        names = [call for call in update.calls if call.kind is CallKind.NAME]
+        for later in range(draw.choice((2, 3))):
+            # while the weights have one of their names, in prefill alone or in decode too
+            at = update.at + draw.choice(names).delay_s + draw.choice((0.1, 1.0)) * draw.random()
+            visits = tuple(
+                attrs.evolve(
+                    visit,
+                    tokens=None,
+                    delay_s=draw.choice((0.0, 1.0, 4.0)) * draw.random(),
+                    patience_s=None,
+                )
+                for visit in arrival.visits[:1]
+            )
+            again = attrs.evolve(first, at=at, name=f"{first.name}-{later}", visits=visits)
+            prompts.append(again)
+    return attrs.evolve(scenario, incidents=(*scenario.incidents, *prompts, *updates))
+
+
+def _calls(version: str, draw: random.Random) -> tuple[Call, ...]:
+    """Draw the calls of an update: parts of weights, then names and resets, the right name last."""
+    changes = [(CallKind.CHANGE, f"{version}, in part"), (CallKind.CHANGE, version)]
+    names = [(CallKind.NAME, FIRST_WEIGHTS), (CallKind.NAME, version)]
+    calls = [*changes[draw.choice((0, 1)) :], *names[draw.choice((0, 1)) :]]
+    for _ in range(draw.choice((0, 1, 1, 2))):
+        calls.insert(draw.randint(1, len(calls) - 1), (CallKind.RESET, ""))
+    at, drawn = 0.0, list[Call]()
+    for kind, text in (*calls, (CallKind.FORCED_RESET, "")):
+        drawn.append(Call(at, kind, text))
+        at += draw.choice((0.0, 0.01, 0.01, 2.0)) * draw.random()
+        # requests come meanwhile
+        at += 2.0 * draw.random() if kind is CallKind.NAME else 0.0
+    return tuple(drawn)
+
+
 def _with_restarts(scenario: Scenario, draw: random.Random) -> Scenario:
     arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
     deaths = []
@@ -954,6 +1042,7 @@ _CHANGES: Final = MappingProxyType(
         Feature.REPEATS: _arrivals(_with_repeats),
         Feature.CHILDREN: _arrivals(_with_children),
         Feature.UPDATES: _with_updates,
+        Feature.LIVE_UPDATES: _with_live_updates,
         Feature.LONG_PREFILLS: _arrivals(_with_long_prefills),
         Feature.HANGUPS: _arrivals(_with_hangups),
         Feature.STORE: _with_store,
