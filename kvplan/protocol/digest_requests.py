@@ -61,11 +61,13 @@ class DigestRequest:
     def of_fields(cls, start: str, body: Any) -> DigestRequest:
         """Read an untrusted request to this start of the engine. Raises ``LEASE`` for another."""
         fields = instance(Mapping, body, "a request for digests")
-        if instance(str, fields.get("start", ""), "start of a request") != start:
+        asked = instance(str, fields.get("start", ""), "start of a request")
+        request = cls.of(fields.get("lease", ""), fields.get("tokens", {}))
+        if asked != start:
             raise KVPlanError(
                 "LEASE", "compute digests", expected=f"start {start}", got="another start"
             )
-        return cls.of(fields.get("lease", ""), fields.get("tokens", {}))
+        return request
 
     def fields(self, start: str) -> dict[str, Any]:
         """Return the request to one start of an engine as plain values, for JSON."""

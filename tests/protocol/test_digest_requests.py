@@ -254,3 +254,8 @@ def test_a_lease_that_ends_while_it_is_asked_for_leaves_no_request(monkeypatch: 
     for name in ("r", "s"):
         assert requests.ask(DigestRequest.of(leases.grant(name), TOKENS)) is None
         engine[-1].join(10)
+
+
+def test_a_malformed_request_to_another_start_is_malformed() -> None:
+    with pytest.raises(KVPlanError, match="TYPE"):
+        DigestRequest.of_fields("this", {"start": "another", "lease": None, "tokens": {}})
