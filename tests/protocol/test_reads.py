@@ -408,6 +408,9 @@ def test_an_engine_that_never_answers_fails_its_requests(one: Callable[..., Worl
 def test_what_has_failed_is_not_planned(one: Callable[..., World]) -> None:
     """It waited for other plans for so long; those that come after it would wait for it, and fail too."""
     world, opened, now = one(timeout_s=30.0), list[bytes](), [0.0]
+    submitted = threading.Event()
+    # the request has come before the time is over
+    world.answer = lambda source: submitted.wait(60)
     world.watch.clocks.append(lambda: now[0])
     work = world.watch.work
 
@@ -423,6 +426,7 @@ def test_what_has_failed_is_not_planned(one: Callable[..., World]) -> None:
     peers._connections = attrs.evolve(peers._connections, open_offer=open_offer)
     world.watch.work = work_later  # type: ignore[method-assign]
     world.submit(world.read("a"))
+    submitted.set()
     assert "expected an answer within 30 s, got none" in str(world.until(1)["a"].error)
     wait_until(lambda: all(handshake.done for handshake in peers._handshakes))
     assert opened == []

@@ -7,6 +7,7 @@ from functools import cache, partial
 
 from kvplan.budget import Budget
 from kvplan.describe import Worker
+from kvplan.protocol import Source
 from kvplan.staging import StagedPlan, stage
 from kvplan.testing.simulation import LeaseConnector, Simulation, Site
 from kvplan.testing.simulation.catalog import STAGING
@@ -27,7 +28,9 @@ class StagedConnector(LeaseConnector):
             # choose the staged plan
             setattr(reads._peers, "_fastest_plan", partial(self._plan, reads.worker))  # noqa: B010
 
-    def _plan(self, local: Worker, remotes: Sequence[Worker], budget: Budget) -> tuple[StagedPlan, str]:
+    def _plan(
+        self, local: Worker, source: Source, remotes: Sequence[Worker], budget: Budget, until: float
+    ) -> tuple[StagedPlan, str]:
         return staged_plan(local, tuple(remotes)), ""
 
 

@@ -29,6 +29,7 @@ from kvplan.plan.tables import Table
 from kvplan.protocol import keeping, page_reads, page_shards
 from kvplan.protocol.page_keys import Chain
 from kvplan.testing.simulation import (
+    MODELS,
     BrokenRuleError,
     EngineRequest,
     Feature,
@@ -73,6 +74,9 @@ from tests.simulation.vllm_connector import (
     SeenRequest,
     VllmConnector,
 )
+
+STORE_MODELS = {name: model for name, model in MODELS.items() if name != "drafts"}
+"""The models that a store takes: it refuses drafts that have a cache."""
 
 LABEL_BYTES = 8
 MEMORY_ADDRESS, BUFFER_ADDRESS = 1 << 44, 1 << 45

@@ -12,7 +12,7 @@ from kvplan.testing.simulation import MODELS, Feature, Scenario, shrink
 from kvplan_nixl.serving.store import MemoryBackend, StallGuard, StoreClient, StoreReader
 from tests.blocking import wait_until
 from tests.simulation.faults import RESEND_S, STORE_FAULTS, Fault
-from tests.simulation.store_connector import StoreFleets
+from tests.simulation.store_connector import STORE_MODELS, StoreFleets
 from tests.simulation.test_coverage import count_calls, public_methods
 from tests.simulation.virtual_threads import WORLD
 from tests.simulation.vllm_connector import (
@@ -53,7 +53,7 @@ def calls() -> Counter[str]:
     with pytest.MonkeyPatch.context() as patch:
         counter = count_calls(patch, CLASSES)
         fleets = StoreFleets()
-        for model in MODELS.values():
+        for model in STORE_MODELS.values():
             seeds = [*range(NUM_SEEDS), *FAILING_SEEDS * (model is MODELS["attention"])]
             for seed in seeds:
                 outcome = fleets.run(Scenario.of(seed, model, features=Feature.STORE))
@@ -96,7 +96,7 @@ def test_a_search_that_fails_finds_nothing(error: Exception, monkeypatch: pytest
     searches.close()
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", STORE_MODELS)
 def test_all_rules_hold_in_a_swarm_beside_a_store(model: str) -> None:
     """Also where requests come to both engines at once."""
     rooms = StoreFleets(make_params, tokens_per_step=ROOM_TOKENS_PER_STEP, resend_s=RESEND_S)

@@ -847,7 +847,7 @@ def test_a_lease_that_has_ended_is_not_digested(engines: Engines) -> None:
     assert prefill.take_step().digests == {}
     assert [*places_of(handoff.lease, prefill)] == []
     engines.run(5.0)
-    assert codes == ["PEER"]
+    assert codes == ["LEASE"]
 
 
 def test_a_step_discards_what_other_agents_have_sent(engines: Engines) -> None:
