@@ -159,7 +159,7 @@ def answer_claims(leases: Leases, start: str, message: ClaimMessage) -> ClaimAns
     >>> lease = leases.grant("request 1")
     >>> message = ClaimMessage("a1", claims=((lease, "decode 1"),), asks=("unknown",))
     >>> answer_claims(leases, "a1", message)
-    ClaimAnswer(claims=(True,), done=(), asks=(False,))
+    ClaimAnswer(claims=(True,), done=(), asks=(False,), wanted=())
     """
     if message.start != start:
         leases.num_refused += len(message.claims) + len(message.asks)
