@@ -27,21 +27,20 @@ from tests.blocking import KEY
 KEEP_S = 60
 OWNERS = ["a" * 32, "b" * 32]
 ATTEMPTS = ["1" * 32, "2" * 32]
-LEASES = ["e" * 32, "f" * 32]
 NAMES = st.sampled_from(["", "x", "d" * 32, "\U0001f600" * 32])
 STAGES = [("0", "1"), ("0", "1"), ("0", "2"), ("1", "2")]
 PLACES = st.tuples(
     st.sampled_from(["1", "2"]), st.sampled_from(STAGES), st.sampled_from(ATTEMPTS), st.sampled_from(OWNERS)
 )
 BODIES = st.sampled_from([b"{}", b'{"token": 1}', b"x" * 3000, b"", b"\xff"])
-PUBLISH: st.SearchStrategy[Any] = st.tuples(st.just("publish"), PLACES, st.sampled_from(LEASES), BODIES)
+PUBLISH: st.SearchStrategy[Any] = st.tuples(st.just("publish"), PLACES, BODIES)
 ACTS = st.one_of(
     PUBLISH,
     PUBLISH.map(tuple),  # as often again
     PUBLISH.map(tuple),
     st.tuples(st.just("withdraw"), PLACES),
     st.tuples(st.just("pass"), st.sampled_from([1.0, 30.0, 59.0])),
-    st.tuples(st.just("garbage"), st.lists(NAMES, min_size=6, max_size=6), BODIES),
+    st.tuples(st.just("garbage"), st.lists(NAMES, min_size=5, max_size=5), BODIES),
     st.tuples(
         st.just("ask"),
         st.dictionaries(st.sampled_from(["1", "2", "3", "", "x", "9" * 30]), st.sampled_from(["", "0", None, 7])),
@@ -58,11 +57,11 @@ class Clock(Driver):
         return self.now
 
 
-Tables = dict[str, dict[str, dict[tuple[str, str], tuple[str, bytes]]]]
+Tables = dict[str, dict[str, dict[tuple[str, str], bytes]]]
 
 
 class Plain:
-    """What a server has to have: by room its owner, and by attempt and stage a lease and an entry."""
+    """What a server has to have: by room its owner, and by attempt and stage an entry."""
 
     def __init__(self) -> None:
         self.owners: dict[str, str] = {}
@@ -73,13 +72,9 @@ class Plain:
         for room in [room for room, time in self.times.items() if now >= time + KEEP_S]:
             del self.owners[room], self.times[room], self.rooms[room]
 
-    def publish(self, room: str, stage: tuple[str, str], attempt: str, owner: str, entry: tuple[str, bytes]) -> None:
+    def publish(self, room: str, stage: tuple[str, str], attempt: str, owner: str, entry: bytes) -> None:
         self.owners[room] = owner
-        attempts = self.rooms.setdefault(room, {})
-        entries = attempts.setdefault(attempt, {})
-        if stage in entries and entries[stage][0] != entry[0]:
-            entries.clear()
-        entries[stage] = entry
+        self.rooms.setdefault(room, {}).setdefault(attempt, {})[stage] = entry
 
     def withdraw(self, room: str, stage: tuple[str, str], attempt: str) -> None:
         attempts = self.rooms.get(room, {})
@@ -94,7 +89,7 @@ class Plain:
         for entries in reversed(self.rooms.get(room, {}).values()):
             stages = sorted(entries)
             if {number for _, number in stages} == {f"{len(stages)}"}:
-                return [entries[stage][1].decode() for stage in stages]
+                return [entries[stage].decode() for stage in stages]
         return []
 
 
@@ -131,7 +126,7 @@ def test_any_order_of_questions(acts: list[Any], clock: Clock, server: Bootstrap
             parts, body = what
             for method in (server._publish, server._withdraw):
                 with pytest.raises((KVPlanError, ValueError)):
-                    method(body, *parts[: 6 if method == server._publish else 5])
+                    method(body, *parts)
         elif kind == "ask":
             (seen,) = what
             question = json.dumps(seen).encode()
@@ -152,27 +147,24 @@ def test_any_order_of_questions(acts: list[Any], clock: Clock, server: Bootstrap
             is_owner = plain.owners.get(room, owner) == owner
             try:
                 if kind == "publish":
-                    lease, body = what[1:]
-                    server._publish(body, room, *stage, attempt, lease, owner)
+                    (body,) = what[1:]
+                    server._publish(body, room, *stage, attempt, owner)
                     assert is_owner
                     assert body.isascii()
-                    plain.publish(room, stage, attempt, owner, (lease, body))
+                    plain.publish(room, stage, attempt, owner, body)
                     plain.times[room] = clock.now
                 else:
                     server._withdraw(b"", room, *stage, attempt, owner)
                     assert is_owner
                     plain.withdraw(room, stage, attempt)
             except (KVPlanError, UnicodeDecodeError):
-                assert not is_owner or (kind == "publish" and not what[2].isascii())
+                assert not is_owner or (kind == "publish" and not what[1].isascii())
         for room in ("1", "2"):
             content = server._content_of(room)
             assert (content.texts if content else []) == plain.texts(room)
         assert {f"{number}": room.owner for number, room in server._rooms.items()} == plain.owners
         num_texts = sum(
-            len(body)
-            for attempts in plain.rooms.values()
-            for entries in attempts.values()
-            for _, body in entries.values()
+            len(body) for attempts in plain.rooms.values() for entries in attempts.values() for body in entries.values()
         )
         num_entries = sum(len(entries) for attempts in plain.rooms.values() for entries in attempts.values())
         num_attempts = sum(map(len, plain.rooms.values()))
