@@ -357,7 +357,7 @@ def calls() -> Calls:
     yield "protocol.Listener", closed(Listener), served
     yield "protocol.Claims", closed(Claims), {"logger": LOGGER, "system": SYSTEM}
     claims = Claims(LOGGER, Answered(lambda _, message: answer_claims(leases, "a", message)))
-    for action in ("claim", "release", "refusal"):
+    for action in ("claim", "release", "refusal", "is_wanted"):
         claim = {"source": SOURCE, "lease": "r 0", "reader": "d"}
         yield f"protocol.Claims.{action}", getattr(claims, action), claim
     yield "protocol.Claims.ask", claims.ask, {"source": SOURCE, "lease": "r 0"}
