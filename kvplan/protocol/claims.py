@@ -360,16 +360,11 @@ class Claims:
             return None if source_claims is None else source_claims.refusals.get(claim)
 
     def is_wanted(self, source: Source, lease: str, reader: str) -> bool:
-        """Return whether a claim was refused, or its engine needs the blocks back.
-
-        A reader that can do without them ends the claim.
-        """
+        """Return whether the engine needs the claimed blocks back, by rule claim.C4."""
         claim = _checked_claim(lease, reader)
         with self._lock:
             source_claims = self._by_source.get(instance(Source, source, "source"))
-            if source_claims is None:
-                return False
-            return claim in source_claims.wanted or claim in source_claims.refusals
+            return source_claims is not None and claim in source_claims.wanted
 
     def close(self) -> None:
         """Send the claims that have ended, and nothing more."""

@@ -469,16 +469,17 @@ class Importer:
         return len(self._requests)
 
     def _do_without(self) -> None:
-        """End claims that are refused or not welcome, of requests that the engine can compute.
+        """End claims of requests that the engine can compute, and that have no blocks yet.
 
-        They have no blocks yet, by rule claim.C4.
+        These are the claims that are refused, or whose blocks are needed back, by rule claim.C4.
         """
         for request, record in [*self._requests.items()]:
             is_optional = record.min_tokens is not None and record.state in (ASKING, CLAIMED)
             if not is_optional or record.found is None or self._claims is None:
                 continue
             handoff = record.found.handoff
-            if self._claims.is_wanted(handoff.source, handoff.lease, self._name_of(request)):
+            claim = (handoff.source, handoff.lease, self._name_of(request))
+            if self._claims.refusal(*claim) is not None or self._claims.is_wanted(*claim):
                 self.end(request)
 
     # What is read

@@ -166,7 +166,7 @@ def test_a_refusal_is_found_and_logged(caplog: pytest.LogCaptureFixture) -> None
     assert not claims.is_wanted(SOURCE, "another", "x")
     refusal = wait_until(lambda: claims.refusal(SOURCE, "l", "x"))
     assert refusal is not None
-    assert claims.is_wanted(SOURCE, "l", "x")
+    assert not claims.is_wanted(SOURCE, "l", "x")
     # the source does not say which of its reasons it is
     assert (refusal.code, "too many readers" in refusal.got, "has ended" in refusal.got) == ("LEASE", True, True)
     claims.release(SOURCE, "l", "x")

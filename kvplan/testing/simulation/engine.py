@@ -85,9 +85,8 @@ class EngineRequest:
     it gets positions before them. The last ``num_in_flight`` of the ``num_computed`` positions are
     those that steps under way compute, and the next step computes ``num_scheduled`` more. It came
     at ``came_at``, and the connector has said last at ``asked_at`` that nothing of it is published
-    yet. To read it has
-    taken ``read_s``, since ``began_at``; ``landed_at`` says when its last byte has landed in each
-    worker. The prefix cache had ``num_found`` positions of it, and of each group the first
+    yet. To read it has taken ``read_s``, since ``began_at``; ``landed_at`` says when its last byte
+    has landed in each worker. The prefix cache had ``num_found`` positions of it, and of each group the first
     ``found_blocks``, which may be fewer. If it ``is_behind``, drafts have cached nothing yet of the
     last position that is computed, since the next token comes with the next step. With ``is_saved``
     its blocks stay when it has ended, until the connector releases them. Its ``hashes`` do not tell
@@ -278,10 +277,11 @@ class Connector(Protocol):
     """A connector, as an engine sees it. A simulation makes one for each start of an engine.
 
     One may have a method ``close`` too: an engine that ends for good stops its steps and calls it,
-    with a function to call when all has ended.
-    One with a method ``load_adapters`` gets the contents of adapters that workers have loaded, by
-    name, and the names of those dropped; it returns the requests that fail for that. One with a
-    true attribute ``reads_lagging_groups`` reads of each group what its prefix cache
+    with a function to call when all has ended. One with a method ``load_adapters`` gets the
+    contents of adapters that workers have loaded, by name, and the names of those dropped; it
+    returns the requests that fail for that.
+
+    One with a true attribute ``reads_lagging_groups`` reads of each group what its prefix cache
     lacks. Where a model has states, vLLM gives it all that is cached of full attention then, and of
     other groups maybe less.
     """
