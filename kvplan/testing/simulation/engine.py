@@ -86,13 +86,13 @@ class EngineRequest:
     those that steps under way compute, and the next step computes ``num_scheduled`` more. It came
     at ``came_at``, and the connector has said last at ``asked_at`` that nothing of it is published
     yet. To read it has taken ``read_s``, since ``began_at``; ``landed_at`` says when its last byte
-    has landed in each worker. The prefix cache had ``num_found`` positions of it, and of each group the first
-    ``found_blocks``, which may be fewer. If it ``is_behind``, drafts have cached nothing yet of the
-    last position that is computed, since the next token comes with the next step. With ``is_saved``
-    its blocks stay when it has ended, until the connector releases them. Its ``hashes`` do not tell
-    weights apart. An engine whose steps are asynchronous computes a position after the last token
-    of an answer that ends by a stop token. With ``frees_at_once`` it does so after each answer, and
-    blocks are free before, as with SGLang's overlap schedule.
+    has landed in each worker. The prefix cache had ``num_found`` positions of it, and of each group
+    the first ``found_blocks``, which may be fewer. If it ``is_behind``, drafts have cached nothing
+    yet of the last position that is computed, since the next token comes with the next step. With
+    ``is_saved`` its blocks stay when it has ended, until the connector releases them. Its
+    ``hashes`` do not tell weights apart. An engine whose steps are asynchronous computes a position
+    after the last token of an answer that ends by a stop token. With ``frees_at_once`` it does so
+    after each answer, and blocks are free before, as with SGLang's overlap schedule.
     """
 
     name: str
