@@ -346,7 +346,8 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
     from kvplan.testing.simulation.catalog import NO_STAGES
     from tests.simulation.faults import TWO_STAGES
     from tests.simulation.limits import small_limits
-    from tests.simulation.sglang_connector import SGLANG_FEATURES
+    from tests.simulation.sglang_connector import SGLANG_FEATURES, SGLANG_MODELS
+    from tests.simulation.store_connector import STORE_MODELS
 
     features = Feature.of(seed) & (SGLANG_FEATURES if name.startswith("sglang") else ~Feature(0))
     features |= Feature.STORE if name == "store" else Feature(0)
@@ -357,9 +358,10 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
     if is_live and random.Random(f"{seed} live").random() < 1 / 3:
         features |= Feature.LIVE_UPDATES
     models = ["attention"] if name in ("staged", "verified") else [*MODELS]
-    # a store refuses drafts, and SGLang's stand-in has none
-    if name == "store" or name.startswith("sglang"):
-        models.remove("drafts")
+    if name == "store":
+        models = [*STORE_MODELS]
+    elif name.startswith("sglang"):
+        models = [*SGLANG_MODELS]
     model = random.Random(f"{seed} model").choice(models)
     stages = TWO_STAGES if name.endswith("stages") else NO_STAGES
     scenario = Scenario.of(seed, MODELS[model], stages, features=features)

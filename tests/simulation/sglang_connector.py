@@ -30,6 +30,7 @@ from kvplan.protocol.exporter import PINNED
 from kvplan.protocol.leases import LEASE_S
 from kvplan.protocol.rooms import Rooms
 from kvplan.testing.simulation import (
+    MODELS,
     BrokenRuleError,
     EngineRequest,
     Feature,
@@ -73,6 +74,8 @@ PREFILL, DECODE, MANAGER, BOOTSTRAP, SETTINGS = stand_in(
 )
 SGLANG_FEATURES = ~(Feature.PREEMPTION | Feature.UPDATES | Feature.SIBLINGS | Feature.LONG_PREFILLS | Feature.RESHAPES)
 """SGLang's prefill preempts no request and generates one token; the plugin hears of no update and no sibling."""
+SGLANG_MODELS = {name: model for name, model in MODELS.items() if name != "drafts"}
+"""The models that the stand-in of SGLang serves: it has no drafts."""
 ASK_S = 0.2
 """Seconds between two questions about rooms, which are most of what happens while requests wait."""
 
