@@ -522,6 +522,8 @@ class Engine:
         self._executors = executors
         max_ids = SLICE_IDS if Feature.SLICES in features else MAX_TRANSFER_IDS
         keeps_answers = Feature.TURNS in features
+        # somebody may have garbled a handoff so that an answer is computed for another engine
+        self._expects_way = Feature.GARBLED_MESSAGES not in features
         self.connector = make_connector(
             Site(
                 host,
@@ -1247,7 +1249,7 @@ class Engine:
             self._check_landing(request.name, request.blocks)
         elif params is not None or request.is_saved:
             self._lent[request.name] = request.blocks
-            if not (request.is_for_another or request.is_saved):
+            if not (request.is_for_another or request.is_saved) and self._expects_way:
                 self._kept[request.name] = 0
         elif request.frees_at_once:
             self._free(request.blocks)

@@ -821,8 +821,10 @@ class Fleet:
 
         def ended(answer: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
             readers.num_left -= 1
-            # one that was taken for another request has claimed nothing
+            # one that was taken for another request has claimed nothing, and so has one of a room
+            # that found all of its prompt cached before it was computed
             is_same = visit.tokens is None and visit.facts is None
+            is_same &= bool(request.num_read) or self._make_params is None
             is_read = error is None and request.is_complete
             readers.has_right |= is_read and is_same and arrival.name not in self._repeated
             if not readers.num_left and readers.has_right:
