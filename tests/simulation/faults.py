@@ -92,7 +92,7 @@ class Fault:
         text = source.replace(self.old, self.new)
         code = compile(text, f"<{self.name}>", "exec", __future__.annotations.compiler_flag)
         namespace: dict[str, Any] = {}
-        exec(code, function.__globals__, namespace)
+        exec(code, inspect.unwrap(function).__globals__, namespace)
         setattr(self.owner, self.function, namespace[self.function])
         try:
             yield
@@ -406,17 +406,19 @@ FEATURE_VLLM_FAULTS = [
     Fault("an answer is handed over with the position of a step under way", Scheduler, "_finish", "num_computed_tokens - num_in_flight,", "num_computed_tokens,", seed=0, rule="OWN", features=ASYNC_STEPS | TURNS),
     Fault("a state that has passed the answer is handed over", Scheduler, "_finish", "self._tables.states and num_tokens < request.num_computed_tokens", "False", seed=1, rule="OWN", model="states", features=ASYNC_STEPS | TURNS),
     Fault("weights that change while a request waits for blocks are not compared", Importer, "_check", "handoff.check_weights(self._weights())", "pass", seed=56, rule="OWN", features=Feature.LIVE_UPDATES),
-    Fault("a request of old and new weights is handed over", SCHEDULER.Scheduler, "hand_over", "handoff = self._finish(request, ids)\n    self._state.forget(name)", "self._state.forget(name)\n    handoff = self._finish(request, ids)", seed=2, rule="OWN", features=Feature.LIVE_UPDATES),
-    Fault("changed weights have the first name", ENGINE_STATE.EngineState, "weights_named", "elif not self._has_changed:", "else:", seed=15, rule="OWN", features=Feature.LIVE_UPDATES),
-    Fault("blocks of old weights count as new ones", ENGINE_STATE.EngineState, "note_origin", "is_old = self._has_old_weights or (", "is_old = (", seed=2, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("a request of old and new weights is handed over", SCHEDULER.Scheduler, "hand_over", "handoff = self._finish(request, ids)\n    self._state.forget(name)", "self._state.forget(name)\n    handoff = self._finish(request, ids)", seed=5, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("changed weights have the first name", ENGINE_STATE.EngineState, "weights_named", "elif not self._has_changed:", "else:", seed=2, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("blocks of old weights count as new ones", ENGINE_STATE.EngineState, "note_origin", "is_old = self._has_old_weights or (", "is_old = (", seed=5, rule="OWN", features=Feature.LIVE_UPDATES),
     Fault("a reset of vLLM's cache frees nothing", Scheduler, "reset", "self._exporter.reset()", "pass", seed=0, rule="LINGER", features=Feature.UPDATES),
     # adapters
-    Fault("an adapter that was overwritten since the claim is not noticed", Scheduler, "begin_read", "request.lora_request is not None", "False", seed=56, rule="OWN", features=Feature.ADAPTERS),
+    Fault("an adapter that was overwritten since the claim is not noticed", Scheduler, "begin_read", "request.lora_request is not None", "False", seed=100, rule="OWN", features=Feature.ADAPTERS),
     Fault("requests whose adapter was overwritten go on", ENGINE_HOOKS, "_fail_outdated", "any(state.is_loaded_wrongly(request) for state in states)", "False", seed=1, rule="OWN", features=Feature.ADAPTERS),
     Fault("a request of two adapters is handed over", Scheduler, "_finish", "not self._state.is_current(request)", "False", seed=54, rule="OWN", features=Feature.ADAPTERS),
     Fault("an adapter's content is that of its folder now", ENGINE_STATE.EngineState, "adapter_of", "loaded is None", "True", seed=2, rule="OWN", features=Feature.ADAPTERS),
     Fault("an adapter that was dropped counts as loaded", ENGINE_STATE.EngineState, "adapters_changed", "self._adapters.pop(adapter_id, None)", "pass", seed=24, rule="OWN", features=Feature.ADAPTERS),
-    Fault("an adapter that is loaded again keeps its content", ENGINE_STATE.EngineState, "_load", "self._adapters[adapter.adapter_id] = adapter", "self._adapters.setdefault(adapter.adapter_id, adapter)", seed=28, rule="OWN", features=Feature.ADAPTERS),
+    Fault("an adapter that is loaded again keeps its content", ENGINE_STATE.EngineState, "_load", "self._adapters[adapter.adapter_id] = adapter", "self._adapters.setdefault(adapter.adapter_id, adapter)", seed=132, rule="OWN", features=Feature.ADAPTERS),
+    Fault("blocks of an adapter's old content count as new ones", ENGINE_STATE.EngineState, "_load", "self._old_names.add(adapter.name)", "pass", seed=5, rule="OWN", features=Feature.ADAPTERS),
+    Fault("a call that failed has changed no weights", ENGINE_HOOKS, "_with_calls", "finally:", "except TimeoutError:\n        raise\n    else:", seed=1, rule="OWN", features=Feature.LIVE_UPDATES),
     # drafts
     Fault("what drafts cache of another token is read", Importer, "count", "record.num_shared - record.num_stale", "record.num_shared", seed=2, rule="OWN", model="drafts", features=TURNS),
     Fault("what drafts cache of another token is decode's alone", Scheduler, "_import", "self._drafts_know_next and is_optional", "self._drafts_know_next and not is_optional", seed=2, rule="OWN", model="drafts", features=TURNS),

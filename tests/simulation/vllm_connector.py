@@ -8,6 +8,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -412,10 +413,10 @@ class VllmConnector:
             self._scheduler._state.prefix_cache_reset()
 
     def hear(self, call: Call, is_done: bool) -> None:
-        """Let the hooks of the engine core hear a call of an operator, and whether a reset has succeeded."""
+        """Let the hooks of the engine core hear a call of an operator, and whether it has succeeded."""
         connectors = [SimpleNamespace(state=state) for state in self._states()]
         core = SimpleNamespace(scheduler=SimpleNamespace(connector=SimpleNamespace(sub_connectors=connectors)))
-        if call.kind is CallKind.CHANGE:
+        if call.kind in (CallKind.CHANGE, CallKind.FAILED_CHANGE):
             watch = ENGINE_HOOKS._with_calls(core, "update_weights")
             # nobody has named them
             self._version = call.text
@@ -423,7 +424,9 @@ class VllmConnector:
             watch = ENGINE_HOOKS._with_versions(core, call.text)
         else:
             watch = ENGINE_HOOKS._with_resets(core)
-        with watch as results:
+        with suppress(TimeoutError), watch as results:
+            if call.kind is CallKind.FAILED_CHANGE:
+                raise TimeoutError
             results.append(is_done)
 
     def _states(self) -> list[Any]:

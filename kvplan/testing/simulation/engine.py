@@ -153,12 +153,14 @@ class EngineRequest:
 
     def load(self, content: str, start: int = 0) -> None:
         """Expect the bytes that the content of its adapter computes, from a position on."""
-        if not self._contents or self._contents[-1][1] != content:
-            self._contents = (
-                *(each for each in self._contents if each[0] < start),
-                (start, content),
-            )
+        if start and self._contents and self._contents[-1][1] == content:
+            return
+        before, earlier = self.labels[:start], [each for each in self._contents if each[0] < start]
+        contents = (*earlier, (start, content))
+        if contents != self._contents or self._is_mixed:
+            self._contents = contents
             self._label()
+            self.find(before)
 
     def _label(self) -> None:
         facts = (*self._weights, *self._contents, *self.facts)
@@ -475,6 +477,9 @@ class Engine:
         # those of an operator, and the labels of all that the prefix cache has, by group and block
         self._calls: list[Call] = []
         self._is_updated_live = Feature.LIVE_UPDATES in features
+        # the prefix cache has blocks of old weights, or of an adapter's old content, under hashes
+        # that do not tell them from new ones
+        self._has_old_blocks = self._is_updated_live or self._has_adapters
         self._labels: dict[tuple[str, int], CellLabels] = {}
         self._is_async = Feature.ASYNC_STEPS in features
         self._is_preempted = Feature.PREEMPTION in features
@@ -543,7 +548,7 @@ class Engine:
             )
         )
         has_states = any(group.is_state for group in groups)
-        can_lag = has_states and not self._is_updated_live
+        can_lag = has_states and not self._has_old_blocks
         self._may_lag = can_lag and getattr(self.connector, "reads_lagging_groups", False)
         self._num_begun = 0
         self._interval_s = 0.0
@@ -749,15 +754,15 @@ class Engine:
                 self._end(request, None, is_wanted=False)
 
     def _answer(self, call: Call) -> None:
-        """Do what an operator calls for, and tell the connector, also that a reset has failed."""
+        """Do what an operator calls for, and tell the connector, also that a call has failed."""
         self._trace(self.host.name, f"{call.kind.value} {call.text}")
         users = [
             request
             for request in self.requests.values()
             if request.phase in (Phase.RUNNING, Phase.READING)
         ]
-        is_done = True
-        if call.kind is CallKind.CHANGE:
+        is_done = call.kind is not CallKind.FAILED_CHANGE
+        if call.kind in (CallKind.CHANGE, CallKind.FAILED_CHANGE):
             self._version = call.text
             for request in users:
                 request.go_on_with(call.text, request.num_computed)
@@ -829,7 +834,7 @@ class Engine:
                     break
                 tables[group.name] = [NULL_BLOCK] * first + blocks
             else:
-                if not self._is_updated_live or self._find(request, tables):
+                if not self._has_old_blocks or self._find(request, tables):
                     return num_blocks * size, tables
         return 0, {group.name: [] for group in self._groups}
 
@@ -865,7 +870,7 @@ class Engine:
 
     def _hash_of(self, request: EngineRequest, group: GroupShape, ordinal: int) -> int:
         """Return the hash of a block: of all tokens that decide what it has."""
-        known = request.hashes if self._is_updated_live else request.labels
+        known = request.hashes if self._has_old_blocks else request.labels
         return int(known[(ordinal + 1) * self._tokens_per_block - 1 + group.num_ahead])
 
     def _find(self, request: EngineRequest, tables: Tables) -> bool:
@@ -1189,7 +1194,7 @@ class Engine:
                 if block != NULL_BLOCK:
                     block_hash = self._hash_of(request, group, ordinal)
                     self.pools[group.name].register(block, block_hash)
-                    if self._is_updated_live:
+                    if self._has_old_blocks:
                         self._labels[group.name, block] = request.labels
 
     def _free_passed(self, request: EngineRequest) -> None:

@@ -231,6 +231,7 @@ class CallKind(enum.Enum):
     """What an operator calls in a running engine."""
 
     CHANGE = "loads weights"
+    FAILED_CHANGE = "loads weights, and fails when some workers have them"
     NAME = "names its weights"
     RESET = "resets its prefix cache, unless blocks are in use"
     FORCED_RESET = "resets its prefix cache, and aborts what uses it"
@@ -806,9 +807,11 @@ def _with_live_updates(scenario: Scenario, draw: random.Random) -> Scenario:
 
 def _calls(version: str, draw: random.Random) -> tuple[Call, ...]:
     """Draw the calls of an update: parts of weights, then names and resets, the right name last."""
-    changes = [(CallKind.CHANGE, f"{version}, in part"), (CallKind.CHANGE, version)]
+    first = draw.choice((None, CallKind.CHANGE, CallKind.FAILED_CHANGE))
+    changes = [(first, f"{version}, in part")] if first else []
+    changes.append((CallKind.CHANGE, version))
     names = [(CallKind.NAME, FIRST_WEIGHTS), (CallKind.NAME, version)]
-    calls = [*changes[draw.choice((0, 1)) :], *names[draw.choice((0, 1)) :]]
+    calls = [*changes, *names[draw.choice((0, 1)) :]]
     for _ in range(draw.choice((0, 1, 1, 2))):
         calls.insert(draw.randint(1, len(calls) - 1), (CallKind.RESET, ""))
     at, drawn = 0.0, list[Call]()
