@@ -427,6 +427,7 @@ FEATURE_VLLM_FAULTS = [
 FEATURE_ROOM_FAULTS = [
     Fault("a request waits though its claim was refused", Importer, "_check", "if refusal is not None:", "if False:", seed=0, rule="END", features=BURSTS | PREEMPTION),
     Fault("a child takes the room of another one", Exporter, "open", "if room in self._rooms:", "if False:", seed=1, rule="LINGER", features=Feature.CHILDREN),
+    Fault("what another request computes is published of one that is resumed", SCHEDULER, "_begun", "resumed.union(request.req_id for request in scheduled.scheduled_new_reqs)", "{request.req_id for request in scheduled.scheduled_new_reqs}", seed=9, rule="OWN", features=BURSTS | PREEMPTION | ASYNC_STEPS),
     Fault("the lease of a preempted request stays valid", Scheduler, "publish", "self._exporter.revoke(name)", "pass", seed=4, rule="OWN", features=BURSTS | PREEMPTION),
     Fault("a revoked lease stays valid", Exporter, "revoke", "is_claimed = self.leases.revoke(export.lease)", "is_claimed = True", seed=0, rule="GROW", features=BURSTS | PREEMPTION),
     Fault("the entry of a preempted request stays", Exporter, "revoke", "self._withdraw(export.room, export.lease)", "pass", seed=0, rule="GROW", features=BURSTS | PREEMPTION),
@@ -491,6 +492,7 @@ STORE_FAULTS = [
     Fault("a client is given up while it moves bytes", StoreClient, "_move", "        self._mover.move(specs)\n    self.num_steps", "    self._mover.move(specs)\n    self.num_steps", seed=14, rule="STORE", features=STORE),
     Fault("a page beyond the limit of pins counts", eviction, "_oldest_first", "        kept.add(name)\n            pinned_bytes += page.num_bytes", "        kept.add(name)\n        pinned_bytes += page.num_bytes", seed=2, rule="STORE", features=STORE),
     Fault("a page with a pin leaves", eviction, "_oldest_first", "            kept.add(name)\n", "", seed=0, rule="STORE", features=STORE),
+    Fault("a state that a step under way has passed is saved", STORE_SCHEDULER.StoreScheduler, "begin_save", "request.num_computed_tokens == chain", "num_computed == chain", seed=20, rule="OWN", model="states", features=STORE | ASYNC_STEPS),
     # calls that fail
     Fault("a save goes on after a file that was not written", StoreClient, "_save", "break", "pass", seed=5, rule="STORE", features=STORE),
     Fault("a page counts as saved of which a file was not written", StoreClient, "_save", "True in written and None not in written", "True in written", seed=4, rule="STORE", features=STORE),

@@ -529,7 +529,8 @@ class VllmConnector:
             }
         num_scheduled = {name: self._requests[name].num_scheduled for name in running}
         num_scheduled = {name: number for name, number in num_scheduled.items() if number}
-        output = scheduled(new, preempted=preempted, num_scheduled=num_scheduled)
+        resumed = {name for name in new if self._requests[name].was_preempted}
+        output = scheduled(new - resumed, resumed, preempted, num_scheduled)
         self._begun = running - late
         self._scheduler.publish(output)
         exports = self._scheduler._exporter._requests

@@ -476,10 +476,11 @@ def _begin_of(incident: Incident) -> float:
 
 def _with_features(scenario: Scenario, features: Feature) -> Scenario:
     """Change the requests of a scenario as its features say, and add what goes wrong."""
+    scenario = attrs.evolve(scenario, features=features)
     for feature, change in _CHANGES.items():
         if feature in features:
             scenario = change(scenario, random.Random(f"{scenario.seed} {feature.name}"))
-    return attrs.evolve(scenario, features=features)
+    return scenario
 
 
 def _arrivals(
@@ -871,7 +872,10 @@ def _with_store(scenario: Scenario, draw: random.Random) -> Scenario:
         again.append(later)
     changed = attrs.evolve(scenario, incidents=(*scenario.incidents, *again, *troubles))
     changed = _with_store_hazards(changed, random.Random(f"{scenario.seed} store hazards"))
-    return _with_next_prompts(changed, random.Random(f"{scenario.seed} next prompts"))
+    changed = _with_next_prompts(changed, random.Random(f"{scenario.seed} next prompts"))
+    if Feature.ASYNC_STEPS not in scenario.features:
+        return changed
+    return _with_stopped_answers(changed, random.Random(f"{scenario.seed} stopped answers"))
 
 
 def _with_next_prompts(scenario: Scenario, draw: random.Random) -> Scenario:
@@ -918,6 +922,51 @@ def _with_next_prompts(scenario: Scenario, draw: random.Random) -> Scenario:
             prompts.append(later)
     incidents = (*scenario.incidents, *prompts)
     return attrs.evolve(scenario, members=tuple(members), incidents=incidents)
+
+
+def _with_stopped_answers(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Let prompts go on where a page has ended with an answer, and a step under way has passed it.
+
+    A stop token ends these answers, so that decode computes a position more. What comes later loads
+    what decode has saved.
+    """
+    arrivals = [item for item in scenario.incidents if isinstance(item, Arrival) and item.visits]
+    others = [member.name for member in scenario.members if member.forgets]
+    others = [name for name in others if name.startswith("prefill")]
+    prompts = list[Arrival]()
+    for number in range(3 if arrivals and others else 0):
+        arrival = draw.choice(arrivals)
+        num_answer = draw.randint(2, MAX_TURN)
+        size = draw.choice(PAGE_STOPS[1:]) + 1 - num_answer
+        tokens = [draw.randrange(VOCABULARY) for _ in range(size)]
+        # the last token says whether the end is foreseen
+        while answer_to(tokens, num_answer)[-1] % 2:
+            tokens[-1] = draw.randrange(VOCABULARY)
+        visits = tuple(
+            attrs.evolve(each, tokens=None, patience_s=None) for each in arrival.visits[:1]
+        )
+        first = attrs.evolve(
+            arrival,
+            at=HEALED_S / 2 * draw.random(),
+            name=f"request-p{number}",
+            tokens=tuple(tokens),
+            num_answer=num_answer,
+            visits=visits,
+            patience_s=None,
+            turns=(),
+            child_of="",
+        )
+        ending = [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, MAX_TURN))]
+        later = attrs.evolve(
+            first,
+            at=first.at + draw.choice((2.0, 10.0)) * (0.5 + draw.random()),
+            name=f"{first.name}-later",
+            tokens=(*tokens, *answer_to(tokens, num_answer), *ending),
+            prefill=draw.choice(others),
+            visits=(),
+        )
+        prompts += first, later
+    return attrs.evolve(scenario, incidents=(*scenario.incidents, *prompts))
 
 
 def _with_updates_while_running(
