@@ -139,6 +139,7 @@ OTHER_FLEETS = ("leases", "leases with small limits", "staged", "choosing", "ver
 FLEETS = {
     "kvplan.protocol.(page|prefix)_": STORE_FLEETS,
     "kvplan_nixl.*store": STORE_FLEETS,
+    "kvplan_nixl.vllm.(engine_state|tables)": (*VLLM_FLEETS, "store"),
     "kvplan_nixl.vllm": VLLM_FLEETS,
     "kvplan_nixl.sglang": SGLANG_FLEETS,
     "kvplan.protocol": (*OTHER_FLEETS, *VLLM_FLEETS, *SGLANG_FLEETS),
