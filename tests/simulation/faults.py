@@ -50,6 +50,7 @@ from tests.simulation.vllm_connector import (
     DESCRIPTION,
     ENGINE_HOOKS,
     ENGINE_STATE,
+    HOST_CACHE,
     SCHEDULER,
     STORE_SCHEDULER,
     STORE_SEARCHES,
@@ -154,7 +155,7 @@ FAULTS = [
     # Executors
     Fault("bytes land after an error was reported", fabric.VirtualExecutor, "poll", "flight.num_parts == 0", "(flight.num_parts == 0 or flight.error is not None)", seed=174, rule="GIVEN"),
     Fault("a transfer is done before its last part", fabric.VirtualExecutor, "poll", "flight.num_parts == 0", "flight.num_parts <= 1", seed=0, rule="GIVEN"),
-    Fault("a transfer writes one cell more", fabric.VirtualExecutor, "_land", "self.port.memory.cells[cells] = labels", "self.port.memory.cells[cells] = labels; self.port.memory.cells[cells[-1:] + 1] = 7", seed=0, rule="OWN"),
+    Fault("a transfer writes one cell more", fabric.VirtualExecutor, "_land", "self.port.memory.land(cells, labels)", "self.port.memory.land(cells, labels); self.port.memory.landed[cells[-1:] + 1] = 7", seed=0, rule="OWN"),
     Fault("a transfer that has failed is done", fabric.VirtualExecutor, "poll", "transfer.status = Status.FAILED\n            transfer.error = flight.error", "transfer.status = Status.DONE", seed=90, rule="OWN"),
     Fault("a transfer fails without an error", fabric.VirtualExecutor, "poll", "Status.FAILED\n            transfer.error = flight.error", "Status.FAILED"),
     Fault("a transfer writes in another order than it reads", fabric.VirtualExecutor, "_post", "self.port.memory.cells_of(local)", "self.port.memory.cells_of(local[::-1])", seed=0, rule="OWN"),
@@ -392,6 +393,7 @@ LIMIT_LEASE_FAULTS = [
 ]  # fmt: skip
 """Faults that fleets with :func:`~tests.simulation.limits.small_limits` find: of vLLM's rooms, and of leases."""
 
+HostCache = HOST_CACHE.HostCache
 FEATURE_VLLM_FAULTS = [
     Fault("prefill goes on after a prompt that was shortened", Scheduler, "_stop_short", "request.max_tokens = 1", "pass", seed=1, rule="RIGHT", model="states", features=Feature.LONG_PREFILLS),
     Fault("a prompt with an answer has no digest of its own", Scheduler, "_finish", "prefixes[num_prompt] = self._state.prompt_of(request, num_prompt)", "pass", seed=1, rule="RIGHT", features=Feature.LONG_PREFILLS),
@@ -403,6 +405,14 @@ FEATURE_VLLM_FAULTS = [
     Fault("a block that is not full is not copied", TABLES.BlockTables, "within", "blocks.ordinals * size < stop", "(blocks.ordinals + 1) * size < stop", seed=0, rule="OWN", features=Feature.HOST_COPIES),
     Fault("the block in which a step begins is not copied", TABLES.BlockTables, "within", "blocks.ordinals >= first // size", "blocks.ordinals > first // size", seed=0, rule="OWN", features=Feature.HOST_COPIES),
     Fault("workers are not told what to copy", Scheduler, "take_step", "KvplanMetadata(self._importer.step(), self._saves)", "KvplanMetadata(self._importer.step(), {})", seed=0, rule="OWN", features=Feature.HOST_COPIES),
+    Fault("workers do not copy what a step has computed", WORKER.Worker, "save", "self._host_cache.save(step.saves)", "pass", seed=0, rule="OWN", features=Feature.HOST_COPIES),
+    Fault("what was read is not copied to the device", WORKER.Worker, "results", "self._host_cache.end_read(result)", "pass", seed=0, rule="OWN", features=Feature.HOST_COPIES),
+    Fault("blocks that are read in part are not copied from the device first", HostCache, "begin_read", 'self._copy(partial_ids, "d2h")', "pass", seed=12, rule="OWN", features=Feature.HOST_COPIES),
+    Fault("blocks that are read in part are not copied to the device", HostCache, "begin_read", "blocks.ids[is_filled]", "blocks.ids[is_whole]", seed=0, rule="OWN", features=Feature.HOST_COPIES),
+    Fault("a state is not copied to the device", HostCache, "begin_read", "filled_ids[group.name] = blocks.ids\n", "filled_ids[group.name] = blocks.ids[:0]\n", seed=0, rule="OWN", model="states", features=Feature.HOST_COPIES),
+    Fault("what has come of a failed read is copied to the device", HostCache, "end_read", "if result.error is None:", "if True:", seed=61, rule="OWN", features=Feature.HOST_COPIES),
+    Fault("the blocks of a request that was read are remembered", HostCache, "end_read", "self._filled.pop(result.request, {})", "self._filled.get(result.request, {})", seed=0, rule="GROW", features=Feature.HOST_COPIES),
+    Fault("a request is copied to the device that has failed while bytes may land", WORKER.Worker, "results", "failed.update(self._reads.late())", "late = self._reads.late()\n    failed.update(late)\n    for name in late if self._host_cache is not None else ():\n        self._host_cache._copy(self._host_cache._filled.pop(name, {}), 'h2d')", seed=0, rule="GIVEN", features=Feature.HOST_COPIES),
     Fault("an answer is handed over with the position of a step under way", Scheduler, "_finish", "num_computed_tokens - num_in_flight,", "num_computed_tokens,", seed=0, rule="OWN", features=ASYNC_STEPS | TURNS),
     Fault("a state that has passed the answer is handed over", Scheduler, "_finish", "self._tables.states and num_tokens < request.num_computed_tokens", "False", seed=1, rule="OWN", model="states", features=ASYNC_STEPS | TURNS),
     Fault("weights that change while a request waits for blocks are not compared", Importer, "_check", "handoff.check_weights(self._weights())", "pass", seed=56, rule="OWN", features=Feature.LIVE_UPDATES),
@@ -425,6 +435,8 @@ FEATURE_VLLM_FAULTS = [
     Fault("positions of drafts are not copied", Scheduler, "save", "stop = request.num_computed_tokens + scheduled.num_scheduled_tokens[name]", "stop = min(request.num_tokens, request.num_computed_tokens + scheduled.num_scheduled_tokens[name])", seed=18, rule="OWN", model="drafts", features=Feature.HOST_COPIES | TURNS),
 ]  # fmt: skip
 FEATURE_ROOM_FAULTS = [
+    Fault("the last part of a request alone is copied to the device", HostCache, "begin_read", "np.concatenate([earlier.get(label, ids[:0]), ids])", "ids", seed=2, rule="OWN", features=Feature.HOST_COPIES),
+    Fault("blocks that another part fills are copied from the device", HostCache, "begin_read", "blocks.ids[is_filled & ~is_whole]", "blocks.ids[~is_whole]", seed=0, rule="GIVEN", features=Feature.HOST_COPIES),
     Fault("a request waits though its claim was refused", Importer, "_check", "if refusal is not None:", "if False:", seed=0, rule="END", features=BURSTS | PREEMPTION),
     Fault("a child takes the room of another one", Exporter, "open", "if room in self._rooms:", "if False:", seed=1, rule="LINGER", features=Feature.CHILDREN),
     Fault("what another request computes is published of one that is resumed", SCHEDULER, "_begun", "resumed.union(request.req_id for request in scheduled.scheduled_new_reqs)", "{request.req_id for request in scheduled.scheduled_new_reqs}", seed=9, rule="OWN", features=BURSTS | PREEMPTION | ASYNC_STEPS),

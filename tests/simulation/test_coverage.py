@@ -21,7 +21,7 @@ from kvplan.testing.simulation import Feature, LeaseConnector, Scenario, Simulat
 from tests.simulation.faults import RESEND_S
 from tests.simulation.sglang_connector import DECODE, PREFILL, SGLANG_FEATURES, sglang_fleets
 from tests.simulation.verified_connector import VerifiedConnector, vllm_verified_fleets
-from tests.simulation.vllm_connector import SCHEDULER, WORKER, VllmConnector, vllm_room_fleets
+from tests.simulation.vllm_connector import HOST_CACHE, SCHEDULER, WORKER, VllmConnector, vllm_room_fleets
 
 SEEDS = range(10)
 LEASE_SEEDS = (*SEEDS, 27, 86)
@@ -43,7 +43,6 @@ UNREACHED_TRANSITIONS = {
 WHY_UNCALLED = {
     "it closes an engine, which dies in a fleet": ("Claims.close", "Scheduler.close", "Worker.close"),
     "a stand-in makes the worker's reads, and has no tensors": ("Worker.envelope", "Worker.register"),
-    "a fleet makes the copies in main memory": ("Worker.save", "Worker.set_copies"),
     "SGLang's stand-in has no use for it": (
         *("Exporter.is_open", "PrefillRank.is_written", "Receiver.ensure_abort_notified"),
         *("Receiver.refuse_rebootstrap", "Sender.get_transfer_metric", "Sender.poll_pp_consensus"),
@@ -55,7 +54,8 @@ UNCALLED = {call: why for why, calls in WHY_UNCALLED.items() for call in calls}
 
 CLASSES = (
     *(Exporter, Importer, Leases, Claims, SourceClaims, Reads, LeaseCheck, Rooms, PeerEngines),
-    *(SCHEDULER.Scheduler, WORKER.Worker, PREFILL.Sender, PREFILL.PrefillRank, DECODE.Receiver, DECODE.DecodeRank),
+    *(SCHEDULER.Scheduler, WORKER.Worker, HOST_CACHE.HostCache),
+    *(PREFILL.Sender, PREFILL.PrefillRank, DECODE.Receiver, DECODE.DecodeRank),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import attrs
@@ -11,6 +12,7 @@ import pytest
 
 from kvplan import Blocks, KVPlanError, Status
 from kvplan.protocol.system import Route
+from kvplan.testing.simulation import BrokenRuleError, Site
 from kvplan.testing.simulation.catalog import Catalog, Shape
 from kvplan.testing.simulation.fabric import Fabric, Port, Trouble, VirtualExecutor
 from kvplan.testing.simulation.memory import LabelledMemory, Numbers
@@ -32,7 +34,10 @@ from kvplan.testing.simulation.tasks import TaskLoop
 class World:
     """A prefill and a decode host on a network, with a worker each."""
 
-    def __init__(self, *disturbances: Disturbance, troubles: tuple[Trouble, ...] = ()) -> None:
+    def __init__(
+        self, *disturbances: Disturbance, troubles: tuple[Trouble, ...] = (), has_copies: bool = False
+    ) -> None:
+        self.has_copies = has_copies
         self.loop = TaskLoop()
         self.network = Network(self.loop, 1, disturbances)
         self.fabric = Fabric(1, troubles, Catalog())
@@ -48,7 +53,8 @@ class World:
         """A host's memory, at another start if it is asked for again."""
         (worker,) = self.fabric.catalog.workers(name, Shape())
         host = Host(name, self.network, random.Random(f"{name} {len(self.fabric.ports)}"))
-        return Port(host, worker, LabelledMemory(worker, Shape().groups, Numbers.of([worker])))
+        memory = LabelledMemory(worker, Shape().groups, Numbers.of([worker]), has_copies=self.has_copies)
+        return Port(host, worker, memory)
 
     def run(self, seconds: float = 100.0) -> None:
         """Let all events of some time happen."""
@@ -90,6 +96,35 @@ def test_a_transfer_moves_the_labels_of_its_source(world: World) -> None:
     world.executor.release(transfer)
     assert not world.decode.memory.is_landing("attn", 1)
     assert world.decode.memory.cells.sum() == 7 * world.spec.num_bytes
+
+
+def test_what_lands_in_copies_is_copied_to_the_device() -> None:
+    """Not while bytes may land, and with no byte that was not read."""
+    world = World(has_copies=True)
+    decode, memory = world.decode, world.decode.memory
+    memory.read_into_copies()
+    memory.cells[:] = 3
+    site = Site(decode.host, [decode.worker], Shape().groups, [world.executor], [], [], world.fabric)
+    copy_blocks = partial(site.copy_blocks, world.executor, "attn")
+    world.executor.connect(world.offer)
+    world.executor.prepare(world.plan)
+    world.prefill.memory.exported[:] = 7
+    world.executor.start(world.spec, "r")
+    for to_device in (False, True):
+        with pytest.raises(BrokenRuleError, match=r"GIVEN: block 1 of decode is copied while bytes may land in it"):
+            copy_blocks([1], to_device=to_device)
+    world.run()
+    assert (memory.cells == 3).all()
+    copy_blocks([1, 2], to_device=True)
+    assert (memory.cells == 7).sum() == world.spec.num_bytes
+    with pytest.raises(
+        BrokenRuleError, match="OWN: block 3 of decode is copied to the device with bytes that were not"
+    ):
+        copy_blocks([3], to_device=True)
+    copy_blocks([3], to_device=False)
+    copy_blocks([3], to_device=True)
+    assert (memory.exported == 3).sum() == memory.cells_of_block("attn", 3).size
+    world.close()
 
 
 def test_connections_are_those_of_one_start(world: World) -> None:

@@ -23,7 +23,7 @@ CACHE = "kv_cache"
 def digests_of(executor: VirtualExecutor, request: Request) -> dict[str, Any]:
     """The digests of a request's blocks in a worker's memory, in which each byte is a part of its label."""
     worker = executor.port.worker
-    bytes_of_cells = (executor.port.memory.cells * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(56)).astype(np.uint8)
+    bytes_of_cells = (executor.port.memory.landed * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(56)).astype(np.uint8)
     memories = []
     first = 0
     for region in sorted(worker.regions, key=lambda region: region.address):

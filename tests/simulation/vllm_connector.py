@@ -8,7 +8,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from kvplan.protocol.rooms import Rooms
 from kvplan.testing.simulation import BrokenRuleError, EngineRequest, Promises, Simulation, Site, StepReport
 from kvplan.testing.simulation.catalog import NULL_BLOCK
 from kvplan.testing.simulation.engine import Phase
+from kvplan.testing.simulation.fabric import VirtualExecutor
 from kvplan.testing.simulation.leases import MemoryDigest, check_count
 from kvplan.testing.simulation.scenario import KEPT_S, Call, CallKind
 from tests.bridges.vllm_objects import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
@@ -81,19 +82,19 @@ VALUES = {
     "EngineCoreOutput": EngineCoreOutput,
     "EngineCoreOutputs": EngineCoreOutputs,
     "init_logger": logging.getLogger,
+    "gpu_sync_allowed": nullcontext,
 }
 
 
-SCHEDULER, WORKER, DESCRIPTION, TABLES, ENGINE_STATE, ENGINE_HOOKS, STORE_SCHEDULER, STORE_SEARCHES, STORE_WORKER = (
-    stand_in(
-        "vllm",
-        (
-            *("scheduler", "worker", "description", "tables", "engine_state", "engine_hooks"),
-            *("store_scheduler", "store_searches", "store_worker"),
-        ),
-        VALUES,
-    )
+SCHEDULER, WORKER, HOST_CACHE, DESCRIPTION, TABLES, ENGINE_STATE, ENGINE_HOOKS, *STORE = stand_in(
+    "vllm",
+    (
+        *("scheduler", "worker", "host_cache", "description", "tables", "engine_state", "engine_hooks"),
+        *("store_scheduler", "store_searches", "store_worker"),
+    ),
+    VALUES,
 )
+STORE_SCHEDULER, STORE_SEARCHES, STORE_WORKER = STORE
 CONTENT = "content "
 """The beginning of a folder's content, which is the path of its adapter."""
 
@@ -171,6 +172,44 @@ class NamedDigests:
     def of(self, blocks: Mapping[str, Blocks], tokens: Mapping[str, tuple[int, int]]) -> Mapping[str, Any]:
         """The digests of some blocks."""
         return self.digest({"local": blocks, "remote": {}, "tokens": tokens})
+
+
+MAIN_MEMORY, DEVICE = "main memory", "the device"
+
+
+class LabelledHostCache(HOST_CACHE.HostCache):  # type: ignore[misc, name-defined]
+    """A worker's cache in main memory, which has the groups of its model as layers."""
+
+    def __init__(self, reads: NamedReads) -> None:
+        names = [group.name for group in reads.worker.groups]
+        self._named = reads.named
+        self._device_tensors, self.tensors = dict.fromkeys(names, DEVICE), dict.fromkeys(names, MAIN_MEMORY)
+        self._layers = {name: {1: [name]} for name in names}
+        self._copy_blocks: Callable[..., None] | None = None
+        self._filled: dict[str, Any] = {}
+
+    def begin_read(self, read: Read, groups: Iterable[Any]) -> None:
+        super().begin_read(self._named(read), groups)
+
+
+def platform_copies(site: Site, executor: VirtualExecutor) -> Callable[..., None]:
+    """The operation by which a platform of vLLM copies blocks, which copies their labels."""
+
+    def copy_blocks(
+        sources: Mapping[str, str],
+        destinations: Mapping[str, str],
+        source_ids: list[int],
+        destination_ids: list[int],
+        direction: str,
+    ) -> None:
+        assert sources.keys() == destinations.keys()
+        assert source_ids == destination_ids
+        ends = [MAIN_MEMORY, DEVICE] if direction == "h2d" else [DEVICE, MAIN_MEMORY]
+        for group in sources:
+            assert [sources[group], destinations[group]] == ends
+            site.copy_blocks(executor, group, source_ids, to_device=direction == "h2d")
+
+    return copy_blocks
 
 
 class SeenRequest:
@@ -314,6 +353,7 @@ class VllmConnector:
     """
 
     reads_lagging_groups = True
+    reads_into_copies = True
 
     def __init__(self, site: Site, digest: MemoryDigest | None = None) -> None:
         host = site.host
@@ -359,6 +399,9 @@ class VllmConnector:
                 system=host,
                 max_transfer_ids=site.max_transfer_ids,
             )
+            if site.has_copies:
+                worker._host_cache = LabelledHostCache(worker._reads)
+                worker.set_copies(platform_copies(site, executor))
             if digest is not None:
                 worker._digester = NamedDigests(worker._reads, partial(digest, executor))
         self._has_copies = site.has_copies
@@ -516,6 +559,11 @@ class VllmConnector:
         self._scheduler.end_exports(metadata.released)
         saves = {self._groups[int(group.removeprefix("group"))].name: ids for group, ids in metadata.saves.items()}
         return StepReport(received, failed, sorted(metadata.released), saves if self._has_copies else None)
+
+    def save(self, saves: Mapping[str, Collection[int]]) -> None:
+        """Let the workers copy to main memory what a step has computed."""
+        for worker in self._workers:
+            worker.save(SCHEDULER.KvplanMetadata(saves=saves))
 
     def _publish(self) -> Any:
         """Say what is computed, as vLLM does before a step, and return what is scheduled."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -286,6 +286,10 @@ class Connector(Protocol):
     One with a true attribute ``reads_lagging_groups`` reads of each group what its prefix cache
     lacks. Where a model has states, vLLM gives it all that is cached of full attention then, and of
     other groups maybe less.
+
+    Where others read copies, one with a true attribute ``reads_into_copies`` reads into the copies,
+    and copies blocks itself, by :meth:`Site.copy_blocks`: of a read that has ended to the device,
+    and from there when its method ``save`` gets the saves of a step that has computed.
     """
 
     def add(self, request: EngineRequest) -> None:
@@ -363,6 +367,25 @@ class Site:
             disconnect=executor.disconnect,
             plan=self.fabric.catalog.plan,
         )
+
+    def copy_blocks(
+        self, executor: VirtualExecutor, group: str, blocks: Iterable[int], *, to_device: bool
+    ) -> None:
+        """Copy blocks of a group between a worker's device and its copies in main memory.
+
+        Refuses to copy a block while bytes may land in it, and to write bytes on the device that
+        were neither read nor copied from there.
+        """
+        memory = executor.port.memory
+        for block in blocks:
+            place = f"block {block} of {self.host.name}"
+            if memory.is_landing(group, block):
+                message = f"{place} is copied while bytes may land in it"
+                raise BrokenRuleError("GIVEN", message)
+            if to_device and memory.is_mixed(group, block):
+                message = f"{place} is copied to the device with bytes that were not read"
+                raise BrokenRuleError("OWN", message)
+            memory.copy_block(group, block, to_device=to_device)
 
 
 class BlockPool:
@@ -547,6 +570,12 @@ class Engine:
                 folder,
             )
         )
+        self._copies_itself = self._has_copies and getattr(
+            self.connector, "reads_into_copies", False
+        )
+        if self._copies_itself:
+            for memory in self._memories:
+                memory.read_into_copies()
         has_states = any(group.is_state for group in groups)
         can_lag = has_states and not self._has_old_blocks
         self._may_lag = can_lag and getattr(self.connector, "reads_lagging_groups", False)
@@ -1082,15 +1111,22 @@ class Engine:
         for chunk in chunks:
             self._write(chunk)
             chunk.request.num_in_flight -= chunk.stop - chunk.start
-        saves = self._saves.popleft()
-        for memory in self._memories:
-            memory.copy(saves)
+        self._save(self._saves.popleft())
         for tables in self._deferred.popleft():
             self._free(tables)
         for chunk in chunks:
             # one that was preempted or aborted meanwhile has other blocks, or none
             if chunk.request.phase is Phase.RUNNING and chunk.request.blocks is chunk.blocks:
                 self._end_chunk(chunk)
+
+    def _save(self, saves: Mapping[str, Collection[int]] | None) -> None:
+        """Copy to main memory what a step has computed, or let the connector do so."""
+        if self._copies_itself:
+            save: Any = getattr(self.connector, "save")  # noqa: B009
+            save(saves)
+            return
+        for memory in self._memories:
+            memory.copy(saves)
 
     def _chunk_of(self, request: EngineRequest, num_tokens: int) -> _PromptChunk | None:
         """Give a request blocks for its next positions, or preempt requests, maybe this one.

@@ -166,7 +166,7 @@ class VirtualCopier:
     def _copy(self, ticket: _PendingCopies, reads: Ints, writes: Ints) -> None:
         """Copy what is there now."""
         memory = self._port.memory
-        memory.cells[writes] = memory.cells[reads]
+        memory.land(writes, memory.landed[reads])
         memory.landing[writes] -= 1
         memory.last_landing_at = self._port.host.loop.now
         ticket.num_left -= 1
@@ -372,8 +372,8 @@ class VirtualExecutor:
             draw = self.fabric.spoiling_random
             labels = labels + OTHER_BYTE * (np.arange(cells.size) == draw.randrange(cells.size))
             if draw.random() < 0.5:
-                labels = self.port.memory.cells[cells]
-        self.port.memory.cells[cells] = labels
+                labels = self.port.memory.landed[cells]
+        self.port.memory.land(cells, labels)
         self.landed_at[flight.transfer.request] = self.port.host.loop.now
         self._drop(flight, part)
 

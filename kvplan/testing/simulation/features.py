@@ -68,7 +68,9 @@ class Feature(enum.Flag):
     """Requests come again, as others under their names, when the blocks of the first are free."""
 
     HOST_COPIES = enum.auto()
-    """Engines lend copies of their blocks in main memory, made when a step has computed them."""
+    """Engines lend copies of their blocks in main memory, made when a step has computed them.
+
+    Connectors that say so read into such copies too, and copy blocks themselves."""
 
     SINKS = enum.auto()
     """Windows keep their first block, as attention sinks do: block tables have gaps."""

@@ -3,7 +3,9 @@
 These rules hold in every step, or the simulation ends with an error that names the rule:
 
 - OWN: a request attends to no byte that is not of its own tokens, also where a prefix was cached.
-- GIVEN: a block is not given to a request while a byte of another one may land in it.
+  What was not read of a block stays on the device when its copy is copied there.
+- GIVEN: a block is not given to a request while a byte of another one may land in it, and it is not
+  copied then.
 - CLAIM: blocks are not freed while a reader was told that they stay, and none is told that a lease
   is valid whose request is gone.
 - END: each request ends, right or with an error of kvplan, within :data:`END_S` and a lease for

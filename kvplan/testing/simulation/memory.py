@@ -97,8 +97,9 @@ class LabelledMemory:
     """The memory of one worker, with a cell for each byte, and the cache groups in it.
 
     ``cells`` has the labels. Others read ``exported``: the cells themselves, or with ``has_copies``
-    those that were copied by :meth:`copy`. ``landing`` counts the writes under way into each cell,
-    of which the last one ended at ``last_landing_at``.
+    those that were copied by :meth:`copy`. What is read lands in the cells, or in the copies after
+    :meth:`read_into_copies`. ``landing`` counts the writes under way into each cell, of which the
+    last one ended at ``last_landing_at``.
     """
 
     def __init__(
@@ -119,6 +120,8 @@ class LabelledMemory:
         self.cells: CellLabels = np.zeros(sum(sizes), np.uint64)
         self.exported: CellLabels = self.cells.copy() if has_copies else self.cells
         self.landing = np.zeros(sum(sizes), np.int16)
+        # where bytes land in copies: the cells that got some since their block was copied
+        self._has_landed: npt.NDArray[np.bool_] | None = None
         self.last_landing_at = 0.0
         tensors = [*numbers.weights]
         self._groups: dict[str, _GroupCells] = {}
@@ -185,8 +188,38 @@ class LabelledMemory:
         elif self.exported is not self.cells:
             for group, blocks in saves.items():
                 for block in blocks:
-                    cells = self._groups[group].of_block(block)
-                    self.exported[cells] = self.cells[cells]
+                    self.copy_block(group, block, to_device=False)
+
+    def copy_block(self, group: str, block: int, *, to_device: bool) -> None:
+        """Copy a block for others, or what has landed in its copy to the device."""
+        cells = self.cells_of_block(group, block)
+        source, destination = self.cells, self.exported
+        if to_device:
+            source, destination = destination, source
+        destination[cells] = source[cells]
+        if self._has_landed is not None:
+            self._has_landed[cells] = False
+
+    def read_into_copies(self) -> None:
+        """Let bytes that are read land in the copies from now on."""
+        self._has_landed = np.zeros(self.cells.size, np.bool_)
+
+    @property
+    def landed(self) -> CellLabels:
+        """The cells where bytes land that are read."""
+        return self.cells if self._has_landed is None else self.exported
+
+    def land(self, cells: Ints, labels: CellLabels) -> None:
+        """Write labels that were read."""
+        self.landed[cells] = labels
+        if self._has_landed is not None:
+            self._has_landed[cells] = True
+
+    def is_mixed(self, group: str, block: int) -> bool:
+        """Return whether a block's copy differs from the device where nothing was read."""
+        cells = self.cells_of_block(group, block)
+        is_other = self.exported[cells] != self.cells[cells]
+        return self._has_landed is not None and bool((is_other & ~self._has_landed[cells]).any())
 
     def cells_of_block(self, group: str, block: int) -> Ints:
         """Return the cells of a block, (positions, bytes)."""
