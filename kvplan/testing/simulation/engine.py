@@ -501,8 +501,9 @@ class Engine:
         self._calls: list[Call] = []
         self._is_updated_live = Feature.LIVE_UPDATES in features
         # the prefix cache has blocks of old weights, or of an adapter's old content, under hashes
-        # that do not tell them from new ones
-        self._has_old_blocks = self._is_updated_live or self._has_adapters
+        # that do not tell them from new ones; what drafts cache would be of two contents
+        has_drafts = any(group.num_ahead for group in groups)
+        self._has_old_blocks = self._is_updated_live or (self._has_adapters and not has_drafts)
         self._labels: dict[tuple[str, int], CellLabels] = {}
         self._is_async = Feature.ASYNC_STEPS in features
         self._is_preempted = Feature.PREEMPTION in features
@@ -530,8 +531,7 @@ class Engine:
             for worker, memory in zip(workers, self._memories, strict=True)
         ]
         self._groups = groups
-        has_drafts = any(group.num_ahead for group in groups) and not self._is_async
-        self._num_drafts = MAX_DRAFTS if has_drafts else 0
+        self._num_drafts = MAX_DRAFTS if has_drafts and not self._is_async else 0
         self._tokens_per_block = groups[0].tokens_per_block
         self.pools: dict[str, BlockPool] = {
             group.name: pool(partial(self._check_block, group.name), group.stage)
