@@ -37,8 +37,8 @@ class Weights:
     An update may load weights in several parts, between ``begin`` and ``end``, and a request that
     is computed meanwhile mixes two versions. The operator names the version in the update. It has a
     private name, from ``token``, until the update has ended, the operator has named it, and SGLang
-    has flushed its cache, which the weights before have computed. The name that was valid
-    ``before`` does not count as a new one.
+    has flushed its cache, which the weights before have computed. For weights that have changed,
+    neither the name that was valid ``before`` nor that of the first ones counts, at any time.
     """
 
     token: str = ""
@@ -68,8 +68,8 @@ class Weights:
 
     def name(self, version: str | None) -> None:
         """Note that an operator has named the version."""
-        if version not in (None, FIRST_WEIGHTS, self.before):
-            self.is_named = True
+        if version is not None and self.token:
+            self.is_named = version not in (FIRST_WEIGHTS, self.before)
 
     def flush(self) -> None:
         """Note that SGLang has flushed its prefix cache."""

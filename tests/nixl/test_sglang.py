@@ -478,6 +478,27 @@ def test_weights_of_another_version_are_refused(
     until(sender, KVPoll.Success)
 
 
+def test_changed_weights_never_have_an_earlier_name(plugin: ModuleType, engine: Runtime) -> None:
+    """Also not when they had one of their own: the name of the first weights, or of those before."""
+    weights = plugin.changes.Weights()
+
+    def name(version: str) -> str:
+        engine.serving.weight_version = version
+        weights.name(version)
+        found: str = weights.version
+        return found
+
+    assert name("1") == "1"
+    assert name("default") == "", "weights that have not changed have any name"
+    assert name("1") == "1"
+    weights.change()
+    weights.flush()
+    assert name("2") == "2"
+    for version in ("default", "1"):
+        assert name(version) == f"unnamed {weights.token}"
+        assert name("2") == "2"
+
+
 def test_a_part_of_a_prompt_has_the_weights_that_computed_it(
     plugin: ModuleType, prefill: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
