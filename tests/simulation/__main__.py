@@ -17,6 +17,7 @@ from tests.simulation.faults import (
     FAULTS,
     FEATURE_FAULTS,
     FEATURE_ROOM_FAULTS,
+    FEATURE_SGLANG_FAULTS,
     FEATURE_VLLM_FAULTS,
     HYBRID_FAULTS,
     HYBRID_SGLANG_FAULTS,
@@ -62,6 +63,7 @@ def main(num_seeds: int = 100, part: str = "") -> None:
     planted += [(Simulation(LeaseConnector), fault) for fault in FEATURE_FAULTS]
     planted += [(vllm_room_fleets(), fault) for fault in FEATURE_ROOM_FAULTS]
     planted += [(Simulation(VllmConnector), fault) for fault in FEATURE_VLLM_FAULTS]
+    planted += [(sglang_fleets(), fault) for fault in FEATURE_SGLANG_FAULTS]
     planted += [(StoreFleets(), fault) for fault in STORE_FAULTS]
     planted += [(vllm_room_fleets(), fault) for fault in LIMIT_FAULTS]
     planted += [(Simulation(LeaseConnector), fault) for fault in LIMIT_LEASE_FAULTS]

@@ -45,7 +45,7 @@ from kvplan.testing.simulation.catalog import NO_STAGES
 from kvplan.testing.simulation.features import NO_FEATURES
 from kvplan.testing.simulation.leases import LeaseConnector
 from kvplan_nixl.serving.store import StoreClient, StoreReader, eviction, page_files, stalls
-from tests.simulation.sglang_connector import BOOTSTRAP, DECODE, MANAGER, PREFILL
+from tests.simulation.sglang_connector import BOOTSTRAP, CHANGES, DECODE, MANAGER, PREFILL
 from tests.simulation.vllm_connector import (
     DESCRIPTION,
     ENGINE_HOOKS,
@@ -433,6 +433,20 @@ FEATURE_VLLM_FAULTS = [
     Fault("what drafts cache of another token is read", Importer, "count", "record.num_shared - record.num_stale", "record.num_shared", seed=2, rule="OWN", model="drafts", features=TURNS),
     Fault("what drafts cache of another token is decode's alone", Scheduler, "_import", "self._drafts_know_next and is_optional", "self._drafts_know_next and not is_optional", seed=2, rule="OWN", model="drafts", features=TURNS),
     Fault("positions of drafts are not copied", Scheduler, "save", "stop = request.num_computed_tokens + scheduled.num_scheduled_tokens[name]", "stop = min(request.num_tokens, request.num_computed_tokens + scheduled.num_scheduled_tokens[name])", seed=18, rule="OWN", model="drafts", features=Feature.HOST_COPIES | TURNS),
+]  # fmt: skip
+FEATURE_SGLANG_FAULTS = [
+    # weights that change while requests run
+    Fault("a flush that was refused counts as done", CHANGES, "_flush", "if is_flushed:", "if True:", seed=1, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("a flush that was refused after an update counts as done", CHANGES, "_flush_after", "is_right and request.flush_cache", "request.flush_cache", seed=1, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("an update that flushes nothing counts as a flush", CHANGES, "_flush_after", "is_right and request.flush_cache", "is_right", seed=3, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("an update leaves the prefix cache as it is", CHANGES.Weights, "change", "self.is_flushed = False", "pass", seed=1, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("weights without a name are those of all engines", CHANGES.Weights, "change", "self.token = uuid.uuid4().hex", 'self.token = "new"', seed=1, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("changed weights have the name of the first ones", CHANGES.Weights, "name", "(FIRST_WEIGHTS, self.before)", "(self.before,)", seed=2, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("changed weights that had a name get that of the first ones", CHANGES.Weights, "name", "self.is_named = version", "self.is_named = self.is_named or version", seed=2, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("a part of weights counts as all", CHANGES.Weights, "begin", "self.is_changing = True", "pass", seed=57, rule="AGAIN", features=Feature.LIVE_UPDATES),
+    Fault("a prompt is handed over as one of the first weights", Sender, "send", "weights_version=WEIGHTS.version", 'weights_version=""', seed=0, rule="AGAIN", features=Feature.LIVE_UPDATES),
+    Fault("a chunk is published as one of the first weights", Sender, "_publish_early", "weights_version=WEIGHTS.version", 'weights_version=""', seed=49, rule="RIGHT", features=Feature.LIVE_UPDATES),
+    Fault("weights are compared when a request is claimed alone", Importer, "_check", "handoff.check_weights(self._weights())", "pass", seed=13, rule="OWN", features=Feature.LIVE_UPDATES),
 ]  # fmt: skip
 FEATURE_ROOM_FAULTS = [
     Fault("the last part of a request alone is copied to the device", HostCache, "begin_read", "np.concatenate([earlier.get(label, ids[:0]), ids])", "ids", seed=2, rule="OWN", features=Feature.HOST_COPIES),

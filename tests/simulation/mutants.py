@@ -355,7 +355,7 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
     features |= Feature.WRONG_BYTES if name.endswith("verified") else Feature(0)
     features |= Feature.ADAPTERS if name.startswith("vllm") and seed % 4 == 1 else Feature(0)
     # either one
-    is_live = name.startswith(("vllm", "store")) and Feature.ADAPTERS not in features
+    is_live = name.startswith(("vllm", "store", "sglang")) and Feature.ADAPTERS not in features
     if is_live and random.Random(f"{seed} live").random() < 1 / 3:
         features |= Feature.LIVE_UPDATES
     models = ["attention"] if name in ("staged", "verified") else [*MODELS]

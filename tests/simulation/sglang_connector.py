@@ -3,17 +3,20 @@
 The stand-in calls senders and receivers as SGLang 0.5.23 does (``disaggregation/prefill.py`` and ``decode.py``): it
 takes the worst state of all ranks, clears no sender that has failed, and keeps the pages of a failed request until no
 byte can land in them. Pages of a window and the slot of a state are sent with the last chunk. Each pipeline stage of
-prefill has pages of its own, and sends them when it comes to them.
+prefill has pages of its own, and sends them when it comes to them. Updates of weights call the hooks as
+``managers/scheduler_components/weight_updater.py`` calls the functions that they wrap; ``Scheduler.flush_cache`` is
+refused until the engine is idle.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +44,7 @@ from kvplan.testing.simulation import (
     StepReport,
 )
 from kvplan.testing.simulation.engine import Phase
+from kvplan.testing.simulation.scenario import FIRST_WEIGHTS, IN_PART, Call, CallKind
 from tests.simulation.stand_in import stand_in
 
 LOGGER = logging.getLogger(__name__)
@@ -69,11 +73,11 @@ VALUES = {
     "get_serving": lambda: SimpleNamespace(host="127.0.0.1", weight_version="default"),
 }
 
-PREFILL, DECODE, MANAGER, BOOTSTRAP, SETTINGS = stand_in(
-    "sglang", ("prefill", "decode", "manager", "bootstrap", "settings"), VALUES
+PREFILL, DECODE, MANAGER, BOOTSTRAP, SETTINGS, CHANGES = stand_in(
+    "sglang", ("prefill", "decode", "manager", "bootstrap", "settings", "changes"), VALUES
 )
 SGLANG_FEATURES = ~(Feature.PREEMPTION | Feature.UPDATES | Feature.SIBLINGS | Feature.LONG_PREFILLS | Feature.RESHAPES)
-"""SGLang's prefill preempts no request and generates one token; the plugin hears of no update and no sibling."""
+"""SGLang's prefill preempts no request and generates one token; the plugin hears of no reset and no sibling."""
 SGLANG_MODELS = {name: model for name, model in MODELS.items() if name != "drafts"}
 """The models that the stand-in of SGLang serves: it has no drafts."""
 ASK_S = 0.2
@@ -135,11 +139,39 @@ class Served:
             part.clear()
 
 
+@attrs.define(eq=False)
+class Process:
+    """What ``changes.py`` has in the process of an engine's scheduler, where all engines of a fleet share the module.
+
+    ``token`` is a name of this start of the engine alone, which its private names begin with.
+    """
+
+    serving: Any
+    token: str = ""
+    weights: Any = attrs.field(factory=CHANGES.Weights)
+    adapters: Any = attrs.field(factory=CHANGES.Adapters)
+    numbers: Iterator[int] = attrs.field(factory=itertools.count)
+
+    def enter(self) -> None:
+        """Let the module have what this process has, until another one is entered."""
+        uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{self.token} {next(self.numbers)}"))
+        own = {"WEIGHTS": self.weights, "ADAPTERS": self.adapters, "get_serving": lambda: self.serving, "uuid": uuid}
+        vars(CHANGES).update(own)
+        vars(PREFILL)["WEIGHTS"] = vars(DECODE)["WEIGHTS"] = self.weights
+
+    def weights_version(self, ask: Callable[[], str]) -> str:
+        """Ask for the version of the weights, as a coroutine of this process does too."""
+        self.enter()
+        return ask()
+
+
 class SglangConnector:
     """``kvplan_nixl.sglang``'s ranks as a connector of the simulation.
 
     ``attempts`` has the request, and how often that has come, of the lease of each stage, in all engines.
     """
+
+    resets_when_idle = True
 
     def __init__(self, site: Site, attempts: dict[str, str]) -> None:
         self._host = site.host
@@ -156,7 +188,13 @@ class SglangConnector:
         self._firsts: dict[str, Any] = {}
         # the stages differ in their groups' names
         self._stages = list(dict.fromkeys(group_names(worker) for worker in site.workers))
+        self._folder = site.folder
+        self._process = Process(SimpleNamespace(host="127.0.0.1", weight_version=site.weights() or FIRST_WEIGHTS))
+        self._is_updating = False
+        self._process.enter()
         self._managers = [self._manager(site, rank) for rank in range(len(site.workers))]
+        rank = self._managers[0].rank
+        self._process.token = rank.owner if self._is_prefill else rank.importer._reader
         if self._is_prefill:
             # no part of the connector: it forgets old entries when somebody asks for one
             server = BOOTSTRAP.BootstrapServer(site.host.name, ROOMS_PORT, system=site.host)
@@ -211,6 +249,8 @@ class SglangConnector:
         names["Rooms"] = partial(Rooms, ask_s=ASK_S)
         names["make_reads"] = partial(self._make_reads, site, rank)
         manager.rank = DECODE.DecodeRank(memory, queue, None, self._settings, WAITING_S, site.host)
+        importer = manager.rank.importer
+        importer._weights = partial(self._process.weights_version, importer._weights)
         return manager
 
     def _gather(self, gathered: Any, value: Any) -> list[Any]:
@@ -248,6 +288,8 @@ class SglangConnector:
         self._served[request.name] = served
         self._num_attempts += 1
         attempt = f"{crc32(request.name.encode())} of {self._host.name}, {self._num_attempts}"
+        if request.adapter:
+            self._process.adapters.note(request.adapter, self._folder(request.adapter))
         for part in served.parts:
             part.req = _seen(request)
             if self._is_prefill:
@@ -270,6 +312,7 @@ class SglangConnector:
         served = self._served.get(request.name)
         if served is None or served.is_begun:
             return
+        self._process.enter()
         served.row = self._free_rows.pop(0)
         self._rows[:, served.row] = 0
         page_size = self._page_size
@@ -291,6 +334,7 @@ class SglangConnector:
 
     def step(self) -> StepReport:
         """Poll all requests, as SGLang's queues do."""
+        self._process.enter()
         report = self._step_prefill() if self._is_prefill else self._step_decode()
         # rooms are numbers; so that the simulation sees them, they are names of requests too, as leases are
         ranks = [manager.rank for manager in self._managers]
@@ -518,8 +562,45 @@ class SglangConnector:
             if len(attempts) > 1:
                 raise BrokenRuleError("OWN", f"room {room} has stages of {sorted(attempts)}")
 
+    def hear(self, call: Call, is_done: bool) -> None:
+        """Let the hooks hear what an operator's call does in SGLang, and whether it has succeeded.
+
+        The version decides of which kind an update is: from a disk; in a session, each part of which names the
+        version; or in a session that loads nothing, since others write the weights.
+        """
+        self._process.enter()
+        if call.kind in (CallKind.CHANGE, CallKind.FAILED_CHANGE):
+            self._update(call.text.removesuffix(IN_PART), is_part=call.text.endswith(IN_PART), is_done=is_done)
+        elif call.kind is CallKind.NAME:
+            self._name(call.text)
+        else:
+            CHANGES._flush(is_done, None)
+            CHANGES._flush_after((is_done, ""), None, SimpleNamespace(flush_cache=True))
+
+    def _update(self, version: str, *, is_part: bool, is_done: bool) -> None:
+        """Update the weights, or a part of them, and flush nothing."""
+        kind = crc32(version.encode()) % 3
+        # from a disk, in a session, in one that loads nothing
+        if kind and not self._is_updating:
+            self._is_updating = True
+            CHANGES._begin(None)
+        if kind < 2:
+            CHANGES._change(None, version)
+        if is_done:
+            if kind == 1:
+                self._name(version)
+            CHANGES._flush_after((True, ""), None, SimpleNamespace(flush_cache=False))
+        if self._is_updating and not is_part:
+            self._is_updating = False
+            CHANGES._end(None, None, run_post_load=kind == 2)
+
+    def _name(self, version: str) -> None:
+        """Record a version, as ``Scheduler.record_weight_version_change`` does."""
+        self._process.serving.weight_version = version
+        CHANGES._name(None, None, version)
+
     def reset(self) -> None:
-        """No fleet of SGLang resets a cache."""
+        """No fleet of SGLang resets a cache but by calls."""
 
     def is_promised(self, request: str) -> bool:
         return self._promises.take(request)

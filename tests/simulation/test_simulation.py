@@ -33,6 +33,7 @@ from tests.simulation.faults import (
     FAULTS,
     FEATURE_FAULTS,
     FEATURE_ROOM_FAULTS,
+    FEATURE_SGLANG_FAULTS,
     FEATURE_VLLM_FAULTS,
     HYBRID_FAULTS,
     HYBRID_SGLANG_FAULTS,
@@ -317,6 +318,12 @@ def test_a_fault_of_a_feature_is_found_in_vllm_s_connector(vllm: Simulation, fau
     test_a_fault_of_a_feature_is_found(vllm, fault)
 
 
+@pytest.mark.parametrize("fault", FEATURE_SGLANG_FAULTS, ids=[fault.name for fault in FEATURE_SGLANG_FAULTS])
+def test_a_fault_of_a_feature_is_found_in_sglang_s_plugin(sglang: Simulation, fault: Fault) -> None:
+    """As one of leases alone."""
+    test_a_fault_of_a_feature_is_found(sglang, fault)
+
+
 @pytest.mark.parametrize("fault", LIMIT_FAULTS, ids=[fault.name for fault in LIMIT_FAULTS])
 def test_a_fault_at_a_limit_is_found(vllm_rooms: Simulation, fault: Fault) -> None:
     """Where lists, questions and handshakes have room for one or two, and not where they have room for all."""
@@ -480,7 +487,7 @@ def test_the_page_counts_the_faults_that_are_found() -> None:
         [*VLLM_FAULTS, *VLLM_ROOM_FAULTS],
         [*SGLANG_FAULTS, *STAGE_FAULTS],
         [*STAGING_FAULTS, *CHOICE_FAULTS, *DIGEST_FAULTS, *VLLM_DIGEST_FAULTS, *VLLM_ROOM_DIGEST_FAULTS],
-        [*FEATURE_FAULTS, *FEATURE_VLLM_FAULTS, *FEATURE_ROOM_FAULTS],
+        [*FEATURE_FAULTS, *FEATURE_VLLM_FAULTS, *FEATURE_SGLANG_FAULTS, *FEATURE_ROOM_FAULTS],
         [*LIMIT_FAULTS, *LIMIT_LEASE_FAULTS],
         [*SENT_AGAIN_FAULTS, *SENT_AGAIN_ROOM_FAULTS, *SENT_AGAIN_SGLANG_FAULTS],
         STORE_FAULTS,

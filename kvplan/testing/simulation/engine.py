@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -290,6 +291,11 @@ class Connector(Protocol):
     Where others read copies, one with a true attribute ``reads_into_copies`` reads into the copies,
     and copies blocks itself, by :meth:`Site.copy_blocks`: of a read that has ended to the device,
     and from there when its method ``save`` gets the saves of a step that has computed.
+
+    One with a true attribute ``resets_when_idle`` is of an engine that resets its prefix cache only
+    when it has no request and keeps no block, as SGLang does: a forced reset aborts all requests,
+    and succeeds when the last block is free. Operators give each update a name of its own there,
+    and a start that has the weights of an update from the beginning gets none of its calls.
     """
 
     def add(self, request: EngineRequest) -> None:
@@ -576,6 +582,10 @@ class Engine:
         if self._copies_itself:
             for memory in self._memories:
                 memory.read_into_copies()
+        self.resets_when_idle = getattr(self.connector, "resets_when_idle", False)
+        # a reset that operators repeat until the engine is idle, and when the last one succeeded
+        self._forced: Call | None = None
+        self._reset_at = -math.inf
         has_states = any(group.is_state for group in groups)
         can_lag = has_states and not self._has_old_blocks
         self._may_lag = can_lag and getattr(self.connector, "reads_lagging_groups", False)
@@ -590,6 +600,16 @@ class Engine:
     def is_idle(self) -> bool:
         """Return whether the engine has no request, keeps no block, and no step is under way."""
         return not (self.requests or self._lent or self._landing or self._under_way)
+
+    @property
+    def _keeps_blocks(self) -> bool:
+        """Return whether blocks are kept for readers, or bytes or steps may come into them."""
+        return bool(self._lent or self._landing or any(self._under_way))
+
+    @property
+    def reset_at(self) -> float:
+        """Return when an operator's last reset has succeeded: infinity while it is awaited."""
+        return self._reset_at if self._forced is None or self.host.is_dead else math.inf
 
     @property
     def num_unreleased(self) -> int:
@@ -737,6 +757,8 @@ class Engine:
         self._check_reset()
         self._check_held()
         has_computed = self._begin_chunks(report.saves) if self._is_ahead else self._compute()
+        if self._forced is not None and not (self.requests or self._keeps_blocks):
+            self._answer(self._forced)
         # an engine that waits looks less and less often
         is_busy = has_admitted or has_news or has_computed
         draw = self.host.random.random()
@@ -796,10 +818,17 @@ class Engine:
             for request in users:
                 request.go_on_with(call.text, request.num_computed)
         elif call.kind is CallKind.RESET:
-            is_done = not (users or self._lent or self._landing or self._under_way)
+            is_done = not (users or self._keeps_blocks)
         elif call.kind is CallKind.FORCED_RESET:
+            if self.resets_when_idle:
+                users = [each for each in self.requests.values() if each not in self._arrived]
             for request in users:
                 self._end(request, None, is_wanted=False)
+        if self.resets_when_idle and call.kind in (CallKind.RESET, CallKind.FORCED_RESET):
+            is_done = not (self.requests or self._keeps_blocks)
+            if call.kind is CallKind.FORCED_RESET:
+                self._forced = None if is_done else call
+                self._reset_at = self.host.loop.now
         if is_done and call.kind in (CallKind.RESET, CallKind.FORCED_RESET):
             for pool in self.pools.values():
                 pool.reset()

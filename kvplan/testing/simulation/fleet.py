@@ -325,6 +325,8 @@ class Fleet:
             for incident in self.scenario.incidents:
                 self._plan(incident)
             self._advance(HEALED_S + SETTLE_S / self._slowest)
+            while self._reset_at == math.inf and self.loop.now < self._end_s:
+                self._advance(self.loop.now + 1.0)
             # faults are over, and their consequences too
             probes = self._probe()
             while self._open:
@@ -554,15 +556,28 @@ class Fleet:
         if is_early and self.loop.now < update.at + RUNNING_S / 4:
             self.loop.at(self.loop.now + STEP_S / 2, partial(self._call_when_used, name, update))
             return
-        self._versions[name] = update.version
-        for call in update.calls:
-            self.loop.at(self.loop.now + call.delay_s, partial(self._call, name, call))
+        starts = [self._engines.get(name + place) for place in ("", ELSEWHERE)]
+        version, calls = update.version, update.calls
+        if any(start is not None and start.resets_when_idle for start in starts):
+            version = f"{version} of {update.at:.4f}"
+            calls = tuple(call.renamed(update.version, version) for call in calls)
+        self._versions[name] = version
+        for call in calls:
+            self.loop.at(self.loop.now + call.delay_s, partial(self._call, name, call, starts))
 
-    def _call(self, name: str, call: Call) -> None:
+    def _call(self, name: str, call: Call, starts: Sequence[Engine | None]) -> None:
+        """Call an engine; a start later than ``starts`` has the weights, and may get no call."""
         for place in ("", ELSEWHERE):
             engine = self._engines.get(name + place)
-            if engine is not None and not engine.host.is_dead:
+            if engine is None or engine.host.is_dead:
+                continue
+            if engine in starts or not engine.resets_when_idle:
                 engine.call(call)
+
+    @property
+    def _reset_at(self) -> float:
+        """Return when the last reset that was called for has succeeded, infinity if one has not."""
+        return max((engine.reset_at for engine in self._engines.values()), default=-math.inf)
 
     def _finish_of(self, arrival: Arrival) -> Callable[[KVPlanError | None], None]:
         """Return what checks the end of a request."""
@@ -583,6 +598,10 @@ class Fleet:
         if self._is_unstorable(error):
             return True
         if is_repeated or self._is_slow(arrival):
+            return True
+        # weights of which the prefix cache has old blocks are no other engine's
+        settled_at = self._reset_at + SETTLE_S / self._slowest
+        if error.code == "MODEL" and arrival.at <= settled_at:
             return True
         # what a next turn reads may have been computed long ago
         since = 0.0 if arrival.name in self._turns else arrival.at

@@ -63,6 +63,9 @@ SLOW: Final = "slow transfers"
 FIRST_WEIGHTS: Final = "default"
 """The name that engines give to the weights with which they start."""
 
+IN_PART: Final = ", in part"
+"""The end of the name of weights of which a part is loaded."""
+
 WEIGHTS: Final = "other weights"
 RESET: Final = "a reset of caches"
 GARBLING: Final = "malformed answers"
@@ -244,6 +247,10 @@ class Call:
     delay_s: float
     kind: CallKind
     text: str = ""
+
+    def renamed(self, old: str, new: str) -> Call:
+        """Return the call with another name of the weights."""
+        return attrs.evolve(self, text=self.text.replace(old, new))
 
 
 @attrs.frozen
@@ -809,7 +816,7 @@ def _with_live_updates(scenario: Scenario, draw: random.Random) -> Scenario:
 def _calls(version: str, draw: random.Random) -> tuple[Call, ...]:
     """Draw the calls of an update: parts of weights, then names and resets, the right name last."""
     first = draw.choice((None, CallKind.CHANGE, CallKind.FAILED_CHANGE))
-    changes = [(first, f"{version}, in part")] if first else []
+    changes = [(first, f"{version}{IN_PART}")] if first else []
     changes.append((CallKind.CHANGE, version))
     names = [(CallKind.NAME, FIRST_WEIGHTS), (CallKind.NAME, version)]
     calls = [*changes, *names[draw.choice((0, 1)) :]]
