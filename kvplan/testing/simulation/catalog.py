@@ -12,6 +12,7 @@ import attrs
 
 from kvplan.budget import Budget
 from kvplan.describe import Region, Worker
+from kvplan.errors import KVPlanError
 from kvplan.handshake import encode
 from kvplan.models import Model
 from kvplan.plan import TransferPlan, plan_reads
@@ -231,7 +232,10 @@ class Catalog:
         return self._offers[id(worker)]
 
     def open(self, offer: bytes) -> Worker:
-        """Return the worker in an offer that the catalog has made."""
+        """Return the worker in an offer. Raises ``MESSAGE`` if the catalog has not made it."""
+        if offer not in self._by_offer:
+            expected, got = "that of a worker", "one that somebody has garbled"
+            raise KVPlanError("MESSAGE", "read an offer", expected=expected, got=got)
         return self._by_offer[offer]
 
     def plan(
