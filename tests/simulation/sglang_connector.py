@@ -190,6 +190,8 @@ class SglangConnector:
         self._stages = list(dict.fromkeys(group_names(worker) for worker in site.workers))
         self._folder = site.folder
         self._process = Process(SimpleNamespace(host="127.0.0.1", weight_version=site.weights() or FIRST_WEIGHTS))
+        # those that were aborted before all of them was sent
+        self._withdrawn: set[str] = set()
         self._is_updating = False
         self._process.enter()
         self._managers = [self._manager(site, rank) for rank in range(len(site.workers))]
@@ -450,6 +452,15 @@ class SglangConnector:
         served.is_computed = True
         return {}
 
+    def abort_lent(self, name: str) -> None:
+        """Abort a request that is computed, and maybe read: what was sent whole goes on, and nothing else."""
+        self._process.enter()
+        parts = self._served[name].parts
+        if not all(part._is_sent for part in parts):
+            self._withdrawn.add(name)
+        for part in parts:
+            part.abort()
+
     def _groups_of(self, part: Any) -> list[GroupShape]:
         """The cache groups of a sender's or receiver's rank: that of all positions, and those of windows and states."""
         return [self._groups[name] for name in group_names(part.kv_mgr.rank.memory.executor.worker)]
@@ -603,7 +614,12 @@ class SglangConnector:
         """No fleet of SGLang resets a cache but by calls."""
 
     def is_promised(self, request: str) -> bool:
-        return self._promises.take(request)
+        if request not in self._withdrawn:
+            return self._promises.take(request)
+        self._withdrawn.remove(request)
+        if request in self._promises._lease_of:
+            self._promises.take(request)
+        return False
 
 
 def check_rooms(server: Any, path: str, sent: bytes, answer: bytes) -> None:

@@ -296,6 +296,9 @@ class Connector(Protocol):
     when it has no request and keeps no block, as SGLang does: a forced reset aborts all requests,
     and succeeds when the last block is free. Operators give each update a name of its own there,
     and a start that has the weights of an update from the beginning gets none of its calls.
+
+    One with a method ``abort_lent`` hears that a request is aborted that has ended, and whose
+    blocks are kept for readers.
     """
 
     def add(self, request: EngineRequest) -> None:
@@ -719,7 +722,7 @@ class Engine:
 
     def abort(self, name: str) -> None:
         """End a request that its client does not want any more."""
-        if name in self.requests:
+        if name in self.requests or name in self._lent:
             self._aborted.append(name)
             self._wake()
 
@@ -783,6 +786,8 @@ class Engine:
         for name in self._aborted:
             if name in self.requests:
                 self._end(self.requests[name], None, is_wanted=False)
+            elif name in self._lent and hasattr(self.connector, "abort_lent"):
+                self.connector.abort_lent(name)
         self._arrived.clear()
         self._aborted.clear()
 
