@@ -928,13 +928,18 @@ class Engine:
         self, request: EngineRequest, group: GroupShape, first: int, stop: int
     ) -> list[int] | None:
         """Return some blocks of a request by their ordinals, None unless all are cached."""
-        hashes = [self._hash_of(request, group, ordinal) for ordinal in range(first, stop)]
-        return self.pools[group.name].cached(hashes)
+        return self.pools[group.name].cached(self._hashes_of(request, group, first, stop))
 
-    def _hash_of(self, request: EngineRequest, group: GroupShape, ordinal: int) -> int:
-        """Return the hash of a block: of all tokens that decide what it has."""
+    def _hashes_of(
+        self, request: EngineRequest, group: GroupShape, first: int, stop: int
+    ) -> list[int]:
+        """Return the hashes of blocks by their ordinals: of all tokens that decide what one has."""
         known = request.hashes if self._has_old_blocks else request.labels
-        return int(known[(ordinal + 1) * self._tokens_per_block - 1 + group.num_ahead])
+        size, num_ahead = self._tokens_per_block, group.num_ahead
+        hashes: list[int] = known[
+            (first + 1) * size - 1 + num_ahead : stop * size + num_ahead : size
+        ].tolist()
+        return hashes
 
     def _find(self, request: EngineRequest, tables: Tables) -> bool:
         """Expect the bytes that cached blocks have, and return whether those of groups agree."""
@@ -1259,10 +1264,11 @@ class Engine:
             # what drafts cache of a position comes later
             first = max(0, group.first_written(start, stop) - group.num_ahead) // size
             first = max(first, request.num_partial.get(group.name, 0))
-            for ordinal in range(first, max(0, stop - group.num_ahead) // size):
-                block = request.blocks[group.name][ordinal]
+            last = max(first, max(0, stop - group.num_ahead) // size)
+            hashes = self._hashes_of(request, group, first, last)
+            blocks = request.blocks[group.name][first:last]
+            for block, block_hash in zip(blocks, hashes, strict=True):
                 if block != NULL_BLOCK:
-                    block_hash = self._hash_of(request, group, ordinal)
                     self.pools[group.name].register(block, block_hash)
                     if self._has_old_blocks:
                         self._labels[group.name, block] = request.labels
