@@ -442,6 +442,7 @@ FEATURE_SGLANG_FAULTS = [
     Fault("an update leaves the prefix cache as it is", CHANGES.Weights, "change", "self.is_flushed = False", "pass", seed=1, rule="OWN", features=Feature.LIVE_UPDATES),
     Fault("weights without a name are those of all engines", CHANGES.Weights, "change", "self.token = uuid.uuid4().hex", 'self.token = "new"', seed=1, rule="OWN", features=Feature.LIVE_UPDATES),
     Fault("changed weights have the name of the first ones", CHANGES.Weights, "name", "(FIRST_WEIGHTS, self.before)", "(self.before,)", seed=2, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("a request that is over is published again", Sender, "_publish_until", "not self._has_room or ", "", seed=36, rule="REPORT", features=Feature.LOST_ENTRIES),
     Fault("a request that was sent ends when it is aborted", Sender, "abort", "        self.clear()", "    self.clear()", seed=0, rule="END", features=Feature.HANGUPS),
     Fault("changed weights that had a name get that of the first ones", CHANGES.Weights, "name", "self.is_named = version", "self.is_named = self.is_named or version", seed=2, rule="OWN", features=Feature.LIVE_UPDATES),
     Fault("a part of weights counts as all", CHANGES.Weights, "begin", "self.is_changing = True", "pass", seed=57, rule="AGAIN", features=Feature.LIVE_UPDATES),

@@ -486,7 +486,9 @@ class SglangConnector:
     async def _publish(
         self, served: Served, part: Any, publish: Callable[[Any], Any], attempt: str, entry: Any
     ) -> bool:
-        """Publish an entry, and refuse it if what was found is not computed."""
+        """Publish an entry, and refuse it if what was found is not computed, or the request is over."""
+        if self._served.get(served.request.name) is not served:
+            raise BrokenRuleError("REPORT", f"{served.request.name} is published, and nobody can read it any more")
         self._attempts[entry["handoff"]["remote_lease"]] = attempt
         if served.is_found:
             self._check_found(served, part, entry["handoff"]["remote_num_tokens"])
