@@ -380,6 +380,11 @@ FEATURE_FAULTS += [
     Fault("workers of an earlier start stay connected", peer_engines.PeerEngines, "_disconnect_others", "key[0] == engine_id", "key in plan.offers", seed=11, rule="GROW", features=Feature.RESTARTS | Feature.RESHAPES),
     Fault("a block is read in part that another connector stores", Importer, "_check_siblings", "if self.siblings:", "if False:", seed=1, rule="OWN", model="windows", features=Feature.SIBLINGS),
 ]  # fmt: skip
+FEATURE_FAULTS += [
+    Fault("a request that has just got its blocks gives way", Importer, "_do_without", "record.state in (ASKING, CLAIMED)", "record.state is not ENDING", seed=3, rule="END", features=TURNS | Feature.INTERLEAVED),
+    Fault("an answer brings back a claim that has ended meanwhile", claims.SourceClaims, "take_answer", "if claim not in self._due_at:", "if False:", seed=4, rule="GROW", features=TURNS | Feature.INTERLEAVED),
+    Fault("a claim without an answer is sent again when it has ended", claims.SourceClaims, "take_failure", "if claim in self._due_at:", "if True:", seed=6, rule="GROW", features=TURNS | Feature.INTERLEAVED),
+]  # fmt: skip
 LIMIT_FAULTS = [
     Fault("ends of claims that do not fit a message are lost", claims.SourceClaims, "take_message", "for claim in message.done:\n        del self._done[claim]", "self._done.clear()", seed=1, rule="LINGER", features=BURSTS | Feature.CHILDREN),
     Fault("rooms that do not fit a question are not asked for", rooms.Rooms, "_run", "range(0, len(asked), MAX_ASKED)", "range(0, 1, MAX_ASKED)", seed=13, rule="AGAIN"),

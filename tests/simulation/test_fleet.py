@@ -9,6 +9,7 @@ from kvplan.protocol.system import Background
 from kvplan.testing.simulation import (
     BrokenRuleError,
     EngineRequest,
+    Feature,
     FleetOutcome,
     LeaseConnector,
     Scenario,
@@ -16,9 +17,10 @@ from kvplan.testing.simulation import (
     Site,
     shrink,
 )
+from kvplan.testing.simulation.features import NO_FEATURES
 from kvplan.testing.simulation.fleet import QUICK_S, MakeConnector
 from kvplan.testing.simulation.network import Disturbance
-from kvplan.testing.simulation.scenario import Arrival, Death, Incident, Member, Visit
+from kvplan.testing.simulation.scenario import Arrival, Death, Freeze, Incident, Member, Visit
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -26,9 +28,11 @@ MEMBERS = (Member("prefill-0"), Member("decode-0"))
 ARRIVAL = Arrival(1.0, "request-0", (*range(11),), 3, "prefill-0", (Visit("decode-0"),))
 
 
-def outcome_of(*incidents: Incident, connector: MakeConnector = LeaseConnector) -> FleetOutcome:
+def outcome_of(
+    *incidents: Incident, connector: MakeConnector = LeaseConnector, features: Feature = NO_FEATURES
+) -> FleetOutcome:
     """How a fleet of two engines ends."""
-    return Simulation(connector).run(Scenario(0, MEMBERS, incidents))
+    return Simulation(connector).run(Scenario(0, MEMBERS, incidents, features=features))
 
 
 def test_an_engine_that_dies_takes_its_requests_with_it() -> None:
@@ -43,6 +47,28 @@ def test_an_engine_that_dies_takes_its_requests_with_it() -> None:
     assert trace.count("prefill-0  dies") == 1
     assert trace.count("prefill-0  start 2") == 1
     assert "request-0 " not in trace
+
+
+@pytest.mark.parametrize("kind", ["death", "freeze", "abort"])
+def test_a_step_that_messages_interrupt_may_never_end(kind: str) -> None:
+    """Its engine dies or is frozen in it, or a request is aborted, which the next step hears."""
+    reading = "decode-0   request-0/0 is read: "
+    (line,) = (line for line in outcome_of(ARRIVAL, features=Feature.INTERLEAVED).trace if reading in line)
+    are_read = set()
+    # from before it gets blocks to after its read has begun
+    for number in range(1, 50):
+        time = float(line.split()[0]) + 0.0002 * (number - 10)
+        arrival, incidents = ARRIVAL, list[Incident]()
+        if kind == "death":
+            incidents.append(Death(time, "decode-0", time + 1.0))
+        elif kind == "freeze":
+            incidents.append(Freeze(time, "decode-0", time + 3.0))
+        else:
+            arrival = attrs.evolve(ARRIVAL, visits=(Visit("decode-0", patience_s=0.0002 * number),))
+        outcome = outcome_of(arrival, *incidents, features=Feature.INTERLEAVED)
+        assert outcome.rule == "", str(outcome)
+        are_read.add(any(reading in line for line in outcome.trace))
+    assert True in are_read
 
 
 def test_a_restarted_engine_is_read_when_the_network_has_healed() -> None:

@@ -262,6 +262,17 @@ def test_all_rules_hold_in_a_swarm(fleets: str, model: str) -> None:
     assert ends["right"] > ends.total() / 2
 
 
+@pytest.mark.parametrize("fleets", ["leases", "vLLM's", "vLLM's rooms"])
+def test_all_rules_hold_where_messages_come_within_steps(fleets: str) -> None:
+    """As where a connector's threads run beside the engine's."""
+    simulation = SWARMS[fleets]()
+    for seed in range(NUM_SWARM_SEEDS):
+        features = Feature.of(seed) | Feature.INTERLEAVED
+        outcome = simulation.run(Scenario.of(seed, features=features))
+        assert outcome.rule == "", str(outcome)
+        assert outcome == simulation.run(Scenario.of(seed, features=features))
+
+
 def test_prefill_preempts_requests_only_with_that_feature(vllm_rooms: Simulation) -> None:
     """Also requests of which decode reads parts."""
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -44,6 +45,10 @@ TOKENS_PER_STEP: Final = 16
 STEP_S: Final = 0.004
 """Seconds from one step of an engine that computes to the next."""
 
+MAX_PAUSE_S: Final = 0.003
+"""Seconds for which other threads run at most while a scheduler is in a step, wherever it pauses.
+
+A message comes in up to 2.2 ms, and a question is answered in twice as many."""
 
 MAX_DRAFTS: Final = 2
 """Tokens of an answer that are drafted for a step, where a model drafts any."""
@@ -595,6 +600,12 @@ class Engine:
         self._num_begun = 0
         self._interval_s = 0.0
         self._is_stepping = False
+        # the lengths of pauses within steps, where there are any
+        self._pauses: random.Random | None = None
+        if Feature.INTERLEAVED in features:
+            # of this seed and start, as the offset of the clock is
+            self._pauses = random.Random(f"{host.name} {host.offset_s} pauses")
+        self.is_paused = False
         self.is_stopped = False
         self._arrived: list[EngineRequest] = []
         self._aborted: list[str] = []
@@ -738,7 +749,7 @@ class Engine:
             self.host.loop.at(self.host.loop.now + 0.001, self._step)
 
     def _step(self) -> None:
-        """Schedule, let the connector continue, compute; then plan the next step."""
+        """Begin a step, unless the engine has ended or is frozen."""
         self._is_stepping = False
         if self.host.is_dead or self.is_stopped:
             return
@@ -747,6 +758,31 @@ class Engine:
             self._is_stepping = True
             self.host.loop.at(self.host.thaws_at, self._step)
             return
+        self._go_on(self._steps())
+
+    def _go_on(self, steps: Iterator[None]) -> None:
+        """Go on with a step to its end, or to its next pause where other threads run meanwhile.
+
+        What comes from outside in a pause waits for the next step.
+        """
+        if self.host.is_dead:
+            return
+        if self.host.thaws_at > self.host.loop.now:
+            self.host.loop.at(self.host.thaws_at, partial(self._go_on, steps))
+            return
+        self._is_stepping = self.is_paused = False
+        for _ in steps:
+            if self._pauses is not None:
+                self._is_stepping = self.is_paused = True
+                pause_s = MAX_PAUSE_S * self._pauses.random()
+                self.host.loop.at(self.host.loop.now + pause_s, partial(self._go_on, steps))
+                return
+
+    def _steps(self) -> Iterator[None]:
+        """Schedule, let the connector continue, compute; then plan the next step.
+
+        Yields where messages may come before it goes on.
+        """
         # one step is under way while the next one is scheduled
         if len(self._under_way) > 1 or (self._under_way and not self._under_way[-1]):
             self._end_chunks()
@@ -754,7 +790,8 @@ class Engine:
         # as vLLM does: preempted requests are known before their blocks are written
         has_preempted = self._is_ahead and self._schedule()
         # as in vLLM, what was preempted does not come back in the same step
-        has_admitted = not has_preempted and self._admit()
+        has_admitted = not has_preempted and (yield from self._admit())
+        yield
         report = self.connector.step()
         has_news = self._take(report)
         self._check_reset()
@@ -766,7 +803,7 @@ class Engine:
         is_busy = has_admitted or has_news or has_computed
         draw = self.host.random.random()
         self._interval_s = self._step_s if is_busy else min(1.0, 1.7 * self._interval_s + 0.004)
-        if not self.is_idle:
+        if self._updates or self._calls or not self.is_idle:
             self._is_stepping = True
             self.host.loop.at(self.host.loop.now + self._interval_s * (0.5 + draw), self._step)
 
@@ -840,8 +877,11 @@ class Engine:
         hear: Any = getattr(self.connector, "hear")  # noqa: B009
         hear(call, is_done)
 
-    def _admit(self) -> bool:
-        """Give blocks to the requests that wait, in their order, as far as there are any."""
+    def _admit(self) -> Generator[None, None, bool]:
+        """Give blocks to the requests that wait, in their order, as far as there are any.
+
+        Yields before a request gets its blocks. Return whether one has got some.
+        """
         has_admitted = False
         for request in [*self.requests.values()]:
             if request.phase is not Phase.WAITING:
@@ -861,6 +901,7 @@ class Engine:
             # what only some groups have is of no use without the rest
             if not num_read and num_cached != num_agreed:
                 num_cached, cached = self._cached_prefix(request)
+            yield
             # others wait behind it, as in vLLM
             if not self._give_blocks(request, num_cached, cached, num_read):
                 self._check_kept(request)

@@ -135,15 +135,22 @@ class Feature(enum.Flag):
 
     Clients hang up there alone, so that proxies may send a request again whose reader waits."""
 
+    INTERLEAVED = enum.auto()
+    """Messages come, and coroutines run, while a step of an engine gives blocks to requests.
+
+    So they do in engines whose connector has threads: answers to claims come before a request gets
+    its blocks, or before the connector's own step. No swarm draws it, so that the fleets of other
+    seeds stay as they are."""
+
     @classmethod
     def of(cls, seed: int) -> Feature:
         """Draw the features of a seed, each with a chance of a third.
 
         It leaves out :attr:`STORE`, :attr:`WRONG_BYTES`, :attr:`ADAPTERS` and
-        :attr:`LIVE_UPDATES`, which not all connectors can have.
+        :attr:`LIVE_UPDATES`, which not all connectors can have, and :attr:`INTERLEAVED`.
         """
         draw = random.Random(f"{seed} features")
-        special = cls.STORE | cls.WRONG_BYTES | cls.ADAPTERS | cls.LIVE_UPDATES
+        special = cls.STORE | cls.WRONG_BYTES | cls.ADAPTERS | cls.LIVE_UPDATES | cls.INTERLEAVED
         drawn = [feature for feature in cls if feature not in special and draw.random() < 1 / 3]
         return reduce(or_, drawn, cls(0))
 

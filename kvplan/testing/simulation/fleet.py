@@ -541,7 +541,9 @@ class Fleet:
     def _reload(self, engine: Engine, overwrite: Overwrite) -> None:
         """Load an adapter again, where a request is computed with it, or after a while."""
         is_waiting = self.loop.now < overwrite.at + RUNNING_S
-        if is_waiting and not engine.computes_with(overwrite.adapter):
+        is_early = is_waiting and not engine.computes_with(overwrite.adapter)
+        # workers load adapters between steps
+        if is_early or engine.is_paused:
             self.loop.at(self.loop.now + STEP_S / 2, partial(self._reload, engine, overwrite))
         elif not engine.host.is_dead:
             engine.reload(overwrite.adapter)
@@ -632,6 +634,9 @@ class Fleet:
         close = getattr(engine.connector, "close", None)
         if close is None or engine.host.is_dead:
             self._die(name)
+        elif engine.is_paused:
+            # as an engine that shuts down, it ends its step first
+            self.loop.at(self.loop.now + STEP_S, partial(self._stop, name))
         else:
             self._trace(name, "closes")
             engine.is_stopped = True
