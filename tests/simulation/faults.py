@@ -434,6 +434,7 @@ FEATURE_VLLM_FAULTS = [
     Fault("an adapter that is loaded again keeps its content", ENGINE_STATE.EngineState, "_load", "self._adapters[adapter.adapter_id] = adapter", "self._adapters.setdefault(adapter.adapter_id, adapter)", seed=132, rule="OWN", features=Feature.ADAPTERS),
     Fault("blocks of an adapter's old content count as new ones", ENGINE_STATE.EngineState, "_load", "self._old_names.add(adapter.name)", "pass", seed=5, rule="OWN", features=Feature.ADAPTERS),
     Fault("a call that failed has changed no weights", ENGINE_HOOKS, "_with_calls", "finally:", "except TimeoutError:\n        raise\n    else:", seed=1, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("a reset of vLLM's cache that was refused counts as done", ENGINE_HOOKS, "_with_resets", "if results[0]:", "if results:", seed=5, rule="OWN", features=Feature.LIVE_UPDATES),
     # drafts
     Fault("what drafts cache of another token is read", Importer, "count", "record.num_shared - record.num_stale", "record.num_shared", seed=2, rule="OWN", model="drafts", features=TURNS),
     Fault("what drafts cache of another token is decode's alone", Scheduler, "_import", "self._drafts_know_next and is_optional", "self._drafts_know_next and not is_optional", seed=2, rule="OWN", model="drafts", features=TURNS),

@@ -828,6 +828,12 @@ def _calls(version: str, draw: random.Random) -> tuple[Call, ...]:
         at += draw.choice((0.0, 0.01, 0.01, 2.0)) * draw.random()
         # requests come meanwhile
         at += 2.0 * draw.random() if kind is CallKind.NAME else 0.0
+    *_, last_name, forced = drawn
+    # one that is refused, after which requests find old blocks with weights of the right name
+    late = random.Random(f"{version} {forced.delay_s}")
+    if late.random() < 0.5:
+        wait_s = 0.5 * late.random() * (forced.delay_s - last_name.delay_s)
+        drawn.insert(-1, Call(last_name.delay_s + wait_s, CallKind.RESET))
     return tuple(drawn)
 
 
