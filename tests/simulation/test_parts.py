@@ -15,7 +15,7 @@ from kvplan.protocol.system import Route
 from kvplan.testing.simulation import BrokenRuleError, Site
 from kvplan.testing.simulation.catalog import Catalog, Shape
 from kvplan.testing.simulation.fabric import Fabric, Port, Trouble, VirtualExecutor
-from kvplan.testing.simulation.memory import LabelledMemory, Numbers
+from kvplan.testing.simulation.memory import LabelledMemory, Numbers, prefix_labels
 from kvplan.testing.simulation.network import Disturbance, Host, Network
 from kvplan.testing.simulation.scenario import (
     HEALED_S,
@@ -359,3 +359,9 @@ def test_a_signal_wakes_one_that_waits_or_will_wait(world: World) -> None:
     world.loop.at(5.0, signal.set)
     world.run()
     assert woken == [pytest.approx(at, abs=0.01) for at in (0.0, 3.0, 5.0, 7.0)]
+
+
+def test_two_facts_do_not_cancel_each_other() -> None:
+    """Requests whose adapters and salts differ in the same letters have other labels."""
+    facts = [((0, f"adapter {adapter}"), (0, f"salt {salt}")) for adapter in "abc" for salt in "abc"]
+    assert len({prefix_labels((7,), each).tobytes() for each in facts}) == len(facts)

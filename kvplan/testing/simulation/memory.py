@@ -32,6 +32,9 @@ TENSOR_BITS: Final = 14
 """The bits of a number that are of one tensor."""
 
 
+_FACTOR: Final = 0xD6E8FEB86659FD93
+
+
 def prefix_labels(tokens: Sequence[int], facts: Sequence[tuple[int, str]] = ()) -> CellLabels:
     """Return for each position the label of its first byte, of all tokens and facts up to it.
 
@@ -43,8 +46,9 @@ def prefix_labels(tokens: Sequence[int], facts: Sequence[tuple[int, str]] = ()) 
     for position, token in enumerate(tokens):
         for at, fact in facts:
             if at == position:
-                state ^= crc32(fact.encode()) << 20
-        state = (state ^ token + 1) * 0xD6E8FEB86659FD93 & (1 << 64) - 1
+                # multiplied, or else two facts that end alike would cancel each other
+                state = (state ^ crc32(fact.encode()) << 20) * _FACTOR & (1 << 64) - 1
+        state = (state ^ token + 1) * _FACTOR & (1 << 64) - 1
         state ^= state >> 32
         labels.append(state >> NUMBER_BITS << NUMBER_BITS)
     return np.array(labels, np.uint64)
