@@ -254,8 +254,8 @@ class LongPolls:
     def __init__(self, system: System) -> None:
         self._system = system
         self._lock = system.lock()
-        # by what may change: the signals of the requests that wait for it
-        self._waiting: dict[Hashable, set[Signal]] = {}
+        # by what may change: the signals of the requests that wait for it, in their order
+        self._waiting: dict[Hashable, dict[Signal, None]] = {}
         self._num_waiting = 0
 
     def wake(self, key: Hashable) -> None:
@@ -282,7 +282,7 @@ class LongPolls:
                 # before each look, so that no change is missed; a change takes the entry
                 with self._lock:
                     for key in keys:
-                        self._waiting.setdefault(key, set()).add(signal)
+                        self._waiting.setdefault(key, {})[signal] = None
                 answer = look()
                 left_s = until - self._system.monotonic()
                 if answer is not None or not waits or left_s <= 0:
@@ -292,7 +292,7 @@ class LongPolls:
             with self._lock:
                 self._num_waiting -= 1
                 for key in keys:
-                    signals = self._waiting.get(key, set())
-                    signals.discard(signal)
+                    signals = self._waiting.get(key, {})
+                    signals.pop(signal, None)
                     if not signals:
                         self._waiting.pop(key, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 import subprocess
@@ -434,6 +435,30 @@ def test_a_seed_is_one_run(simulation: Simulation) -> None:
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         assert trace in run.stdout
+
+
+def test_a_seed_is_one_run_where_many_wait_for_an_answer() -> None:
+    """They hear of it in the order in which they have asked."""
+    program = "from tests.simulation.test_simulation import print_trace_in_rooms; print_trace_in_rooms()"
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        ).stdout
+        for hash_seed in "05"
+    ]
+    assert runs[0] == runs[1]
+    assert "request-2/0 is read" in runs[0]
+
+
+def print_trace_in_rooms() -> None:
+    """Print what happens in a fleet."""
+    logging.disable(logging.CRITICAL)
+    print(*vllm_room_fleets().run(Scenario.of(1, features=Feature.of(1))).trace, sep="\n")
 
 
 def test_a_failure_is_shrunk(simulation: Simulation) -> None:
