@@ -590,6 +590,7 @@ class Engine:
         if self._copies_itself:
             for memory in self._memories:
                 memory.read_into_copies()
+        self._abort_lent = getattr(self.connector, "abort_lent", None)
         self.resets_when_idle = getattr(self.connector, "resets_when_idle", False)
         # a reset that operators repeat until the engine is idle, and when the last one succeeded
         self._forced: Call | None = None
@@ -733,7 +734,7 @@ class Engine:
 
     def abort(self, name: str) -> None:
         """End a request that its client does not want any more."""
-        if name in self.requests or name in self._lent:
+        if name in self.requests or (name in self._lent and self._abort_lent):
             self._aborted.append(name)
             self._wake()
 
@@ -823,8 +824,8 @@ class Engine:
         for name in self._aborted:
             if name in self.requests:
                 self._end(self.requests[name], None, is_wanted=False)
-            elif name in self._lent and hasattr(self.connector, "abort_lent"):
-                self.connector.abort_lent(name)
+            elif name in self._lent and self._abort_lent:
+                self._abort_lent(name)
         self._arrived.clear()
         self._aborted.clear()
 
