@@ -625,11 +625,22 @@ class SglangConnector:
 
 
 def check_rooms(server: Any, path: str, sent: bytes, answer: bytes) -> None:
-    """Refuse a server that counts other bytes than it keeps, or keeps a room behind one that ends later."""
+    """Refuse a server that counts other bytes than it keeps, or keeps a room behind one that ends later.
+
+    It answers with the newest attempt of a room that has all stages.
+    """
     rooms = [*server._rooms.values()]
     times = [room.expires_at for room in rooms]
     if server._num_bytes != sum(room.num_bytes for room in rooms) or times != sorted(times):
         raise BrokenRuleError("REPORT", f"a server counts {server._num_bytes} bytes of rooms that end at {times}")
+    answered = json.loads(answer)["rooms"] if path.startswith("/ask/") and answer[:1] == b"{" else {}
+    for number, (_, texts) in answered.items():
+        attempts = server._rooms[int(number)].attempts.values()
+        whole = [
+            sorted(entries.values()) for entries in attempts if {stage.number for stage in entries} == {len(entries)}
+        ]
+        if sorted(texts) != whole[-1]:
+            raise BrokenRuleError("REPORT", f"room {number} has a newer request than its server says")
 
 
 def group_names(worker: Worker) -> tuple[str, ...]:

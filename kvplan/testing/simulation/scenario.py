@@ -886,9 +886,7 @@ def _with_store(scenario: Scenario, draw: random.Random) -> Scenario:
     changed = attrs.evolve(scenario, incidents=(*scenario.incidents, *again, *troubles))
     changed = _with_store_hazards(changed, random.Random(f"{scenario.seed} store hazards"))
     changed = _with_next_prompts(changed, random.Random(f"{scenario.seed} next prompts"))
-    if Feature.ASYNC_STEPS not in scenario.features:
-        return changed
-    return _with_stopped_answers(changed, random.Random(f"{scenario.seed} stopped answers"))
+    return _with_whole_pages(changed, random.Random(f"{scenario.seed} whole pages"))
 
 
 def _with_next_prompts(scenario: Scenario, draw: random.Random) -> Scenario:
@@ -937,44 +935,44 @@ def _with_next_prompts(scenario: Scenario, draw: random.Random) -> Scenario:
     return attrs.evolve(scenario, members=tuple(members), incidents=incidents)
 
 
-def _with_stopped_answers(scenario: Scenario, draw: random.Random) -> Scenario:
-    """Let prompts go on where a page has ended with an answer, and a step under way has passed it.
+def _with_whole_pages(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Let prompts come again that end with a page, and others where an answer has ended with one.
 
-    A stop token ends these answers, so that decode computes a position more. What comes later loads
-    what decode has saved.
+    Prefill leaves the token after the page to decode. Where steps are asynchronous, one under way
+    has passed the end of the answer: a stop token ends it. What comes later loads what was saved.
     """
     arrivals = [item for item in scenario.incidents if isinstance(item, Arrival) and item.visits]
-    others = [member.name for member in scenario.members if member.forgets]
+    others = [each.name for each in scenario.members if each.forgets]
     others = [name for name in others if name.startswith("prefill")]
     prompts = list[Arrival]()
-    for number in range(3 if arrivals and others else 0):
+    for number in range(4 if arrivals and others else 0):
         arrival = draw.choice(arrivals)
+        has_answer = number % 2 == 1
         num_answer = draw.randint(2, MAX_TURN)
-        size = draw.choice(PAGE_STOPS[1:]) + 1 - num_answer
+        size = draw.choice(PAGE_STOPS[1:]) + (1 - num_answer if has_answer else 1)
         tokens = [draw.randrange(VOCABULARY) for _ in range(size)]
         # the last token says whether the end is foreseen
-        while answer_to(tokens, num_answer)[-1] % 2:
+        while has_answer and answer_to(tokens, num_answer)[-1] % 2:
             tokens[-1] = draw.randrange(VOCABULARY)
-        visits = tuple(
-            attrs.evolve(each, tokens=None, patience_s=None) for each in arrival.visits[:1]
-        )
+        visit = attrs.evolve(arrival.visits[0], tokens=None, patience_s=None)
         first = attrs.evolve(
             arrival,
             at=HEALED_S / 2 * draw.random(),
             name=f"request-p{number}",
             tokens=tuple(tokens),
             num_answer=num_answer,
-            visits=visits,
+            visits=(visit,),
             patience_s=None,
             turns=(),
             child_of="",
         )
         ending = [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, MAX_TURN))]
+        again = [*tokens, *answer_to(tokens, num_answer), *ending] if has_answer else tokens
         later = attrs.evolve(
             first,
             at=first.at + draw.choice((2.0, 10.0)) * (0.5 + draw.random()),
             name=f"{first.name}-later",
-            tokens=(*tokens, *answer_to(tokens, num_answer), *ending),
+            tokens=tuple(again),
             prefill=draw.choice(others),
             visits=(),
         )
