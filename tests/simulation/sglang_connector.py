@@ -639,8 +639,8 @@ def check_rooms(server: Any, path: str, sent: bytes, answer: bytes) -> None:
         whole = [
             sorted(entries.values()) for entries in attempts if {stage.number for stage in entries} == {len(entries)}
         ]
-        if sorted(texts) != whole[-1]:
-            raise BrokenRuleError("REPORT", f"room {number} has a newer request than its server says")
+        if [sorted(texts)] != whole[-1:]:
+            raise BrokenRuleError("REPORT", f"a server does not answer with the newest request in room {number}")
 
 
 def group_names(worker: Worker) -> tuple[str, ...]:
