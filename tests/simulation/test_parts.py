@@ -365,3 +365,4 @@ def test_two_facts_do_not_cancel_each_other() -> None:
     """Requests whose adapters and salts differ in the same letters have other labels."""
     facts = [((0, f"adapter {adapter}"), (0, f"salt {salt}")) for adapter in "abc" for salt in "abc"]
     assert len({prefix_labels((7,), each).tobytes() for each in facts}) == len(facts)
+    assert all((prefix_labels((7,), each) == prefix_labels((7,), each[::-1])).all() for each in facts)

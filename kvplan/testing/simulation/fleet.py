@@ -1078,6 +1078,12 @@ class Fleet:
             request.tell(None, error)
             return
         self._requests.append(request)
+        # one that comes again under its name claims again
+        self._refused = {
+            (other, lease, reader)
+            for other, lease, reader in self._refused
+            if other is not engine or reader.rpartition(" ")[2] != request.name
+        }
         engine.add(request)
         if patience_s is not None:
             self.loop.at(self.loop.now + patience_s, partial(engine.abort, request.name))

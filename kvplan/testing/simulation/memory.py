@@ -38,9 +38,10 @@ _FACTOR: Final = 0xD6E8FEB86659FD93
 def prefix_labels(tokens: Sequence[int], facts: Sequence[tuple[int, str]] = ()) -> CellLabels:
     """Return for each position the label of its first byte, of all tokens and facts up to it.
 
-    Each fact is that of a position.
+    Each fact is that of a position. Those of one position may come in any order.
     """
     labels = []
+    facts = sorted(facts)
     state = 0x9E3779B97F4A7C15
     # a hash of all tokens so far, of which the high bits are the label
     for position, token in enumerate(tokens):
