@@ -59,6 +59,7 @@ from tests.simulation.faults import (
 from tests.simulation.limits import small_limits
 from tests.simulation.sglang_connector import SGLANG_FEATURES, SGLANG_MODELS, sglang_fleets
 from tests.simulation.staged_connector import StagedConnector, choosing_fleets
+from tests.simulation.store_connector import StoreFleets
 from tests.simulation.verified_connector import VerifiedConnector, vllm_verified_fleets
 from tests.simulation.vllm_connector import VllmConnector, make_params, vllm_room_fleets
 
@@ -437,9 +438,10 @@ def test_a_seed_is_one_run(simulation: Simulation) -> None:
         assert trace in run.stdout
 
 
-def test_a_seed_is_one_run_where_many_wait_for_an_answer() -> None:
-    """They hear of it in the order in which they have asked."""
-    program = "from tests.simulation.test_simulation import print_trace_in_rooms; print_trace_in_rooms()"
+@pytest.mark.parametrize("fleet", ["rooms", "store"])
+def test_a_seed_is_one_run_in_all_processes(fleet: str) -> None:
+    """Many requests wait for one answer in a room, and a page of a store has many files."""
+    program = f"from tests.simulation.test_simulation import print_run; print_run({fleet!r})"
     runs = [
         subprocess.run(
             [sys.executable, "-c", program],
@@ -452,13 +454,17 @@ def test_a_seed_is_one_run_where_many_wait_for_an_answer() -> None:
         for hash_seed in "05"
     ]
     assert runs[0] == runs[1]
-    assert "request-2/0 is read" in runs[0]
+    assert "all rules hold" in runs[0]
 
 
-def print_trace_in_rooms() -> None:
-    """Print what happens in a fleet."""
+def print_run(fleet: str) -> None:
+    """Print what happens in a fleet, and how it ends."""
     logging.disable(logging.CRITICAL)
-    print(*vllm_room_fleets().run(Scenario.of(1, features=Feature.of(1))).trace, sep="\n")
+    if fleet == "rooms":
+        outcome = vllm_room_fleets().run(Scenario.of(1, features=Feature.of(1)))
+    else:
+        outcome = StoreFleets().run(Scenario.of(6, features=Feature.STORE))
+    print(*outcome.trace, outcome, sep="\n")
 
 
 def test_a_failure_is_shrunk(simulation: Simulation) -> None:

@@ -90,8 +90,9 @@ class StoreReader(PageReads):
         names_there = self.names_of(chain, page, listings)
         key = chain.keys[page]
         self.num_steps += 1
-        # pages of one writer have the same shards, and so the same plan
-        names = frozenset(name for name in names_there if self._shard(chain, key, name))
+        # pages of one writer have the same shards, and so the same plan; files are read in an
+        # order that does not change from run to run
+        names = frozenset(name for name in sorted(names_there) if self._shard(chain, key, name))
         # a plan for whole pages serves their ends too
         for needed in {size: None, num_last: None}:
             question = (group.name, names, needed)
