@@ -564,8 +564,8 @@ class Engine:
         self._executors = executors
         max_ids = SLICE_IDS if Feature.SLICES in features else MAX_TRANSFER_IDS
         keeps_answers = Feature.TURNS in features
-        # somebody may have garbled a handoff so that an answer is computed for another engine
-        self._expects_way = Feature.GARBLED_MESSAGES not in features
+        # a garbled handoff may have an answer computed for another engine: it does not give way
+        self._may_be_garbled = Feature.GARBLED_MESSAGES in features
         self.connector = make_connector(
             Site(
                 host,
@@ -750,25 +750,20 @@ class Engine:
             self.host.loop.at(self.host.loop.now + 0.001, self._step)
 
     def _step(self) -> None:
-        """Begin a step, unless the engine has ended or is frozen."""
-        self._is_stepping = False
-        if self.host.is_dead or self.is_stopped:
-            return
-        # a frozen engine goes on later
-        if self.host.thaws_at > self.host.loop.now:
-            self._is_stepping = True
-            self.host.loop.at(self.host.thaws_at, self._step)
-            return
+        """Begin a step."""
         self._go_on(self._steps())
 
     def _go_on(self, steps: Iterator[None]) -> None:
         """Go on with a step to its end, or to its next pause where other threads run meanwhile.
 
-        What comes from outside in a pause waits for the next step.
+        What comes from outside in a pause waits for the next step. A frozen engine goes on when it
+        thaws, and one that has ended never.
         """
-        if self.host.is_dead:
+        if self.host.is_dead or self.is_stopped:
+            self._is_stepping = False
             return
         if self.host.thaws_at > self.host.loop.now:
+            self._is_stepping = True
             self.host.loop.at(self.host.thaws_at, partial(self._go_on, steps))
             return
         self._is_stepping = self.is_paused = False
@@ -1372,7 +1367,7 @@ class Engine:
             self._check_landing(request.name, request.blocks)
         elif params is not None or request.is_saved:
             self._lent[request.name] = request.blocks
-            if not (request.is_for_another or request.is_saved) and self._expects_way:
+            if not (request.is_for_another or request.is_saved or self._may_be_garbled):
                 self._kept[request.name] = 0
         elif request.frees_at_once:
             self._free(request.blocks)

@@ -31,8 +31,8 @@ NUMBER_BITS: Final = 20
 TENSOR_BITS: Final = 14
 """The bits of a number that are of one tensor."""
 
-
-_FACTOR: Final = 0xD6E8FEB86659FD93
+MULTIPLIER: Final = 0xD6E8FEB86659FD93
+"""An odd number by which a hash of tokens is multiplied."""
 
 
 def prefix_labels(tokens: Sequence[int], facts: Sequence[tuple[int, str]] = ()) -> CellLabels:
@@ -48,8 +48,8 @@ def prefix_labels(tokens: Sequence[int], facts: Sequence[tuple[int, str]] = ()) 
         for at, fact in facts:
             if at == position:
                 # multiplied, or else two facts that end alike would cancel each other
-                state = (state ^ crc32(fact.encode()) << 20) * _FACTOR & (1 << 64) - 1
-        state = (state ^ token + 1) * _FACTOR & (1 << 64) - 1
+                state = (state ^ crc32(fact.encode()) << 20) * MULTIPLIER & (1 << 64) - 1
+        state = (state ^ token + 1) * MULTIPLIER & (1 << 64) - 1
         state ^= state >> 32
         labels.append(state >> NUMBER_BITS << NUMBER_BITS)
     return np.array(labels, np.uint64)

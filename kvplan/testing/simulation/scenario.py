@@ -942,8 +942,8 @@ def _with_whole_pages(scenario: Scenario, draw: random.Random) -> Scenario:
     has passed the end of the answer: a stop token ends it. What comes later loads what was saved.
     """
     arrivals = [item for item in scenario.incidents if isinstance(item, Arrival) and item.visits]
-    others = [each.name for each in scenario.members if each.forgets]
-    others = [name for name in others if name.startswith("prefill")]
+    prefills = [each for each in scenario.members if each.name.startswith("prefill")]
+    others = [each.name for each in prefills if each.forgets]
     prompts = list[Arrival]()
     for number in range(4 if arrivals and others else 0):
         arrival = draw.choice(arrivals)
