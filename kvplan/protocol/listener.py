@@ -135,7 +135,7 @@ class Listener:
             "GET /": Route(give_offers),
             "POST /claims": Route(take_claims, MAX_MESSAGE_BYTES),
             "POST /digests": Route(give_digests, MAX_REQUEST_BYTES),
-            "POST /ask": Route(rooms.polls.answer, MAX_QUESTION_BYTES, num_segments=1),
+            "POST /ask": Route(rooms.polls.answer, MAX_QUESTION_BYTES, num_segments=2),
         }
         address = name(host, "host") if bind is None else name(bind, "bind")
         self._system = system

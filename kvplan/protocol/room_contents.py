@@ -78,7 +78,8 @@ class RoomPolls:
     """Answers polls of rooms: at once if there is something new, or else when there is.
 
     ``content_of`` returns the content of a room, None of one that has none. Each answer names the
-    ``start`` of its server, so that readers notice a restart, which has lost the rooms.
+    ``start`` of its server, so that readers notice a restart, which has lost the rooms. A reader
+    that knows another start is answered at once.
     """
 
     def __init__(self, content_of: Callable[[str], RoomTexts | None], system: System) -> None:
@@ -91,9 +92,11 @@ class RoomPolls:
         """Answer the questions that wait for a room. Any thread may call this."""
         self._polls.wake(room)
 
-    async def answer(self, question: bytes, wait_s: str = "0") -> bytes:
+    async def answer(self, question: bytes, wait_s: str = "0", start: str = "") -> bytes:
         """Answer :func:`poll_rooms`, after ``wait_s`` seconds if nothing changes."""
         held_s = min(WAIT_S, seconds(float(wait_s), "wait_s"))
+        if start not in ("", self._start):
+            held_s = 0.0
         seen = _read_question(question)
         news = await self._polls.hold(seen, lambda: self._news(seen) or None, held_s, MAX_WAITING)
         return json.dumps({"start": self._start, "rooms": news or {}}).encode()
@@ -177,32 +180,40 @@ async def poll_rooms(
     versions: Mapping[str, str],
     *,
     wait_s: float = 0.0,
+    start: str = "",
     key: SharedKey,
     system: System,
 ) -> RoomNews:
     """Ask for the contents of rooms that have changed since their ``versions`` were seen.
 
-    The server holds the question until some have, for ``wait_s`` seconds. Raises ``PEER`` and
-    ``MESSAGE``.
+    The server holds the question until some have, for ``wait_s`` seconds, unless it has restarted
+    since the ``start`` that has answered before. Raises ``PEER`` and ``MESSAGE``.
     """
     for room in instance(Mapping, versions, "versions of rooms"):
         num_characters = len(name(room, "room"))
         at_most(MAX_ROOM_CHARACTERS, num_characters, "characters of a room's name", "ask for it")
     peer = f"the server of rooms at {name(address, 'address of a server')}"
     question = json.dumps(dict(versions)).encode()
-    path = f"/ask/{wait_s:g}"
+    path = f"/ask/{wait_s:g}/{start}"
     answer = await system.exchange(peer, address, path, wait_s + ANSWER_S, question)
     try:
         fields = json.loads(answer)
         contents = dict[str, RoomContent]()
         for room, (version, texts) in fields["rooms"].items():
             contents[room] = RoomContent(f"{version}", _merged(room, texts, key))
-        return RoomNews(f"{fields['start']}", contents)
+        return RoomNews(_start(fields["start"]), contents)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         expected = "entries by room"
         raise KVPlanError(
             "MESSAGE", f"ask {address}", expected=expected, got=f"{error!r}"
         ) from None
+
+
+def _start(text: Any) -> str:
+    """Return the start of a server, which the path of a question can have. Raises ValueError."""
+    if not (isinstance(text, str) and text.isascii() and text.isalnum()):
+        raise ValueError("a start that is no token")
+    return text
 
 
 def _merged(room: str, texts: Sequence[str], key: SharedKey) -> Mapping[str, Any]:

@@ -133,14 +133,17 @@ class Rooms:
                     del self._by_server[address], self._changes[address]
                     return
                 asked = sorted(self._versions(address).items())
+                # all that have had an answer know the same start
+                start = max(subscription.start for subscription in subscriptions)
             # too many rooms for one question: no question may hold up the next one
             wait_s = WAIT_S if len(asked) <= MAX_ASKED else 0.0
             try:
-                for start in range(0, len(asked), MAX_ASKED):
+                for first in range(0, len(asked), MAX_ASKED):
                     question = poll_rooms(
                         address,
-                        dict(asked[start : start + MAX_ASKED]),
+                        dict(asked[first : first + MAX_ASKED]),
                         wait_s=wait_s,
+                        start=start,
                         key=self._key,
                         system=self._system,
                     )

@@ -168,7 +168,7 @@ class BootstrapServer:
         routes = {
             "POST /publish": Route(self._publish, MAX_ENTRY_BYTES, num_segments=5),
             "POST /withdraw": Route(self._withdraw, num_segments=5),
-            "POST /ask": Route(self._polls.answer, MAX_QUESTION_BYTES, num_segments=1),
+            "POST /ask": Route(self._polls.answer, MAX_QUESTION_BYTES, num_segments=2),
         }
         self._server = system.serve(host, port, routes)
         self.address: str = f"{host}:{self._server.port}"

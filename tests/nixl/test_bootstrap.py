@@ -187,14 +187,14 @@ def test_bytes_are_those_of_memory(server: BootstrapServer, shape: str, body: by
 def test_no_rooms(server: BootstrapServer, body: bytes) -> None:
     """A question that names no rooms, or versions that are no text, is refused."""
     with pytest.raises(KVPlanError, match=r"PEER: .* got 400"):
-        exchange("a server", server.address, "/ask/0", 10, Access(), body)
+        exchange("a server", server.address, "/ask/0/", 10, Access(), body)
 
 
 @pytest.mark.parametrize("body", [b'{"7": ""}', b'{"07": ""}', b'{" 7": "8"}', b'{"6": "", "+7": "5"}'])
 def test_a_room_is_asked_for_by_its_number(server: BootstrapServer, body: bytes) -> None:
     """However a stranger writes the number, and whatever version they have seen."""
     publish(server.address, 7, {"token": 1})
-    answer = exchange("a server", server.address, "/ask/0", 10, Access(), body)
+    answer = exchange("a server", server.address, "/ask/0/", 10, Access(), body)
     assert json.loads(answer)["rooms"].popitem()[1][1] == ['{"token": 1}']
 
 

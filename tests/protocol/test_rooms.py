@@ -41,6 +41,7 @@ class Server(Driver):
         self.store = RoomStore(self)
         self.epoch = "a"
         self.asked: list[Mapping[str, str]] = []
+        self.starts: list[str] = []
 
     def put(self, room: str, entry: Mapping[str, Any]) -> None:
         self.num_versions += 1
@@ -49,8 +50,9 @@ class Server(Driver):
     def token_hex(self, num_bytes: int) -> str:
         return f"version {self.num_versions}"
 
-    async def ask(self, address: str, versions: Mapping[str, str], **_: object) -> RoomNews:
+    async def ask(self, address: str, versions: Mapping[str, str], *, start: str, **_: object) -> RoomNews:
         assert address == SERVER
+        self.starts.append(start)
         self.asked.append(dict(versions))
         answer = json.loads(await self.store.polls.answer(json.dumps(versions).encode()))
         contents = {
@@ -164,6 +166,44 @@ def test_a_server_that_has_restarted_has_lost_the_room(server: Server) -> None:
     server.wait(3)
     assert after == [{"part": 1}]
     assert len(before) == 1
+    rooms.unsubscribe("s")
+
+
+def test_a_server_that_has_restarted_answers_at_once(listener: Listener) -> None:
+    """A reader hears of the restart with its next question, though its room has nothing new."""
+    driver, address = Driver(), listener.source.address
+    asking = partial(poll_rooms, address, {"a": ""}, wait_s=10.0, key=driver.access.key, system=driver)
+    began_at = time.monotonic()
+    answer = driver.run(asking(start="b1"))
+    assert answer.contents == {}
+    assert answer.start not in ("", "b1")
+    assert time.monotonic() - began_at < 5
+
+
+@pytest.mark.parametrize("start", ["a1/../7", "a1\r\nHost: b", "", "\u00e9", 7, None])
+def test_a_start_that_no_path_can_have_is_malformed(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+    """The next question names it."""
+
+    async def exchange(*_: object) -> bytes:
+        return json.dumps({"start": start, "rooms": {}}).encode()
+
+    driver = Driver()
+    monkeypatch.setattr(driver, "exchange", exchange)
+    with pytest.raises(KVPlanError, match=r"^MESSAGE: .* start"):
+        driver.run(poll_rooms(SERVER, {"a": ""}, key=driver.access.key, system=driver))
+
+
+def test_a_reader_names_the_start_that_has_answered(server: Server) -> None:
+    """Also where others that have come since have had no answer."""
+    rooms, taken = Rooms(logging.getLogger("test"), KEY, Driver(), ask_s=0.001), list[Any]()
+    rooms.subscribe("r", "a", SERVER, into(taken))
+    server.wait(3)
+    assert server.starts[0] == ""
+    assert {*server.starts[1:]} == {"a"}
+    rooms.subscribe("s", "b", SERVER, into(taken))
+    server.wait(3)
+    assert {*server.starts[1:]} == {"a"}
+    rooms.unsubscribe("r")
     rooms.unsubscribe("s")
 
 

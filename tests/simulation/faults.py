@@ -396,6 +396,13 @@ LIMIT_LEASE_FAULTS = [
     Fault("a lease has one reader less", leases._Lease, "claim", "len(claims) >= MAX_READERS", "len(claims) + 1 >= MAX_READERS", seed=0, rule="CLAIM", features=Feature.CROWDS),
 ]  # fmt: skip
 """Faults that fleets with :func:`~tests.simulation.limits.small_limits` find: of vLLM's rooms, and of leases."""
+RESTART_FAULT = Fault(
+    *("a question waits where the server has restarted", room_contents.RoomPolls, "answer"),
+    *('start not in ("", self._start)', "False"),
+    seed=917,
+    rule="END",
+)
+"""A fault that SGLang's fleets find with these limits: of two ranks one hears of the restart, and asks often."""
 
 HostCache = HOST_CACHE.HostCache
 FEATURE_VLLM_FAULTS = [

@@ -42,6 +42,7 @@ from tests.simulation.faults import (
     LIMIT_FAULTS,
     LIMIT_LEASE_FAULTS,
     RESEND_S,
+    RESTART_FAULT,
     SENT_AGAIN_FAULTS,
     SENT_AGAIN_ROOM_FAULTS,
     SENT_AGAIN_SGLANG_FAULTS,
@@ -57,6 +58,7 @@ from tests.simulation.faults import (
     Fault,
 )
 from tests.simulation.limits import small_limits
+from tests.simulation.mutants import outcome_of
 from tests.simulation.sglang_connector import SGLANG_FEATURES, SGLANG_MODELS, sglang_fleets
 from tests.simulation.staged_connector import StagedConnector, choosing_fleets
 from tests.simulation.store_connector import StoreFleets
@@ -356,6 +358,16 @@ def test_a_request_with_a_malformed_address_does_not_wait_for_the_server_of_its_
     """That server may restart; the request waits for another one, which does not answer."""
     outcome = vllm_rooms.run(Scenario.of(1005, features=Feature.RESTARTS | Feature.BAD_FIELDS))
     assert outcome.rule == "", str(outcome)
+
+
+def test_all_ranks_hear_of_a_restart_at_once() -> None:
+    """A rank that asks a server of another start does not wait for news, which other ranks have had by then."""
+    name = "sglang with small limits"
+    fleets = {name: sglang_fleets(RESEND_S)}
+    outcome = outcome_of(fleets, name, RESTART_FAULT.seed)
+    assert outcome.rule == "", str(outcome)
+    with RESTART_FAULT.planted():
+        assert outcome_of(fleets, name, RESTART_FAULT.seed).rule == RESTART_FAULT.rule
 
 
 def test_a_next_turn_is_read_from_the_answer_of_decode(vllm: Simulation, simulation: Simulation) -> None:

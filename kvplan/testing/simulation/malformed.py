@@ -92,9 +92,9 @@ def _ask(draw: random.Random) -> Breach:
         {f"{7 * 10**9 + number}": "" for number in range(MAX_ROOMS + 1)},
     )
     if draw.random() < 0.2:
-        return f"/ask/{draw.choice(('-1', 'nan', 'x', ''))}", b"{}", False
+        return f"/ask/{draw.choice(('-1', 'nan', 'x', ''))}/", b"{}", False
     is_right = draw.random() < 0.3
-    return "/ask/0", json.dumps(draw.choice(good if is_right else bad)).encode(), is_right
+    return "/ask/0/", json.dumps(draw.choice(good if is_right else bad)).encode(), is_right
 
 
 def _publish(draw: random.Random, path: str) -> Breach:
