@@ -113,7 +113,9 @@ class Rooms:
             return None
         action = f"read request {subscription.room}"
         expected = f"prefill to compute it within {self._timeout_s:g} s"
-        return KVPlanError("PEER", action, expected=expected, got="nothing")
+        return KVPlanError(
+            "PEER", action, expected=expected, got="nothing", timeout_s=self._timeout_s
+        )
 
     def unsubscribe(self, reader: str) -> None:
         """Stop polling for a reader. Nothing is delivered to it after this returns."""

@@ -191,6 +191,7 @@ VLLM_ROOM_FAULTS = [
     Fault("the whole has a lease of its own", Exporter, "finish", "if not export.lease:", "if True:", seed=0, rule="RIGHT"),
     Fault("a request is reported while a part is read", reads.Reads, "poll", "reads.has_last and not reads.is_moving", "reads.has_last", seed=0, rule="OWN"),
     Fault("the error of a part is forgotten", reads.Reads, "_end", "reads.error = reads.error or result.error", "reads.error = result.error"),
+    Fault("all servers of rooms are refused", rooms.Rooms, "subscribe", 'name(address, "address of a server")', 'name("address of a server", address)', seed=1, rule="RIGHT"),
     Fault("what is lost is finished", Exporter, "finish", "export.state is LOST or is_over", "is_over", seed=0, rule="CRASH"),
 ]  # fmt: skip
 
@@ -347,6 +348,7 @@ FEATURE_FAULTS = [
     Fault("too few answers are taken", claims.ClaimAnswer, "of_fields", "if numbers != ", "if False and numbers != ", seed=5, rule="CRASH", features=Feature.GARBLED_MESSAGES),
     Fault("an error of a server that parses is raised", claims.ClaimMessage, "of_fields", 'instance(Mapping, fields, "a message of claims")', "fields", seed=0, rule="CRASH", features=Feature.GARBLED_MESSAGES),
     Fault("the signature of a handoff is not checked", Handoff, "of_params", '_check_signature(params, instance(SharedKey, key, "key of a handoff"))', "pass", seed=57, rule="OWN", features=Feature.GARBLED_MESSAGES),
+    Fault("a claim stays whose blocks are needed back", Importer, "_do_without", "(ASKING, CLAIMED)", "(ASKING,)", seed=31, rule="ASK", features=Feature.BURSTS | Feature.TURNS),
 ]  # fmt: skip
 FEATURE_FAULTS += [
     Fault("kept answers do not give way", Exporter, "give_way", "if not export.gives_way:", "if True:", seed=1, rule="END", features=TURNS),
@@ -447,6 +449,7 @@ FEATURE_VLLM_FAULTS = [
     Fault("positions of drafts are not copied", Scheduler, "save", "stop = request.num_computed_tokens + scheduled.num_scheduled_tokens[name]", "stop = min(request.num_tokens, request.num_computed_tokens + scheduled.num_scheduled_tokens[name])", seed=18, rule="OWN", model="drafts", features=Feature.HOST_COPIES | TURNS),
 ]  # fmt: skip
 FEATURE_SGLANG_FAULTS = [
+    Fault("a request may name any server", rooms.Rooms, "subscribe", 'self._system.check_server(name(address, "address of a server"))', 'name(address, "address of a server")', seed=0, rule="REFUSE", features=Feature.BAD_FIELDS),
     # weights that change while requests run
     Fault("a flush that was refused counts as done", CHANGES, "_flush", "if is_flushed:", "if True:", seed=1, rule="OWN", features=Feature.LIVE_UPDATES),
     Fault("a flush that was refused after an update counts as done", CHANGES, "_flush_after", "is_right and request.flush_cache", "request.flush_cache", seed=1, rule="OWN", features=Feature.LIVE_UPDATES),
@@ -489,6 +492,8 @@ FEATURE_ROOM_FAULTS = [
     Fault("a request that is given up is reported while a part is read", reads.Reads, "submit", "reads.error = partial_read.error.with_details(request=request)", "reads.error = partial_read.error.with_details(request=request); reads.is_moving = False", seed=47, rule="GIVEN", features=Feature.HANGUPS),
     Fault("what drafts cache later is published", Scheduler, "_publish_early", "num_tokens - self._drafts_know_next,", "num_tokens,", seed=0, rule="OWN", model="drafts"),
     Fault("what drafts cache later is not copied", Scheduler, "save", "num_computed - self._drafts_know_next", "num_computed", seed=0, rule="OWN", model="drafts", features=Feature.HOST_COPIES),
+    Fault("a request may name any server", rooms.Rooms, "subscribe", 'self._system.check_server(name(address, "address of a server"))', 'name(address, "address of a server")', seed=0, rule="REFUSE", features=Feature.BAD_FIELDS),
+    Fault("prefill has one timeout for all entries", rooms.Rooms, "_deliver", "subscription.until = self._system.monotonic() + self._timeout_s", "pass", seed=1, rule="RIGHT", features=Feature.SHORT_WAITS),
     Fault("a request with a wrong address waits", Importer, "refuse", "record.refusal or error", "record.refusal", seed=0, rule="END", features=Feature.BAD_FIELDS),
 ]  # fmt: skip
 

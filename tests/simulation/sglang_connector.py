@@ -45,7 +45,7 @@ from kvplan.testing.simulation import (
 )
 from kvplan.testing.simulation.engine import Phase
 from kvplan.testing.simulation.scenario import FIRST_WEIGHTS, IN_PART, Call, CallKind
-from tests.simulation.stand_in import stand_in
+from tests.simulation.stand_in import check_server, stand_in
 
 LOGGER = logging.getLogger(__name__)
 ROOMS_PORT = 8998
@@ -53,8 +53,6 @@ ROOM_STEP = 10_000
 PREFILL_STEPS_S = (0.004, 0.2, 1.0)
 NUM_ROWS = 128
 ROW_LENGTH = 4
-WAITING_S = 60.0
-"""Seconds for which a request waits for prefill."""
 
 
 class KVPoll(enum.IntEnum):
@@ -93,10 +91,22 @@ def make_params(host: str, draw: random.Random) -> dict[str, Any]:
     return {"bootstrap_addr": f"{host}:{ROOMS_PORT}", "bootstrap_room": room}
 
 
+def break_params(params: Mapping[str, Any], draw: random.Random) -> dict[str, Any]:
+    """The same parameters, with a server that is no prefill engine's."""
+    return {**params, "bootstrap_addr": draw.choice((f"prefill-9:{ROOMS_PORT}", f"prefill-0:{ROOMS_PORT + 1}"))}
+
+
 def sglang_fleets(resend_s: float = math.inf) -> Simulation:
     """A simulation of SGLang's fleets, where many prompts are read while they are computed."""
     make_connector = partial(SglangConnector, attempts={})
-    return Simulation(make_connector, make_params, prefill_steps_s=PREFILL_STEPS_S, resend_s=resend_s)
+    return Simulation(
+        make_connector,
+        make_params,
+        prefill_steps_s=PREFILL_STEPS_S,
+        resend_s=resend_s,
+        break_params=break_params,
+        check_server=partial(check_server, port=ROOMS_PORT),
+    )
 
 
 @attrs.define(eq=False)
@@ -250,7 +260,7 @@ class SglangConnector:
         names = DECODE.DecodeRank.__init__.__globals__
         names["Rooms"] = partial(Rooms, ask_s=ASK_S)
         names["make_reads"] = partial(self._make_reads, site, rank)
-        manager.rank = DECODE.DecodeRank(memory, queue, None, self._settings, WAITING_S, site.host)
+        manager.rank = DECODE.DecodeRank(memory, queue, None, self._settings, site.room_timeout_s, site.host)
         importer = manager.rank.importer
         importer._weights = partial(self._process.weights_version, importer._weights)
         return manager

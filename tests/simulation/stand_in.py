@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from kvplan_nixl.serving.access import Access
+
 
 class _StandIn(ModuleType):
     """A module of an engine: it has each name that is asked for, by default an empty class."""
@@ -67,3 +69,9 @@ def stand_in(engine: str, names: Sequence[str], values: Mapping[str, Any]) -> li
         # what a package has been given as its attribute, too
         if prefixes[1] in hidden:
             setattr(sys.modules["kvplan_nixl"], engine, hidden[prefixes[1]])
+
+
+def check_server(address: str, port: int) -> None:
+    """Refuse a server of rooms that is not a prefill engine's, as an operator who lists them in bootstrap_servers."""
+    hosts = [f"prefill-{number}{place}" for number in range(4) for place in ("", "-elsewhere")]
+    Access(key=b"the key of all engines", servers=tuple(f"{host}:{port}" for host in hosts)).check_server(address)

@@ -277,6 +277,16 @@ def test_all_rules_hold_where_messages_come_within_steps(fleets: str) -> None:
         assert outcome == simulation.run(Scenario.of(seed, features=features))
 
 
+def test_all_rules_hold_where_readers_wait_for_less_than_a_prompt_takes(vllm_rooms: Simulation) -> None:
+    """Each entry gives prefill as much time again."""
+    ends = Counter[str]()
+    for seed in range(NUM_ROOM_SEEDS):
+        outcome = vllm_rooms.run(Scenario.of(seed, features=Feature.of(seed) | Feature.SHORT_WAITS))
+        assert outcome.rule == "", str(outcome)
+        ends.update(outcome.ends)
+    assert min(ends["right"], ends["PEER"]) > 10
+
+
 def test_prefill_preempts_requests_only_with_that_feature(vllm_rooms: Simulation) -> None:
     """Also requests of which decode reads parts."""
 

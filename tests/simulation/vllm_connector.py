@@ -32,7 +32,7 @@ from kvplan.testing.simulation.fabric import VirtualExecutor
 from kvplan.testing.simulation.leases import MemoryDigest, check_count
 from kvplan.testing.simulation.scenario import KEPT_S, Call, CallKind
 from tests.bridges.vllm_objects import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
-from tests.simulation.stand_in import stand_in
+from tests.simulation.stand_in import check_server, stand_in
 from tests.simulation.vllm_objects import (
     BlockPool,
     CacheConfig,
@@ -109,8 +109,8 @@ ROOM_TOKENS_PER_STEP = 2
 """Positions of a request in a step where requests have transfer ids, so few that many are read in parts."""
 
 PORT = 5600
-WAITING_S = 60.0
-"""Seconds for which a request waits for prefill."""
+OTHER_SERVERS = (f"http://prefill-0:{PORT + 1}", f"http://prefill-9:{PORT}", f"http://elsewhere-prefill-0:{PORT}")
+"""Servers of rooms that no operator has allowed."""
 
 ASK_S = 0.02
 """Seconds between two questions about rooms, which are most of what happens while requests wait."""
@@ -300,9 +300,11 @@ def make_params(host: str, draw: random.Random) -> dict[str, Any]:
 
 
 def break_params(params: Mapping[str, Any], draw: random.Random) -> dict[str, Any]:
-    """The same parameters, of which one is no name, or the address is missing."""
+    """The same parameters, of which one is no name, or the address is missing, or that of another server."""
     if draw.random() < 0.2:
         return {"transfer_id": params["transfer_id"]}
+    if draw.random() < 0.2:
+        return {**params, "remote_bootstrap_addr": draw.choice(OTHER_SERVERS)}
     return {**params, draw.choice(sorted(params)): draw.choice(("two\nlines", 7, ["a name"], "x" * 5000))}
 
 
@@ -314,6 +316,7 @@ def vllm_room_fleets(resend_s: float = math.inf) -> Simulation:
         tokens_per_step=ROOM_TOKENS_PER_STEP,
         resend_s=resend_s,
         break_params=break_params,
+        check_server=partial(check_server, port=PORT),
     )
 
 
@@ -371,7 +374,7 @@ class VllmConnector:
             key=SECRET,
             bootstrap_servers=("*",),
             early_tokens=1,
-            prefill_timeout_s=WAITING_S,
+            prefill_timeout_s=site.room_timeout_s,
             bidirectional_kv_xfer=site.keeps_answers,
             decoder_kv_blocks_ttl=KEPT_S,
             kv_recompute_threshold=0,

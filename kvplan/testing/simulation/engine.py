@@ -60,6 +60,10 @@ LOST_S: Final = HANDSHAKE_S + SILENCE_S + ASK_S + 2 * ANSWER_S + 5.0
 """Seconds within which a request ends whose source is gone: it asks in vain, and may shake hands
 again before that."""
 
+ROOM_TIMEOUT_S: Final = 60.0
+SHORT_WAIT_S: Final = 5.0
+"""Seconds for which a request waits for each entry of its room, and in fleets of short waits."""
+
 SLICE_IDS: Final = 5
 """Descriptor ids of a transfer where reads are cut into slices."""
 
@@ -355,7 +359,7 @@ class Site:
     those that each :class:`StepReport` says. The engine computes with ``weights`` of a version. The
     ``folder`` of an adapter returns its content. Its ``siblings`` are other connectors, which store
     each full block of a request that is read. ``record_event`` returns an event of the steps that
-    have begun or are chosen.
+    have begun or are chosen. A request waits ``room_timeout_s`` for each entry of its room.
     """
 
     host: Host
@@ -372,6 +376,7 @@ class Site:
     siblings: frozenset[str] = frozenset()
     record_event: Callable[[], StepsEvent] = lambda: StepsEvent(lambda: True)
     folder: Callable[[str], str] = str
+    room_timeout_s: float = ROOM_TIMEOUT_S
 
     def connections(self, executor: VirtualExecutor) -> Connections:
         """Return how workers of other engines become known to an executor of this one."""
@@ -582,6 +587,7 @@ class Engine:
                 frozenset({"store"} if self._stores_blocks else ()),
                 self._record_event,
                 folder,
+                SHORT_WAIT_S if Feature.SHORT_WAITS in features else ROOM_TIMEOUT_S,
             )
         )
         self._copies_itself = self._has_copies and getattr(

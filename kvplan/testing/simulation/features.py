@@ -142,15 +142,21 @@ class Feature(enum.Flag):
     its blocks, or before the connector's own step. No swarm draws it, so that the fleets of other
     seeds stay as they are."""
 
+    SHORT_WAITS = enum.auto()
+    """Readers wait in rooms for less time than prefill takes for a long prompt, chunk by chunk.
+
+    It is of fleets with rooms: no swarm draws it."""
+
     @classmethod
     def of(cls, seed: int) -> Feature:
         """Draw the features of a seed, each with a chance of a third.
 
-        It leaves out :attr:`STORE`, :attr:`WRONG_BYTES`, :attr:`ADAPTERS` and
-        :attr:`LIVE_UPDATES`, which not all connectors can have, and :attr:`INTERLEAVED`.
+        It leaves out :attr:`STORE`, :attr:`WRONG_BYTES`, :attr:`ADAPTERS`, :attr:`LIVE_UPDATES`
+        and :attr:`SHORT_WAITS`, which not all connectors can have, and :attr:`INTERLEAVED`.
         """
         draw = random.Random(f"{seed} features")
         special = cls.STORE | cls.WRONG_BYTES | cls.ADAPTERS | cls.LIVE_UPDATES | cls.INTERLEAVED
+        special |= cls.SHORT_WAITS
         drawn = [feature for feature in cls if feature not in special and draw.random() < 1 / 3]
         return reduce(or_, drawn, cls(0))
 

@@ -18,7 +18,8 @@ These rules hold in every step, or the simulation ends with an error that names 
 - RIGHT: no request fails without an excuse, which is a fault that explains its error by
   :data:`~kvplan.testing.simulation.scenario.EXCUSES`, at that time, or how it was sent: late, twice
   or as another one. None fails for silence of a source that has answered the same reader within
-  :data:`HEARD_S`. One that prefill has computed for others is handed over.
+  :data:`HEARD_S`, nor of a room that has had an entry within the time for which its reader waits.
+  One that prefill has computed for others is handed over.
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right. Where
   nothing has gone wrong for a lease, a request is read within :data:`QUICK_S`, also if transfers
   from other engines are slow, and one that waits in a room hears within :data:`NEWS_S` that its
@@ -33,9 +34,10 @@ These rules hold in every step, or the simulation ends with an error that names 
 - START: a reader reads from another start of an engine only when the one before has ended, where
   nothing else has gone wrong.
 - REFUSE: a server refuses messages that break their format and answers others; a request whose
-  handoff breaks it is not read.
+  handoff breaks it is not read, and none waits for a server that no operator has allowed.
 - ASK: a read asks every :data:`~kvplan.protocol.read_jobs.ASK_S` whether its lease is valid, and
-  when its last byte has come. A claim that was refused is not sent again.
+  when its last byte has come. A claim that was refused is not sent again, nor is one of a request
+  without blocks for :data:`WANTED_S` after it has heard that the source needs the blocks back.
 - REPORT: a connector reports nothing of a request that is neither read nor exported, and exporters
   count the blocks that are exported.
 - CRASH: no coroutine and no step of an engine ends with an error.
@@ -62,6 +64,7 @@ from kvplan._checks import integer
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan
+from kvplan.protocol.claims import RENEW_S
 from kvplan.protocol.leases import LEASE_S
 from kvplan.protocol.read_jobs import ASK_S, SILENCE_S
 from kvplan.protocol.room_contents import WAIT_S
@@ -123,6 +126,9 @@ MAX_LAST_QUESTIONS: Final = 4
 
 The last one is asked when the last byte has come, and a read may begin again."""
 
+WANTED_S: Final = RENEW_S / 2
+"""Seconds of a reader's clock after which it claims nothing whose blocks are needed back."""
+
 LOST_ROOM_S: Final = 2.0
 """Seconds of the slowest clock within which a request ends whose room was lost by a restart."""
 
@@ -138,6 +144,9 @@ QUIET_S: Final = 200.0
 ASYNC_STEPS_S: Final = (STEP_S, 0.05, 0.3)
 """Seconds that a step of prefill takes where the next one is scheduled meanwhile."""
 
+LONG_STEPS_S: Final = (0.3, 0.9)
+"""Seconds that a step of prefill takes where readers wait for less than a long prompt takes."""
+
 TP_SIZES: Final = (1, 2, 4)
 """Tensor parallel sizes of engines that start again."""
 
@@ -151,6 +160,9 @@ MakeParams = Callable[[str, random.Random], Mapping[str, Any]]
 
 BreakParams = Callable[[Mapping[str, Any], random.Random], Mapping[str, Any]]
 """Breaks the format of one of a proxy's parameters."""
+
+CheckServer = Callable[[str], object]
+"""Refuses the address of a server that a request names, but no operator. Raises ``NAME``."""
 
 SOON_S: Final = 10.0
 """Seconds within which prefill computes a request whose failure needs an excuse."""
@@ -198,6 +210,7 @@ class Simulation:
     each prefill engine takes one of ``prefill_steps_s``. A request that prefill has died with, or
     that was aborted there, comes to it again after ``resend_s``: under its name, and with its
     parameters. With ``break_params`` proxies err too, where fleets have :attr:`Feature.BAD_FIELDS`.
+    Servers that requests name pass ``check_server`` in each engine.
     """
 
     def __init__(
@@ -209,10 +222,12 @@ class Simulation:
         prefill_steps_s: Sequence[float] = (STEP_S,),
         resend_s: float = math.inf,
         break_params: BreakParams | None = None,
+        check_server: CheckServer = lambda _: None,
     ) -> None:
         self._make_connector = make_connector
         self._make_params = make_params
         self._break_params = break_params
+        self._check_server = check_server
         self._prefill_steps_s = tuple(prefill_steps_s)
         self._tokens_per_step = integer(tokens_per_step, "tokens_per_step", low=1)
         self._resend_s = resend_s
@@ -231,6 +246,7 @@ class Simulation:
             self._prefill_steps_s,
             self._resend_s,
             self._break_params,
+            self._check_server,
         )
         try:
             error = fleet.run()
@@ -254,8 +270,10 @@ class Fleet:
         prefill_steps_s: Sequence[float] = (STEP_S,),
         resend_s: float = math.inf,
         break_params: BreakParams | None = None,
+        check_server: CheckServer = lambda _: None,
     ) -> None:
         self._break_params = break_params
+        self._check_server = check_server
         self._prefill_steps_s = prefill_steps_s
         self._resend_s = resend_s
         self.scenario = scenario
@@ -311,6 +329,13 @@ class Fleet:
         # when messages about claims were answered, and those that said that a lease is valid
         self._answered_at = dict[bytes, float]()
         self._valid_at = dict[tuple[Engine, str], list[float]]()
+        # entries of rooms that an engine has heard of, by version
+        self._heard = set[tuple[Engine, str]]()
+        # by reader of a room: when it has come, or heard the last entry, and its longest wait, both
+        # by its engine's clock
+        self._waits = dict[EngineRequest, tuple[float, float]]()
+        # when a request without blocks has heard first that those of its lease are needed back
+        self._wanted = dict[tuple[EngineRequest, str], float]()
         # claims that an engine has heard to be refused, by lease and reader
         self._refused = set[tuple[Engine, str, str]]()
         # requests that have not ended, by name, and until when they must
@@ -377,7 +402,14 @@ class Fleet:
         self._num_starts[member.name] += 1
         number = self._num_starts[member.name]
         draw = random.Random(f"{self.scenario.seed} {member.name} {number}")
-        host = Host(member.name + place, self._network, draw, member.rate, 1000 * draw.random())
+        host = Host(
+            member.name + place,
+            self._network,
+            draw,
+            member.rate,
+            1000 * draw.random(),
+            check=self._check_server,
+        )
         workers = self._workers[member.name]
         if Feature.RESHAPES in self.scenario.features and number > 1 and not place:
             sizes = [tp for tp in TP_SIZES if tp != member.shape.tp]
@@ -438,14 +470,32 @@ class Fleet:
             if is_valid is False and Feature.GARBLED_MESSAGES not in self.scenario.features:
                 self._refused.add((engine, lease, reader))
             request = engine.requests.get(reader.rpartition(" ")[2])
+            is_wanted = is_valid is True and lease in reply.get("wanted", ())
+            if request is not None:
+                self._check_wanted(engine, request, lease, is_wanted=is_wanted)
             if is_valid is False and request is not None and request.phase is Phase.READING:
                 check = partial(self._check_refusal, engine, request, lease, self.loop.now)
                 self.loop.at(self.loop.now + REFUSED_S / self._slowest, check)
+
+    def _check_wanted(
+        self, engine: Engine, request: EngineRequest, lease: str, *, is_wanted: bool
+    ) -> None:
+        """Refuse to renew a claim whose blocks are needed back, where nothing is read yet."""
+        if request.phase is not Phase.WAITING or not is_wanted:
+            self._wanted.pop((request, lease), None)
+            return
+        since = self._wanted.setdefault((request, lease), self.loop.now)
+        is_late = self.loop.now - since > WANTED_S / engine.host.rate
+        is_garbled = Feature.GARBLED_MESSAGES in self.scenario.features
+        if is_late and engine.host.thaws_at <= since and not is_garbled:
+            message = f"{request.name} claims {lease} again, whose blocks are needed back"
+            raise BrokenRuleError("ASK", message)
 
     def _hear_rooms(self, engine: Engine, path: str, sent: bytes, answer: bytes) -> None:
         """Expect the end of requests whose rooms were lost: their server has another start now."""
         if not path.startswith("/ask/") or Feature.GARBLED_MESSAGES in self.scenario.features:
             return
+        self._hear_entries(engine, json.loads(answer)["rooms"])
         start, rooms = json.loads(answer)["start"], json.loads(sent)
         for request in engine.requests.values():
             is_asking = request.phase is Phase.WAITING and request.asked_at
@@ -458,6 +508,39 @@ class Fleet:
             if self._room_starts.setdefault(request, start) != start:
                 check = partial(self._check_lost_room, engine, request, self.loop.now)
                 self.loop.at(self.loop.now + 2 * LOST_ROOM_S / self._slowest, check)
+
+    def _hear_entries(
+        self, engine: Engine, entries: Mapping[str, tuple[str, Sequence[str]]]
+    ) -> None:
+        """Note when the readers of rooms have heard of an entry, and how long they have waited."""
+        now = engine.host.monotonic()
+        for room, (version, _) in entries.items():
+            if (engine, version) in self._heard:
+                continue
+            self._heard.add((engine, version))
+            for request in engine.requests.values():
+                if request in self._waits and room in map(str, (request.params or {}).values()):
+                    since, longest_s = self._waits[request]
+                    self._waits[request] = now, max(longest_s, now - since)
+
+    def _check_wait(
+        self, engine: Engine, request: EngineRequest, error: KVPlanError | None
+    ) -> None:
+        """Refuse to give a room up in which entries came in time.
+
+        Of several workers each may hear of its own entries.
+        """
+        timeout_s = None if error is None else error.details.get("timeout_s")
+        is_known = engine.num_workers == 1 and request in self._waits
+        if timeout_s is None or not is_known:
+            return
+        if Feature.GARBLED_MESSAGES in self.scenario.features:
+            return
+        since, longest_s = self._waits[request]
+        waited_s = max(longest_s, engine.host.monotonic() - since)
+        if waited_s < timeout_s:
+            message = f"{request.name} has waited for {waited_s:.1f} s: {error}"
+            raise BrokenRuleError("RIGHT", message)
 
     def _check_lost_room(self, engine: Engine, request: EngineRequest, since: float) -> None:
         """Refuse to wait on for what a server had that has restarted."""
@@ -485,6 +568,8 @@ class Fleet:
         if not member.name.startswith("prefill"):
             return STEP_S
         draw = random.Random(f"{self.scenario.seed} {member.name} step")
+        if Feature.SHORT_WAITS in self.scenario.features:
+            return draw.choice(LONG_STEPS_S)
         is_async = Feature.ASYNC_STEPS in self.scenario.features
         # so slow that what a step writes can be asked for before
         return draw.choice(ASYNC_STEPS_S if is_async else self._prefill_steps_s)
@@ -599,7 +684,7 @@ class Fleet:
         is_repeated = is_gone or arrival.name in self._repeated | self._shared
         if self._is_unstorable(error):
             return True
-        if is_repeated or self._is_slow(arrival):
+        if is_repeated or self._is_slow(arrival) or self._has_short_wait(error):
             return True
         # weights of which the prefix cache has old blocks are no other engine's
         settled_at = self._reset_at + SETTLE_S / self._slowest
@@ -622,6 +707,10 @@ class Fleet:
         """Return whether the readers of a request have waited long for prefill."""
         computed_at = self._computed_at.get((arrival.name, arrival.attempt), math.inf)
         return self._make_params is not None and computed_at > arrival.at + SOON_S
+
+    def _has_short_wait(self, error: KVPlanError) -> bool:
+        """Return whether prefill may have needed more time than its readers wait."""
+        return Feature.SHORT_WAITS in self.scenario.features and "timeout_s" in error.details
 
     def _rival(self, rival: Rival) -> None:
         """Start an engine again elsewhere. In the end the first one lives, or a new start of it."""
@@ -856,6 +945,7 @@ class Fleet:
             if not readers.num_left and readers.has_right:
                 self.loop.at(self._linger_at, partial(self._check_released, readers))
             self._check_quick(readers, request)
+            self._check_wait(engine, request, error)
             self._check_questions(readers, engine, request, error)
             if is_read and request.read_s:
                 self._check_confirmed(engine, request)
@@ -1038,6 +1128,10 @@ class Fleet:
         # what began may be a load, which needs no handoff
         if Feature.STORE in self.scenario.features:
             return
+        waited_s = (request.asked_at - request.came_at) * self._slowest
+        if waited_s > QUICK_S and engine.host.thaws_at <= request.came_at:
+            message = f"{request.name} waits in a room that is refused: {request.params}"
+            raise BrokenRuleError("REFUSE", message)
         if not request.began_at or engine.host.thaws_at > request.began_at:
             return
         is_quick = (self.loop.now - request.began_at) * self._slowest <= QUICK_S
@@ -1084,6 +1178,8 @@ class Fleet:
             for other, lease, reader in self._refused
             if other is not engine or reader.rpartition(" ")[2] != request.name
         }
+        if self._make_params is not None and not request.is_for_another:
+            self._waits[request] = engine.host.monotonic(), 0.0
         engine.add(request)
         if patience_s is not None:
             self.loop.at(self.loop.now + patience_s, partial(engine.abort, request.name))
@@ -1093,7 +1189,9 @@ class Fleet:
         errors = dict[str, KVPlanError | None]()
 
         def note(arrival: Arrival, error: KVPlanError | None) -> None:
-            is_excused = self._is_slow(arrival) or (error and self._is_unstorable(error))
+            is_excused = self._is_slow(arrival) or (
+                error and (self._is_unstorable(error) or self._has_short_wait(error))
+            )
             errors[arrival.name] = None if is_excused else error
 
         living = [
