@@ -349,6 +349,8 @@ FEATURE_FAULTS = [
     Fault("an error of a server that parses is raised", claims.ClaimMessage, "of_fields", 'instance(Mapping, fields, "a message of claims")', "fields", seed=0, rule="CRASH", features=Feature.GARBLED_MESSAGES),
     Fault("the signature of a handoff is not checked", Handoff, "of_params", '_check_signature(params, instance(SharedKey, key, "key of a handoff"))', "pass", seed=57, rule="OWN", features=Feature.GARBLED_MESSAGES),
     Fault("a claim stays whose blocks are needed back", Importer, "_do_without", "(ASKING, CLAIMED)", "(ASKING,)", seed=31, rule="ASK", features=Feature.BURSTS | Feature.TURNS),
+    Fault("a claim of a request that waits behind others stays", Importer, "_do_without", "(ASKING, CLAIMED)", "(CLAIMED,)", seed=211, rule="ASK", features=Feature.BURSTS | Feature.TURNS),
+    Fault("a read that has failed asks its source no more", reads.Reads, "_poll_job", "if job.error is None or not job.is_settled:", "if job.error is None:", seed=1, rule="END", features=Feature.LOST_ENGINES | Feature.SLICES | Feature.HELD_TRANSFERS | Feature.RESTARTS),
 ]  # fmt: skip
 FEATURE_FAULTS += [
     Fault("kept answers do not give way", Exporter, "give_way", "if not export.gives_way:", "if True:", seed=1, rule="END", features=TURNS),

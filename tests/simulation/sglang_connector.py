@@ -92,8 +92,9 @@ def make_params(host: str, draw: random.Random) -> dict[str, Any]:
 
 
 def break_params(params: Mapping[str, Any], draw: random.Random) -> dict[str, Any]:
-    """The same parameters, with a server that is no prefill engine's."""
-    return {**params, "bootstrap_addr": draw.choice((f"prefill-9:{ROOMS_PORT}", f"prefill-0:{ROOMS_PORT + 1}"))}
+    """Parameters with a server that is no prefill engine's, and with a room that no other request has."""
+    address = draw.choice((f"prefill-9:{ROOMS_PORT}", f"prefill-0:{ROOMS_PORT + 1}"))
+    return {**params, "bootstrap_addr": address, "bootstrap_room": draw.randrange(1 << 40, 1 << 60)}
 
 
 def sglang_fleets(resend_s: float = math.inf) -> Simulation:
