@@ -38,7 +38,7 @@ class Weights:
     is computed meanwhile mixes two versions. The operator names the version in the update. It has a
     private name, from ``token``, until the update has ended, the operator has named it, and SGLang
     has flushed its cache, which the weights before have computed. For weights that have changed,
-    neither the name that was valid ``before`` nor that of the first ones counts, at any time.
+    neither the name that they had ``before`` nor that of the first ones counts, at any time.
     """
 
     token: str = ""
@@ -49,8 +49,9 @@ class Weights:
 
     def change(self) -> None:
         """Note that weights change."""
-        if self.is_known:
-            self.before = self.version
+        # other engines may have flushed their caches of weights that this one has not
+        if self.is_named and not self.is_changing:
+            self.before = get_serving().weight_version
         self.token = uuid.uuid4().hex
         self.is_named = False
         self.is_flushed = False
@@ -62,14 +63,14 @@ class Weights:
 
     def end(self, *, loads_now: bool) -> None:
         """Note that an update ends, and that it loads weights only now if ``loads_now``."""
-        self.is_changing = False
         if loads_now:
             self.change()
+        self.is_changing = False
 
     def name(self, version: str | None) -> None:
         """Note that an operator has named the version."""
         if version is not None and self.token:
-            self.is_named = version not in (FIRST_WEIGHTS, self.before)
+            self.is_named = version not in ("", FIRST_WEIGHTS, self.before)
 
     def flush(self) -> None:
         """Note that SGLang has flushed its prefix cache."""

@@ -494,9 +494,48 @@ def test_changed_weights_never_have_an_earlier_name(plugin: ModuleType, engine: 
     weights.change()
     weights.flush()
     assert name("2") == "2"
-    for version in ("default", "1"):
+    for version in ("default", "", "1"):
         assert name(version) == f"unnamed {weights.token}"
         assert name("2") == "2"
+
+
+@pytest.mark.parametrize("is_session", [False, True])
+def test_a_name_that_other_weights_had_before_a_flush_is_not_that_of_new_ones(
+    plugin: ModuleType, engine: Runtime, *, is_session: bool
+) -> None:
+    """Where the others were flushed, in another engine, they are known by that name."""
+    weights = plugin.changes.Weights()
+
+    def load(version: str) -> None:
+        if is_session:
+            weights.begin()
+        # in parts, each of which names the version; SGLang takes parts in a session alone
+        for _ in range(1 + is_session):
+            weights.change()
+            engine.serving.weight_version = version
+            weights.name(version)
+        if is_session:
+            weights.end(loads_now=False)
+
+    load("2")
+    load("2")
+    weights.flush()
+    assert not weights.is_known
+    load("3")
+    weights.flush()
+    assert weights.version == "3"
+
+
+def test_weights_that_others_write_in_a_session_may_be_named_there(plugin: ModuleType, engine: Runtime) -> None:
+    """And again when it has ended, since only then the engine uses them."""
+    weights = plugin.changes.Weights()
+    weights.begin()
+    engine.serving.weight_version = "2"
+    weights.name("2")
+    weights.end(loads_now=True)
+    weights.name("2")
+    weights.flush()
+    assert weights.version == "2"
 
 
 def test_a_part_of_a_prompt_has_the_weights_that_computed_it(

@@ -458,7 +458,7 @@ FEATURE_SGLANG_FAULTS = [
     Fault("an update that flushes nothing counts as a flush", CHANGES, "_flush_after", "is_right and request.flush_cache", "is_right", seed=3, rule="OWN", features=Feature.LIVE_UPDATES),
     Fault("an update leaves the prefix cache as it is", CHANGES.Weights, "change", "self.is_flushed = False", "pass", seed=1, rule="OWN", features=Feature.LIVE_UPDATES),
     Fault("weights without a name are those of all engines", CHANGES.Weights, "change", "self.token = uuid.uuid4().hex", 'self.token = "new"', seed=1, rule="OWN", features=Feature.LIVE_UPDATES),
-    Fault("changed weights have the name of the first ones", CHANGES.Weights, "name", "(FIRST_WEIGHTS, self.before)", "(self.before,)", seed=2, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("changed weights have the name of the first ones", CHANGES.Weights, "name", "(\"\", FIRST_WEIGHTS, self.before)", "(self.before,)", seed=2, rule="OWN", features=Feature.LIVE_UPDATES),
     Fault("the oldest attempt is served", BOOTSTRAP._Room, "newest", "reversed(self.attempts.values())", "self.attempts.values()", seed=31, rule="REPORT", features=Feature.LOST_ENTRIES | Feature.REPEATS),
     Fault("a request that is over is published again", Sender, "_publish_until", "not self._has_room or ", "", seed=36, rule="REPORT", features=Feature.LOST_ENTRIES),
     Fault("a request that was sent ends when it is aborted", Sender, "abort", "        self.clear()", "    self.clear()", seed=0, rule="END", features=Feature.HANGUPS),
