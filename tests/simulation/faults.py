@@ -450,6 +450,7 @@ FEATURE_VLLM_FAULTS = [
     Fault("what drafts cache of another token is decode's alone", Scheduler, "_import", "self._drafts_know_next and is_optional", "self._drafts_know_next and not is_optional", seed=2, rule="OWN", model="drafts", features=TURNS),
     Fault("positions of drafts are not copied", Scheduler, "save", "stop = request.num_computed_tokens + scheduled.num_scheduled_tokens[name]", "stop = min(request.num_tokens, request.num_computed_tokens + scheduled.num_scheduled_tokens[name])", seed=18, rule="OWN", model="drafts", features=Feature.HOST_COPIES | TURNS),
 ]  # fmt: skip
+NAMED_AGAIN = Feature.LIVE_UPDATES | Feature.NAMED_AGAIN
 FEATURE_SGLANG_FAULTS = [
     Fault("a request may name any server", rooms.Rooms, "subscribe", 'self._system.check_server(name(address, "address of a server"))', 'name(address, "address of a server")', seed=0, rule="REFUSE", features=Feature.BAD_FIELDS),
     # weights that change while requests run
@@ -458,7 +459,7 @@ FEATURE_SGLANG_FAULTS = [
     Fault("an update that flushes nothing counts as a flush", CHANGES, "_flush_after", "is_right and request.flush_cache", "is_right", seed=3, rule="OWN", features=Feature.LIVE_UPDATES),
     Fault("an update leaves the prefix cache as it is", CHANGES.Weights, "change", "self.is_flushed = False", "pass", seed=1, rule="OWN", features=Feature.LIVE_UPDATES),
     Fault("weights without a name are those of all engines", CHANGES.Weights, "change", "self.token = uuid.uuid4().hex", 'self.token = "new"', seed=1, rule="OWN", features=Feature.LIVE_UPDATES),
-    Fault("changed weights have the name of the first ones", CHANGES.Weights, "name", "(\"\", FIRST_WEIGHTS, self.before)", "(self.before,)", seed=2, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("changed weights have the name of the first ones", CHANGES.Weights, "name", "(\"\", FIRST_WEIGHTS, self.before)", "(self.before,)", seed=16, rule="OWN", features=NAMED_AGAIN),
     Fault("the oldest attempt is served", BOOTSTRAP._Room, "newest", "reversed(self.attempts.values())", "self.attempts.values()", seed=31, rule="REPORT", features=Feature.LOST_ENTRIES | Feature.REPEATS),
     Fault("a request that is over is published again", Sender, "_publish_until", "not self._has_room or ", "", seed=36, rule="REPORT", features=Feature.LOST_ENTRIES),
     Fault("a request that was sent ends when it is aborted", Sender, "abort", "        self.clear()", "    self.clear()", seed=0, rule="END", features=Feature.HANGUPS),
@@ -466,6 +467,9 @@ FEATURE_SGLANG_FAULTS = [
     Fault("a part of weights counts as all", CHANGES.Weights, "begin", "self.is_changing = True", "pass", seed=57, rule="AGAIN", features=Feature.LIVE_UPDATES),
     Fault("a prompt is handed over as one of the first weights", Sender, "send", "weights_version=WEIGHTS.version", 'weights_version=""', seed=0, rule="AGAIN", features=Feature.LIVE_UPDATES),
     Fault("a chunk is published as one of the first weights", Sender, "_publish_early", "weights_version=WEIGHTS.version", 'weights_version=""', seed=49, rule="RIGHT", features=Feature.LIVE_UPDATES),
+    Fault("other weights keep a name that was there before", CHANGES.Weights, "name", '("", FIRST_WEIGHTS, self.before)', '("", FIRST_WEIGHTS)', seed=4, rule="OWN", features=NAMED_AGAIN),
+    Fault("a name that was never flushed may come again", CHANGES.Weights, "change", "self.is_named and not self.is_changing", "self.is_known", seed=37, rule="OWN", features=NAMED_AGAIN),
+    Fault("weights that change keep their name", CHANGES.Weights, "change", "self.is_named = False", "pass", seed=27, rule="OWN", features=NAMED_AGAIN),
     Fault("weights are compared when a request is claimed alone", Importer, "_check", "handoff.check_weights(self._weights())", "pass", seed=13, rule="OWN", features=Feature.LIVE_UPDATES),
 ]  # fmt: skip
 FEATURE_ROOM_FAULTS = [

@@ -44,7 +44,7 @@ from kvplan.testing.simulation import (
     StepReport,
 )
 from kvplan.testing.simulation.engine import Phase
-from kvplan.testing.simulation.scenario import FIRST_WEIGHTS, IN_PART, Call, CallKind
+from kvplan.testing.simulation.scenario import CONTENT, FIRST_WEIGHTS, IN_PART, Call, CallKind
 from tests.simulation.stand_in import check_server, stand_in
 
 LOGGER = logging.getLogger(__name__)
@@ -612,7 +612,7 @@ class SglangConnector:
             CHANGES._change(None, version)
         if is_done:
             if kind == 1:
-                self._name(version)
+                self._name(version.partition(CONTENT)[0])
             CHANGES._flush_after((True, ""), None, SimpleNamespace(flush_cache=False))
         if self._is_updating and not is_part:
             self._is_updating = False

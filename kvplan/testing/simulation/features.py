@@ -147,16 +147,23 @@ class Feature(enum.Flag):
 
     It is of fleets with rooms: no swarm draws it."""
 
+    NAMED_AGAIN = enum.auto()
+    """Beside :attr:`LIVE_UPDATES` operators load other weights under a name that was there before.
+
+    It is of connectors that take no such weights for those that have had the name, as SGLang's: no
+    swarm draws it."""
+
     @classmethod
     def of(cls, seed: int) -> Feature:
         """Draw the features of a seed, each with a chance of a third.
 
-        It leaves out :attr:`STORE`, :attr:`WRONG_BYTES`, :attr:`ADAPTERS`, :attr:`LIVE_UPDATES`
-        and :attr:`SHORT_WAITS`, which not all connectors can have, and :attr:`INTERLEAVED`.
+        It leaves out :attr:`STORE`, :attr:`WRONG_BYTES`, :attr:`ADAPTERS`, :attr:`LIVE_UPDATES`,
+        :attr:`SHORT_WAITS` and :attr:`NAMED_AGAIN`, which not all connectors can have, and
+        :attr:`INTERLEAVED`.
         """
         draw = random.Random(f"{seed} features")
         special = cls.STORE | cls.WRONG_BYTES | cls.ADAPTERS | cls.LIVE_UPDATES | cls.INTERLEAVED
-        special |= cls.SHORT_WAITS
+        special |= cls.SHORT_WAITS | cls.NAMED_AGAIN
         drawn = [feature for feature in cls if feature not in special and draw.random() < 1 / 3]
         return reduce(or_, drawn, cls(0))
 

@@ -644,12 +644,10 @@ class Fleet:
             self.loop.at(self.loop.now + STEP_S / 2, partial(self._call_when_used, name, update))
             return
         starts = [self._engines.get(name + place) for place in ("", ELSEWHERE)]
-        version, calls = update.version, update.calls
         if any(start is not None and start.resets_when_idle for start in starts):
-            version = f"{version} of {update.at:.4f}"
-            calls = tuple(call.renamed(update.version, version) for call in calls)
-        self._versions[name] = version
-        for call in calls:
+            update = update.with_own_name()
+        self._versions[name] = update.version
+        for call in update.calls:
             self.loop.at(self.loop.now + call.delay_s, partial(self._call, name, call, starts))
 
     def _call(self, name: str, call: Call, starts: Sequence[Engine | None]) -> None:

@@ -66,6 +66,9 @@ FIRST_WEIGHTS: Final = "default"
 IN_PART: Final = ", in part"
 """The end of the name of weights of which a part is loaded."""
 
+CONTENT: Final = ", content "
+"""What follows the name of weights where others have the same name."""
+
 WEIGHTS: Final = "other weights"
 RESET: Final = "a reset of caches"
 GARBLING: Final = "malformed answers"
@@ -273,6 +276,15 @@ class Update:
     def engines(self) -> tuple[str, ...]:
         """Return no engine: one may be left out."""
         return ()
+
+    def with_own_name(self) -> Update:
+        """Return the update with a version that no other one has."""
+        own = f" of {self.at:.4f}"
+        if self.version.endswith(own):
+            return self
+        version = f"{self.version}{own}"
+        calls = tuple(call.renamed(self.version, version) for call in self.calls)
+        return attrs.evolve(self, version=version, calls=calls)
 
 
 @attrs.frozen
@@ -837,6 +849,86 @@ def _calls(version: str, draw: random.Random) -> tuple[Call, ...]:
     return tuple(drawn)
 
 
+def _with_names_again(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Let an update first load other weights, twice under one name or under that of the start.
+
+    Engines have them some seconds after each other, and requests come meanwhile. It comes before
+    others, in most fleets when engines are idle, which can reset their caches then.
+    """
+    at = draw.choice((0.1, 0.1, 10.0)) * draw.random()
+    version = f"renamed version of {at:.4f}"
+    early = f"early {version}"
+    gap_s = 0.5 + draw.choice((0.5, 1.5)) * draw.random()
+    names, lasts_s = draw.choice(
+        (
+            *[((early, early), gap_s * len(scenario.members))] * 3,
+            # while others have the first weights
+            ((early, FIRST_WEIGHTS), 0.2),
+            ((FIRST_WEIGHTS,), gap_s),
+        )
+    )
+    calls, delay_s = list[Call](), 0.0
+    for number, name in enumerate(names):
+        others = [(CallKind.NAME, name), (draw.choice((CallKind.RESET, CallKind.FORCED_RESET)), "")]
+        draw.shuffle(others)
+        for kind, text in ((CallKind.CHANGE, f"{name}{CONTENT}{number} of {at:.4f}"), *others):
+            calls.append(Call(delay_s, kind, text))
+            delay_s += draw.choice((0.0, 0.0, 0.5)) * draw.random()
+        delay_s += lasts_s
+    # the last ones in all engines
+    delay_s = max(delay_s, calls[-1].delay_s + gap_s)
+    prompts = _prompts_after(calls, at, gap_s, scenario.members, draw)
+    calls += [attrs.evolve(call, delay_s=call.delay_s + delay_s) for call in _calls(version, draw)]
+    update = Update(at, gap_s, version, calls=tuple(calls))
+    begins, ends = scenario._span(update)
+    incidents = list[Incident]()
+    for item in scenario.incidents:
+        if isinstance(item, Arrival):
+            until = at + delay_s
+            item = attrs.evolve(item, at=until + item.at * (1.0 - until / HEALED_S))
+        if isinstance(item, Update) and _overlap((begins, ends), scenario._span(item)):
+            continue
+        incidents.append(item)
+    return attrs.evolve(scenario, incidents=(*incidents, *prompts, update))
+
+
+def _overlap(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one[0] <= other[1] and other[0] <= one[1]
+
+
+def _prompts_after(
+    calls: Sequence[Call],
+    since: float,
+    gap_s: float,
+    members: Sequence[Member],
+    draw: random.Random,
+) -> list[Arrival]:
+    """Return requests that come after the last of some calls, ``gap_s`` after it at most.
+
+    Prefill engines are called ``gap_s`` after each other, and those that read them later.
+    """
+    names = [member.name for member in members]
+    prefills = [name for name in names if name.startswith("prefill")]
+    decodes = [name for name in names if name not in prefills]
+    tokens = [draw.randrange(VOCABULARY) for _ in range(MAX_TOKENS)]
+    prompts = []
+    for number in range(draw.choice((4, 6, 8))):
+        prefill = draw.choice(prefills)
+        call, late_s = calls[-1], gap_s
+        if draw.random() < 0.1:
+            # it is computed when the first call comes
+            call, late_s = calls[0], -0.1
+        at = since + names.index(prefill) * gap_s + call.delay_s + late_s * draw.random()
+        at = max(0.0, at)
+        if draw.random() < 0.5:
+            tokens = [draw.randrange(VOCABULARY) for _ in tokens]
+        stop = draw.randint(20, MAX_TOKENS - 2)
+        visit = Visit(draw.choice(decodes), 0.1 * draw.random())
+        name = f"request-n{number}"
+        prompts.append(Arrival(at, name, (*tokens[:stop],), 1, prefill, (visit,)))
+    return prompts
+
+
 def _with_restarts(scenario: Scenario, draw: random.Random) -> Scenario:
     arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
     deaths = []
@@ -1106,6 +1198,7 @@ _CHANGES: Final = MappingProxyType(
         Feature.CHILDREN: _arrivals(_with_children),
         Feature.UPDATES: _with_updates,
         Feature.LIVE_UPDATES: _with_live_updates,
+        Feature.NAMED_AGAIN: _with_names_again,
         Feature.LONG_PREFILLS: _arrivals(_with_long_prefills),
         Feature.HANGUPS: _arrivals(_with_hangups),
         Feature.STORE: _with_store,
