@@ -351,6 +351,7 @@ FEATURE_FAULTS = [
     Fault("a claim stays whose blocks are needed back", Importer, "_do_without", "(ASKING, CLAIMED)", "(ASKING,)", seed=31, rule="ASK", features=Feature.BURSTS | Feature.TURNS),
     Fault("a claim of a request that waits behind others stays", Importer, "_do_without", "(ASKING, CLAIMED)", "(CLAIMED,)", seed=211, rule="ASK", features=Feature.BURSTS | Feature.TURNS),
     Fault("a read that has failed asks its source no more", reads.Reads, "_poll_job", "if job.error is None or not job.is_settled:", "if job.error is None:", seed=1, rule="END", features=Feature.LOST_ENGINES | Feature.SLICES | Feature.HELD_TRANSFERS | Feature.RESTARTS),
+    Fault("a question joins one under way", claims.SourceClaims, "ask", "self._unsent.setdefault(lease, [])", "(self._sent if lease in self._sent else self._unsent).setdefault(lease, [])", seed=15, rule="ASK", features=Feature.LATE_MESSAGES),
 ]  # fmt: skip
 FEATURE_FAULTS += [
     Fault("kept answers do not give way", Exporter, "give_way", "if not export.gives_way:", "if True:", seed=1, rule="END", features=TURNS),
@@ -449,6 +450,7 @@ FEATURE_VLLM_FAULTS = [
     Fault("what drafts cache of another token is read", Importer, "count", "record.num_shared - record.num_stale", "record.num_shared", seed=2, rule="OWN", model="drafts", features=TURNS),
     Fault("what drafts cache of another token is decode's alone", Scheduler, "_import", "self._drafts_know_next and is_optional", "self._drafts_know_next and not is_optional", seed=2, rule="OWN", model="drafts", features=TURNS),
     Fault("positions of drafts are not copied", Scheduler, "save", "stop = request.num_computed_tokens + scheduled.num_scheduled_tokens[name]", "stop = min(request.num_tokens, request.num_computed_tokens + scheduled.num_scheduled_tokens[name])", seed=18, rule="OWN", model="drafts", features=Feature.HOST_COPIES | TURNS),
+    Fault("a question joins one under way", claims.SourceClaims, "ask", "self._unsent.setdefault(lease, [])", "(self._sent if lease in self._sent else self._unsent).setdefault(lease, [])", seed=1, rule="ASK", features=Feature.LATE_MESSAGES),
 ]  # fmt: skip
 NAMED_AGAIN = Feature.LIVE_UPDATES | Feature.NAMED_AGAIN
 FEATURE_SGLANG_FAULTS = [

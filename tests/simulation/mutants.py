@@ -363,6 +363,9 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
     # as where the threads of a connector run beside the engine's
     is_threaded = name.startswith(("vllm", "leases")) and seed % 6 == 2
     features |= Feature.INTERLEAVED if is_threaded else Feature(0)
+    # as where hosts are busy
+    is_late = name.startswith(("vllm", "leases")) and seed % 6 == 3
+    features |= Feature.LATE_MESSAGES if is_late else Feature(0)
     # as where an operator sets a short prefill_timeout_s
     is_short = name.startswith("vllm rooms") and seed % 6 == 4
     features |= Feature.SHORT_WAITS if is_short else Feature(0)

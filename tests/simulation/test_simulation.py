@@ -277,6 +277,15 @@ def test_all_rules_hold_where_messages_come_within_steps(fleets: str) -> None:
         assert outcome == simulation.run(Scenario.of(seed, features=features))
 
 
+@pytest.mark.parametrize("fleets", ["leases", "vLLM's", "vLLM's rooms"])
+def test_all_rules_hold_where_messages_are_late(fleets: str) -> None:
+    """As where hosts are busy."""
+    simulation = SWARMS[fleets]()
+    for seed in range(NUM_ROOM_SEEDS):
+        outcome = simulation.run(Scenario.of(seed, features=Feature.of(seed) | Feature.LATE_MESSAGES))
+        assert outcome.rule == "", str(outcome)
+
+
 def test_all_rules_hold_where_readers_wait_for_less_than_a_prompt_takes(vllm_rooms: Simulation) -> None:
     """Each entry gives prefill as much time again."""
     ends = Counter[str]()

@@ -153,17 +153,23 @@ class Feature(enum.Flag):
     It is of connectors that take no such weights for those that have had the name, as SGLang's: no
     swarm draws it."""
 
+    LATE_MESSAGES = enum.auto()
+    """Hosts are so busy that messages are late by seconds, and transfers are slow.
+
+    So questions are under way when the last byte comes. No swarm draws it, so that the fleets of
+    other seeds stay as they are."""
+
     @classmethod
     def of(cls, seed: int) -> Feature:
         """Draw the features of a seed, each with a chance of a third.
 
         It leaves out :attr:`STORE`, :attr:`WRONG_BYTES`, :attr:`ADAPTERS`, :attr:`LIVE_UPDATES`,
-        :attr:`SHORT_WAITS` and :attr:`NAMED_AGAIN`, which not all connectors can have, and
-        :attr:`INTERLEAVED`.
+        :attr:`SHORT_WAITS` and :attr:`NAMED_AGAIN`, which not all connectors can have,
+        :attr:`INTERLEAVED` and :attr:`LATE_MESSAGES`.
         """
         draw = random.Random(f"{seed} features")
         special = cls.STORE | cls.WRONG_BYTES | cls.ADAPTERS | cls.LIVE_UPDATES | cls.INTERLEAVED
-        special |= cls.SHORT_WAITS | cls.NAMED_AGAIN
+        special |= cls.SHORT_WAITS | cls.NAMED_AGAIN | cls.LATE_MESSAGES
         drawn = [feature for feature in cls if feature not in special and draw.random() < 1 / 3]
         return reduce(or_, drawn, cls(0))
 

@@ -425,6 +425,15 @@ class Scenario:
         longest_s = (RENEW_S + ANSWER_S + RETRY_S) / min(rates) * max(rates)
         return longest_s + BRIEF_S * max(rates) < LEASE_S
 
+    def is_disturbed(self, begins_at: float, ends_at: float) -> bool:
+        """Return whether messages may be lost or late between two times."""
+        return any(
+            start <= ends_at and stop > begins_at
+            for incident in self.incidents
+            if isinstance(incident, Disturbance)
+            for start, stop in [self._span(incident)]
+        )
+
     def is_quiet(self, begins_at: float, ends_at: float) -> bool:
         """Return whether nothing goes wrong between two times, but that transfers are slow."""
         return not any(
@@ -1182,6 +1191,13 @@ def _with_lost_entries(scenario: Scenario, draw: random.Random) -> Scenario:
     return attrs.evolve(scenario, incidents=tuple(incidents))
 
 
+def _with_late_messages(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Let all messages be late, and most transfers slow, in a fleet that has as many requests."""
+    late = Disturbance(0.0, HEALED_S, "*", "*", delay_s=draw.choice((1.0, 2.5)))
+    slow = Trouble(0.0, HEALED_S, "*", chance=0.7, delay_s=20.0)
+    return attrs.evolve(scenario, incidents=(*scenario.incidents, late, slow))
+
+
 _CHANGES: Final = MappingProxyType(
     {
         Feature.RIVALS: _with_rivals,
@@ -1206,6 +1222,7 @@ _CHANGES: Final = MappingProxyType(
         Feature.ADAPTERS: _with_adapters,
         Feature.CROWDS: _with_crowds,
         Feature.LOST_ENTRIES: _with_lost_entries,
+        Feature.LATE_MESSAGES: _with_late_messages,
     }
 )
 
