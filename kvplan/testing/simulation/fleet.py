@@ -454,6 +454,7 @@ class Fleet:
             question, reply = json.loads(sent), json.loads(answer)
             claims = [*zip(question["claims"], reply["claims"], strict=True)]
             asks = [*zip(question["asks"], reply["asks"], strict=True)]
+            wanted = [*reply["wanted"]]
         except (ValueError, TypeError, KeyError, RecursionError):
             # somebody has garbled it
             return
@@ -470,7 +471,7 @@ class Fleet:
             if is_valid is False and Feature.GARBLED_MESSAGES not in self.scenario.features:
                 self._refused.add((engine, lease, reader))
             request = engine.requests.get(reader.rpartition(" ")[2])
-            is_wanted = is_valid is True and lease in reply.get("wanted", ())
+            is_wanted = is_valid is True and lease in wanted
             if request is not None:
                 self._check_wanted(engine, request, lease, is_wanted=is_wanted)
             if is_valid is False and request is not None and request.phase is Phase.READING:
