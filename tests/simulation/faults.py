@@ -27,6 +27,7 @@ from kvplan.protocol import (
     listener,
     page_keys,
     peer_engines,
+    prefix_search,
     reads,
     room_contents,
     rooms,
@@ -36,6 +37,7 @@ from kvplan.protocol.exporter import Exporter
 from kvplan.protocol.importer import Importer
 from kvplan.protocol.page_keys import Chain
 from kvplan.protocol.page_reads import PageReads
+from kvplan.protocol.prefix_search import _Windows
 from kvplan.protocol.read_jobs import LeaseCheck
 from kvplan.protocol.system import LongPolls
 from kvplan.staging import Pipeline
@@ -505,11 +507,11 @@ FEATURE_ROOM_FAULTS = [
     Fault("a request with a wrong address waits", Importer, "refuse", "record.refusal or error", "record.refusal", seed=0, rule="END", features=Feature.BAD_FIELDS),
 ]  # fmt: skip
 
-STORE = Feature.STORE
+STORE, SHARED = Feature.STORE, Feature.SHARED_STORE
 STORE_FAULTS = [
     # keys
     Fault("a key leaves out the facts", ENGINE_STATE.EngineState, "store_facts_of", "[*first, *self.facts_of(request)]", "first", seed=0, rule="OWN", features=STORE | Feature.FACTS),
-    Fault("a key leaves out the version of the weights", ENGINE_STATE.EngineState, "store_facts_of", "if version", "if False", seed=6, rule="OWN", features=STORE | Feature.UPDATES),
+    Fault("a key leaves out the version of the weights", ENGINE_STATE.EngineState, "store_facts_of", "if version", "if False", seed=2, rule="STORE", features=STORE | Feature.UPDATES),
     Fault("a fact counts from the next page on", page_keys, "_texts_by_page", "texts[position // tokens_per_page]", "texts[position // tokens_per_page + 1]", seed=0, rule="OWN", features=STORE | Feature.FACTS),
     Fault("a key is of one page alone", Chain, "of", "hashlib.sha256(digest)", "hashlib.sha256(b'')", seed=16, rule="OWN", features=STORE),
     Fault("a key leaves out the last token of a page", Chain, "of", "8 * (page + 1) * size]", "8 * (page + 1) * size - 8]", seed=0, rule="OWN", features=STORE | Feature.NEAR_PROMPTS),
@@ -546,7 +548,7 @@ STORE_FAULTS = [
     Fault("a client is given up while it moves bytes", StoreClient, "_move", "        self._mover.move(specs)\n    self.num_steps", "    self._mover.move(specs)\n    self.num_steps", seed=14, rule="STORE", features=STORE),
     Fault("a page beyond the limit of pins counts", eviction, "_oldest_first", "        kept.add(name)\n            pinned_bytes += page.num_bytes", "        kept.add(name)\n        pinned_bytes += page.num_bytes", seed=2, rule="STORE", features=STORE),
     Fault("a page with a pin leaves", eviction, "_oldest_first", "            kept.add(name)\n", "", seed=0, rule="STORE", features=STORE),
-    Fault("a state is looked for where the prompt ends", STORE_SCHEDULER.StoreScheduler, "count_tokens_to_load", "num_tokens - self._frees_blocks", "num_tokens", seed=38, rule="STORE", model="states", features=STORE),
+    Fault("a state is looked for where the prompt ends", STORE_SCHEDULER.StoreScheduler, "count_tokens_to_load", "num_tokens - self._frees_blocks", "num_tokens", seed=38, rule="CRASH", model="states", features=STORE),
     Fault("a state that a step under way has passed is saved", STORE_SCHEDULER.StoreScheduler, "begin_save", "request.num_computed_tokens == chain", "num_computed == chain", seed=5, rule="OWN", model="states", features=STORE | ASYNC_STEPS),
     # calls that fail
     Fault("a save goes on after a file that was not written", StoreClient, "_save", "break", "pass", seed=5, rule="STORE", features=STORE),
@@ -560,4 +562,18 @@ STORE_FAULTS = [
     Fault("pages that were used last leave first", eviction, "_oldest_first", "key=lambda page: page.used_s)", "key=lambda page: -page.used_s)", seed=4, rule="STORE", features=STORE),
     Fault("an answer is pinned with its prompt", STORE_SCHEDULER.StoreScheduler, "begin_save", "min(request.num_prompt_tokens, chain.num_tokens)", "chain.num_tokens", seed=2, rule="STORE", features=STORE),
     Fault("an unpin takes away the pins of others", StoreClient, "unpin", 'self.backend.delete(f"{page}/{pin}")', '[self.backend.delete(f"{page}/{file}") for file in self.backend.files(page) if is_pin(file)]', seed=3, rule="STORE", features=STORE),
+    # windows, of which pages have a part
+    Fault("a window is saved where its blocks are free", STORE_SCHEDULER.StoreScheduler, "begin_save", "max(first, read_from.get(group, 0))", "read_from.get(group, 0)", seed=0, rule="CRASH", model="windows", features=STORE),
+    Fault("a page is saved of which a window has the end alone", StoreClient, "_whole_pages", "-(-(start + num_last) // size) - 1", "(start + num_last) // size - 1", seed=0, rule="CRASH", model="windows", features=STORE),
+    Fault("a search asks for the page before a window", _Windows, "serve", "while self._whole.start > first:", "while self._whole.start >= first:", seed=0, rule="CRASH", model="windows", features=STORE),
+    Fault("a search takes its first page for granted", prefix_search, "_first_gap", "range(start // tokens_per_page,", "range(start // tokens_per_page + 1,", seed=5, rule="STORE", features=STORE),
+    Fault("the end of a page lacks a position that a window reaches", PageReads, "last_needed", "stop - attended(stop), 0", "stop - attended(stop) - 1, 0", seed=30, rule="STORE", model="windows", features=STORE),
+    # what a store is for that others use too
+    Fault("a second reset ends no keys", ENGINE_STATE.EngineState, "store_reset", "self._explains_reset = False", "pass", seed=1, rule="STORE", features=STORE | SHARED),
+    Fault("a pin without an owner is that of the operator", STORE_SCHEDULER, "_pin_of", "not isinstance(owner, str) or not owner", "not isinstance(owner, str)", seed=3, rule="STORE", features=STORE | SHARED),
+    Fault("an owner of a pin may be a number", STORE_SCHEDULER, "_pin_of", "not isinstance(owner, str) or not owner", "not owner", seed=0, rule="CRASH", features=STORE | SHARED),
+    Fault("a page that cannot be deleted does not count as left", eviction, "evict", "            left_bytes += page.num_bytes", "            pass", seed=1, rule="STORE", features=STORE | SHARED),
+    Fault("an eviction ends with what cannot be deleted", eviction, "evict", "staying if chosen else []", "[]", seed=1, rule="STORE", features=STORE | SHARED),
+    Fault("a page of which a file cannot be deleted counts as deleted", eviction, "_delete", "fault = error", "pass", seed=1, rule="STORE", features=STORE | SHARED),
+    Fault("nobody hears of what cannot be deleted", eviction, "evict", 'note(faults, f"{fault}")', "pass", seed=1, rule="STORE", features=STORE | SHARED),
 ]  # fmt: skip

@@ -8,6 +8,7 @@ labels of the cells that were saved, so what is loaded has the labels of the tok
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import sys
 from collections import Counter
@@ -39,12 +40,13 @@ from kvplan.testing.simulation import (
     Site,
     StepReport,
 )
-from kvplan.testing.simulation.catalog import GroupShape
+from kvplan.testing.simulation.catalog import NULL_BLOCK, GroupShape
 from kvplan.testing.simulation.fleet import MakeParams
 from kvplan.testing.simulation.memory import LabelledMemory
-from kvplan.testing.simulation.scenario import Freeze, StoreTrouble, Update
+from kvplan.testing.simulation.scenario import Call, CallKind, Freeze, StoreTrouble, Update
 from kvplan_nixl.serving.store import (
     BackgroundEviction,
+    Evicted,
     MemoryBackend,
     MemoryMover,
     StoreClient,
@@ -105,6 +107,9 @@ PLANNING = ("lay_out", "of_group", "plan_reads", "plan_writes", "shards_of")
 MAX_BYTES = (0, 0, 60_000, 200_000)
 """Limits within which engines keep the store, 0 for none."""
 
+NO_OWNERS: tuple[Any, ...] = ("", 7, True, ["client 0"], {})
+"""What clients send as owners of pins that names none."""
+
 
 class VirtualBackend(MemoryBackend):
     """A store of all engines of a fleet, whose calls take a while, and more if something is wrong."""
@@ -117,6 +122,12 @@ class VirtualBackend(MemoryBackend):
         # a part of the limit, so that there is room for others
         pins = random.Random(f"{scenario.seed} pins")
         self.max_pinned_bytes = pins.choice((0, self.max_bytes // 8, self.max_bytes // 3))
+        shared = random.Random(f"{scenario.seed} shared store")
+        self.is_shared = Feature.SHARED_STORE in scenario.features
+        # of the files, those that an object lock or an attribute of the file system keeps
+        self._held_share = shared.choice((0.0, 0.1, 0.3)) * self.is_shared
+        self.max_model_bytes = shared.choice((0, 0, 60_000)) * self.is_shared
+        self.max_age_s = shared.choice((0.0, 0.0, 20.0)) * self.is_shared
         is_small = self._draw.random() < 0.3
         super().__init__(max_bytes=100_000 if is_small else None)
         self.at_once = random.Random(f"{scenario.seed} store calls").choice((1, 1, 4))
@@ -130,13 +141,17 @@ class VirtualBackend(MemoryBackend):
         self.is_held_up = any(isinstance(item, Freeze) for item in scenario.incidents)
         self.is_held_up |= any(trouble.move_s for trouble in self._troubles)
         self._freezes = [(item.at, item.ends_at) for item in scenario.incidents if isinstance(item, Freeze)]
-        # by the label of a page's last position, which is that of all tokens and facts before it: its name and files
-        self._saved: dict[int, tuple[str, frozenset[str]]] = {}
+        # by the label of a page's last position, which is that of all tokens and facts before it: its name
+        self._saved: dict[int, str] = {}
+        # by group: the files of a page that engines write, each set of which is enough
+        self.shards: dict[str, set[frozenset[str]]] = {}
         self._damaged: set[str] = set()
         # when each file of a pin was put
         self._pinned_at: dict[str, float] = {}
         # by thread that evicts: the pages that pins keep
         self.kept: dict[Any, frozenset[str]] = {}
+        # and of those that it deletes, whether a file could not be deleted
+        self.tried: dict[Any, dict[str, bool]] = {}
         # the pins that requests want to have, and to take away
         self.wanted: tuple[set[str], set[str]] = (set(), set())
         if self.max_pinned_bytes:
@@ -183,24 +198,42 @@ class VirtualBackend(MemoryBackend):
             if is_whole is (entry.name in self._damaged):
                 raise BrokenRuleError("STORE", f"{entry.name} is whole by a check: {is_whole}")
 
-    def num_found(self, request: EngineRequest) -> int:
-        """The first positions of a request's prompt that the store has in whole pages."""
-        size = self.tokens_per_page
-        ends = range(size, request.num_prompt + 1, size)
-        found = itertools.takewhile(lambda end: self._has_saved(int(request.labels[end - 1])), ends)
-        return max(found, default=0)
+    @property
+    def evicts(self) -> bool:
+        """Whether pages leave that nobody has damaged."""
+        return bool(self.max_bytes or self.max_model_bytes or self.max_age_s)
 
-    def _has_saved(self, label: int) -> bool:
-        page, files = self._saved.get(label, ("", frozenset[str]()))
-        is_damaged = any(f"{page}/{file}" in self._damaged for file in files)
-        return bool(files) and not is_damaged and files <= self._files.get(page, {}).keys()
+    def num_found(self, request: EngineRequest, groups: Sequence[GroupShape]) -> int:
+        """The longest prefix of a request's prompt in whole pages of which the store has what an engine needs."""
+        size = self.tokens_per_page
+        # where blocks are freed, what is before the last token is another window, and another state
+        most = request.num_prompt - any(group.window is not None for group in groups)
+        ends = range(most // size * size, 0, -size)
+        return next((end for end in ends if all(self._has_prefix(request, end, group) for group in groups)), 0)
+
+    def _has_prefix(self, request: EngineRequest, end: int, group: GroupShape) -> bool:
+        size = self.tokens_per_page
+        first = group.first_needed(end)
+        first = end - 1 if group.is_state else first - first % group.tokens_per_block
+        pages = range(first // size, end // size)
+        return all(self._has_saved(int(request.labels[(page + 1) * size - 1]), group) for page in pages)
+
+    def _has_saved(self, label: int, group: GroupShape) -> bool:
+        page = self._saved.get(label, "")
+        # some blocks reach further back than the end of a page that is stored of a window
+        is_end = not group.is_state and (group.window or math.inf) <= self.tokens_per_page
+        whole = {file for file in self._files.get(page, ()) if f"{page}/{file}" not in self._damaged}
+        return not is_end and any(files <= whole for files in self.shards[group.name])
 
     def note_saved(self, labels: Sequence[int], pages: Sequence[str]) -> int:
-        """Note the files of pages that are saved, and return how many pages have none."""
-        for label, page in zip(labels, pages, strict=True):
-            files = frozenset(file for file in self._files.get(page, ()) if not backends.is_pin(file))
-            self._saved[label] = page, files
+        """Note the pages that are saved, and return how many of them have no file."""
+        self._saved.update(zip(labels, pages, strict=True))
         return sum(page not in self._files for page in pages)
+
+    def lacks(self, page: str, group: str, own: frozenset[str]) -> bool:
+        """Whether a page lacks files of a worker's group, and others have written none of the group."""
+        files = self._files.get(page, {}).keys()
+        return not own <= files and not files & (frozenset().union(*self.shards[group]) - own)
 
     def _put_others(self, draw: random.Random) -> None:
         """Put pages of another model in the store, of other sizes, which somebody has pinned."""
@@ -240,9 +273,17 @@ class VirtualBackend(MemoryBackend):
             if not any(map(backends.is_pin, files))
         }
 
+    def is_held(self, name: str) -> bool:
+        """Whether a file cannot be deleted."""
+        return crc32(name.encode()) < self._held_share * 2**32 and self.holds(name)
+
+    def has_held(self, page: str) -> bool:
+        """Whether a page has a file that cannot be deleted."""
+        return any(self.is_held(f"{page}/{file}") for file in self._files.get(page, ()))
+
     def check_left(self, before: Mapping[str, float]) -> None:
         """Refuse that a page leaves, and another one stays that was used before it."""
-        uses = self.uses()
+        uses = {page: used_s for page, used_s in self.uses().items() if not self.has_held(page)}
         staying = [used_s for page, used_s in uses.items() if before.get(page) == used_s]
         gone = [page for page in before if page not in self._files]
         newest = max(gone, key=before.__getitem__, default=None)
@@ -255,9 +296,9 @@ class VirtualBackend(MemoryBackend):
         page, _, file = name.rpartition("/")
         return file in self._files.get(page, ())
 
-    def contents(self) -> list[Any]:
-        """The files that the store has now."""
-        return [file for files in self._files.values() for file in files.values()]
+    def contents(self) -> dict[str, list[Any]]:
+        """The files that each page has now."""
+        return {page: [*files.values()] for page, files in self._files.items()}
 
     @property
     def is_working(self) -> bool:
@@ -324,13 +365,24 @@ class VirtualBackend(MemoryBackend):
         return super().get(name, num_bytes)
 
     def delete(self, name: str) -> bool:
-        self._wait("delete", name)
+        try:
+            self._wait("delete", name)
+        except KVPlanError:
+            if (tried := self.tried.get(WORLD.running and WORLD.running.root)) is not None:
+                tried[name.rpartition("/")[0]] = True
+            raise
         assert WORLD.running is not None
+        page = name.rpartition("/")[0]
         kept = self.kept.get(WORLD.running.root)
         if kept is None:
             self._check_deleted(name)
-        elif name.rpartition("/")[0] in kept:
+        elif page in kept:
             self.broken.append(f"an eviction deletes {name}, which a pin keeps")
+        if kept is not None:
+            tried = self.tried[WORLD.running.root]
+            tried[page] = tried.get(page, False) or self.is_held(name)
+        if self.is_held(name):
+            raise backends.failed("delete", name, "a file that can be deleted", "Operation not permitted")
         self._pinned_at.pop(name, None)
         return super().delete(name)
 
@@ -360,21 +412,61 @@ class VirtualEviction(BackgroundEviction):
 
     def _look(self) -> None:
         backend: Any = self._backend
-        before = backend.contents()
+        before, began_s = backend.contents(), TIME.time()
+        ages = {page: began_s - max(file.used_s for file in files) for page, files in before.items()}
         is_working = backend.is_working
         thread, uses = WORLD.running, backend.uses()
-        backend.kept[thread] = backend.kept_pages(self._limits.max_pinned_bytes or 0)
+        kept = backend.kept[thread] = backend.kept_pages(self._limits.max_pinned_bytes or 0)
+        tried: dict[str, bool] = {}
+        backend.tried[thread] = tried
+        outcomes = list[Evicted | KVPlanError]()
+        report, self._report = self._report, outcomes.append
         super()._look()
-        del backend.kept[thread]
+        self._report = report
+        del backend.kept[thread], backend.tried[thread]
         backend.check_calls()
-        # others may write meanwhile
-        known = {id(file) for file in before}
-        num_bytes = sum(len(file.data) for file in backend.contents() if id(file) in known)
-        max_bytes = self._limits.max_bytes
-        if is_working and backend.is_working and max_bytes is not None and num_bytes > max_bytes:
-            raise BrokenRuleError("STORE", f"an eviction leaves {num_bytes} bytes in a store for {max_bytes}")
+        for outcome in outcomes:
+            report(outcome)
+            self._check_report(outcome, before, tried)
         if is_working and backend.is_working:
+            self._check_limits(before, {page for page, age_s in ages.items() if age_s > self._max_age_s}, kept)
             backend.check_left(uses)
+
+    @property
+    def _max_age_s(self) -> float:
+        return self._limits.max_age_s or math.inf
+
+    def _check_report(
+        self, outcome: Evicted | KVPlanError, before: Mapping[str, Sequence[Any]], tried: Mapping[str, bool]
+    ) -> None:
+        """Refuse to say other than what was deleted, and what is left, also of files that cannot be deleted."""
+        if isinstance(outcome, KVPlanError):
+            raise BrokenRuleError("STORE", f"an eviction fails: {outcome}")
+        sizes = {page: sum(len(file.data) for file in files) for page, files in before.items()}
+        deleted = [sizes[page] for page, has_failed in tried.items() if not has_failed]
+        expected = len(deleted), sum(deleted), sum(sizes.values()) - sum(deleted)
+        num_failed = min(sum(tried.values()), backends.MAX_FAULTS)
+        got = outcome.num_pages, outcome.num_bytes, outcome.left_bytes
+        if got != expected or len(outcome.faults) < num_failed:
+            message = f"an eviction says {outcome}, and it is {expected} with {num_failed} pages that are left"
+            raise BrokenRuleError("STORE", message)
+
+    def _check_limits(self, before: Mapping[str, Sequence[Any]], old: set[str], kept: frozenset[str]) -> None:
+        """Refuse to leave what is beyond the limits, but for pages that a pin keeps, or that cannot be deleted."""
+        backend: Any = self._backend
+        # others may write meanwhile
+        known = {id(file) for files in before.values() for file in files}
+        contents = backend.contents().items()
+        files = {page: [file for file in files if id(file) in known] for page, files in contents}
+        sizes = {page: sum(len(file.data) for file in each) for page, each in files.items() if each}
+        of_model = Counter[str]()
+        for page, num_bytes in sizes.items():
+            of_model[page.partition("/")[0]] += num_bytes
+        most, most_of_model = self._limits.max_bytes or math.inf, self._limits.max_model_bytes or math.inf
+        full = {page for page in sizes if of_model[page.partition("/")[0]] > most_of_model}
+        for page in sizes.keys() & (old | full if of_model.total() <= most else sizes.keys()):
+            if page not in kept and not backend.has_held(page):
+                raise BrokenRuleError("STORE", f"an eviction leaves {page} in a store for {self._limits}")
 
 
 class VirtualMover(MemoryMover):
@@ -582,11 +674,16 @@ def label_view(view: View, group: str) -> View:
     )
 
 
-def pin_of(request: EngineRequest) -> dict[str, str]:
-    """The parameters with which a quarter of all requests pin their prompts, and another quarter unpins them."""
+def pin_of(request: EngineRequest, *, has_bad: bool = False) -> dict[str, Any]:
+    """The parameters with which a quarter of all requests pin their prompts, and another quarter unpins them.
+
+    With ``has_bad`` a third of them name no owner, since clients send what they like.
+    """
     number = crc32(request.name.encode())
     label = (STORE_SCHEDULER.PIN, STORE_SCHEDULER.UNPIN, "", "")[number % 4]
-    return {label: f"client {number // 4 % 2}"} if label else {}
+    bad = NO_OWNERS[number // 24 % len(NO_OWNERS)]
+    owner = bad if has_bad and number // 8 % 3 == 0 else f"client {number // 4 % 2}"
+    return {label: owner} if label else {}
 
 
 @attrs.frozen
@@ -619,11 +716,17 @@ class StoreConnector(VllmConnector):
             stall_s=STALL_S,
             max_bytes=backend.max_bytes,
             max_pinned_bytes=backend.max_pinned_bytes,
+            max_model_bytes=backend.max_model_bytes,
+            max_age_s=backend.max_age_s,
         )
         # what the store had of each request when it was searched first, and what is to be saved
         self._looked: dict[str, tuple[_Look, int]] = {}
         self._saving: dict[str, tuple[_Look, list[int], list[str]]] = {}
-        self._has_full = all(group.window is None for group in site.groups)
+        # the files that are to be there when it is: by page, group and worker
+        self._expected: dict[str, list[tuple[str, str, frozenset[str]]]] = {}
+        # the pages that were saved before a reset, which this engine may not find any more
+        self._pages, self._ended_pages = set[str](), set[str]()
+        self._has_new_keys = False
         self._chosen: dict[str, bool] = {}
         self._num_holders = Counter[str]()
         self._exported = set[str]()
@@ -638,6 +741,16 @@ class StoreConnector(VllmConnector):
                 worker.memory, worker.groups, worker.num_late = executor.port.memory, site.groups, Counter()
                 worker.register(label_worker(described, tuple(site.groups)))
                 self._store_workers.append(worker)
+        for index, group in enumerate(site.groups):
+            names = [self._shards(worker, f"group{index}")[0] for worker in self._store_workers]
+            backend.shards.setdefault(group.name, set()).add(frozenset().union(*names))
+
+    def _shards(self, worker: VirtualStoreWorker, name: str) -> tuple[frozenset[str], int]:
+        """The files that a worker writes of each page of a group, and how many positions they have."""
+        (group,) = (group for group in worker._worker.groups if group.name == name)
+        own: Any = page_reads
+        shards = own.shards_of(own.of_group(worker._worker, group), self._backend.tokens_per_page)
+        return frozenset(shard.name for shard in shards), shards[0].num_tokens or 0
 
     def close(self, done: Callable[[], None]) -> None:
         """Close what searches, and each worker, all at once as processes of their own, and say when it is done."""
@@ -665,7 +778,18 @@ class StoreConnector(VllmConnector):
         if self._weights() != self._version:
             self._store_state.weights_named(self._weights())
             self._store_state.prefix_cache_reset()
+            self._change_keys()
         super()._name_weights()
+
+    def hear(self, call: Call, is_done: bool) -> None:
+        super().hear(call, is_done)
+        if call.kind in (CallKind.CHANGE, CallKind.FAILED_CHANGE, CallKind.NAME):
+            self._change_keys()
+
+    def _change_keys(self) -> None:
+        """Note that the weights have changed, or got a name, under which there may be pages."""
+        self._has_new_keys = True
+        self._ended_pages.clear()
 
     def _states(self) -> list[Any]:
         return [*super()._states(), self._store_state]
@@ -674,6 +798,14 @@ class StoreConnector(VllmConnector):
         super().reset()
         self._store_state.prefix_cache_reset()
         self._store_state.store_reset()
+        if not self._has_new_keys:
+            self._ended_pages |= self._pages
+        self._has_new_keys = False
+
+    def _check_pages(self, name: str, pages: Iterable[str]) -> None:
+        """Refuse pages that were saved before a reset that has ended them."""
+        if not self._ended_pages.isdisjoint(pages):
+            raise BrokenRuleError("STORE", f"{name} has pages of before a reset, and the same weights")
 
     def count_readable(self, request: EngineRequest, num_cached: int) -> int | None:
         self._name_weights()
@@ -704,19 +836,22 @@ class StoreConnector(VllmConnector):
 
     def _count_found(self, request: EngineRequest, num_cached: int) -> int | None:
         """Search the store, and refuse to find less than what it had before."""
-        look, number = self._looked.setdefault(request.name, (self._look(), self._backend.num_found(request)))
+        look, number = self._looked.setdefault(request.name, (self._look(), self._num_there(request)))
         is_loaded = request.name in self._store._begun
         found: int | None = self._store.count_tokens_to_load(self._seen(request), num_cached)
         if found and not self._loads:
             raise BrokenRuleError("STORE", f"{request.name} is found by an engine that saves alone")
-        number = min(number, self._backend.num_found(request), request.num_prompt - 1)
+        number = min(number, self._num_there(request), request.num_prompt - 1)
         searches = self._store._searches
         is_paused = searches is not None and TIME.monotonic() < searches._paused_until_s
-        is_sure = self._loads and self._has_full and self._is_calm(look) and not (is_loaded or is_paused)
+        is_sure = self._loads and self._is_calm(look) and not (is_loaded or is_paused)
         if found is not None and found < number - num_cached and is_sure:
             message = f"{num_cached + found} positions of {request.name} are found, and {number} are there"
             raise BrokenRuleError("STORE", message)
         return found
+
+    def _num_there(self, request: EngineRequest) -> int:
+        return self._backend.num_found(request, self._groups)
 
     def begin_read(self, request: EngineRequest, num_tokens: int) -> None:
         is_store = self._chosen.pop(request.name, False) and num_tokens > 0
@@ -724,6 +859,10 @@ class StoreConnector(VllmConnector):
         with WORLD.on(self._host):
             table = self._table(request)
             self._store.begin_load(self._seen(request), table, num_tokens if is_store else 0)
+        if is_store and (jobs := self._store._step.loads):
+            chain, stop = jobs[-1].chain, jobs[-1].stop
+            keys = chain.keys[: stop // self._backend.tokens_per_page]
+            self._check_pages(request.name, (f"{chain.space}/{key}" for key in keys))
 
     def step(self) -> StepReport:
         report = super().step()
@@ -747,7 +886,7 @@ class StoreConnector(VllmConnector):
             results = worker.results()
             self._failed |= results.failed_recving
             # what is evicted may have been found before
-            if results.failed_recving and self._backend.is_healthy(self._host.loop.now) and not self._backend.max_bytes:
+            if results.failed_recving and self._backend.is_healthy(self._host.loop.now) and not self._backend.evicts:
                 names = ", ".join(sorted(results.failed_recving))
                 raise BrokenRuleError("STORE", f"{names} cannot be loaded, though nothing is wrong with the store")
             self._num_saved.update(sorted(results.finished_sending))
@@ -769,10 +908,16 @@ class StoreConnector(VllmConnector):
         for name in saved:
             del self._num_saved[name]
             look, labels, pages = self._saving.pop(name)
-            num_lacking = self._backend.note_saved(labels, pages) if self._is_calm(look) else 0
+            expected = self._expected.pop(name)
+            if not self._is_calm(look):
+                continue
+            num_lacking = self._backend.note_saved(labels, pages)
             # others may evict pages meanwhile
-            if num_lacking and not self._backend.max_bytes:
+            if num_lacking and not self._backend.evicts:
                 raise BrokenRuleError("STORE", f"{name} is saved, and {num_lacking} of {len(pages)} pages are not")
+            for page, group, files in expected if not self._backend.evicts else ():
+                if self._backend.lacks(page, group, files):
+                    raise BrokenRuleError("STORE", f"{name} is saved, and {page} lacks files of {group}")
         return saved
 
     def _let_go(self, name: str) -> bool:
@@ -788,7 +933,7 @@ class StoreConnector(VllmConnector):
         self._chosen.pop(request.name, None)
         self._looked.pop(request.name, None)
         with WORLD.on(self._host):
-            seen = SeenRequest(request, {**(self._params(request) or {}), **pin_of(request)}, self._folder)
+            seen = SeenRequest(request, {**(self._params(request) or {}), **self._pin_of(request)}, self._folder)
             request.is_saved = self._store.begin_save(seen, self._ids(request))
             self._note_save(request)
         self._store_state.forget(request.name)
@@ -797,6 +942,9 @@ class StoreConnector(VllmConnector):
         if request.is_saved or params is not None:
             self._num_holders[request.name] = request.is_saved + (params is not None)
         return params
+
+    def _pin_of(self, request: EngineRequest) -> dict[str, Any]:
+        return pin_of(request, has_bad=self._backend.is_shared)
 
     def _note_save(self, request: EngineRequest) -> None:
         """Note what is saved of a request, and refuse to save nothing of one that has a page."""
@@ -810,15 +958,35 @@ class StoreConnector(VllmConnector):
         if request.is_saved:
             chain = self._store._chain(self._seen(request), num_tokens)
             for wanted, label in zip(self._backend.wanted, (STORE_SCHEDULER.PIN, STORE_SCHEDULER.UNPIN), strict=True):
-                owner = pin_of(request).get(label)
-                keys = chain.keys[: request.num_prompt // size] if owner else ()
+                owner = self._pin_of(request).get(label)
+                keys = chain.keys[: request.num_prompt // size] if isinstance(owner, str) and owner else ()
                 wanted.update(f"{chain.space}/{key}/{client.pin_name(owner or '')}" for key in keys)
             labels = [int(request.labels[end - 1]) for end in ends]
-            self._saving[request.name] = self._look(), labels, [f"{chain.space}/{key}" for key in chain.keys]
+            pages = [f"{chain.space}/{key}" for key in chain.keys]
+            self._check_pages(request.name, pages)
+            self._pages.update(pages)
+            self._saving[request.name] = self._look(), labels, pages
+            self._expected[request.name] = [*self._files_of(request, pages)]
             return
         is_done = self._saves and request.is_complete and not request.is_aborted
         if is_done and ends and self._backend.is_calm(self._host.loop.now):
             raise BrokenRuleError("STORE", f"{request.name} has {num_tokens} positions, and is not saved")
+
+    def _files_of(self, request: EngineRequest, pages: Sequence[str]) -> Iterator[tuple[str, str, frozenset[str]]]:
+        """The files of the pages of which an engine has all positions that they keep, and its states."""
+        size = self._backend.tokens_per_page
+        for (index, group), worker in itertools.product(enumerate(self._groups), self._store_workers):
+            files, num_last = self._shards(worker, f"group{index}")
+            table = request.blocks[group.name]
+            first = max((ordinal + 1 for ordinal, block in enumerate(table) if block == NULL_BLOCK), default=0)
+            for stop, page in zip(range(size, len(pages) * size + 1, size), pages, strict=True):
+                if group.is_state:
+                    is_there = request.num_computed == stop and not request.num_in_flight
+                else:
+                    is_there = stop - num_last >= first * group.tokens_per_block
+                    is_there &= not request.num_partial.get(group.name)
+                if is_there:
+                    yield page, group.name, files
 
     def is_promised(self, request: str) -> bool:
         if request not in self._exported:
@@ -849,6 +1017,13 @@ class StoreFleets(Simulation):
             return attrs.evolve(outcome, error=error)
         finally:
             self._make_connector = VllmConnector
+
+
+def check_warning(message: str, *values: object) -> None:
+    """Stop a fleet at an error that the store's code takes for one of the store, which has another code."""
+    codes = {value.code for value in values if isinstance(value, KVPlanError)}
+    if codes - {"BACKEND", "PAGE", "TRANSFER"}:
+        raise BrokenRuleError("CRASH", message % values)
 
 
 def crash(*_: object) -> None:
@@ -902,8 +1077,8 @@ def virtual_store(backend: VirtualBackend, seed: int) -> Iterator[None]:
             "StoreClient": VirtualClient,
             "worker_of": lambda _config, _cache, worker, _settings: worker,
         },
-        STORE_SEARCHES.logger: {"exception": crash},
-        STORE_WORKER.logger: {"exception": crash},
+        STORE_SEARCHES.logger: {"exception": crash, "warning": check_warning},
+        STORE_WORKER.logger: {"exception": crash, "warning": check_warning},
     }
     with ExitStack() as stack:
         for module, values in replaced.items():

@@ -159,17 +159,23 @@ class Feature(enum.Flag):
     So questions are under way when the last byte comes. No swarm draws it, so that the fleets of
     other seeds stay as they are."""
 
+    SHARED_STORE = enum.auto()
+    """Others use the store too: some files cannot be deleted, and models and ages have limits.
+
+    Caches are reset again under the same weights, prompts are loaded from the store alone, and
+    some parameters name no owner of a pin. It is of fleets with a store: no swarm draws it."""
+
     @classmethod
     def of(cls, seed: int) -> Feature:
         """Draw the features of a seed, each with a chance of a third.
 
-        It leaves out :attr:`STORE`, :attr:`WRONG_BYTES`, :attr:`ADAPTERS`, :attr:`LIVE_UPDATES`,
-        :attr:`SHORT_WAITS` and :attr:`NAMED_AGAIN`, which not all connectors can have,
-        :attr:`INTERLEAVED` and :attr:`LATE_MESSAGES`.
+        It leaves out :attr:`STORE`, :attr:`SHARED_STORE`, :attr:`WRONG_BYTES`, :attr:`ADAPTERS`,
+        :attr:`LIVE_UPDATES`, :attr:`SHORT_WAITS` and :attr:`NAMED_AGAIN`, which not all connectors
+        can have, :attr:`INTERLEAVED` and :attr:`LATE_MESSAGES`.
         """
         draw = random.Random(f"{seed} features")
         special = cls.STORE | cls.WRONG_BYTES | cls.ADAPTERS | cls.LIVE_UPDATES | cls.INTERLEAVED
-        special |= cls.SHORT_WAITS | cls.NAMED_AGAIN | cls.LATE_MESSAGES
+        special |= cls.SHORT_WAITS | cls.NAMED_AGAIN | cls.LATE_MESSAGES | cls.SHARED_STORE
         drawn = [feature for feature in cls if feature not in special and draw.random() < 1 / 3]
         return reduce(or_, drawn, cls(0))
 

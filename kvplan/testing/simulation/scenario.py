@@ -1130,6 +1130,53 @@ def _with_store_hazards(scenario: Scenario, draw: random.Random) -> Scenario:
     return attrs.evolve(scenario, incidents=tuple(incidents))
 
 
+def _with_shared_store(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Let prompts begin alike that one engine after another loads from the store, and saves.
+
+    In half of the fleets the weights get a name, and caches are reset twice after that, as a
+    trainer may do that starts an episode anew. Then prompts come before and after each reset.
+    """
+    members = tuple(
+        attrs.evolve(member, forgets=True) if member.name.startswith("prefill") else member
+        for member in scenario.members
+    )
+    names = [member.name for member in members if member.forgets]
+    times = [scenario._span(item) for item in scenario.incidents if isinstance(item, Update)]
+    arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
+    at = HEALED_S / 4 * draw.random()
+    updates = list[Update]()
+    for version in ("shared version", "", "") if draw.random() < 0.5 else ():
+        update = Update(at, 0.01 * draw.random(), version)
+        begins, ends = scenario._span(update)
+        if all(ends < start or begins > stop for start, stop in times):
+            updates.append(update)
+        at = ends + draw.choice((3.0, 6.0)) * (0.5 + draw.random())
+    at = min((update.at for update in updates), default=HEALED_S / 2 * draw.random())
+    prompts = list[Arrival]()
+    for number in range(2 if arrivals else 0):
+        arrival = draw.choice(arrivals)
+        shared = [draw.randrange(VOCABULARY) for _ in range(MAX_TOKENS)]
+        came_at = at
+        for again in range(draw.choice((3, 5))):
+            came_at += draw.choice((0.5, 3.0)) * (0.5 + draw.random())
+            stop = draw.randint(min(PAGE_STOPS), MAX_TOKENS - 2)
+            ending = [draw.randrange(VOCABULARY) for _ in range(draw.choice((0, 1, 2)))]
+            prompt = attrs.evolve(
+                arrival,
+                at=came_at,
+                name=f"request-h{number}-{again}",
+                tokens=(*shared[:stop], *ending),
+                prefill=draw.choice(names),
+                visits=(),
+                patience_s=None,
+                turns=(),
+                child_of="",
+            )
+            prompts.append(prompt)
+    incidents = (*scenario.incidents, *prompts, *updates)
+    return attrs.evolve(scenario, members=members, incidents=incidents)
+
+
 def _with_crowds(scenario: Scenario, draw: random.Random) -> Scenario:
     """Let the first requests have many readers, in two decode engines or more, and no others come.
 
@@ -1218,6 +1265,7 @@ _CHANGES: Final = MappingProxyType(
         Feature.LONG_PREFILLS: _arrivals(_with_long_prefills),
         Feature.HANGUPS: _arrivals(_with_hangups),
         Feature.STORE: _with_store,
+        Feature.SHARED_STORE: _with_shared_store,
         Feature.WRONG_BYTES: _with_wrong_bytes,
         Feature.ADAPTERS: _with_adapters,
         Feature.CROWDS: _with_crowds,
