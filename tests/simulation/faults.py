@@ -475,6 +475,7 @@ FEATURE_SGLANG_FAULTS = [
     Fault("a name that was never flushed may come again", CHANGES.Weights, "change", "self.is_named and not self.is_changing", "self.is_known", seed=37, rule="OWN", features=NAMED_AGAIN),
     Fault("weights that change keep their name", CHANGES.Weights, "change", "self.is_named = False", "pass", seed=27, rule="OWN", features=NAMED_AGAIN),
     Fault("weights are compared when a request is claimed alone", Importer, "_check", "handoff.check_weights(self._weights())", "pass", seed=13, rule="OWN", features=Feature.LIVE_UPDATES),
+    Fault("prefill has one timeout for all entries", rooms.Rooms, "_deliver", "subscription.until = self._system.monotonic() + self._timeout_s", "pass", seed=1, rule="RIGHT", features=Feature.SHORT_WAITS),
 ]  # fmt: skip
 FEATURE_ROOM_FAULTS = [
     Fault("the last part of a request alone is copied to the device", HostCache, "begin_read", "np.concatenate([earlier.get(label, ids[:0]), ids])", "ids", seed=2, rule="OWN", features=Feature.HOST_COPIES),

@@ -368,7 +368,7 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
     is_late = name.startswith(("vllm", "leases")) and seed % 6 == 3
     features |= Feature.LATE_MESSAGES if is_late else Feature(0)
     # as where an operator sets a short prefill_timeout_s
-    is_short = name.startswith("vllm rooms") and seed % 6 == 4
+    is_short = name.startswith(("vllm rooms", "sglang")) and seed % 6 == 4
     features |= Feature.SHORT_WAITS if is_short else Feature(0)
     models = ["attention"] if name in ("staged", "verified") else [*MODELS]
     if name == "store":

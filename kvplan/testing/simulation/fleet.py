@@ -145,7 +145,9 @@ ASYNC_STEPS_S: Final = (STEP_S, 0.05, 0.3)
 """Seconds that a step of prefill takes where the next one is scheduled meanwhile."""
 
 LONG_STEPS_S: Final = (0.3, 0.9)
-"""Seconds that a step of prefill takes where readers wait for less than a long prompt takes."""
+CHUNK_TOKENS: Final = 2
+"""Seconds that a step of prefill takes where readers wait for less than a long prompt takes, and
+the positions of a request that it computes."""
 
 TP_SIZES: Final = (1, 2, 4)
 """Tensor parallel sizes of engines that start again."""
@@ -283,7 +285,8 @@ class Fleet:
         self.ends: Counter[str] = Counter()
         self._make_connector = make_connector
         self._make_params = make_params
-        self._tokens_per_step = tokens_per_step
+        is_short = Feature.SHORT_WAITS in scenario.features
+        self._tokens_per_step = min(tokens_per_step, CHUNK_TOKENS) if is_short else tokens_per_step
         # all parameters that proxies have made, each with the name of its request
         self._params: list[tuple[str, Mapping[str, Any]]] = []
         self._family_hosts: dict[str, str] = {}
