@@ -34,6 +34,7 @@ from tests.simulation.faults import (
     STORE_FAULTS,
     VLLM_DIGEST_FAULTS,
     VLLM_FAULTS,
+    VLLM_LATE_DIGEST_FAULTS,
     VLLM_ROOM_DIGEST_FAULTS,
     VLLM_ROOM_FAULTS,
 )
@@ -54,6 +55,8 @@ def main(num_seeds: int = 100, part: str = "") -> None:
     planted += [(choosing_fleets(), fault) for fault in CHOICE_FAULTS]
     planted += [(vllm_verified_fleets(), fault) for fault in VLLM_DIGEST_FAULTS]
     planted += [(vllm_verified_fleets(make_params), fault) for fault in VLLM_ROOM_DIGEST_FAULTS]
+    late = vllm_verified_fleets(make_params, hears_late=True)
+    planted += [(late, fault) for fault in VLLM_LATE_DIGEST_FAULTS]
     planted += [(Simulation(VllmConnector), fault) for fault in (*VLLM_FAULTS, *HYBRID_VLLM_FAULTS)]
     planted += [(vllm_room_fleets(), fault) for fault in VLLM_ROOM_FAULTS]
     planted += [(sglang_fleets(), fault) for fault in (*SGLANG_FAULTS, *HYBRID_SGLANG_FAULTS, *STAGE_FAULTS)]

@@ -251,6 +251,9 @@ VLLM_DIGEST_FAULTS = [
 VLLM_ROOM_DIGEST_FAULTS = [
     Fault("what comes with the last part is digested before", reads.Reads, "_mismatch", "if blocks.ids.size", "if True", seed=1, rule="DIGEST", model="windows"),
 ]  # fmt: skip
+VLLM_LATE_DIGEST_FAULTS = [
+    Fault("digests are kept whose lease has ended meanwhile", DigestRequests, "put", "if request in self._answers:", "if True:", seed=2, rule="GROW", features=Feature.WRONG_BYTES | Feature.of(2)),
+]  # fmt: skip
 CHOICE_FAULTS = [
     Fault("the first worker is chosen for", peer_engines.PeerEngines, "_fastest_plan", "DirectReads.of(self._worker, workers, ", "DirectReads.of(self._worker, workers[:1], ", seed=0, rule="RIGHT"),
 ]  # fmt: skip

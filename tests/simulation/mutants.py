@@ -132,7 +132,14 @@ SYMMETRIC = ("min", "max")
 """Functions whose arguments may change places."""
 
 OPTIONS = ("-q", "-x", "--no-header", "-p", "no:cacheprovider")
-VLLM_FLEETS = ("vllm", "vllm rooms again", "vllm rooms", "vllm verified", "vllm rooms verified")
+VLLM_FLEETS = (
+    "vllm",
+    "vllm rooms again",
+    "vllm rooms",
+    "vllm verified",
+    "vllm rooms verified",
+    "vllm rooms late verified",
+)
 SGLANG_FLEETS = ("sglang", "sglang stages", "sglang with small limits")
 STORE_FLEETS = ("store",) * 4
 OTHER_FLEETS = ("leases", "leases with small limits", "staged", "choosing", "verified", "vllm rooms with small limits")
@@ -337,6 +344,7 @@ def make_fleets() -> dict[str, Simulation]:
         "verified": Simulation(VerifiedConnector),
         "vllm verified": vllm_verified_fleets(),
         "vllm rooms verified": vllm_verified_fleets(make_params),
+        "vllm rooms late verified": vllm_verified_fleets(make_params, hears_late=True),
         "store": StoreFleets(),
     }
 

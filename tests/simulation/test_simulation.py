@@ -53,6 +53,7 @@ from tests.simulation.faults import (
     TWO_STAGES,
     VLLM_DIGEST_FAULTS,
     VLLM_FAULTS,
+    VLLM_LATE_DIGEST_FAULTS,
     VLLM_ROOM_DIGEST_FAULTS,
     VLLM_ROOM_FAULTS,
     Fault,
@@ -447,6 +448,16 @@ def test_all_rules_hold_where_readers_choose_to_stage_or_vllm_s_compare_digests(
             test_a_fault_of_staging_is_found(plain, simulation, fault)
 
 
+def test_digests_that_come_when_their_lease_has_ended_are_dropped() -> None:
+    """As they do where vLLM's scheduler hears of a step when it has scheduled the next one."""
+    late, at_once = vllm_verified_fleets(make_params, hears_late=True), vllm_verified_fleets(make_params)
+    (fault,) = VLLM_LATE_DIGEST_FAULTS
+    with fault.planted():
+        assert late.run(fault.scenario).rule == fault.rule
+        assert at_once.run(fault.scenario).rule == ""
+    assert breaks_no_rule(late, fault.scenario)
+
+
 def test_a_seed_of_sglang_s_is_one_run(sglang: Simulation) -> None:
     """Each random name comes from the seed; a failure is shrunk and replayed as others are."""
     (fault,) = (fault for fault in SGLANG_FAULTS if fault.name == "decode claims no lease")
@@ -559,7 +570,10 @@ def test_the_page_counts_the_faults_that_are_found() -> None:
         [*HYBRID_FAULTS, *HYBRID_VLLM_FAULTS, *HYBRID_SGLANG_FAULTS],
         [*VLLM_FAULTS, *VLLM_ROOM_FAULTS],
         [*SGLANG_FAULTS, *STAGE_FAULTS],
-        [*STAGING_FAULTS, *CHOICE_FAULTS, *DIGEST_FAULTS, *VLLM_DIGEST_FAULTS, *VLLM_ROOM_DIGEST_FAULTS],
+        [
+            *(*STAGING_FAULTS, *CHOICE_FAULTS, *DIGEST_FAULTS),
+            *(*VLLM_DIGEST_FAULTS, *VLLM_ROOM_DIGEST_FAULTS, *VLLM_LATE_DIGEST_FAULTS),
+        ],
         [*FEATURE_FAULTS, *FEATURE_VLLM_FAULTS, *FEATURE_SGLANG_FAULTS, *FEATURE_ROOM_FAULTS],
         [*LIMIT_FAULTS, *LIMIT_LEASE_FAULTS],
         [*SENT_AGAIN_FAULTS, *SENT_AGAIN_ROOM_FAULTS, *SENT_AGAIN_SGLANG_FAULTS],

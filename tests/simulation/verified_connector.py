@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,13 +59,14 @@ class VerifiedConnector(LeaseConnector):
 class VerifiedVllmConnector(VllmConnector):
     """The same of vLLM's requests."""
 
-    def __init__(self, site: Site) -> None:
-        super().__init__(site, digest=digests_of)
+    def __init__(self, site: Site, *, hears_late: bool = False) -> None:
+        super().__init__(site, digest=digests_of, hears_late=hears_late)
         for worker in self._workers:
             worker._reads._logger = _DigestLogger(site)
 
 
-def vllm_verified_fleets(make_params: MakeParams | None = None) -> Simulation:
+def vllm_verified_fleets(make_params: MakeParams | None = None, *, hears_late: bool = False) -> Simulation:
     """A simulation of vLLM's fleets in which digests are compared, of each part where there are rooms."""
     tokens_per_step = TOKENS_PER_STEP if make_params is None else ROOM_TOKENS_PER_STEP
-    return Simulation(VerifiedVllmConnector, make_params, tokens_per_step=tokens_per_step)
+    connector = partial(VerifiedVllmConnector, hears_late=hears_late)
+    return Simulation(connector, make_params, tokens_per_step=tokens_per_step)

@@ -352,14 +352,17 @@ class StandInScheduler:
 class VllmConnector:
     """``kvplan_nixl.vllm``'s Scheduler and Workers as a connector of the simulation.
 
-    With ``digest`` readers compare what has arrived, and vLLM's workers report digests of what they lend.
+    With ``digest`` readers compare what has arrived, and vLLM's workers report digests of what they lend. The scheduler
+    hears of them when it has scheduled the next step if it ``hears_late``, as vLLM's asynchronous one does.
     """
 
     reads_lagging_groups = True
     reads_into_copies = True
 
-    def __init__(self, site: Site, digest: MemoryDigest | None = None) -> None:
+    def __init__(self, site: Site, digest: MemoryDigest | None = None, *, hears_late: bool = False) -> None:
         host = site.host
+        self._hears_late = hears_late
+        self._late_report: Any = None
         self._groups = site.groups
         self._block_size = site.groups[0].tokens_per_block
         kinds = ["state" if group.is_state else "window" if group.window else "full" for group in site.groups]
@@ -552,11 +555,14 @@ class VllmConnector:
                     del self._num_reports[name]
                     received.append(name)
             worker._reads.errors.clear()
-        if reports:
-            # as vLLM does with those of all workers
-            merged, *others = reports
-            for other in others:
-                merged.aggregate(other)
+        # as vLLM does with those of all workers
+        merged, *others = reports or [None]
+        for other in others:
+            merged.aggregate(other)
+        if self._hears_late:
+            digests = {} if merged is None else merged.digests
+            merged, self._late_report = self._late_report, type(merged)(digests, [], set()) if digests else None
+        if merged is not None:
             self._scheduler.take_digests(merged)
         self._scheduler.end_reads({*received}, {*failed})
         self._scheduler.end_exports(metadata.released)
