@@ -477,6 +477,10 @@ FEATURE_SGLANG_FAULTS = [
     Fault("other weights keep a name that was there before", CHANGES.Weights, "name", '("", FIRST_WEIGHTS, self.before)', '("", FIRST_WEIGHTS)', seed=4, rule="OWN", features=NAMED_AGAIN),
     Fault("a name that was never flushed may come again", CHANGES.Weights, "change", "self.is_named and not self.is_changing", "self.is_known", seed=37, rule="OWN", features=NAMED_AGAIN),
     Fault("weights that change keep their name", CHANGES.Weights, "change", "self.is_named = False", "pass", seed=27, rule="OWN", features=NAMED_AGAIN),
+    # adapters
+    Fault("an adapter that is loaded anew under its id keeps its content", CHANGES.Adapters, "note", "self.contents[lora_id] = uuid.uuid4().hex", "pass", seed=5, rule="OWN", features=Feature.ADAPTERS),
+    Fault("an adapter that is loaded anew under its id has pages of its new content alone", CHANGES.Adapters, "note", "self.contents[lora_id] = uuid.uuid4().hex", "self.contents[lora_id] = content", seed=4, rule="OWN", features=Feature.ADAPTERS | Feature.NAMED_AGAIN),
+    Fault("an adapter's content is its name", CHANGES.Adapters, "content_of", "self.contents.setdefault(lora_id, uuid.uuid4().hex)", 'lora_id.partition(",")[0]', seed=2, rule="OWN", features=Feature.ADAPTERS),
     Fault("weights are compared when a request is claimed alone", Importer, "_check", "handoff.check_weights(self._weights())", "pass", seed=13, rule="OWN", features=Feature.LIVE_UPDATES),
     Fault("prefill has one timeout for all entries", rooms.Rooms, "_deliver", "subscription.until = self._system.monotonic() + self._timeout_s", "pass", seed=1, rule="RIGHT", features=Feature.SHORT_WAITS),
 ]  # fmt: skip

@@ -362,13 +362,13 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
     features |= Feature.STORE if name == "store" else Feature(0)
     features |= Feature.SHARED_STORE if name == "store" and seed % 3 == 1 else Feature(0)
     features |= Feature.WRONG_BYTES if name.endswith("verified") else Feature(0)
-    features |= Feature.ADAPTERS if name.startswith("vllm") and seed % 4 == 1 else Feature(0)
+    features |= Feature.ADAPTERS if name.startswith(("vllm", "sglang")) and seed % 4 == 1 else Feature(0)
     # either one
     is_live = name.startswith(("vllm", "store", "sglang")) and Feature.ADAPTERS not in features
     if is_live and random.Random(f"{seed} live").random() < 1 / 3:
         features |= Feature.LIVE_UPDATES
-        is_named = name.startswith("sglang") and random.Random(f"{seed} names").random() < 1 / 2
-        features |= Feature.NAMED_AGAIN if is_named else Feature(0)
+    is_named = name.startswith("sglang") and random.Random(f"{seed} names").random() < 1 / 2
+    features |= Feature.NAMED_AGAIN if is_named else Feature(0)
     # as where the threads of a connector run beside the engine's
     is_threaded = name.startswith(("vllm", "leases")) and seed % 6 == 2
     features |= Feature.INTERLEAVED if is_threaded else Feature(0)

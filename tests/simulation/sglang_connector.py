@@ -16,7 +16,7 @@ import json
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +183,7 @@ class SglangConnector:
     """
 
     resets_when_idle = True
+    loads_when_unused = True
 
     def __init__(self, site: Site, attempts: dict[str, str]) -> None:
         self._host = site.host
@@ -200,6 +201,11 @@ class SglangConnector:
         # the stages differ in their groups' names
         self._stages = list(dict.fromkeys(group_names(worker) for worker in site.workers))
         self._folder = site.folder
+        # an adapter of --lora-paths keeps its id when the engine starts again, and one that others load in SGLang's
+        # process under ids of their own; ``load_lora_adapter`` makes a new one
+        self.renames_adapters = crc32(f"{site.host.name} {site.host.offset_s}".encode()) % 2 == 1
+        self._lora_ids: dict[str, str] = {}
+        self._num_loads = 0
         self._process = Process(SimpleNamespace(host="127.0.0.1", weight_version=site.weights() or FIRST_WEIGHTS))
         # those that were aborted before all of them was sent
         self._withdrawn: set[str] = set()
@@ -301,14 +307,23 @@ class SglangConnector:
         self._served[request.name] = served
         self._num_attempts += 1
         attempt = f"{crc32(request.name.encode())} of {self._host.name}, {self._num_attempts}"
-        if request.adapter:
-            self._process.adapters.note(request.adapter, self._folder(request.adapter))
+        if request.adapter and request.adapter not in self._lora_ids:
+            self.load_adapters({request.adapter: self._folder(request.adapter)}, ())
         for part in served.parts:
-            part.req = _seen(request)
+            part.req = _seen(request, self._lora_ids.get(request.adapter))
             if self._is_prefill:
                 part._publish = partial(self._publish, served, part, part._publish, attempt)
             else:
                 part.init(0)
+
+    def load_adapters(self, loaded: Mapping[str, str], dropped: Collection[str]) -> tuple[str, ...]:
+        """Note the content of adapters, each under its id. No request fails for that."""
+        self._process.enter()
+        for name, content in loaded.items():
+            self._num_loads += 1
+            self._lora_ids[name] = f"{name}, load {self._num_loads}" if self.renames_adapters else name
+            self._process.adapters.note(self._lora_ids[name], content)
+        return ()
 
     def count_readable(self, request: EngineRequest, num_cached: int) -> int | None:
         """Wait until prefill has computed a request; then all of its prompt is read that is not cached."""
@@ -659,8 +674,8 @@ def group_names(worker: Worker) -> tuple[str, ...]:
     return tuple(group.name for group in worker.groups)
 
 
-def _seen(request: EngineRequest) -> Any:
-    """A request as SGLang shows it.
+def _seen(request: EngineRequest, lora_id: str | None) -> Any:
+    """A request as SGLang shows it, with an adapter of some id.
 
     In half of the rooms all requests have one name, as a request that SGLang computes again.
     """
@@ -676,7 +691,7 @@ def _seen(request: EngineRequest) -> Any:
     return SimpleNamespace(
         rid=request.name.partition("/")[0] if room // ROOM_STEP % 2 else f"of room {room}",
         origin_input_ids=token_ids,
-        lora_id=given.get("adapter", (0, None))[1],
+        lora_id=lora_id,
         cache_salt=given.get("salt", (0, None))[1],
         **dict.fromkeys(facts),
     )

@@ -306,6 +306,10 @@ class Connector(Protocol):
     and succeeds when the last block is free. Operators give each update a name of its own there,
     and a start that has the weights of an update from the beginning gets none of its calls.
 
+    One with a true attribute ``loads_when_unused`` is of an engine that loads an adapter before a
+    request with it comes to its scheduler, and again when no other one has it, as SGLang does. With
+    a true attribute ``renames_adapters`` its prefix cache tells the contents of an adapter apart.
+
     One with a method ``abort_lent`` hears that a request is aborted that has ended, and whose
     blocks are kept for readers.
     """
@@ -598,6 +602,13 @@ class Engine:
                 memory.read_into_copies()
         self._abort_lent = getattr(self.connector, "abort_lent", None)
         self.resets_when_idle = getattr(self.connector, "resets_when_idle", False)
+        self._loads_when_unused = getattr(self.connector, "loads_when_unused", False)
+        if self._has_adapters and getattr(self.connector, "renames_adapters", False):
+            self._has_old_blocks = self._is_updated_live
+        # the adapters of requests that have come, those that are loaded again, and when others are
+        self._adapter_of: dict[str, str] = {}
+        self._reloaded: set[str] = set()
+        self._loads = random.Random(f"{host.name} {host.offset_s} adapters")
         # a reset that operators repeat until the engine is idle, and when the last one succeeded
         self._forced: Call | None = None
         self._reset_at = -math.inf
@@ -680,13 +691,31 @@ class Engine:
         )
 
     def reload(self, adapter: str) -> None:
-        """Load an adapter again that is loaded, under the requests that run."""
-        if adapter in self._adapters:
+        """Load an adapter again that is loaded: under requests that run, or when it is unused."""
+        if self._loads_when_unused:
+            self._reloaded.add(adapter)
+        elif adapter in self._adapters:
             self._load_adapter(adapter, [])
 
     def _content_of(self, adapter: str) -> str:
         """Return the content of an adapter: as it is loaded, or what its folder has."""
         return self._adapters.get(adapter) or self._folder(adapter)
+
+    def _load_unused(self, request: EngineRequest) -> None:
+        """Load the adapter of a request that has come, maybe again, if no other one has it.
+
+        As SGLang does when an operator has unloaded it, or ``--max-loaded-loras`` was reached:
+        ``_resolve_lora_path`` in sglang/srt/managers/tokenizer_manager.py.
+        """
+        name = request.adapter
+        self._adapter_of = {key: each for key, each in self._adapter_of.items() if self.holds(key)}
+        self._adapter_of.pop(request.name, None)
+        is_unused = name not in self._adapter_of.values()
+        is_dropped = name in self._reloaded or self._loads.random() < 0.3
+        if name not in self._adapters or (is_unused and is_dropped):
+            self._reloaded.discard(name)
+            self._load_adapter(name, ())
+        self._adapter_of[request.name] = name
 
     def _use_adapter(self, request: EngineRequest) -> None:
         """Load the adapter of a request that a step computes, in place of those that none needs."""
@@ -820,6 +849,8 @@ class Engine:
         for request in self._arrived:
             request.compute_with(self._version)
             if self._has_adapters and request.adapter:
+                if self._loads_when_unused:
+                    self._load_unused(request)
                 request.load(self._content_of(request.adapter))
             self.connector.add(request)
         for name in self._aborted:

@@ -859,6 +859,41 @@ def _calls(version: str, draw: random.Random) -> tuple[Call, ...]:
 
 
 def _with_names_again(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Let weights have names, and adapters ids, that others had before."""
+    if Feature.LIVE_UPDATES in scenario.features:
+        scenario = _with_renamed_weights(scenario, draw)
+    if Feature.ADAPTERS in scenario.features:
+        scenario = _with_renewed_adapters(scenario, draw)
+    return scenario
+
+
+def _with_renewed_adapters(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Let prompts come again when their adapter was overwritten, and is loaded again if unused."""
+    prefills, decodes = _names_of(scenario.members)
+    incidents = list[Incident]()
+    for number in range(draw.choice((1, 2, 3))):
+        adapter = f"adapter of {number}"
+        at = 2.0 + (HEALED_S - 12.0) * draw.random()
+        incidents.append(Overwrite(at, adapter, reloads=True))
+        tokens = tuple(draw.randrange(VOCABULARY) for _ in range(draw.randint(20, MAX_TOKENS - 2)))
+        prefill = draw.choice(prefills)
+        times = [at - 2.0 * draw.random(), *(at + 2.5 + 5.0 * draw.random() for _ in range(2))]
+        for which, comes_at in enumerate(times):
+            visits = (Visit(draw.choice(decodes), 0.1 * draw.random()),)
+            name = f"request-a{number}-{which}"
+            facts = ((0, adapter),)
+            incidents.append(Arrival(comes_at, name, tokens, 1, prefill, visits, facts=facts))
+    return attrs.evolve(scenario, incidents=(*scenario.incidents, *incidents))
+
+
+def _names_of(members: Sequence[Member]) -> tuple[list[str], list[str]]:
+    """Return the names of prefill and of decode engines."""
+    names = [member.name for member in members]
+    prefills = [name for name in names if name.startswith("prefill")]
+    return prefills, [name for name in names if name not in prefills]
+
+
+def _with_renamed_weights(scenario: Scenario, draw: random.Random) -> Scenario:
     """Let an update first load other weights, twice under one name or under that of the start.
 
     Engines have them some seconds after each other, and requests come meanwhile. It comes before
@@ -917,8 +952,7 @@ def _prompts_after(
     Prefill engines are called ``gap_s`` after each other, and those that read them later.
     """
     names = [member.name for member in members]
-    prefills = [name for name in names if name.startswith("prefill")]
-    decodes = [name for name in names if name not in prefills]
+    prefills, decodes = _names_of(members)
     tokens = [draw.randrange(VOCABULARY) for _ in range(MAX_TOKENS)]
     prompts = []
     for number in range(draw.choice((4, 6, 8))):
@@ -1261,13 +1295,13 @@ _CHANGES: Final = MappingProxyType(
         Feature.CHILDREN: _arrivals(_with_children),
         Feature.UPDATES: _with_updates,
         Feature.LIVE_UPDATES: _with_live_updates,
-        Feature.NAMED_AGAIN: _with_names_again,
         Feature.LONG_PREFILLS: _arrivals(_with_long_prefills),
         Feature.HANGUPS: _arrivals(_with_hangups),
         Feature.STORE: _with_store,
         Feature.SHARED_STORE: _with_shared_store,
         Feature.WRONG_BYTES: _with_wrong_bytes,
         Feature.ADAPTERS: _with_adapters,
+        Feature.NAMED_AGAIN: _with_names_again,
         Feature.CROWDS: _with_crowds,
         Feature.LOST_ENTRIES: _with_lost_entries,
         Feature.LATE_MESSAGES: _with_late_messages,
