@@ -566,6 +566,8 @@ STORE_FAULTS = [
     Fault("a file whose header cannot be read now is deleted", StoreReader, "_shard", 'if error.code == "BACKEND":', "if False:", seed=83, rule="STORE", features=STORE),
     Fault("a client is used again that was given up", stalls.StallGuard, "call", "self._client = None", "pass", seed=0, rule="STORE", features=STORE),
     Fault("a call that has made a step is never given up", stalls.StallGuard, "call", "is_going_on = client.num_steps != num_steps", "is_going_on = client.num_steps > 0", seed=1, rule="STORE", features=STORE),
+    Fault("a store that hangs is called again at once", stalls.StallGuard, "call", "self._paused_until_s = time.monotonic() + self._pause_s", "pass", seed=13, rule="STORE", features=STORE),
+    Fault("a scheduler waits for no search", STORE_SEARCHES.StoreSearches, "_look", "wait([stop], AT_HAND_S)", "wait(AT_HAND_S, [stop])", seed=0, rule="CRASH", features=STORE),
     # which pages stay
     Fault("pages that were used last leave first", eviction, "_oldest_first", "key=lambda page: page.used_s)", "key=lambda page: -page.used_s)", seed=4, rule="STORE", features=STORE),
     Fault("an answer is pinned with its prompt", STORE_SCHEDULER.StoreScheduler, "begin_save", "min(request.num_prompt_tokens, chain.num_tokens)", "chain.num_tokens", seed=2, rule="STORE", features=STORE),

@@ -13,6 +13,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -600,6 +601,7 @@ class VirtualClient(StoreClient, _Placed):
     def abandon(self) -> None:
         super().abandon()
         self._is_given_up = True
+        self.used_by.gave_up_s[WORLD.running] = TIME.monotonic()
         self._let_go()
 
     def check_move(self) -> None:
@@ -622,6 +624,8 @@ class VirtualStoreWorker(STORE_WORKER.StoreWorker):  # type: ignore[misc, name-d
     memory: LabelledMemory
     groups: Sequence[GroupShape]
     num_late: Counter[str]
+    # by thread: when it has given up a client
+    gave_up_s: dict[Any, float]
     is_closing = is_closed = False
 
     def close(self) -> None:
@@ -632,6 +636,8 @@ class VirtualStoreWorker(STORE_WORKER.StoreWorker):  # type: ignore[misc, name-d
     def _client(self) -> StoreClient:
         made: VirtualClient = super()._client()
         made.memory, made.used_by = self.memory, self
+        if TIME.monotonic() < self.gave_up_s.get(WORLD.running, -math.inf) + stalls.PAUSE_S:
+            made._tell("begins, though another one was given up a moment ago")
         made._mover = VirtualMover(made)
         made.groups_of = {f"group{index}": group for index, group in enumerate(self.groups)}
         return made
@@ -739,6 +745,7 @@ class StoreConnector(VllmConnector):
             for described, executor in zip(site.workers, site.executors, strict=True):
                 worker = VirtualStoreWorker(self._store_config, self._cache, settings, facts)
                 worker.memory, worker.groups, worker.num_late = executor.port.memory, site.groups, Counter()
+                worker.gave_up_s = {}
                 worker.register(label_worker(described, tuple(site.groups)))
                 self._store_workers.append(worker)
         for index, group in enumerate(site.groups):
@@ -1067,7 +1074,11 @@ def virtual_store(backend: VirtualBackend, seed: int) -> Iterator[None]:
             "random": random.Random(f"{seed} eviction"),
             "BackgroundEviction": look,
         },
-        STORE_SEARCHES: {"time": TIME, "ThreadPoolExecutor": VirtualPool, "wait": lambda *_: None},
+        STORE_SEARCHES: {
+            "time": TIME,
+            "ThreadPoolExecutor": VirtualPool,
+            "wait": lambda futures, timeout_s: wait(futures, 0.0 * timeout_s),
+        },
         STORE_SCHEDULER: {"open_backend": lambda _: backend, "decode": remembered(decode)},
         STORE_WORKER: {
             "time": TIME,
