@@ -341,7 +341,9 @@ class SglangConnector:
         if served is None or served.is_begun:
             return
         self._process.enter()
-        served.row = self._free_rows.pop(0)
+        # a request that waits for pages again keeps its row
+        if served.row < 0:
+            served.row = self._free_rows.pop(0)
         self._rows[:, served.row] = 0
         page_size = self._page_size
         if self._is_prefill:
