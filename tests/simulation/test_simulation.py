@@ -309,6 +309,13 @@ def test_prefill_preempts_requests_only_with_that_feature(vllm_rooms: Simulation
     assert num_preempted(Feature.BURSTS | Feature.PREEMPTION) > 5
 
 
+def test_a_claim_may_come_when_prefill_has_preempted_its_request(vllm_rooms: Simulation) -> None:
+    """Messages are late by 0.1 s: prefill overwrites what it has published before it hears that decode claims it."""
+    outcome = vllm_rooms.run(Scenario.of(33, features=Feature.BURSTS | Feature.PREEMPTION | Feature.HANGUPS))
+    assert outcome.rule == "", str(outcome)
+    assert outcome.ends["LEASE"]
+
+
 def test_a_request_does_not_come_back_in_the_step_that_preempts_it() -> None:
     """As in vLLM, whose connector would not see that it was preempted: decode would read other blocks."""
     outcome = vllm_room_fleets(RESEND_S).run(Scenario.of(198, features=Feature.PREEMPTION))
@@ -388,6 +395,15 @@ def test_all_ranks_hear_of_a_restart_at_once() -> None:
     assert outcome.rule == "", str(outcome)
     with RESTART_FAULT.planted():
         assert outcome_of(fleets, name, RESTART_FAULT.seed).rule == RESTART_FAULT.rule
+
+
+def test_a_rank_that_hears_of_a_later_start_alone_waits_on() -> None:
+    """The server of a room restarts when three of four ranks have their answers."""
+    lost = Feature.RESTARTS | Feature.RIVALS | Feature.LOST_ENTRIES
+    named = Feature.ADAPTERS | Feature.NAMED_AGAIN
+    features = lost | named | Feature.BURSTS | Feature.TURNS | Feature.SINKS | Feature.CROWDS
+    outcome = sglang_fleets(RESEND_S).run(Scenario.of(5103, MODELS["windows"], features=features))
+    assert outcome.rule == "", str(outcome)
 
 
 def test_a_next_turn_is_read_from_the_answer_of_decode(vllm: Simulation, simulation: Simulation) -> None:

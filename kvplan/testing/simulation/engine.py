@@ -544,6 +544,8 @@ class Engine:
         self._step_s = step_s
         self.host = host
         self.requests: dict[str, EngineRequest] = {}
+        # the names of requests that were preempted
+        self.preempted = set[str]()
         self._trace = trace
         self._memories = [
             LabelledMemory(worker, groups, numbers, has_copies=self._has_copies)
@@ -1370,6 +1372,7 @@ class Engine:
         request = running[-1] if running else needy
         self._trace(self.host.name, f"{request.name} is preempted")
         request.was_preempted = True
+        self.preempted.add(request.name)
         self._take_blocks(request)
         return request
 

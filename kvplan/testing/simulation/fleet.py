@@ -327,6 +327,7 @@ class Fleet:
         self._end_s = END_S + frozen_s + num_requests * LEASE_S / self._slowest
         # the start of the server that a request has waited for
         self._room_starts = dict[EngineRequest, str]()
+        self._num_room_answers = Counter[tuple[EngineRequest, str]]()
         # by reader and lease: when the reader has asked, and heard that the lease is valid
         self._confirmed_at = dict[tuple[Engine, str], list[float]]()
         # when messages about claims were answered, and those that said that a lease is valid
@@ -509,7 +510,10 @@ class Fleet:
             is_here = is_made and not rooms.keys().isdisjoint(names)
             if not (is_asking and is_here):
                 continue
-            if self._room_starts.setdefault(request, start) != start:
+            known = self._room_starts.setdefault(request, start)
+            self._num_room_answers[request, start] += 1
+            # a worker that hears of the later start alone cannot know that there was another
+            if known != start and self._num_room_answers[request, known] >= engine.num_workers:
                 check = partial(self._check_lost_room, engine, request, self.loop.now)
                 self.loop.at(self.loop.now + 2 * LOST_ROOM_S / self._slowest, check)
 
@@ -693,6 +697,10 @@ class Fleet:
         if self._is_unstorable(error):
             return True
         if is_repeated or self._is_slow(arrival) or self._has_short_wait(error):
+            return True
+        # a claim was on its way when what was published of a preempted request was overwritten
+        is_preempted = any(arrival.name in engine.preempted for engine in self._engines.values())
+        if error.code == "LEASE" and is_preempted and self._make_params is not None:
             return True
         # weights of which the prefix cache has old blocks are no other engine's
         settled_at = self._reset_at + SETTLE_S / self._slowest
