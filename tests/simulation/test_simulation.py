@@ -316,6 +316,14 @@ def test_a_claim_may_come_when_prefill_has_preempted_its_request(vllm_rooms: Sim
     assert outcome.ends["LEASE"]
 
 
+def test_children_of_a_request_may_read_the_blocks_of_each_other() -> None:
+    """One lease of two is claimed by both readers of a room, of which one reads on for half a minute."""
+    some = Feature.NEAR_PROMPTS | Feature.GARBLED_MESSAGES | Feature.HOST_COPIES | Feature.SINKS
+    features = some | Feature.CHILDREN | Feature.ADAPTERS
+    outcome = vllm_room_fleets(RESEND_S).run(Scenario.of(51053, features=features))
+    assert outcome.rule == "", str(outcome)
+
+
 def test_a_request_does_not_come_back_in_the_step_that_preempts_it() -> None:
     """As in vLLM, whose connector would not see that it was preempted: decode would read other blocks."""
     outcome = vllm_room_fleets(RESEND_S).run(Scenario.of(198, features=Feature.PREEMPTION))

@@ -667,9 +667,9 @@ class Engine:
         """Return whether the blocks of a request are kept for a reader."""
         return name in self._lent
 
-    def is_landing(self, name: str) -> bool:
-        """Return whether the blocks of a request that has ended are kept for its last bytes."""
-        return name in self._landing
+    def may_land(self, name: str) -> bool:
+        """Return whether a request has not ended, or its blocks are kept for its last bytes."""
+        return name in self.requests or name in self._landing
 
     def note_turn(self, name: str) -> None:
         """Note that a request for a kept answer was sent."""

@@ -1057,9 +1057,12 @@ class Fleet:
         is_other = self._attempts[name] != readers.arrival.attempt
         if engine.host.is_dead or is_other or not self.scenario.is_quiet(began_at, self.loop.now):
             return
-        readings = [f"{name}/{number}" for number in range(len(readers.arrival.visits))]
+        # readers of one room may claim the lease of any request in it
+        names = sorted(self._shared) if name in self._shared else [name]
+        numbers = range(len(readers.arrival.visits))
+        readings = [f"{each}/{number}" for each in names for number in numbers]
         readings += [f"{each}/again" for each in readings]
-        if any(other.is_landing(each) for other in self._engines.values() for each in readings):
+        if any(other.may_land(each) for other in self._engines.values() for each in readings):
             self.loop.at(self._linger_at, partial(self._check_released, readers))
         elif engine.is_lent(name) and len(readings) > 2 and not is_second:
             check = partial(self._check_released, readers, is_second=True)
