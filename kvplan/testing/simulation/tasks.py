@@ -151,7 +151,7 @@ class TaskLoop:
 
     def close(self) -> None:
         """End all tasks."""
-        for task in self._tasks:
+        for task in [*self._tasks]:
             if task.coroutine is not None:
                 task.coroutine.close()
         self._tasks.clear()
