@@ -405,6 +405,14 @@ def test_all_ranks_hear_of_a_restart_at_once() -> None:
         assert outcome_of(fleets, name, RESTART_FAULT.seed).rule == RESTART_FAULT.rule
 
 
+def test_a_refused_read_waits_for_a_handshake_that_has_begun_before() -> None:
+    """The handshake began in a network that was cut, and goes on in vain when that is whole again."""
+    some = Feature.BURSTS | Feature.NEAR_PROMPTS | Feature.RESTARTS
+    features = some | Feature.LONG_PREFILLS | Feature.RESHAPES | Feature.CROWDS
+    outcome = choosing_fleets().run(Scenario.of(51881, MODELS["hybrid"], features=features))
+    assert outcome.rule == "", str(outcome)
+
+
 def test_a_rank_that_hears_of_a_later_start_alone_waits_on() -> None:
     """The server of a room restarts when three of four ranks have their answers."""
     lost = Feature.RESTARTS | Feature.RIVALS | Feature.LOST_ENTRIES

@@ -66,6 +66,7 @@ from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan
 from kvplan.protocol.claims import RENEW_S
 from kvplan.protocol.leases import LEASE_S
+from kvplan.protocol.peer_engines import HANDSHAKE_S
 from kvplan.protocol.read_jobs import ASK_S, SILENCE_S
 from kvplan.protocol.room_contents import WAIT_S
 from kvplan.protocol.system import ANSWER_S, RETRY_S
@@ -568,9 +569,10 @@ class Fleet:
     ) -> None:
         """Refuse to read on long after the reader has heard that it holds no lease.
 
-        One that has too many readers may be read while these hold it.
+        One that has too many readers may be read while these hold it. A read waits for a handshake
+        that has begun before.
         """
-        is_quiet = self.scenario.is_quiet(since - SETTLE_S / self._slowest, self.loop.now)
+        is_quiet = self.scenario.is_quiet(since - HANDSHAKE_S / self._slowest, self.loop.now)
         if any(at >= since for at in self._valid_at.get((engine, lease), ())):
             return
         if request.phase is Phase.READING and is_quiet and not engine.host.is_dead:
