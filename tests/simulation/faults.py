@@ -515,7 +515,7 @@ FEATURE_ROOM_FAULTS = [
     Fault("a request with a wrong address waits", Importer, "refuse", "record.refusal or error", "record.refusal", seed=0, rule="END", features=Feature.BAD_FIELDS),
 ]  # fmt: skip
 
-STORE, SHARED = Feature.STORE, Feature.SHARED_STORE
+STORE, SHARED, ROUGH = Feature.STORE, Feature.SHARED_STORE, Feature.ROUGH_STORE
 STORE_FAULTS = [
     # keys
     Fault("a key leaves out the facts", ENGINE_STATE.EngineState, "store_facts_of", "[*first, *self.facts_of(request)]", "first", seed=0, rule="OWN", features=STORE | Feature.FACTS),
@@ -586,4 +586,8 @@ STORE_FAULTS = [
     Fault("an eviction ends with what cannot be deleted", eviction, "evict", "staying if chosen else []", "[]", seed=1, rule="STORE", features=STORE | SHARED),
     Fault("a page of which a file cannot be deleted counts as deleted", eviction, "_delete", "fault = error", "pass", seed=1, rule="STORE", features=STORE | SHARED),
     Fault("nobody hears of what cannot be deleted", eviction, "evict", 'note(faults, f"{fault}")', "pass", seed=1, rule="STORE", features=STORE | SHARED),
+    Fault("all pages of a model that is too large leave", eviction, "evict", "            of_model[page.space] -= page.num_bytes\n", "", seed=3, rule="STORE", features=STORE | SHARED),
+    # lists that hold few, and files that have lost their bytes
+    Fault("each batch of pages counts as the first one of its prompt", StoreClient, "use", "used_s, first_page)", "used_s)", seed=0, rule="STORE", features=STORE | ROUGH),
+    Fault("a shard is of no use whose first file was damaged", StoreReader, "_shard", "return None\n", "self._shards[name] = None\n            return None\n", seed=9, rule="STORE", features=STORE | ROUGH),
 ]  # fmt: skip

@@ -361,6 +361,7 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
     features = Feature.of(seed) & (SGLANG_FEATURES if name.startswith("sglang") else ~Feature(0))
     features |= Feature.STORE if name == "store" else Feature(0)
     features |= Feature.SHARED_STORE if name == "store" and seed % 3 == 1 else Feature(0)
+    features |= Feature.ROUGH_STORE if name == "store" and seed % 4 == 2 else Feature(0)
     features |= Feature.WRONG_BYTES if name.endswith("verified") else Feature(0)
     features |= Feature.ADAPTERS if name.startswith(("vllm", "sglang")) and seed % 4 == 1 else Feature(0)
     # either one

@@ -30,6 +30,7 @@ from kvplan.plan import ReadSpec
 from kvplan.plan.tables import Table
 from kvplan.protocol import keeping, page_reads, page_shards
 from kvplan.protocol.page_keys import Chain
+from kvplan.protocol.pages import ROW_BYTES
 from kvplan.testing.simulation import (
     MODELS,
     BrokenRuleError,
@@ -108,6 +109,15 @@ PLANNING = ("lay_out", "of_group", "plan_reads", "plan_writes", "shards_of")
 MAX_BYTES = (0, 0, 60_000, 200_000)
 """Limits within which engines keep the store, 0 for none."""
 
+FEW: dict[Any, dict[str, int]] = {
+    client: {"PAGES_AT_ONCE": 2, "RUN_BYTES": 1, "MAX_PINS": 1},
+    page_files: {"CHUNK_BYTES": ROW_BYTES},
+    backends: {"MAX_FAULTS": 2},
+    stalls: {"MAX_HANGING": 1},
+    STORE_SEARCHES: {"NUM_THREADS": 1},
+}
+"""Limits of batches and lists that prompts of a fleet reach, as long ones do those of the product."""
+
 NO_OWNERS: tuple[Any, ...] = ("", 7, True, ["client 0"], {})
 """What clients send as owners of pins that names none."""
 
@@ -129,6 +139,11 @@ class VirtualBackend(MemoryBackend):
         self._held_share = shared.choice((0.0, 0.1, 0.3)) * self.is_shared
         self.max_model_bytes = shared.choice((0, 0, 60_000)) * self.is_shared
         self.max_age_s = shared.choice((0.0, 0.0, 20.0)) * self.is_shared
+        rough = random.Random(f"{scenario.seed} rough store")
+        self.is_rough = Feature.ROUGH_STORE in scenario.features
+        # of the files, those of a host that has lost its power
+        self._headless = rough
+        self._headless_share = rough.choice((0.0, 0.1, 0.3)) * self.is_rough
         is_small = self._draw.random() < 0.3
         super().__init__(max_bytes=100_000 if is_small else None)
         self.at_once = random.Random(f"{scenario.seed} store calls").choice((1, 1, 4))
@@ -136,7 +151,7 @@ class VirtualBackend(MemoryBackend):
         # files are damaged, engines are held up, or what they have found is reset
         harmful = (Freeze, Update)
         self._is_harmed = any(isinstance(item, harmful) for item in scenario.incidents)
-        self._is_harmed |= any(trouble.damages for trouble in self._troubles)
+        self._is_harmed |= any(trouble.damages for trouble in self._troubles) or bool(self._headless_share)
         self._has_updates = any(isinstance(item, Update) for item in scenario.incidents)
         # a client waits longer then: a move ends before it is given up
         self.is_held_up = any(isinstance(item, Freeze) for item in scenario.incidents)
@@ -153,6 +168,8 @@ class VirtualBackend(MemoryBackend):
         self.kept: dict[Any, frozenset[str]] = {}
         # and of those that it deletes, whether a file could not be deleted
         self.tried: dict[Any, dict[str, bool]] = {}
+        # by thread that notes the pages of a prefix as used: when each of them was then, if it is there
+        self.noted: dict[Any, dict[str, float | None]] = {}
         # the pins that requests want to have, and to take away
         self.wanted: tuple[set[str], set[str]] = (set(), set())
         if self.max_pinned_bytes:
@@ -227,13 +244,16 @@ class VirtualBackend(MemoryBackend):
         return not is_end and any(files <= whole for files in self.shards[group.name])
 
     def note_saved(self, labels: Sequence[int], pages: Sequence[str]) -> int:
-        """Note the pages that are saved, and return how many of them have no file."""
+        """Note the pages that are saved, and return how many of them have no file, though none was damaged."""
         self._saved.update(zip(labels, pages, strict=True))
-        return sum(page not in self._files for page in pages)
+        damaged = {name.rpartition("/")[0] for name in self._damaged}
+        return sum(page not in self._files and page not in damaged for page in pages)
 
     def lacks(self, page: str, group: str, own: frozenset[str]) -> bool:
         """Whether a page lacks files of a worker's group, and others have written none of the group."""
-        files = self._files.get(page, {}).keys()
+        # who finds a damaged file deletes it
+        damaged = {file for file in own if f"{page}/{file}" in self._damaged}
+        files = self._files.get(page, {}).keys() | damaged
         return not own <= files and not files & (frozenset().union(*self.shards[group]) - own)
 
     def _put_others(self, draw: random.Random) -> None:
@@ -342,6 +362,9 @@ class VirtualBackend(MemoryBackend):
             flipped = data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :]
             data = self._draw.choice((data[:index], flipped, flipped))
             return self._put(name, data, is_damaged=True)
+        if data and self._headless_share and self._headless.random() < self._headless_share:
+            # a name that is on disk before its bytes
+            return self._put(name, self._headless.choice((b"", bytes(len(data)))), is_damaged=True)
         return self._put(name, data, is_damaged=False)
 
     def _put(self, name: str, data: bytes, *, is_damaged: bool) -> bool:
@@ -404,8 +427,13 @@ class VirtualBackend(MemoryBackend):
         return super().files(page)
 
     def touch(self, pages: Sequence[str], used_s: float, first_page: int = 0) -> None:
+        noted = self.noted.get(WORLD.running, {})
+        noted.update(dict.fromkeys(pages))
         self._wait("touch", "pages")
         super().touch(pages, used_s, first_page)
+        for page in pages:
+            files = self._files.get(page, {}).items()
+            noted[page] = max((file.used_s for name, file in files if not backends.is_pin(name)), default=None)
 
 
 class VirtualEviction(BackgroundEviction):
@@ -429,6 +457,7 @@ class VirtualEviction(BackgroundEviction):
         for outcome in outcomes:
             report(outcome)
             self._check_report(outcome, before, tried)
+        self._check_needed(before, ages, tried)
         if is_working and backend.is_working:
             self._check_limits(before, {page for page, age_s in ages.items() if age_s > self._max_age_s}, kept)
             backend.check_left(uses)
@@ -451,6 +480,23 @@ class VirtualEviction(BackgroundEviction):
         if got != expected or len(outcome.faults) < num_failed:
             message = f"an eviction says {outcome}, and it is {expected} with {num_failed} pages that are left"
             raise BrokenRuleError("STORE", message)
+
+    def _check_needed(
+        self, before: Mapping[str, Sequence[Any]], ages: Mapping[str, float], tried: Mapping[str, bool]
+    ) -> None:
+        """Refuse to delete a page when older ones that leave are enough for the limits."""
+        sizes = {page: sum(len(file.data) for file in files) for page, files in before.items()}
+        of_model = Counter[str]()
+        for page, num_bytes in sizes.items():
+            of_model[page.partition("/")[0]] += num_bytes
+        most, most_of_model = self._limits.max_bytes or math.inf, self._limits.max_model_bytes or math.inf
+        # pages of one age leave in the order of a list
+        places = {page: place for place, page in enumerate(sizes)}
+        for page in sorted(tried.keys() & sizes.keys(), key=lambda page: (-ages[page], places[page])):
+            model = page.partition("/")[0]
+            if ages[page] <= self._max_age_s and of_model[model] <= most_of_model and of_model.total() <= most:
+                raise BrokenRuleError("STORE", f"an eviction deletes {page} from a store within {self._limits}")
+            of_model[model] -= sizes[page] * (not tried[page])
 
     def _check_limits(self, before: Mapping[str, Sequence[Any]], old: set[str], kept: frozenset[str]) -> None:
         """Refuse to leave what is beyond the limits, but for pages that a pin keeps, or that cannot be deleted."""
@@ -597,6 +643,15 @@ class VirtualClient(StoreClient, _Placed):
                 super().load(chain, tables, positions)
         finally:
             self._let_go()
+
+    def use(self, chain: Chain, stop: int) -> None:
+        backend: Any = self.backend
+        noted = backend.noted[WORLD.running] = dict[str, float | None]()
+        super().use(chain, stop)
+        del backend.noted[WORLD.running]
+        times = [used_s for used_s in noted.values() if used_s is not None]
+        if [*noted] != self._page_names(chain, stop) or times != sorted(times, reverse=True):
+            self._tell("notes other pages as used, or later ones as used later")
 
     def abandon(self) -> None:
         super().abandon()
@@ -1092,7 +1147,7 @@ def virtual_store(backend: VirtualBackend, seed: int) -> Iterator[None]:
         STORE_WORKER.logger: {"exception": crash, "warning": check_warning},
     }
     with ExitStack() as stack:
-        for module, values in replaced.items():
+        for module, values in (*replaced.items(), *(FEW.items() if backend.is_rough else ())):
             for name, value in values.items():
                 stack.enter_context(patch.object(module, name, value))
         stack.callback(WORLD.end)

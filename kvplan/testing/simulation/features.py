@@ -166,17 +166,25 @@ class Feature(enum.Flag):
     Caches are reset again under the same weights, prompts are loaded from the store alone, and
     some parameters name no owner of a pin. It is of fleets with a store: no swarm draws it."""
 
+    ROUGH_STORE = enum.auto()
+    """Batches and lists of a store hold one or two, and some of its files have lost their bytes.
+
+    So they have when a host loses power: names are on disk before bytes. It is of fleets with a
+    store: no swarm draws it."""
+
     @classmethod
     def of(cls, seed: int) -> Feature:
         """Draw the features of a seed, each with a chance of a third.
 
-        It leaves out :attr:`STORE`, :attr:`SHARED_STORE`, :attr:`WRONG_BYTES`, :attr:`ADAPTERS`,
-        :attr:`LIVE_UPDATES`, :attr:`SHORT_WAITS` and :attr:`NAMED_AGAIN`, which not all connectors
-        can have, :attr:`INTERLEAVED` and :attr:`LATE_MESSAGES`.
+        It leaves out :attr:`STORE`, :attr:`SHARED_STORE`, :attr:`ROUGH_STORE`,
+        :attr:`WRONG_BYTES`, :attr:`ADAPTERS`, :attr:`LIVE_UPDATES`, :attr:`SHORT_WAITS` and
+        :attr:`NAMED_AGAIN`, which not all connectors can have, :attr:`INTERLEAVED` and
+        :attr:`LATE_MESSAGES`.
         """
         draw = random.Random(f"{seed} features")
         special = cls.STORE | cls.WRONG_BYTES | cls.ADAPTERS | cls.LIVE_UPDATES | cls.INTERLEAVED
         special |= cls.SHORT_WAITS | cls.NAMED_AGAIN | cls.LATE_MESSAGES | cls.SHARED_STORE
+        special |= cls.ROUGH_STORE
         drawn = [feature for feature in cls if feature not in special and draw.random() < 1 / 3]
         return reduce(or_, drawn, cls(0))
 
