@@ -589,5 +589,7 @@ STORE_FAULTS = [
     Fault("all pages of a model that is too large leave", eviction, "evict", "            of_model[page.space] -= page.num_bytes\n", "", seed=3, rule="STORE", features=STORE | SHARED),
     # lists that hold few, and files that have lost their bytes
     Fault("each batch of pages counts as the first one of its prompt", StoreClient, "use", "used_s, first_page)", "used_s)", seed=0, rule="STORE", features=STORE | ROUGH),
+    Fault("a page has owners without end", StoreClient, "pin", "if sum(map(is_pin, self.backend.files(page))) < MAX_PINS:", "if True:", seed=2, rule="STORE", features=STORE | ROUGH),
+    Fault("any number of calls may hang", stalls.StallGuard, "call", "if len(self._hanging) >= MAX_HANGING:", "if False:", seed=18, rule="STORE", features=STORE | ROUGH),
     Fault("a shard is of no use whose first file was damaged", StoreReader, "_shard", "return None\n", "self._shards[name] = None\n            return None\n", seed=9, rule="STORE", features=STORE | ROUGH),
 ]  # fmt: skip

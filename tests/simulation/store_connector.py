@@ -379,10 +379,19 @@ class VirtualBackend(MemoryBackend):
             if backends.is_pin(name.rpartition("/")[2]):
                 if name not in self.wanted[0]:
                     self.broken.append(f"no request wants {name}")
+                self._check_pins(name.rpartition("/")[0])
                 self._pinned_at[name] = WORLD.host.loop.now
             self._damaged.discard(name)
             self._damaged |= {name} if is_damaged else set()
         return is_new
+
+    def _check_pins(self, page: str) -> None:
+        """Refuse another owner of a page that has as many as it may, but of clients that pin it at once."""
+        assert WORLD.host is not None
+        now = WORLD.host.loop.now
+        owners = [file for file, at in self._pinned_at.items() if file.startswith(page) and at < now - CALM_S]
+        if len(owners) >= client.MAX_PINS and self.is_calm(now):
+            self.broken.append(f"{page} has {len(owners)} owners, and gets another one")
 
     def get(self, name: str, num_bytes: int | None = None) -> bytes | None:
         self._wait("read", name)
@@ -657,6 +666,7 @@ class VirtualClient(StoreClient, _Placed):
         super().abandon()
         self._is_given_up = True
         self.used_by.gave_up_s[WORLD.running] = TIME.monotonic()
+        self.used_by.given_up.append((WORLD.running, self))
         self._let_go()
 
     def check_move(self) -> None:
@@ -681,6 +691,8 @@ class VirtualStoreWorker(STORE_WORKER.StoreWorker):  # type: ignore[misc, name-d
     num_late: Counter[str]
     # by thread: when it has given up a client
     gave_up_s: dict[Any, float]
+    # and those clients
+    given_up: list[tuple[Any, VirtualClient]]
     is_closing = is_closed = False
 
     def close(self) -> None:
@@ -693,6 +705,9 @@ class VirtualStoreWorker(STORE_WORKER.StoreWorker):  # type: ignore[misc, name-d
         made.memory, made.used_by = self.memory, self
         if TIME.monotonic() < self.gave_up_s.get(WORLD.running, -math.inf) + stalls.PAUSE_S:
             made._tell("begins, though another one was given up a moment ago")
+        num_hanging = sum(thread is WORLD.running and each._stepped_s is not None for thread, each in self.given_up)
+        if num_hanging >= stalls.MAX_HANGING:
+            made._tell(f"begins while {num_hanging} calls hang")
         made._mover = VirtualMover(made)
         made.groups_of = {f"group{index}": group for index, group in enumerate(self.groups)}
         return made
@@ -800,7 +815,7 @@ class StoreConnector(VllmConnector):
             for described, executor in zip(site.workers, site.executors, strict=True):
                 worker = VirtualStoreWorker(self._store_config, self._cache, settings, facts)
                 worker.memory, worker.groups, worker.num_late = executor.port.memory, site.groups, Counter()
-                worker.gave_up_s = {}
+                worker.gave_up_s, worker.given_up = {}, []
                 worker.register(label_worker(described, tuple(site.groups)))
                 self._store_workers.append(worker)
         for index, group in enumerate(site.groups):
