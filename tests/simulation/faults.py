@@ -487,8 +487,8 @@ FEATURE_SGLANG_FAULTS = [
 FEATURE_ROOM_FAULTS = [
     Fault("the last part of a request alone is copied to the device", HostCache, "begin_read", "np.concatenate([earlier.get(label, ids[:0]), ids])", "ids", seed=2, rule="OWN", features=Feature.HOST_COPIES),
     Fault("blocks that another part fills are copied from the device", HostCache, "begin_read", "blocks.ids[is_filled & ~is_whole]", "blocks.ids[~is_whole]", seed=0, rule="GIVEN", features=Feature.HOST_COPIES),
-    Fault("a request waits though its claim was refused", Importer, "_check", "if refusal is not None:", "if False:", seed=0, rule="END", features=BURSTS | PREEMPTION),
-    Fault("a child takes the room of another one", Exporter, "open", "if room in self._rooms:", "if False:", seed=1, rule="LINGER", features=Feature.CHILDREN),
+    Fault("a request waits though its claim was refused", Importer, "_check", "if refusal is not None:", "if False:", seed=5, rule="END", features=BURSTS | PREEMPTION),
+    Fault("a child takes the room of another one", Exporter, "open", "if room in self._rooms:", "if False:", seed=2, rule="LINGER", features=Feature.CHILDREN),
     Fault("what another request computes is published of one that is resumed", SCHEDULER, "_begun", "resumed.union(request.req_id for request in scheduled.scheduled_new_reqs)", "{request.req_id for request in scheduled.scheduled_new_reqs}", seed=9, rule="OWN", features=BURSTS | PREEMPTION | ASYNC_STEPS),
     Fault("the lease of a preempted request stays valid", Scheduler, "publish", "self._exporter.revoke(name)", "pass", seed=4, rule="OWN", features=BURSTS | PREEMPTION),
     Fault("a revoked lease stays valid", Exporter, "revoke", "is_claimed = self.leases.revoke(export.lease)", "is_claimed = True", seed=0, rule="GROW", features=BURSTS | PREEMPTION),
