@@ -398,22 +398,21 @@ class VirtualBackend(MemoryBackend):
         return super().get(name, num_bytes)
 
     def delete(self, name: str) -> bool:
+        assert WORLD.running is not None
+        page, thread = name.rpartition("/")[0], WORLD.running.root
+        kept, tried = self.kept.get(thread, frozenset[str]()), self.tried.get(thread)
         try:
             self._wait("delete", name)
         except KVPlanError:
-            if (tried := self.tried.get(WORLD.running and WORLD.running.root)) is not None:
-                tried[name.rpartition("/")[0]] = True
+            if tried is not None:
+                tried[page] = True
             raise
-        assert WORLD.running is not None
-        page = name.rpartition("/")[0]
-        kept = self.kept.get(WORLD.running.root)
-        if kept is None:
+        if tried is None:
             self._check_deleted(name)
-        elif page in kept:
-            self.broken.append(f"an eviction deletes {name}, which a pin keeps")
-        if kept is not None:
-            tried = self.tried[WORLD.running.root]
+        else:
             tried[page] = tried.get(page, False) or self.is_held(name)
+        if page in kept:
+            self.broken.append(f"an eviction deletes {name}, which a pin keeps")
         if self.is_held(name):
             raise backends.failed("delete", name, "a file that can be deleted", "Operation not permitted")
         self._pinned_at.pop(name, None)
@@ -463,25 +462,31 @@ class VirtualEviction(BackgroundEviction):
         self._report = report
         del backend.kept[thread], backend.tried[thread]
         backend.check_calls()
+        sizes, max_age_s = sizes_of(before), self._limits.max_age_s or math.inf
+        old = {page for page, age_s in ages.items() if age_s > max_age_s}
         for outcome in outcomes:
             report(outcome)
-            self._check_report(outcome, before, tried)
-        self._check_needed(before, ages, tried)
+            self._check_report(outcome, sizes, tried)
+        self._check_needed(sizes, ages, old, tried)
         if is_working and backend.is_working:
-            self._check_limits(before, {page for page, age_s in ages.items() if age_s > self._max_age_s}, kept)
+            self._check_limits(before, old, kept)
             backend.check_left(uses)
 
-    @property
-    def _max_age_s(self) -> float:
-        return self._limits.max_age_s or math.inf
+    def _full_models(self, sizes: Mapping[str, int]) -> set[str]:
+        """The models of a store that have more than they may, or all if the store has."""
+        of_model = Counter[str]()
+        for page, num_bytes in sizes.items():
+            of_model[model_of(page)] += num_bytes
+        most, most_of_model = self._limits.max_bytes or math.inf, self._limits.max_model_bytes or math.inf
+        is_full = of_model.total() > most
+        return {model for model, num_bytes in of_model.items() if is_full or num_bytes > most_of_model}
 
     def _check_report(
-        self, outcome: Evicted | KVPlanError, before: Mapping[str, Sequence[Any]], tried: Mapping[str, bool]
+        self, outcome: Evicted | KVPlanError, sizes: Mapping[str, int], tried: Mapping[str, bool]
     ) -> None:
         """Refuse to say other than what was deleted, and what is left, also of files that cannot be deleted."""
         if isinstance(outcome, KVPlanError):
             raise BrokenRuleError("STORE", f"an eviction fails: {outcome}")
-        sizes = {page: sum(len(file.data) for file in files) for page, files in before.items()}
         deleted = [sizes[page] for page, has_failed in tried.items() if not has_failed]
         expected = len(deleted), sum(deleted), sum(sizes.values()) - sum(deleted)
         num_failed = min(sum(tried.values()), backends.MAX_FAULTS)
@@ -491,38 +496,40 @@ class VirtualEviction(BackgroundEviction):
             raise BrokenRuleError("STORE", message)
 
     def _check_needed(
-        self, before: Mapping[str, Sequence[Any]], ages: Mapping[str, float], tried: Mapping[str, bool]
+        self, sizes: Mapping[str, int], ages: Mapping[str, float], old: set[str], tried: Mapping[str, bool]
     ) -> None:
         """Refuse to delete a page when older ones that leave are enough for the limits."""
-        sizes = {page: sum(len(file.data) for file in files) for page, files in before.items()}
-        of_model = Counter[str]()
-        for page, num_bytes in sizes.items():
-            of_model[page.partition("/")[0]] += num_bytes
-        most, most_of_model = self._limits.max_bytes or math.inf, self._limits.max_model_bytes or math.inf
+        left = dict(sizes)
         # pages of one age leave in the order of a list
         places = {page: place for place, page in enumerate(sizes)}
         for page in sorted(tried.keys() & sizes.keys(), key=lambda page: (-ages[page], places[page])):
-            model = page.partition("/")[0]
-            if ages[page] <= self._max_age_s and of_model[model] <= most_of_model and of_model.total() <= most:
+            if page not in old and model_of(page) not in self._full_models(left):
                 raise BrokenRuleError("STORE", f"an eviction deletes {page} from a store within {self._limits}")
-            of_model[model] -= sizes[page] * (not tried[page])
+            if not tried[page]:
+                del left[page]
 
     def _check_limits(self, before: Mapping[str, Sequence[Any]], old: set[str], kept: frozenset[str]) -> None:
         """Refuse to leave what is beyond the limits, but for pages that a pin keeps, or that cannot be deleted."""
         backend: Any = self._backend
         # others may write meanwhile
         known = {id(file) for files in before.values() for file in files}
-        contents = backend.contents().items()
-        files = {page: [file for file in files if id(file) in known] for page, files in contents}
-        sizes = {page: sum(len(file.data) for file in each) for page, each in files.items() if each}
-        of_model = Counter[str]()
-        for page, num_bytes in sizes.items():
-            of_model[page.partition("/")[0]] += num_bytes
-        most, most_of_model = self._limits.max_bytes or math.inf, self._limits.max_model_bytes or math.inf
-        full = {page for page in sizes if of_model[page.partition("/")[0]] > most_of_model}
-        for page in sizes.keys() & (old | full if of_model.total() <= most else sizes.keys()):
-            if page not in kept and not backend.has_held(page):
+        contents = {page: [file for file in files if id(file) in known] for page, files in backend.contents().items()}
+        sizes = sizes_of(contents)
+        full = self._full_models(sizes)
+        for page in sizes:
+            is_beyond = page in old or model_of(page) in full
+            if is_beyond and page not in kept and not backend.has_held(page):
                 raise BrokenRuleError("STORE", f"an eviction leaves {page} in a store for {self._limits}")
+
+
+def sizes_of(contents: Mapping[str, Sequence[Any]]) -> dict[str, int]:
+    """How many bytes the files of each page have, of those that have any file."""
+    return {page: sum(len(file.data) for file in files) for page, files in contents.items() if files}
+
+
+def model_of(page: str) -> str:
+    """The model of a page, by its name."""
+    return page.partition("/")[0]
 
 
 class VirtualMover(MemoryMover):
@@ -938,8 +945,7 @@ class StoreConnector(VllmConnector):
             self._store.begin_load(self._seen(request), table, num_tokens if is_store else 0)
         if is_store and (jobs := self._store._step.loads):
             chain, stop = jobs[-1].chain, jobs[-1].stop
-            keys = chain.keys[: stop // self._backend.tokens_per_page]
-            self._check_pages(request.name, (f"{chain.space}/{key}" for key in keys))
+            self._check_pages(request.name, pages_of(chain)[: stop // self._backend.tokens_per_page])
 
     def step(self) -> StepReport:
         report = super().step()
@@ -1033,13 +1039,12 @@ class StoreConnector(VllmConnector):
         if request.is_saved and not self._saves:
             raise BrokenRuleError("STORE", f"{request.name} is saved by an engine that loads alone")
         if request.is_saved:
-            chain = self._store._chain(self._seen(request), num_tokens)
+            pages = pages_of(self._store._chain(self._seen(request), num_tokens))
             for wanted, label in zip(self._backend.wanted, (STORE_SCHEDULER.PIN, STORE_SCHEDULER.UNPIN), strict=True):
                 owner = self._pin_of(request).get(label)
-                keys = chain.keys[: request.num_prompt // size] if isinstance(owner, str) and owner else ()
-                wanted.update(f"{chain.space}/{key}/{client.pin_name(owner or '')}" for key in keys)
+                pinned = pages[: request.num_prompt // size] if isinstance(owner, str) and owner else ()
+                wanted.update(f"{page}/{client.pin_name(owner or '')}" for page in pinned)
             labels = [int(request.labels[end - 1]) for end in ends]
-            pages = [f"{chain.space}/{key}" for key in chain.keys]
             self._check_pages(request.name, pages)
             self._pages.update(pages)
             self._saving[request.name] = self._look(), labels, pages
@@ -1094,6 +1099,11 @@ class StoreFleets(Simulation):
             return attrs.evolve(outcome, error=error)
         finally:
             self._make_connector = VllmConnector
+
+
+def pages_of(chain: Chain) -> list[str]:
+    """The names of a prompt's pages."""
+    return [f"{chain.space}/{key}" for key in chain.keys]
 
 
 def check_warning(message: str, *values: object) -> None:

@@ -544,7 +544,6 @@ class Engine:
         self._step_s = step_s
         self.host = host
         self.requests: dict[str, EngineRequest] = {}
-        # the names of requests that were preempted
         self.preempted = set[str]()
         self._trace = trace
         self._memories = [
@@ -607,7 +606,7 @@ class Engine:
         self._loads_when_unused = getattr(self.connector, "loads_when_unused", False)
         if self._has_adapters and getattr(self.connector, "renames_adapters", False):
             self._has_old_blocks = self._is_updated_live
-        # the adapters of requests that have come, those that are loaded again, and when others are
+        # the adapters of requests that have come, and those to load again when they are unused
         self._adapter_of: dict[str, str] = {}
         self._reloaded: set[str] = set()
         self._loads = random.Random(f"{host.name} {host.offset_s} adapters")

@@ -12,12 +12,14 @@ These rules hold in every step, or the simulation ends with an error that names 
   each request of the fleet: so long may blocks stay that others wait for. One of which a transfer
   has failed ends in the step that sees it, also if bytes may still land. One that is read from
   an engine that dies ends within :data:`LOST_S` of its own engine's clock. One that is read when
-  its engine hears that it holds no lease ends within :data:`REFUSED_S`, where all else is quiet.
-  One that waits in a room waits for :data:`LOST_ROOM_S` at most when its engine has heard that the
-  server of rooms has restarted.
+  its engine hears that it holds no lease ends within :data:`REFUSED_S`, where all else is quiet,
+  and was for as long as a handshake may take. One that waits in a room waits for
+  :data:`LOST_ROOM_S` at most when its engine has heard that the server of rooms has restarted; of
+  several workers, if all have heard of the start before, and no message is lost or late.
 - RIGHT: no request fails without an excuse, which is a fault that explains its error by
   :data:`~kvplan.testing.simulation.scenario.EXCUSES`, at that time, or how it was sent: late, twice
-  or as another one. None fails for silence of a source that has answered the same reader within
+  or as another one. What waits in a room may claim blocks that prefill has just taken back to
+  preempt it. None fails for silence of a source that has answered the same reader within
   :data:`HEARD_S`, nor of a room that has had an entry within the time for which its reader waits.
   One that prefill has computed for others is handed over.
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right. Where
@@ -328,6 +330,7 @@ class Fleet:
         self._end_s = END_S + frozen_s + num_requests * LEASE_S / self._slowest
         # the start of the server that a request has waited for
         self._room_starts = dict[EngineRequest, str]()
+        # the answers that it has had of each start
         self._num_room_answers = Counter[tuple[EngineRequest, str]]()
         # by reader and lease: when the reader has asked, and heard that the lease is valid
         self._confirmed_at = dict[tuple[Engine, str], list[float]]()
