@@ -356,12 +356,14 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
     from tests.simulation.faults import TWO_STAGES
     from tests.simulation.limits import small_limits
     from tests.simulation.sglang_connector import SGLANG_FEATURES, SGLANG_MODELS
-    from tests.simulation.store_connector import STORE_MODELS
+    from tests.simulation.store_connector import STORE_FEATURES, STORE_MODELS
 
     features = Feature.of(seed) & (SGLANG_FEATURES if name.startswith("sglang") else ~Feature(0))
-    features |= Feature.STORE if name == "store" else Feature(0)
+    if name == "store":
+        features = (features if seed % 4 == 0 else features & STORE_FEATURES) | Feature.STORE
     features |= Feature.SHARED_STORE if name == "store" and seed % 3 == 1 else Feature(0)
     features |= Feature.ROUGH_STORE if name == "store" and seed % 4 == 2 else Feature(0)
+    features |= Feature.POPULAR_PROMPTS if name == "store" and seed % 2 else Feature(0)
     features |= Feature.WRONG_BYTES if name.endswith("verified") else Feature(0)
     features |= Feature.ADAPTERS if name.startswith(("vllm", "sglang")) and seed % 4 == 1 else Feature(0)
     # either one

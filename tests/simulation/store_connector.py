@@ -82,6 +82,11 @@ from tests.simulation.vllm_connector import (
 STORE_MODELS = {name: model for name, model in MODELS.items() if name != "drafts"}
 """The models that a store takes: it refuses drafts that have a cache."""
 
+STORE_FEATURES = Feature.BURSTS | Feature.PREEMPTION | Feature.ASYNC_STEPS | Feature.NEAR_PROMPTS | Feature.FACTS
+STORE_FEATURES |= Feature.HOST_COPIES | Feature.SINKS | Feature.UPDATES | Feature.RESTARTS | Feature.RESHAPES
+STORE_FEATURES |= Feature.HANGUPS | Feature.REPEATS | Feature.CHILDREN
+"""The features that change what a store has, or who uses it: others are of messages between engines."""
+
 LABEL_BYTES = 8
 MEMORY_ADDRESS, BUFFER_ADDRESS = 1 << 44, 1 << 45
 """Where plans have the labels of a worker, and a client's buffer: fleets have equal plans, of which most come again."""
@@ -95,10 +100,16 @@ CALL_S = 0.002
 """Seconds that a call of the store may take, and a move of bytes, where nothing is wrong."""
 
 CALM_S = 1.0
-"""Seconds within which searches and saves end, or nothing is expected of them: they are given up later than that."""
+"""Seconds within which searches end, or nothing is expected of them: they are given up later than that."""
+
+SAVED_S = 4.0
+"""The same of saves, which a worker begins within five seconds or never."""
 
 PAGES = (4, 6, 20)
 """Tokens per page: fewer than a window, or more; blocks of some engines do not divide them."""
+
+SHORT_PAGES = (4, 6, 12)
+"""The same of popular prompts, most of which are longer."""
 
 OTHER_SPACE = "0" * 16
 """Where a store has the pages of another model."""
@@ -128,8 +139,11 @@ class VirtualBackend(MemoryBackend):
     def __init__(self, scenario: Scenario) -> None:
         self._seed = scenario.seed
         self._draw = random.Random(f"{scenario.seed} store")
-        self.tokens_per_page = self._draw.choice(PAGES)
-        self.max_bytes = self._draw.choice(MAX_BYTES)
+        self.is_popular = Feature.POPULAR_PROMPTS in scenario.features
+        self.tokens_per_page = self._draw.choice(SHORT_PAGES if self.is_popular else PAGES)
+        # what other engines will load is still there
+        scale = 6 if self.is_popular else 1
+        self.max_bytes = scale * self._draw.choice(MAX_BYTES)
         # a part of the limit, so that there is room for others
         pins = random.Random(f"{scenario.seed} pins")
         self.max_pinned_bytes = pins.choice((0, self.max_bytes // 8, self.max_bytes // 3))
@@ -137,7 +151,7 @@ class VirtualBackend(MemoryBackend):
         self.is_shared = Feature.SHARED_STORE in scenario.features
         # of the files, those that an object lock or an attribute of the file system keeps
         self._held_share = shared.choice((0.0, 0.1, 0.3)) * self.is_shared
-        self.max_model_bytes = shared.choice((0, 0, 60_000)) * self.is_shared
+        self.max_model_bytes = scale * shared.choice((0, 0, 60_000)) * self.is_shared
         self.max_age_s = shared.choice((0.0, 0.0, 20.0)) * self.is_shared
         rough = random.Random(f"{scenario.seed} rough store")
         self.is_rough = Feature.ROUGH_STORE in scenario.features
@@ -145,14 +159,19 @@ class VirtualBackend(MemoryBackend):
         self._headless = rough
         self._headless_share = rough.choice((0.0, 0.1, 0.3)) * self.is_rough
         is_small = self._draw.random() < 0.3
-        super().__init__(max_bytes=100_000 if is_small else None)
+        super().__init__(max_bytes=scale * 100_000 if is_small else None)
         self.at_once = random.Random(f"{scenario.seed} store calls").choice((1, 1, 4))
         self._troubles = [item for item in scenario.incidents if isinstance(item, StoreTrouble)]
-        # files are damaged, engines are held up, or what they have found is reset
-        harmful = (Freeze, Update)
-        self._is_harmed = any(isinstance(item, harmful) for item in scenario.incidents)
-        self._is_harmed |= any(trouble.damages for trouble in self._troubles) or bool(self._headless_share)
-        self._has_updates = any(isinstance(item, Update) for item in scenario.incidents)
+        # from then on engines are held up, what they have found is reset, or files are damaged
+        harms = [item.at for item in scenario.incidents if isinstance(item, Freeze | Update)]
+        damages = [trouble.begins_at for trouble in self._troubles if trouble.damages]
+        damages += [-math.inf] if self._headless_share else []
+        self._harmed_at = min((*harms, *damages), default=math.inf)
+        # files leave that evictions delete, or whoever finds them damaged
+        self._loses_files = self.evicts or bool(damages)
+        # all have the same weights before, and what was saved is found
+        updates = (item.at for item in scenario.incidents if isinstance(item, Update))
+        self._updated_at = min(updates, default=math.inf)
         # a client waits longer then: a move ends before it is given up
         self.is_held_up = any(isinstance(item, Freeze) for item in scenario.incidents)
         self.is_held_up |= any(trouble.move_s for trouble in self._troubles)
@@ -164,6 +183,7 @@ class VirtualBackend(MemoryBackend):
         self._damaged: set[str] = set()
         # when each file of a pin was put
         self._pinned_at: dict[str, float] = {}
+        self.num_evicted = 0
         # by thread that evicts: the pages that pins keep
         self.kept: dict[Any, frozenset[str]] = {}
         # and of those that it deletes, whether a file could not be deleted
@@ -182,16 +202,23 @@ class VirtualBackend(MemoryBackend):
     def role_of(self, engine: str) -> str:
         """Draw the role of an engine at the store, which each start of it has."""
         draw = random.Random(f"{self._seed} {engine} store")
-        return draw.choice(("kv_both", "kv_both", "kv_both", "kv_producer", "kv_consumer"))
+        return draw.choice(("kv_both",) * (12 if self.is_popular else 3) + ("kv_producer", "kv_consumer"))
 
     def is_healthy(self, now: float) -> bool:
         """Whether nothing is wrong with the store at a time, nor has been for a while."""
-        return not self._is_harmed and not any(each.begins_at <= now < each.ends_at + LATE_S for each in self._troubles)
+        spans = [(each.begins_at, each.ends_at) for each in self._troubles]
+        return now < self._harmed_at and not any(begins <= now < ends + LATE_S for begins, ends in spans)
+
+    def is_quick(self, now: float) -> bool:
+        """Whether calls are neither slow nor given up at a time. They may fail."""
+        late_s = {each: LATE_S if each.delay_s or each.move_s else CALM_S for each in self._troubles}
+        spans = [(begins, ends + LATE_S) for begins, ends in self._freezes]
+        spans += [(each.begins_at, each.ends_at + late_s[each]) for each in self._troubles]
+        return not any(begins <= now < ends for begins, ends in spans)
 
     def is_calm(self, now: float) -> bool:
-        """Whether calls are neither slow nor given up at a time, and all have the same weights."""
-        spans = [(each.begins_at, each.ends_at) for each in self._troubles] + self._freezes
-        return not self._has_updates and not any(begins <= now < ends + LATE_S for begins, ends in spans)
+        """Whether calls are quick at a time, and all engines have the same weights."""
+        return now < self._updated_at and self.is_quick(now)
 
     def check_calls(self) -> None:
         """Raise what threads have done wrong."""
@@ -201,7 +228,7 @@ class VirtualBackend(MemoryBackend):
     def check_saved(self) -> None:
         """Refuse to save nothing of requests that are said to be saved, and to take a damaged file for a whole one."""
         pages = [files for page, files in self._files.items() if not page.startswith(OTHER_SPACE)]
-        if self.num_saved and all(backends.is_pin(file) for files in pages for file in files):
+        if self.num_saved and not self._loses_files and all(backends.is_pin(file) for files in pages for file in files):
             raise BrokenRuleError("STORE", f"{self.num_saved} requests are saved, and the store is empty")
         at_rest = MemoryBackend()
         at_rest._files = self._files
@@ -385,6 +412,21 @@ class VirtualBackend(MemoryBackend):
             self._damaged |= {name} if is_damaged else set()
         return is_new
 
+    def check_pinned(self, files: Sequence[str], since: float) -> None:
+        """Refuse that pins are not there which a request wanted that was saved, where nothing was evicted."""
+        for file in files:
+            page = file.rpartition("/")[0]
+            num_owners = sum(map(backends.is_pin, self._files.get(page, ())))
+            is_full = num_owners >= client.MAX_PINS
+            if page in self._files and not (self.holds(file) or is_full or file in self.wanted[1]):
+                raise BrokenRuleError("STORE", f"{file} is not there, which a request wanted {since:.1f} s ago")
+
+    def check_unpinned(self, files: Sequence[str], at: float) -> None:
+        """Refuse pins of before a time at which a request was saved that took them away."""
+        left = [file for file in files if self._pinned_at.get(file, at) < at and not self.is_held(file)]
+        if left:
+            raise BrokenRuleError("STORE", f"{left[0]} is there, and a request has taken it away")
+
     def _check_pins(self, page: str) -> None:
         """Refuse another owner of a page that has as many as it may, but of clients that pin it at once."""
         assert WORLD.host is not None
@@ -411,6 +453,7 @@ class VirtualBackend(MemoryBackend):
             self._check_deleted(name)
         else:
             tried[page] = tried.get(page, False) or self.is_held(name)
+            self.num_evicted += 1
         if page in kept:
             self.broken.append(f"an eviction deletes {name}, which a pin keeps")
         if self.is_held(name):
@@ -771,10 +814,11 @@ def pin_of(request: EngineRequest, *, has_bad: bool = False) -> dict[str, Any]:
 
 @attrs.frozen
 class _Look:
-    """A look at a store: when, and how many of its calls had failed by then."""
+    """A look at a store: when, how many of its calls had failed by then, and how many files were evicted."""
 
     at: float
     num_failures: int
+    num_evicted: int
 
 
 class StoreConnector(VllmConnector):
@@ -807,6 +851,9 @@ class StoreConnector(VllmConnector):
         self._saving: dict[str, tuple[_Look, list[int], list[str]]] = {}
         # the files that are to be there when it is: by page, group and worker
         self._expected: dict[str, list[tuple[str, str, frozenset[str]]]] = {}
+        # the pins that it wants then, and those that it takes away; those of requests that are saved, and since when
+        self._pins: dict[str, list[list[str]]] = {}
+        self._pinning: list[tuple[float, _Look, list[list[str]]]] = []
         # the pages that were saved before a reset, which this engine may not find any more
         self._pages, self._ended_pages = set[str](), set[str]()
         self._has_new_keys = False
@@ -910,28 +957,41 @@ class StoreConnector(VllmConnector):
         return number
 
     def _look(self) -> _Look:
-        return _Look(self._host.loop.now, self._backend.num_failures)
+        return _Look(self._host.loop.now, self._backend.num_failures, self._backend.num_evicted)
+
+    def _loses_pages(self, look: _Look) -> bool:
+        """Whether others have evicted pages since a look at the store."""
+        return look.num_evicted < self._backend.num_evicted
 
     def _is_calm(self, look: _Look) -> bool:
-        """Whether nothing has gone wrong with the store since a look at it, a moment ago."""
-        is_recent = self._host.loop.now < look.at + CALM_S
+        """Whether nothing has gone wrong with the store since a look at it, a moment ago, and weights are the same."""
+        is_calm = self._backend.is_calm(look.at) and self._backend.is_calm(self._host.loop.now)
+        return is_calm and self._is_quick(look, CALM_S)
+
+    def _is_quick(self, look: _Look, most_s: float) -> bool:
+        """Whether calls of the store were quick and have not failed since a look at it, some seconds ago at most."""
+        is_recent = self._host.loop.now < look.at + most_s
         has_failed = look.num_failures < self._backend.num_failures
-        return is_recent and not has_failed and self._backend.is_calm(look.at)
+        is_quick = self._backend.is_quick(look.at) and self._backend.is_quick(self._host.loop.now)
+        return is_recent and not has_failed and is_quick
 
     def _count_found(self, request: EngineRequest, num_cached: int) -> int | None:
         """Search the store, and refuse to find less than what it had before."""
-        look, number = self._looked.setdefault(request.name, (self._look(), self._num_there(request)))
+        if request.name not in self._looked:
+            self._looked[request.name] = self._look(), self._num_there(request)
+        look, number = self._looked[request.name]
         is_loaded = request.name in self._store._begun
         found: int | None = self._store.count_tokens_to_load(self._seen(request), num_cached)
         if found and not self._loads:
             raise BrokenRuleError("STORE", f"{request.name} is found by an engine that saves alone")
-        number = min(number, self._num_there(request), request.num_prompt - 1)
         searches = self._store._searches
         is_paused = searches is not None and TIME.monotonic() < searches._paused_until_s
         is_sure = self._loads and self._is_calm(look) and not (is_loaded or is_paused)
         if found is not None and found < number - num_cached and is_sure:
-            message = f"{num_cached + found} positions of {request.name} are found, and {number} are there"
-            raise BrokenRuleError("STORE", message)
+            number = min(number, self._num_there(request), request.num_prompt - 1)
+            if found < number - num_cached:
+                message = f"{num_cached + found} positions of {request.name} are found, and {number} are there"
+                raise BrokenRuleError("STORE", message)
         return found
 
     def _num_there(self, request: EngineRequest) -> int:
@@ -962,16 +1022,18 @@ class StoreConnector(VllmConnector):
         self._store_state.step_begun()
         metadata = self._store.take_step()
         self._backend.check_calls()
+        self._check_pins()
         ended = list[str]()
         reports = []
         for worker in self._store_workers:
             worker.start_step(metadata)
             results = worker.results()
             self._failed |= results.failed_recving
-            # what is evicted may have been found before
-            if results.failed_recving and self._backend.is_healthy(self._host.loop.now) and not self._backend.evicts:
-                names = ", ".join(sorted(results.failed_recving))
-                raise BrokenRuleError("STORE", f"{names} cannot be loaded, though nothing is wrong with the store")
+            is_healthy = self._backend.is_healthy(self._host.loop.now)
+            for name in sorted(results.failed_recving & self._looked.keys()):
+                # what is evicted may have been found before
+                if is_healthy and not self._loses_pages(self._looked[name][0]):
+                    raise BrokenRuleError("STORE", f"{name} cannot be loaded, though nothing is wrong with the store")
             self._num_saved.update(sorted(results.finished_sending))
             for name in sorted(results.finished_recving):
                 self._num_loaded[name] += 1
@@ -991,17 +1053,31 @@ class StoreConnector(VllmConnector):
         for name in saved:
             del self._num_saved[name]
             look, labels, pages = self._saving.pop(name)
-            expected = self._expected.pop(name)
-            if not self._is_calm(look):
+            expected, pins = self._expected.pop(name), self._pins.pop(name)
+            if not self._is_quick(look, SAVED_S):
                 continue
+            self._pinning.append((self._host.loop.now, look, pins))
             num_lacking = self._backend.note_saved(labels, pages)
             # others may evict pages meanwhile
-            if num_lacking and not self._backend.evicts:
+            if self._loses_pages(look):
+                continue
+            if num_lacking:
                 raise BrokenRuleError("STORE", f"{name} is saved, and {num_lacking} of {len(pages)} pages are not")
-            for page, group, files in expected if not self._backend.evicts else ():
+            for page, group, files in expected:
                 if self._backend.lacks(page, group, files):
                     raise BrokenRuleError("STORE", f"{name} is saved, and {page} lacks files of {group}")
         return saved
+
+    def _check_pins(self) -> None:
+        """Refuse that a request's pins are not there, or still there, a moment after it was saved."""
+        now = self._host.loop.now
+        while self._pinning and self._pinning[0][0] < now - CALM_S:
+            _, look, (pinned, unpinned) = self._pinning.pop(0)
+            if not self._is_quick(look, math.inf) or not self._backend.max_pinned_bytes:
+                continue
+            self._backend.check_unpinned(unpinned, look.at)
+            if not self._loses_pages(look):
+                self._backend.check_pinned(pinned, now - look.at)
 
     def _let_go(self, name: str) -> bool:
         """Note that one connector has done with a request's blocks, and return whether both have."""
@@ -1040,10 +1116,13 @@ class StoreConnector(VllmConnector):
             raise BrokenRuleError("STORE", f"{request.name} is saved by an engine that loads alone")
         if request.is_saved:
             pages = pages_of(self._store._chain(self._seen(request), num_tokens))
+            pins = []
             for wanted, label in zip(self._backend.wanted, (STORE_SCHEDULER.PIN, STORE_SCHEDULER.UNPIN), strict=True):
                 owner = self._pin_of(request).get(label)
                 pinned = pages[: request.num_prompt // size] if isinstance(owner, str) and owner else ()
-                wanted.update(f"{page}/{client.pin_name(owner or '')}" for page in pinned)
+                pins.append([f"{page}/{client.pin_name(owner or '')}" for page in pinned])
+                wanted.update(pins[-1])
+            self._pins[request.name] = pins
             labels = [int(request.labels[end - 1]) for end in ends]
             self._check_pages(request.name, pages)
             self._pages.update(pages)

@@ -17,11 +17,14 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from kvplan import KVPlanError
 from kvplan_nixl.serving.store import FileBackend, Limits, MemoryBackend, evict, open_backend, read_file
+from kvplan_nixl.serving.store.backends import is_pin
+from kvplan_nixl.serving.store.client import pin_name
 from tests.blocking import wait_until
 from tests.conftest import Cli
 from tests.store.engines import BLOCKS, PAGE, PROMPT, QWEN, EngineWithStore, saved
@@ -574,6 +577,26 @@ def test_pins_have_a_limit_and_owners(tmp_path: Path) -> None:
     assert not any("tenant" in path.name for path in tmp_path.rglob("*"))
     client.unpin(chain, 96, "a secret of one tenant")
     assert evict(backend, Limits(max_bytes=0), time.time()).num_pages == 2
+
+
+def test_a_pin_that_cannot_be_deleted_leaves_no_others() -> None:
+    """As where one object of a bucket is locked: the pins of all other pages are taken away."""
+    backend = MemoryBackend()
+    client = saved(backend).caches[0].client
+    chain = client.chain(PROMPT)
+    client.pin(chain, 96, "one")
+    locked = f"{chain.space}/{chain.keys[1]}/{pin_name('one')}"
+    delete = backend.delete
+
+    def refuse(name: str) -> bool:
+        if name == locked:
+            raise KVPlanError("BACKEND", "delete", expected="a file that can be deleted", got="a lock")
+        return delete(name)
+
+    with patch.object(backend, "delete", refuse), pytest.raises(KVPlanError, match="BACKEND"):
+        client.unpin(chain, 96, "one")
+    pins = [entry.name for entry in backend.entries() if is_pin(entry.name.rpartition("/")[2])]
+    assert pins == [locked]
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -172,19 +172,25 @@ class Feature(enum.Flag):
     So they have when a host loses power: names are on disk before bytes. It is of fleets with a
     store: no swarm draws it."""
 
+    POPULAR_PROMPTS = enum.auto()
+    """Most requests have one of a few prompts, or the beginning of one, in engines without caches.
+
+    So what one engine saves in a store, others load. It is of fleets with a store: no swarm draws
+    it."""
+
     @classmethod
     def of(cls, seed: int) -> Feature:
         """Draw the features of a seed, each with a chance of a third.
 
         It leaves out :attr:`STORE`, :attr:`SHARED_STORE`, :attr:`ROUGH_STORE`,
-        :attr:`WRONG_BYTES`, :attr:`ADAPTERS`, :attr:`LIVE_UPDATES`, :attr:`SHORT_WAITS` and
-        :attr:`NAMED_AGAIN`, which not all connectors can have, :attr:`INTERLEAVED` and
-        :attr:`LATE_MESSAGES`.
+        :attr:`POPULAR_PROMPTS`, :attr:`WRONG_BYTES`, :attr:`ADAPTERS`, :attr:`LIVE_UPDATES`,
+        :attr:`SHORT_WAITS` and :attr:`NAMED_AGAIN`, which not all connectors can have,
+        :attr:`INTERLEAVED` and :attr:`LATE_MESSAGES`.
         """
         draw = random.Random(f"{seed} features")
         special = cls.STORE | cls.WRONG_BYTES | cls.ADAPTERS | cls.LIVE_UPDATES | cls.INTERLEAVED
         special |= cls.SHORT_WAITS | cls.NAMED_AGAIN | cls.LATE_MESSAGES | cls.SHARED_STORE
-        special |= cls.ROUGH_STORE
+        special |= cls.ROUGH_STORE | cls.POPULAR_PROMPTS
         drawn = [feature for feature in cls if feature not in special and draw.random() < 1 / 3]
         return reduce(or_, drawn, cls(0))
 

@@ -572,17 +572,23 @@ def _with_facts(arrivals: list[Arrival], draw: random.Random) -> list[Arrival]:
         for visit in arrival.visits:
             if draw.random() < 0.3:
                 others = _facts(len(arrival.tokens), draw)
-                # mostly one is missing or different
                 if facts and draw.random() < 0.7:
-                    index = draw.randrange(len(facts))
-                    at, fact = facts[index]
-                    moved = at + 1 if fact.startswith("image") else at
-                    changes = draw.choice(((), ((at, f"{fact}, changed"),), ((moved, fact),)))
-                    others = (*facts[:index], *changes, *facts[index + 1 :])
+                    others = _with_another_fact(facts, draw)
                 visit = attrs.evolve(visit, facts=others)
             visits.append(visit)
         changed.append(attrs.evolve(arrival, facts=facts, visits=tuple(visits)))
     return changed
+
+
+def _with_another_fact(
+    facts: Sequence[tuple[int, str]], draw: random.Random
+) -> tuple[tuple[int, str], ...]:
+    """Return the facts without one of them, or with another one in its place."""
+    index = draw.randrange(len(facts))
+    at, fact = facts[index]
+    moved = at + 1 if fact.startswith("image") else at
+    changes = draw.choice(((), ((at, f"{fact}, changed"),), ((moved, fact),)))
+    return (*facts[:index], *changes, *facts[index + 1 :])
 
 
 def _facts(num_tokens: int, draw: random.Random) -> tuple[tuple[int, str], ...]:
@@ -988,6 +994,45 @@ def _with_restarts(scenario: Scenario, draw: random.Random) -> Scenario:
     return attrs.evolve(scenario, incidents=(*scenario.incidents, *deaths))
 
 
+def _with_popular_prompts(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Let most requests begin as one of two prompts, in engines that forget all others.
+
+    Many come to prefill alone, and most have a page's end or one more token: there states are kept.
+    """
+    members = tuple(attrs.evolve(member, forgets=True) for member in scenario.members)
+    names = [member.name for member in members if member.name.startswith("prefill")]
+    has_facts = Feature.FACTS in scenario.features
+    prompts = []
+    for _ in range(2):
+        tokens = [draw.randrange(VOCABULARY) for _ in range(MAX_TOKENS)]
+        prompts.append((tokens, _facts(min(PAGE_STOPS), draw) if has_facts else ()))
+
+    def popular(arrival: Arrival) -> Arrival:
+        tokens, facts = draw.choice(prompts)
+        stop = draw.choice((*PAGE_STOPS, draw.randint(min(PAGE_STOPS), MAX_TOKENS - 2)))
+        ending = [draw.randrange(VOCABULARY) for _ in range(draw.choice((0, 1, 1, 2)))]
+        return attrs.evolve(arrival, tokens=(*tokens[:stop], *ending), facts=facts, turns=())
+
+    incidents = list[Incident]()
+    for incident in scenario.incidents:
+        if isinstance(incident, Arrival) and not incident.child_of and draw.random() < 0.7:
+            incident = popular(incident)
+        incidents.append(incident)
+    arrivals = [item for item in incidents if isinstance(item, Arrival)]
+    for number in range(20 if arrivals else 0):
+        later = attrs.evolve(
+            popular(draw.choice(arrivals)),
+            at=HEALED_S / 2 * draw.random(),
+            name=f"request-f{number}",
+            prefill=draw.choice(names),
+            visits=(),
+            patience_s=None,
+            child_of="",
+        )
+        incidents.append(later)
+    return attrs.evolve(scenario, members=members, incidents=tuple(incidents))
+
+
 def _with_store(scenario: Scenario, draw: random.Random) -> Scenario:
     """Let prompts come again, with other ends and to other engines, and the store have troubles."""
     kinds = ({"delay_s": 1.0}, {"delay_s": 30.0}, {"fails": 0.2}, {"damages": 0.5})
@@ -1021,7 +1066,33 @@ def _with_store(scenario: Scenario, draw: random.Random) -> Scenario:
     changed = attrs.evolve(scenario, incidents=(*scenario.incidents, *again, *troubles))
     changed = _with_store_hazards(changed, random.Random(f"{scenario.seed} store hazards"))
     changed = _with_next_prompts(changed, random.Random(f"{scenario.seed} next prompts"))
-    return _with_whole_pages(changed, random.Random(f"{scenario.seed} whole pages"))
+    changed = _with_whole_pages(changed, random.Random(f"{scenario.seed} whole pages"))
+    return _with_other_facts(changed, random.Random(f"{scenario.seed} other facts"))
+
+
+def _with_other_facts(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Let prompts come again with another image, adapter or salt, or without one of them.
+
+    They come to engines that have forgotten the first ones, whose pages the store has.
+    """
+    arrivals = [item for item in scenario.incidents if isinstance(item, Arrival) and item.facts]
+    prefills = [each for each in scenario.members if each.name.startswith("prefill")]
+    names = [each.name for each in prefills if each.forgets] or [prefills[0].name]
+    prompts = list[Arrival]()
+    for number, arrival in enumerate(draw.sample(arrivals, min(6, len(arrivals)))):
+        later = attrs.evolve(
+            arrival,
+            at=min(arrival.at + draw.choice((2.0, 10.0)) * (0.5 + draw.random()), HEALED_S - 1),
+            name=f"request-o{number}",
+            facts=_with_another_fact(arrival.facts, draw),
+            prefill=draw.choice(names),
+            visits=(),
+            patience_s=None,
+            turns=(),
+            child_of="",
+        )
+        prompts.append(later)
+    return attrs.evolve(scenario, incidents=(*scenario.incidents, *prompts))
 
 
 def _with_next_prompts(scenario: Scenario, draw: random.Random) -> Scenario:
@@ -1031,7 +1102,10 @@ def _with_next_prompts(scenario: Scenario, draw: random.Random) -> Scenario:
     after its end.
     """
     arrivals = [item for item in scenario.incidents if isinstance(item, Arrival)]
-    members = [attrs.evolve(member, forgets=draw.random() < 0.5) for member in scenario.members]
+    members = [
+        attrs.evolve(member, forgets=draw.random() < 0.5 or member.forgets)
+        for member in scenario.members
+    ]
     others = [member.name for member in members if member.forgets] or [members[0].name]
     prompts = list[Arrival]()
     for number in range(draw.choice((2, 3, 4)) if arrivals else 0):
@@ -1297,6 +1371,7 @@ _CHANGES: Final = MappingProxyType(
         Feature.LIVE_UPDATES: _with_live_updates,
         Feature.LONG_PREFILLS: _arrivals(_with_long_prefills),
         Feature.HANGUPS: _arrivals(_with_hangups),
+        Feature.POPULAR_PROMPTS: _with_popular_prompts,
         Feature.STORE: _with_store,
         Feature.SHARED_STORE: _with_shared_store,
         Feature.WRONG_BYTES: _with_wrong_bytes,

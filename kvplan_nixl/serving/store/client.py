@@ -351,11 +351,20 @@ class StoreClient(StoreReader):
             self.num_steps += 1
 
     def unpin(self, chain: Chain, stop: int, owner: str = "") -> None:
-        """Take an owner's pins from the pages of a prefix."""
+        """Take an owner's pins from the pages of a prefix.
+
+        Raises ``BACKEND`` if one cannot be deleted, when the others are.
+        """
         pin = pin_name(owner)
+        fault = None
         for page in self._page_names(chain, stop):
-            self.backend.delete(f"{page}/{pin}")
+            try:
+                self.backend.delete(f"{page}/{pin}")
+            except KVPlanError as error:
+                fault = error
             self.num_steps += 1
+        if fault is not None:
+            raise fault
 
 
 def pin_name(owner: str) -> str:
