@@ -181,6 +181,8 @@ class VirtualBackend(MemoryBackend):
         # by group: the files of a page that engines write, each set of which is enough
         self.shards: dict[str, set[frozenset[str]]] = {}
         self._damaged: set[str] = set()
+        # those that clients have deleted
+        self._deleted: set[str] = set()
         # when each file of a pin was put
         self._pinned_at: dict[str, float] = {}
         self.num_evicted = 0
@@ -278,8 +280,8 @@ class VirtualBackend(MemoryBackend):
 
     def lacks(self, page: str, group: str, own: frozenset[str]) -> bool:
         """Whether a page lacks files of a worker's group, and others have written none of the group."""
-        # who finds a damaged file deletes it
-        damaged = {file for file in own if f"{page}/{file}" in self._damaged}
+        # who finds a damaged file deletes it, maybe when somebody has written it anew
+        damaged = {file for file in own if f"{page}/{file}" in self._damaged | self._deleted}
         files = self._files.get(page, {}).keys() | damaged
         return not own <= files and not files & (frozenset().union(*self.shards[group]) - own)
 
@@ -451,6 +453,7 @@ class VirtualBackend(MemoryBackend):
             raise
         if tried is None:
             self._check_deleted(name)
+            self._deleted.add(name)
         else:
             tried[page] = tried.get(page, False) or self.is_held(name)
             self.num_evicted += 1
