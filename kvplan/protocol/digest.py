@@ -406,8 +406,9 @@ def mismatch(
     together. Everything that destinations have digested is compared: leave out what they have not
     received. Sources digest the same positions, or ranges and contexts that make them up.
 
-    The error is ``TRANSFER`` for other contents, and ``COVER`` where the sources' digests are of
-    other elements, so that nothing can be said. Raises what :func:`of_json` does.
+    The error is ``TRANSFER`` for other contents, or if sources say nothing at all, and ``COVER``
+    where their digests are of other elements, so that nothing can be said. Raises what
+    :func:`of_json` does.
     """
     offered: dict[str, list[TensorDigests]] = {}
     for source in expected:
@@ -417,6 +418,9 @@ def mismatch(
     for destination in actual:
         for digests in of_json(destination):
             received.setdefault(digests.name, []).append(digests)
+    if received and not offered:
+        action = "compare digests"
+        return KVPlanError("TRANSFER", action, expected="those of the sources", got="none")
     # Most parts equal a part of one source. The others are compared by boxes, which takes longer.
     comparison = BoxComparison()
     for tensor, held in received.items():

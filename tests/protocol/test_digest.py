@@ -195,6 +195,13 @@ def test_digests_of_other_elements(source: TensorDigests) -> None:
     assert checked([source], [held(values())]).startswith("COVER: cannot compare digests of layers.0 head")
 
 
+@pytest.mark.parametrize("sources", [[], [{"boxes": [], "digests": []}]])
+def test_sources_that_say_nothing_are_not_equal(sources: list[Any]) -> None:
+    """An answer without any digest is none of other elements: bytes that are lacking would pass for right ones."""
+    assert str(mismatch(sources, [to_json([held(values())])])).startswith("TRANSFER: cannot compare digests")
+    assert mismatch(sources, []) is None
+
+
 def test_replicas_stand_once() -> None:
     """Joined, the digests of equal workers are as long as those of one."""
     whole, half = to_json([held(values())]), to_json([held(values(), heads=(0, 2))])

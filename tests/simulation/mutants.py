@@ -42,7 +42,7 @@ import attrs
 import pytest
 
 if TYPE_CHECKING:
-    from kvplan.testing.simulation import FleetOutcome, Simulation
+    from kvplan.testing.simulation import Feature, FleetOutcome, Simulation
 
 T = TypeVar("T")
 
@@ -356,14 +356,11 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
     from tests.simulation.faults import TWO_STAGES
     from tests.simulation.limits import small_limits
     from tests.simulation.sglang_connector import SGLANG_FEATURES, SGLANG_MODELS
-    from tests.simulation.store_connector import STORE_FEATURES, STORE_MODELS
+    from tests.simulation.store_connector import STORE_MODELS
 
     features = Feature.of(seed) & (SGLANG_FEATURES if name.startswith("sglang") else ~Feature(0))
     if name == "store":
-        features = (features if seed % 4 == 0 else features & STORE_FEATURES) | Feature.STORE
-    features |= Feature.SHARED_STORE if name == "store" and seed % 3 == 1 else Feature(0)
-    features |= Feature.ROUGH_STORE if name == "store" and seed % 4 == 2 else Feature(0)
-    features |= Feature.POPULAR_PROMPTS if name == "store" and seed % 2 else Feature(0)
+        features = with_store(features, seed)
     features |= Feature.WRONG_BYTES if name.endswith("verified") else Feature(0)
     features |= Feature.ADAPTERS if name.startswith(("vllm", "sglang")) and seed % 4 == 1 else Feature(0)
     # either one
@@ -391,6 +388,23 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
     scenario = Scenario.of(seed, MODELS[model], stages, features=features)
     with small_limits() if name.endswith("limits") else nullcontext():
         return fleets[name].run(scenario)
+
+
+def with_store(features: Feature, seed: int) -> Feature:
+    """Add a store to the features of a seed, and draw what goes with it. Most others change nothing of a store."""
+    from kvplan.testing.simulation import Feature
+    from tests.simulation.store_connector import STORE_FEATURES
+
+    draw = random.Random(f"{seed} features of a store")
+    features = (features if draw.random() < 1 / 4 else features & STORE_FEATURES) | Feature.STORE
+    for feature, chance in (
+        (Feature.POPULAR_PROMPTS, 1 / 2),
+        (Feature.SHARED_STORE, 1 / 3),
+        (Feature.ROUGH_STORE, 1 / 3),
+        (Feature.ASYNC_STEPS, 1 / 3),
+    ):
+        features |= feature if draw.random() < chance else Feature(0)
+    return features
 
 
 def fleets_of(modules: Iterable[str], num_seeds: int) -> list[Fleet]:

@@ -51,6 +51,7 @@ from kvplan_nixl.serving.store import (
     Evicted,
     MemoryBackend,
     MemoryMover,
+    StallGuard,
     StoreClient,
     StoreReader,
     backends,
@@ -638,6 +639,11 @@ class VirtualClient(StoreClient, _Placed):
         if waited_s > 2 * STALL_S + CALM_S and not (self._is_given_up or backend.is_held_up):
             self._tell(f"has waited {waited_s:.1f} s, and is not given up")
 
+    @property
+    def is_called(self) -> bool:
+        """Whether a call is under way, maybe since it was given up."""
+        return self._stepped_s is not None
+
     @contextmanager
     def _called(self, kind: str) -> Iterator[None]:
         """Note that a call is under way, and refuse it if nothing may begin any more."""
@@ -736,6 +742,26 @@ class VirtualClient(StoreClient, _Placed):
         self._cells = ()
 
 
+class VirtualGuard(StallGuard[VirtualClient]):
+    """A guard that refuses a call for no other reason than that one was given up a moment ago, or that as many hang."""
+
+    def call(self, use: Callable[[VirtualClient], Any]) -> Any:
+        begun = list[VirtualClient]()
+
+        def begin(made: VirtualClient) -> Any:
+            begun.append(made)
+            return use(made)
+
+        try:
+            return super().call(begin)
+        except KVPlanError:
+            worker: VirtualStoreWorker = self._make_client.__self__  # type: ignore[attr-defined]
+            if not begun and worker.may_begin():
+                backend: Any = worker._backend
+                backend.broken.append(f"a call of {worker._worker.label} does not begin, though none hangs")
+            raise
+
+
 class VirtualStoreWorker(STORE_WORKER.StoreWorker):  # type: ignore[misc, name-defined]
     """A worker's part, whose clients move the labels of a memory."""
 
@@ -753,14 +779,17 @@ class VirtualStoreWorker(STORE_WORKER.StoreWorker):  # type: ignore[misc, name-d
         super().close()
         self.is_closed = True
 
+    def may_begin(self) -> bool:
+        """Whether a call may begin in the thread that runs: none was given up a moment ago, nor hang as many as may."""
+        is_paused = TIME.monotonic() < self.gave_up_s.get(WORLD.running, -math.inf) + stalls.PAUSE_S
+        num_hanging = sum(thread is WORLD.running and each.is_called for thread, each in self.given_up)
+        return not is_paused and num_hanging < stalls.MAX_HANGING
+
     def _client(self) -> StoreClient:
         made: VirtualClient = super()._client()
         made.memory, made.used_by = self.memory, self
-        if TIME.monotonic() < self.gave_up_s.get(WORLD.running, -math.inf) + stalls.PAUSE_S:
-            made._tell("begins, though another one was given up a moment ago")
-        num_hanging = sum(thread is WORLD.running and each._stepped_s is not None for thread, each in self.given_up)
-        if num_hanging >= stalls.MAX_HANGING:
-            made._tell(f"begins while {num_hanging} calls hang")
+        if not self.may_begin():
+            made._tell("begins, though another one was given up a moment ago, or too many hang")
         made._mover = VirtualMover(made)
         made.groups_of = {f"group{index}": group for index, group in enumerate(self.groups)}
         return made
@@ -803,13 +832,15 @@ def label_view(view: View, group: str) -> View:
     )
 
 
-def pin_of(request: EngineRequest, *, has_bad: bool = False) -> dict[str, Any]:
+def pin_of(request: EngineRequest, *, has_bad: bool = False, is_popular: bool = False) -> dict[str, Any]:
     """The parameters with which a quarter of all requests pin their prompts, and another quarter unpins them.
 
-    With ``has_bad`` a third of them name no owner, since clients send what they like.
+    Half of all pin them if they are popular. With ``has_bad`` a third of them name no owner, since clients send what
+    they like.
     """
     number = crc32(request.name.encode())
-    label = (STORE_SCHEDULER.PIN, STORE_SCHEDULER.UNPIN, "", "")[number % 4]
+    rest = STORE_SCHEDULER.PIN if is_popular else ""
+    label = (STORE_SCHEDULER.PIN, STORE_SCHEDULER.UNPIN, rest, "")[number % 4]
     bad = NO_OWNERS[number // 24 % len(NO_OWNERS)]
     owner = bad if has_bad and number // 8 % 3 == 0 else f"client {number // 4 % 2}"
     return {label: owner} if label else {}
@@ -976,7 +1007,14 @@ class StoreConnector(VllmConnector):
         is_recent = self._host.loop.now < look.at + most_s
         has_failed = look.num_failures < self._backend.num_failures
         is_quick = self._backend.is_quick(look.at) and self._backend.is_quick(self._host.loop.now)
-        return is_recent and not has_failed and is_quick
+        return is_recent and not has_failed and is_quick and not self._is_held_up()
+
+    def _is_held_up(self) -> bool:
+        """Whether a call of a worker hangs, or was given up a moment ago, so that others do not begin."""
+        late_s = self._host.monotonic() - stalls.PAUSE_S - SAVED_S
+        is_late = any(at > late_s for worker in self._store_workers for at in worker.gave_up_s.values())
+        hanging = (each for worker in self._store_workers for _, each in worker.given_up)
+        return is_late or any(each.is_called for each in hanging)
 
     def _count_found(self, request: EngineRequest, num_cached: int) -> int | None:
         """Search the store, and refuse to find less than what it had before."""
@@ -1106,7 +1144,7 @@ class StoreConnector(VllmConnector):
         return params
 
     def _pin_of(self, request: EngineRequest) -> dict[str, Any]:
-        return pin_of(request, has_bad=self._backend.is_shared)
+        return pin_of(request, has_bad=self._backend.is_shared, is_popular=self._backend.is_popular)
 
     def _note_save(self, request: EngineRequest) -> None:
         """Note what is saved of a request, and refuse to save nothing of one that has a page."""
@@ -1128,6 +1166,7 @@ class StoreConnector(VllmConnector):
             self._pins[request.name] = pins
             labels = [int(request.labels[end - 1]) for end in ends]
             self._check_pages(request.name, pages)
+            self._check_ranges(request)
             self._pages.update(pages)
             self._saving[request.name] = self._look(), labels, pages
             self._expected[request.name] = [*self._files_of(request, pages)]
@@ -1135,6 +1174,23 @@ class StoreConnector(VllmConnector):
         is_done = self._saves and request.is_complete and not request.is_aborted
         if is_done and ends and self._backend.is_calm(self._host.loop.now):
             raise BrokenRuleError("STORE", f"{request.name} has {num_tokens} positions, and is not saved")
+
+    def _check_ranges(self, request: EngineRequest) -> None:
+        """Refuse to save positions that are not computed or have no block, and a state that has gone on."""
+        (job,) = (job for job in self._store._step.saves if job.request == request.name)
+        num_computed = request.num_computed - request.num_in_flight
+        for index, group in enumerate(self._groups):
+            start, stop = job.positions.get(f"group{index}", (0, 0))
+            table = request.blocks[group.name]
+            first = max((ordinal + 1 for ordinal, block in enumerate(table) if block == NULL_BLOCK), default=0)
+            if group.is_state:
+                is_there = stop in (0, request.num_computed) and not (stop and request.num_in_flight)
+            else:
+                is_there = stop <= num_computed and (start == stop or start >= first * group.tokens_per_block)
+            if not is_there:
+                raise BrokenRuleError(
+                    "STORE", f"{request.name} has no positions {start} to {stop} of {group.name} any more"
+                )
 
     def _files_of(self, request: EngineRequest, pages: Sequence[str]) -> Iterator[tuple[str, str, frozenset[str]]]:
         """The files of the pages of which an engine has all positions that they keep, and its states."""
@@ -1248,6 +1304,7 @@ def virtual_store(backend: VirtualBackend, seed: int) -> Iterator[None]:
             "SimpleQueue": VirtualQueue,
             "open_backend": lambda _: backend,
             "StoreClient": VirtualClient,
+            "StallGuard": VirtualGuard,
             "worker_of": lambda _config, _cache, worker, _settings: worker,
         },
         STORE_SEARCHES.logger: {"exception": crash, "warning": check_warning},

@@ -26,6 +26,9 @@ from tests.simulation.vllm_connector import (
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
+WITH_STORE = Feature.SHARED_STORE | Feature.ROUGH_STORE | Feature.POPULAR_PROMPTS
+"""The features that go with a store."""
+
 NUM_SEEDS = 4
 NUM_SWARM_SEEDS = 4
 FAILING_SEEDS = (8, 11, 69)
@@ -104,7 +107,7 @@ def test_all_rules_hold_in_a_swarm_beside_a_store(model: str) -> None:
     for seed in range(NUM_SWARM_SEEDS):
         simulation = rooms if seed % 2 else StoreFleets()
         features = Feature.of(seed) | Feature.STORE | (Feature.SHARED_STORE if seed > 1 else Feature(0))
-        features |= Feature.ROUGH_STORE if seed % 3 == 0 else Feature(0)
+        features |= Feature.ROUGH_STORE if seed % 3 == 0 else Feature.POPULAR_PROMPTS
         outcome = simulation.run(Scenario.of(seed, MODELS[model], features=features))
         assert outcome.rule == "", str(outcome)
 
@@ -116,15 +119,13 @@ def test_a_request_of_a_malformed_handoff_may_be_loaded(fleets: StoreFleets) -> 
 
 
 def test_no_other_swarm_draws_a_store() -> None:
-    assert not any(
-        (Feature.STORE | Feature.SHARED_STORE | Feature.ROUGH_STORE) & Feature.of(seed) for seed in range(100)
-    )
+    assert not any((Feature.STORE | WITH_STORE) & Feature.of(seed) for seed in range(100))
 
 
 @pytest.mark.parametrize("fault", STORE_FAULTS, ids=[fault.name for fault in STORE_FAULTS])
 def test_a_fault_of_the_store_is_found(fleets: StoreFleets, fault: Fault) -> None:
     """The seed that shows it breaks the rule, but neither without the fault nor without the store, or its others."""
-    shown_by = fault.features & (Feature.SHARED_STORE | Feature.ROUGH_STORE) or Feature.STORE
+    shown_by = fault.features & WITH_STORE or Feature.STORE
     with fault.planted():
         assert fleets.run(fault.scenario).rule == fault.rule
         features = fault.features & ~shown_by

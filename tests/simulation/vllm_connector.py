@@ -537,7 +537,7 @@ class VllmConnector:
             for name, num_blocks in manager.num_cached_block.items():
                 self._requests[name].num_partial[group.name] = num_blocks
             manager.num_cached_block.clear()
-        received, failed = list[str](), dict[str, KVPlanError]()
+        received, errors = list[str](), dict[str, KVPlanError]()
         for worker in self._workers:
             worker.start_step(metadata)
             results = worker.results()
@@ -547,7 +547,7 @@ class VllmConnector:
             assert results.failed_recving == (set() if report is None else report.failed)
             reports += [] if report is None else [report]
             for name in sorted(results.failed_recving):
-                failed.setdefault(name, worker._reads.errors[name])
+                errors.setdefault(name, worker._reads.errors[name])
             # vLLM waits for the reports of all workers
             for name in sorted(results.finished_recving):
                 self._num_reports[name] = self._num_reports.get(name, 0) + 1
@@ -559,6 +559,7 @@ class VllmConnector:
         merged, *others = reports or [None]
         for other in others:
             merged.aggregate(other)
+        failed = {name: error for name, error in errors.items() if name in merged.failed}
         if self._hears_late:
             digests = {} if merged is None else merged.digests
             merged, self._late_report = self._late_report, type(merged)(digests, [], set()) if digests else None
