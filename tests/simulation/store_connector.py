@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
@@ -885,6 +885,8 @@ class StoreConnector(VllmConnector):
         self._saving: dict[str, tuple[_Look, list[int], list[str]]] = {}
         # the files that are to be there when it is: by page, group and worker
         self._expected: dict[str, list[tuple[str, str, frozenset[str]]]] = {}
+        # the groups of each request that were read from the middle of a block
+        self._partly_read = defaultdict[str, set[str]](set)
         # the pins that it wants then, and those that it takes away; those of requests that are saved, and since when
         self._pins: dict[str, list[list[str]]] = {}
         self._pinning: list[tuple[float, _Look, list[list[str]]]] = []
@@ -1050,6 +1052,8 @@ class StoreConnector(VllmConnector):
 
     def step(self) -> StepReport:
         report = super().step()
+        for name, request in self._requests.items():
+            self._partly_read[name] |= request.num_partial.keys()
         with WORLD.on(self._host):
             loaded = self._step_store()
         released = [name for name in (*report.released, *self._take_saved()) if self._let_go(name)]
@@ -1136,6 +1140,7 @@ class StoreConnector(VllmConnector):
             seen = SeenRequest(request, {**(self._params(request) or {}), **self._pin_of(request)}, self._folder)
             request.is_saved = self._store.begin_save(seen, self._ids(request))
             self._note_save(request)
+        self._partly_read.pop(request.name, None)
         self._store_state.forget(request.name)
         if params is not None:
             self._exported.add(request.name)
@@ -1204,7 +1209,7 @@ class StoreConnector(VllmConnector):
                     is_there = request.num_computed == stop and not request.num_in_flight
                 else:
                     is_there = stop - num_last >= first * group.tokens_per_block
-                    is_there &= not request.num_partial.get(group.name)
+                    is_there &= group.name not in self._partly_read[request.name]
                 if is_there:
                     yield page, group.name, files
 
