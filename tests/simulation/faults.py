@@ -416,6 +416,7 @@ RESTART_FAULT = Fault(
 
 HostCache = HOST_CACHE.HostCache
 FEATURE_VLLM_FAULTS = [
+    Fault("failed reads of other ranks are told when all have received", WORKER.KvplanWorkerMetadata, "aggregate", "self.failed |= other.failed", "pass", seed=147, rule="END", features=Feature.HELD_TRANSFERS),
     Fault("prefill goes on after a prompt that was shortened", Scheduler, "_stop_short", "request.max_tokens = 1", "pass", seed=1, rule="RIGHT", model="states", features=Feature.LONG_PREFILLS),
     Fault("a prompt with an answer has no digest of its own", Scheduler, "_finish", "prefixes[num_prompt] = self._state.prompt_of(request, num_prompt)", "pass", seed=1, rule="RIGHT", features=Feature.LONG_PREFILLS),
     Fault("the importer hears of no sibling", Scheduler, "set_siblings", "self._importer.siblings = siblings", "pass", seed=1, rule="OWN", model="windows", features=Feature.SIBLINGS),
@@ -515,7 +516,7 @@ FEATURE_ROOM_FAULTS = [
     Fault("a request with a wrong address waits", Importer, "refuse", "record.refusal or error", "record.refusal", seed=0, rule="END", features=Feature.BAD_FIELDS),
 ]  # fmt: skip
 
-STORE, SHARED, ROUGH = Feature.STORE, Feature.SHARED_STORE, Feature.ROUGH_STORE
+STORE, SHARED, ROUGH, POPULAR = Feature.STORE, Feature.SHARED_STORE, Feature.ROUGH_STORE, Feature.POPULAR_PROMPTS
 STORE_FAULTS = [
     # keys
     Fault("a key leaves out the facts", ENGINE_STATE.EngineState, "store_facts_of", "[*first, *self.facts_of(request)]", "first", seed=0, rule="OWN", features=STORE | Feature.FACTS),
@@ -592,4 +593,6 @@ STORE_FAULTS = [
     Fault("a page has owners without end", StoreClient, "pin", "if sum(map(is_pin, self.backend.files(page))) < MAX_PINS:", "if True:", seed=2, rule="STORE", features=STORE | ROUGH),
     Fault("any number of calls may hang", stalls.StallGuard, "call", "if len(self._hanging) >= MAX_HANGING:", "if False:", seed=18, rule="STORE", features=STORE | ROUGH),
     Fault("a shard is of no use whose first file was damaged", StoreReader, "_shard", "return None\n", "self._shards[name] = None\n            return None\n", seed=9, rule="STORE", features=STORE | ROUGH),
+    Fault("an owner takes away pins of the operator alone", StoreClient, "unpin", "pin_name(owner)", 'pin_name("")', seed=1, rule="STORE", features=STORE | POPULAR),
+    Fault("calls that have hung count for ever", stalls.StallGuard, "call", "[call for call in self._hanging if call.thread.is_alive()]", "[*self._hanging]", seed=0, rule="STORE", features=STORE | ROUGH),
 ]  # fmt: skip

@@ -4,8 +4,8 @@
 two arguments that change places, a statement that is left out. Each is made in a process of its own, which first runs
 fleets of a fixed set of seeds and then, if all rules hold, the unit tests of the code. It prints what survives, and the
 score. With ``--fleets 60`` there are no unit tests, and each mutant gets 60 seconds of fleets: what only fleets notice.
-Of those of the first seeds it gets the fleets that run the changed statement, which one pass without changes has found,
-and first those that run it most often for their time.
+Of those of the first seeds it gets the fleets that run the changed statement, which one pass without changes has found:
+of each simulation and model in turn the one that runs it most often for its time.
 
 What only messages and logs say does not change, nor do :data:`EQUIVALENT` statements.
 """
@@ -355,8 +355,7 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
     from kvplan.testing.simulation.catalog import NO_STAGES
     from tests.simulation.faults import TWO_STAGES
     from tests.simulation.limits import small_limits
-    from tests.simulation.sglang_connector import SGLANG_FEATURES, SGLANG_MODELS
-    from tests.simulation.store_connector import STORE_MODELS
+    from tests.simulation.sglang_connector import SGLANG_FEATURES
 
     features = Feature.of(seed) & (SGLANG_FEATURES if name.startswith("sglang") else ~Feature(0))
     if name == "store":
@@ -378,16 +377,25 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
     # as where an operator sets a short prefill_timeout_s
     is_short = name.startswith(("vllm rooms", "sglang")) and seed % 6 == 4
     features |= Feature.SHORT_WAITS if is_short else Feature(0)
+    model = model_of(name, seed)
+    stages = TWO_STAGES if name.endswith("stages") else NO_STAGES
+    scenario = Scenario.of(seed, MODELS[model], stages, features=features)
+    with small_limits() if name.endswith("limits") else nullcontext():
+        return fleets[name].run(scenario)
+
+
+def model_of(name: str, seed: int) -> str:
+    """The model of a fleet."""
+    from kvplan.testing.simulation import MODELS
+    from tests.simulation.sglang_connector import SGLANG_MODELS
+    from tests.simulation.store_connector import STORE_MODELS
+
     models = ["attention"] if name in ("staged", "verified") else [*MODELS]
     if name == "store":
         models = [*STORE_MODELS]
     elif name.startswith("sglang"):
         models = [*SGLANG_MODELS]
-    model = random.Random(f"{seed} model").choice(models)
-    stages = TWO_STAGES if name.endswith("stages") else NO_STAGES
-    scenario = Scenario.of(seed, MODELS[model], stages, features=features)
-    with small_limits() if name.endswith("limits") else nullcontext():
-        return fleets[name].run(scenario)
+    return random.Random(f"{seed} model").choice(models)
 
 
 def with_store(features: Feature, seed: int) -> Feature:
@@ -402,6 +410,7 @@ def with_store(features: Feature, seed: int) -> Feature:
         (Feature.SHARED_STORE, 1 / 3),
         (Feature.ROUGH_STORE, 1 / 3),
         (Feature.ASYNC_STEPS, 1 / 3),
+        (Feature.FACTS, 1 / 3),
     ):
         features |= feature if draw.random() < chance else Feature(0)
     return features
@@ -415,7 +424,7 @@ def fleets_of(modules: Iterable[str], num_seeds: int) -> list[Fleet]:
 
 
 def reached(modules: Sequence[str]) -> dict[Statement, list[Fleet]]:
-    """The fleets that run each statement, first those that run it most often in a second.
+    """The fleets that run each statement: of each simulation and model in turn the one that does most in a second.
 
     One that breaks a rule without any change is left out.
     """
@@ -434,9 +443,20 @@ def reached(modules: Sequence[str]) -> dict[Statement, list[Fleet]]:
         for statement, number in RUN.items():
             reached.setdefault(statement, []).append((number / taken_s, (name, seed)))
     return {
-        statement: [fleet for _, fleet in sorted(found, key=lambda each: -each[0])]
+        statement: in_turn([fleet for _, fleet in sorted(found, key=lambda each: -each[0])])
         for statement, found in reached.items()
     }
+
+
+def in_turn(fleets: Sequence[Fleet]) -> list[Fleet]:
+    """Order fleets so that one of each simulation and model follows another."""
+    rounds = Counter[tuple[str, str]]()
+    places = list[int]()
+    for name, seed in fleets:
+        kind = name, model_of(name, seed)
+        places.append(rounds[kind])
+        rounds[kind] += 1
+    return [fleet for _, fleet in sorted(zip(places, fleets, strict=True), key=lambda each: each[0])]
 
 
 def verdict(mutant: Mutant, fleets_s: float | None, chosen: Sequence[Fleet]) -> str:

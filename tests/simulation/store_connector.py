@@ -173,9 +173,6 @@ class VirtualBackend(MemoryBackend):
         # all have the same weights before, and what was saved is found
         updates = (item.at for item in scenario.incidents if isinstance(item, Update))
         self._updated_at = min(updates, default=math.inf)
-        # a client waits longer then: a move ends before it is given up
-        self.is_held_up = any(isinstance(item, Freeze) for item in scenario.incidents)
-        self.is_held_up |= any(trouble.move_s for trouble in self._troubles)
         self._freezes = [(item.at, item.ends_at) for item in scenario.incidents if isinstance(item, Freeze)]
         # by the label of a page's last position, which is that of all tokens and facts before it: its name
         self._saved: dict[int, str] = {}
@@ -195,7 +192,8 @@ class VirtualBackend(MemoryBackend):
         self.noted: dict[Any, dict[str, float | None]] = {}
         # the pins that requests want to have, and to take away
         self.wanted: tuple[set[str], set[str]] = (set(), set())
-        if self.max_pinned_bytes:
+        # they were there before, so they would keep all that may be pinned
+        if self.max_pinned_bytes and not self.is_popular:
             self._put_others(pins)
         self.num_failures = 0
         # what threads have done wrong, which catch all errors
@@ -218,6 +216,11 @@ class VirtualBackend(MemoryBackend):
         spans = [(begins, ends + LATE_S) for begins, ends in self._freezes]
         spans += [(each.begins_at, each.ends_at + late_s[each]) for each in self._troubles]
         return not any(begins <= now < ends for begins, ends in spans)
+
+    def is_held_up(self, now: float) -> bool:
+        """Whether a client waits longer: its host is frozen, or a move ends before the client is given up."""
+        moves = [(each.begins_at, each.ends_at) for each in self._troubles if each.move_s]
+        return any(begins <= now < ends + LATE_S for begins, ends in (*moves, *self._freezes))
 
     def is_calm(self, now: float) -> bool:
         """Whether calls are quick at a time, and all engines have the same weights."""
@@ -636,7 +639,8 @@ class VirtualClient(StoreClient, _Placed):
         waited_s = TIME.monotonic() - self._stepped_s
         self._stepped_s += waited_s
         backend: Any = self.backend
-        if waited_s > 2 * STALL_S + CALM_S and not (self._is_given_up or backend.is_held_up):
+        is_late = waited_s > 2 * STALL_S + CALM_S and not self._is_given_up
+        if is_late and WORLD.host is not None and not backend.is_held_up(WORLD.host.loop.now):
             self._tell(f"has waited {waited_s:.1f} s, and is not given up")
 
     @property
@@ -757,14 +761,15 @@ class VirtualGuard(StallGuard[VirtualClient]):
         except KVPlanError:
             worker: VirtualStoreWorker = self._make_client.__self__  # type: ignore[attr-defined]
             if not begun and worker.may_begin():
-                backend: Any = worker._backend
-                backend.broken.append(f"a call of {worker._worker.label} does not begin, though none hangs")
+                worker.backend.broken.append(f"a call of {worker.described.label} does not begin, though none hangs")
             raise
 
 
 class VirtualStoreWorker(STORE_WORKER.StoreWorker):  # type: ignore[misc, name-defined]
     """A worker's part, whose clients move the labels of a memory."""
 
+    backend: VirtualBackend
+    described: Worker
     memory: LabelledMemory
     groups: Sequence[GroupShape]
     num_late: Counter[str]
@@ -906,6 +911,7 @@ class StoreConnector(VllmConnector):
                 worker = VirtualStoreWorker(self._store_config, self._cache, settings, facts)
                 worker.memory, worker.groups, worker.num_late = executor.port.memory, site.groups, Counter()
                 worker.gave_up_s, worker.given_up = {}, []
+                worker.backend, worker.described = backend, described
                 worker.register(label_worker(described, tuple(site.groups)))
                 self._store_workers.append(worker)
         for index, group in enumerate(site.groups):

@@ -1084,7 +1084,8 @@ def _with_other_facts(scenario: Scenario, draw: random.Random) -> Scenario:
             arrival,
             at=min(arrival.at + draw.choice((2.0, 10.0)) * (0.5 + draw.random()), HEALED_S - 1),
             name=f"request-o{number}",
-            facts=_with_another_fact(arrival.facts, draw),
+            # the image, if there is one
+            facts=(*arrival.facts[:-1], *_with_another_fact(arrival.facts[-1:], draw)),
             prefill=draw.choice(names),
             visits=(),
             patience_s=None,
