@@ -527,7 +527,7 @@ STORE_FAULTS = [
     # pages and shards
     Fault("a file gets the shard of another rank", StoreClient, "_files", "page_plan.offsets, strict", "page_plan.offsets[::-1], strict", seed=0, rule="OWN", features=STORE),
     Fault("the last blocks of a window alone are loaded", STORE_SCHEDULER.StoreScheduler, "begin_load", "self._attended[group](stop)", "self._attended[group](stop) + self._tables.block_sizes[group]", seed=0, rule="OWN", model="windows", features=STORE),
-    Fault("a state inside a page has the key of its end", STORE_SCHEDULER.StoreScheduler, "begin_save", "if request.num_computed_tokens == chain.num_tokens == num_tokens:", "num_tokens = chain.num_tokens\n    if True:", seed=0, rule="OWN", model="states", features=STORE),
+    Fault("a state inside a page has the key of its end", STORE_SCHEDULER.StoreScheduler, "begin_save", "if request.num_computed_tokens == chain.num_tokens == num_tokens:", "num_tokens = chain.num_tokens\n    if True:", seed=0, rule="STORE", model="states", features=STORE),
     # loads and saves
     Fault("a page that was evicted after the search is left out", StoreClient, "_runs", "if page_plan is None:\n", "if page_plan is None:\n            start += 1\n            continue\n", seed=0, rule="OWN", features=STORE),
     Fault("a file that was evicted before the read is left out", StoreClient, "_read_file", "self.backend.delete(file.name)\n        raise", "self.backend.delete(file.name)\n        return", seed=16, rule="OWN", features=STORE),
@@ -558,7 +558,7 @@ STORE_FAULTS = [
     Fault("a page beyond the limit of pins counts", eviction, "_oldest_first", "        kept.add(name)\n            pinned_bytes += page.num_bytes", "        kept.add(name)\n        pinned_bytes += page.num_bytes", seed=2, rule="STORE", features=STORE),
     Fault("a page with a pin leaves", eviction, "_oldest_first", "            kept.add(name)\n", "", seed=0, rule="STORE", features=STORE),
     Fault("a state is looked for where the prompt ends", STORE_SCHEDULER.StoreScheduler, "count_tokens_to_load", "num_tokens - self._frees_blocks", "num_tokens", seed=38, rule="CRASH", model="states", features=STORE),
-    Fault("a state that a step under way has passed is saved", STORE_SCHEDULER.StoreScheduler, "begin_save", "request.num_computed_tokens == chain", "num_computed == chain", seed=5, rule="OWN", model="states", features=STORE | ASYNC_STEPS),
+    Fault("a state that a step under way has passed is saved", STORE_SCHEDULER.StoreScheduler, "begin_save", "request.num_computed_tokens == chain", "num_computed == chain", seed=5, rule="STORE", model="states", features=STORE | ASYNC_STEPS),
     # calls that fail
     Fault("a save goes on after a file that was not written", StoreClient, "_save", "break", "pass", seed=5, rule="STORE", features=STORE),
     Fault("a page counts as saved of which a file was not written", StoreClient, "_save", "True in written and None not in written", "True in written", seed=4, rule="STORE", features=STORE),
@@ -574,7 +574,7 @@ STORE_FAULTS = [
     Fault("an answer is pinned with its prompt", STORE_SCHEDULER.StoreScheduler, "begin_save", "min(request.num_prompt_tokens, chain.num_tokens)", "chain.num_tokens", seed=2, rule="STORE", features=STORE),
     Fault("an unpin takes away the pins of others", StoreClient, "unpin", 'self.backend.delete(f"{page}/{pin}")', '[self.backend.delete(f"{page}/{file}") for file in self.backend.files(page) if is_pin(file)]', seed=3, rule="STORE", features=STORE),
     # windows, of which pages have a part
-    Fault("a window is saved where its blocks are free", STORE_SCHEDULER.StoreScheduler, "begin_save", "max(first, read_from.get(group, 0))", "read_from.get(group, 0)", seed=0, rule="CRASH", model="windows", features=STORE),
+    Fault("a window is saved where its blocks are free", STORE_SCHEDULER.StoreScheduler, "begin_save", "max(first, read_from.get(group, 0))", "read_from.get(group, 0)", seed=0, rule="STORE", model="windows", features=STORE),
     Fault("a page is saved of which a window has the end alone", StoreClient, "_whole_pages", "-(-(start + num_last) // size) - 1", "(start + num_last) // size - 1", seed=0, rule="CRASH", model="windows", features=STORE),
     Fault("a search asks for the page before a window", _Windows, "serve", "while self._whole.start > first:", "while self._whole.start >= first:", seed=0, rule="CRASH", model="windows", features=STORE),
     Fault("a search takes its first page for granted", prefix_search, "_first_gap", "range(start // tokens_per_page,", "range(start // tokens_per_page + 1,", seed=5, rule="STORE", features=STORE),
