@@ -4,8 +4,8 @@
 two arguments that change places, a statement that is left out. Each is made in a process of its own, which first runs
 fleets of a fixed set of seeds and then, if all rules hold, the unit tests of the code. It prints what survives, and the
 score. With ``--fleets 60`` there are no unit tests, and each mutant gets 60 seconds of fleets: what only fleets notice.
-Of those of the first seeds it gets the fleets that run the changed statement, which one pass without changes has found:
-of each simulation and model in turn the one that runs it most often for its time.
+Of those of the first seeds it gets the fleets that run the changed statement, which one pass without changes has found,
+by turns of each simulation and model: those that run it most often for their time, and others.
 
 What only messages and logs say does not change, nor do :data:`EQUIVALENT` statements.
 """
@@ -424,9 +424,10 @@ def fleets_of(modules: Iterable[str], num_seeds: int) -> list[Fleet]:
 
 
 def reached(modules: Sequence[str]) -> dict[Statement, list[Fleet]]:
-    """The fleets that run each statement: of each simulation and model in turn the one that does most in a second.
+    """The fleets that run each statement, without those that break a rule without any change.
 
-    One that breaks a rule without any change is left out.
+    By turns they are those that run it most often in a second, and others as they come: what is slow, or waits, may
+    show more. So are all simulations and models.
     """
     sys.meta_path.insert(0, Planter({module: marked_source(module) for module in modules}))
     logging.disable(logging.CRITICAL)
@@ -442,10 +443,11 @@ def reached(modules: Sequence[str]) -> dict[Statement, list[Fleet]]:
             continue
         for statement, number in RUN.items():
             reached.setdefault(statement, []).append((number / taken_s, (name, seed)))
-    return {
-        statement: in_turn([fleet for _, fleet in sorted(found, key=lambda each: -each[0])])
-        for statement, found in reached.items()
-    }
+    chosen = {}
+    for statement, found in reached.items():
+        pairs = zip(sorted(found, key=lambda each: -each[0]), found, strict=True)
+        chosen[statement] = in_turn([*dict.fromkeys(fleet for pair in pairs for _, fleet in pair)])
+    return chosen
 
 
 def in_turn(fleets: Sequence[Fleet]) -> list[Fleet]:
