@@ -1015,9 +1015,9 @@ class StoreConnector(VllmConnector):
         is_recent = self._host.loop.now < look.at + most_s
         has_failed = look.num_failures < self._backend.num_failures
         is_quick = self._backend.is_quick(look.at) and self._backend.is_quick(self._host.loop.now)
-        return is_recent and not has_failed and is_quick and not self._is_held_up()
+        return is_recent and not has_failed and is_quick and not self._has_hung()
 
-    def _is_held_up(self) -> bool:
+    def _has_hung(self) -> bool:
         """Whether a call of a worker hangs, or was given up a moment ago, so that others do not begin."""
         late_s = self._host.monotonic() - stalls.PAUSE_S - SAVED_S
         is_late = any(at > late_s for worker in self._store_workers for at in worker.gave_up_s.values())
