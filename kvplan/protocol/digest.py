@@ -419,8 +419,7 @@ def mismatch(
         for digests in of_json(destination):
             received.setdefault(digests.name, []).append(digests)
     if received and not offered:
-        action = "compare digests"
-        return KVPlanError("TRANSFER", action, expected="those of the sources", got="none")
+        return KVPlanError("TRANSFER", "compare digests", expected="digests of sources", got="none")
     # Most parts equal a part of one source. The others are compared by boxes, which takes longer.
     comparison = BoxComparison()
     for tensor, held in received.items():

@@ -83,9 +83,21 @@ from tests.simulation.vllm_connector import (
 STORE_MODELS = {name: model for name, model in MODELS.items() if name != "drafts"}
 """The models that a store takes: it refuses drafts that have a cache."""
 
-STORE_FEATURES = Feature.BURSTS | Feature.PREEMPTION | Feature.ASYNC_STEPS | Feature.NEAR_PROMPTS | Feature.FACTS
-STORE_FEATURES |= Feature.HOST_COPIES | Feature.SINKS | Feature.UPDATES | Feature.RESTARTS | Feature.RESHAPES
-STORE_FEATURES |= Feature.HANGUPS | Feature.REPEATS | Feature.CHILDREN
+STORE_FEATURES = (
+    Feature.BURSTS
+    | Feature.PREEMPTION
+    | Feature.ASYNC_STEPS
+    | Feature.NEAR_PROMPTS
+    | Feature.FACTS
+    | Feature.HOST_COPIES
+    | Feature.SINKS
+    | Feature.UPDATES
+    | Feature.RESTARTS
+    | Feature.RESHAPES
+    | Feature.HANGUPS
+    | Feature.REPEATS
+    | Feature.CHILDREN
+)
 """The features that change what a store has, or who uses it: others are of messages between engines."""
 
 LABEL_BYTES = 8
@@ -207,8 +219,8 @@ class VirtualBackend(MemoryBackend):
 
     def is_healthy(self, now: float) -> bool:
         """Whether nothing is wrong with the store at a time, nor has been for a while."""
-        spans = [(each.begins_at, each.ends_at) for each in self._troubles]
-        return now < self._harmed_at and not any(begins <= now < ends + LATE_S for begins, ends in spans)
+        is_late = any(each.begins_at <= now < each.ends_at + LATE_S for each in self._troubles)
+        return now < self._harmed_at and not is_late
 
     def is_quick(self, now: float) -> bool:
         """Whether calls are neither slow nor given up at a time. They may fail."""
@@ -1007,8 +1019,7 @@ class StoreConnector(VllmConnector):
 
     def _is_calm(self, look: _Look) -> bool:
         """Whether nothing has gone wrong with the store since a look at it, a moment ago, and weights are the same."""
-        is_calm = self._backend.is_calm(look.at) and self._backend.is_calm(self._host.loop.now)
-        return is_calm and self._is_quick(look, CALM_S)
+        return self._backend.is_calm(self._host.loop.now) and self._is_quick(look, CALM_S)
 
     def _is_quick(self, look: _Look, most_s: float) -> bool:
         """Whether calls of the store were quick and have not failed since a look at it, some seconds ago at most."""
@@ -1193,9 +1204,9 @@ class StoreConnector(VllmConnector):
         for index, group in enumerate(self._groups):
             start, stop = job.positions.get(f"group{index}", (0, 0))
             table = request.blocks[group.name]
-            first = max((ordinal + 1 for ordinal, block in enumerate(table) if block == NULL_BLOCK), default=0)
+            first = first_block(table)
             if group.is_state:
-                is_there = stop in (0, request.num_computed) and not (stop and request.num_in_flight)
+                is_there = not stop or (stop == request.num_computed and not request.num_in_flight)
             else:
                 is_there = stop <= num_computed and (start == stop or start >= first * group.tokens_per_block)
             if not is_there:
@@ -1209,7 +1220,7 @@ class StoreConnector(VllmConnector):
         for (index, group), worker in itertools.product(enumerate(self._groups), self._store_workers):
             files, num_last = self._shards(worker, f"group{index}")
             table = request.blocks[group.name]
-            first = max((ordinal + 1 for ordinal, block in enumerate(table) if block == NULL_BLOCK), default=0)
+            first = first_block(table)
             for stop, page in zip(range(size, len(pages) * size + 1, size), pages, strict=True):
                 if group.is_state:
                     is_there = request.num_computed == stop and not request.num_in_flight
@@ -1248,6 +1259,11 @@ class StoreFleets(Simulation):
             return attrs.evolve(outcome, error=error)
         finally:
             self._make_connector = VllmConnector
+
+
+def first_block(table: Sequence[int]) -> int:
+    """The ordinal from which on a table has blocks."""
+    return max((ordinal + 1 for ordinal, block in enumerate(table) if block == NULL_BLOCK), default=0)
 
 
 def pages_of(chain: Chain) -> list[str]:

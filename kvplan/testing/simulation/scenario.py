@@ -994,6 +994,11 @@ def _with_restarts(scenario: Scenario, draw: random.Random) -> Scenario:
     return attrs.evolve(scenario, incidents=(*scenario.incidents, *deaths))
 
 
+def _in_prefill_alone(arrival: Arrival) -> Arrival:
+    """Return the request as one that nobody reads or aborts."""
+    return attrs.evolve(arrival, visits=(), patience_s=None, turns=(), child_of="")
+
+
 def _with_popular_prompts(scenario: Scenario, draw: random.Random) -> Scenario:
     """Let most requests begin as one of two prompts, in engines that forget all others.
 
@@ -1021,13 +1026,10 @@ def _with_popular_prompts(scenario: Scenario, draw: random.Random) -> Scenario:
     arrivals = [item for item in incidents if isinstance(item, Arrival)]
     for number in range(20 if arrivals else 0):
         later = attrs.evolve(
-            popular(draw.choice(arrivals)),
+            _in_prefill_alone(popular(draw.choice(arrivals))),
             at=HEALED_S / 2 * draw.random(),
             name=f"request-f{number}",
             prefill=draw.choice(names),
-            visits=(),
-            patience_s=None,
-            child_of="",
         )
         incidents.append(later)
     return attrs.evolve(scenario, members=members, incidents=tuple(incidents))
@@ -1081,16 +1083,12 @@ def _with_other_facts(scenario: Scenario, draw: random.Random) -> Scenario:
     prompts = list[Arrival]()
     for number, arrival in enumerate(draw.sample(arrivals, min(6, len(arrivals)))):
         later = attrs.evolve(
-            arrival,
+            _in_prefill_alone(arrival),
             at=min(arrival.at + draw.choice((2.0, 10.0)) * (0.5 + draw.random()), HEALED_S - 1),
             name=f"request-o{number}",
             # the image, if there is one
             facts=(*arrival.facts[:-1], *_with_another_fact(arrival.facts[-1:], draw)),
             prefill=draw.choice(names),
-            visits=(),
-            patience_s=None,
-            turns=(),
-            child_of="",
         )
         prompts.append(later)
     return attrs.evolve(scenario, incidents=(*scenario.incidents, *prompts))
@@ -1271,15 +1269,11 @@ def _with_shared_store(scenario: Scenario, draw: random.Random) -> Scenario:
             stop = draw.randint(min(PAGE_STOPS), MAX_TOKENS - 2)
             ending = [draw.randrange(VOCABULARY) for _ in range(draw.choice((0, 1, 2)))]
             prompt = attrs.evolve(
-                arrival,
+                _in_prefill_alone(arrival),
                 at=came_at,
                 name=f"request-h{number}-{again}",
                 tokens=(*shared[:stop], *ending),
                 prefill=draw.choice(names),
-                visits=(),
-                patience_s=None,
-                turns=(),
-                child_of="",
             )
             prompts.append(prompt)
     incidents = (*scenario.incidents, *prompts, *updates)

@@ -353,7 +353,7 @@ class StoreClient(StoreReader):
     def unpin(self, chain: Chain, stop: int, owner: str = "") -> None:
         """Take an owner's pins from the pages of a prefix.
 
-        Raises ``BACKEND`` if one cannot be deleted, when the others are.
+        Raises ``BACKEND`` if one cannot be deleted, after the others.
         """
         pin = pin_name(owner)
         fault = None
