@@ -59,7 +59,6 @@ from tests.simulation.faults import (
     Fault,
 )
 from tests.simulation.limits import small_limits
-from tests.simulation.mutants import outcome_of
 from tests.simulation.sglang_connector import SGLANG_FEATURES, SGLANG_MODELS, sglang_fleets
 from tests.simulation.staged_connector import StagedConnector, choosing_fleets
 from tests.simulation.store_connector import StoreFleets
@@ -397,12 +396,13 @@ def test_a_request_with_a_malformed_address_does_not_wait_for_the_server_of_its_
 
 def test_all_ranks_hear_of_a_restart_at_once() -> None:
     """A rank that asks a server of another start does not wait for news, which other ranks have had by then."""
-    name = "sglang with small limits"
-    fleets = {name: sglang_fleets(RESEND_S)}
-    outcome = outcome_of(fleets, name, RESTART_FAULT.seed)
-    assert outcome.rule == "", str(outcome)
-    with RESTART_FAULT.planted():
-        assert outcome_of(fleets, name, RESTART_FAULT.seed).rule == RESTART_FAULT.rule
+    scenario = Scenario.of(RESTART_FAULT.seed, features=Feature.BURSTS | Feature.RESTARTS | Feature.TURNS)
+    fleets = sglang_fleets(RESEND_S)
+    with small_limits():
+        outcome = fleets.run(scenario)
+        assert outcome.rule == "", str(outcome)
+        with RESTART_FAULT.planted():
+            assert fleets.run(scenario).rule == RESTART_FAULT.rule
 
 
 def test_a_refused_read_waits_for_a_handshake_that_has_begun_before() -> None:
