@@ -240,7 +240,7 @@ class Sender(BaseKVSender):
             if wait_event is not None:
                 await self._rank.system.work(wait_event.synchronize)
             # more may be published by now, or the request may have ended
-            if self._is_aborted or self._is_sent or self._num_published > num_tokens:
+            if not self._has_room or self._is_sent or self._num_published > num_tokens:
                 return
             await self._publish(entry)
 

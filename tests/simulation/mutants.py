@@ -371,12 +371,18 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
     # as where the threads of a connector run beside the engine's
     is_threaded = name.startswith(("vllm", "leases")) and seed % 6 == 2
     features |= Feature.INTERLEAVED if is_threaded else Feature(0)
+    # answers that give way, meanwhile
+    gives_way = is_threaded and random.Random(f"{seed} turns").random() < 1 / 2
+    features |= Feature.TURNS if gives_way else Feature(0)
     # as where hosts are busy
     is_late = name.startswith(("vllm", "leases")) and seed % 6 == 3
     features |= Feature.LATE_MESSAGES if is_late else Feature(0)
     # as where an operator sets a short prefill_timeout_s
     is_short = name.startswith(("vllm rooms", "sglang")) and seed % 6 == 4
     features |= Feature.SHORT_WAITS if is_short else Feature(0)
+    # one stage has what another one has lost
+    loses_entries = name.endswith("stages") and seed % 3 == 0
+    features |= Feature.LOST_ENTRIES if loses_entries else Feature(0)
     model = model_of(name, seed)
     stages = TWO_STAGES if name.endswith("stages") else NO_STAGES
     scenario = Scenario.of(seed, MODELS[model], stages, features=features)

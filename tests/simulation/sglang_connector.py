@@ -643,6 +643,11 @@ class SglangConnector:
     def reset(self) -> None:
         """No fleet of SGLang resets a cache but by calls."""
 
+    def has_sent(self, request: str) -> bool:
+        """Whether all stages have sent a request that is computed."""
+        served = self._served.get(request)
+        return served is None or (served.is_begun and not any(served.unsent.values()))
+
     def is_promised(self, request: str) -> bool:
         if request not in self._withdrawn:
             return self._promises.take(request)

@@ -303,18 +303,21 @@ class VirtualBackend(MemoryBackend):
 
     def _put_others(self, draw: random.Random) -> None:
         """Put pages of another model in the store, of other sizes, which somebody has pinned."""
+        uses = random.Random(f"{self._seed} uses of pages")
         for number in range(6):
             num_bytes = draw.randint(self.max_pinned_bytes // 10, self.max_pinned_bytes)
             at = -100.0 * draw.random()
-            pin = f"{OTHER_SPACE}/{number:064x}/{backends.PIN}"
-            self._files[pin.rpartition("/")[0]] = {
-                "data": backends._MemoryFile(bytes(num_bytes), EPOCH_S + at),
-                backends.PIN: backends._MemoryFile(b"", EPOCH_S + at),
-            }
+            page = f"{OTHER_SPACE}/{number:064x}"
+            # others have used it, or pinned it too, since then
+            used_at, again_at = (at * uses.random() for _ in range(2))
+            pins = {backends.PIN: at, f"{backends.PIN}.again": again_at}
+            self._files[page] = {"data": backends._MemoryFile(bytes(num_bytes), EPOCH_S + used_at)}
+            for pin, pinned_at in [*pins.items()][: uses.choice((1, 2))]:
+                self._files[page][pin] = backends._MemoryFile(b"", EPOCH_S + pinned_at)
+                self._pinned_at[f"{page}/{pin}"] = pinned_at
             self._num_bytes += num_bytes
             # the store has room for others besides
             self._max_bytes = self._max_bytes and self._max_bytes + num_bytes
-            self._pinned_at[pin] = at
 
     def kept_pages(self, max_bytes: int) -> frozenset[str]:
         """The pages that pins keep now: those that were pinned first, as far as they are within a limit."""
@@ -646,12 +649,17 @@ class VirtualClient(StoreClient, _Placed):
     @num_steps.setter
     def num_steps(self, number: int) -> None:
         self._num_steps = number
-        if self._stepped_s is None:
+        self.check_patience()
+        if self._stepped_s is not None:
+            self._stepped_s = TIME.monotonic()
+
+    def check_patience(self) -> None:
+        """Refuse that a call makes no step for a while, and is not given up."""
+        if self._stepped_s is None or self._is_given_up:
             return
         waited_s = TIME.monotonic() - self._stepped_s
-        self._stepped_s += waited_s
         backend: Any = self.backend
-        is_late = waited_s > 2 * STALL_S + CALM_S and not self._is_given_up
+        is_late = waited_s > 2 * STALL_S + CALM_S
         if is_late and WORLD.host is not None and not backend.is_held_up(WORLD.host.loop.now):
             self._tell(f"has waited {waited_s:.1f} s, and is not given up")
 
@@ -789,6 +797,7 @@ class VirtualStoreWorker(STORE_WORKER.StoreWorker):  # type: ignore[misc, name-d
     gave_up_s: dict[Any, float]
     # and those clients
     given_up: list[tuple[Any, VirtualClient]]
+    made: list[VirtualClient]
     is_closing = is_closed = False
 
     def close(self) -> None:
@@ -805,6 +814,7 @@ class VirtualStoreWorker(STORE_WORKER.StoreWorker):  # type: ignore[misc, name-d
     def _client(self) -> StoreClient:
         made: VirtualClient = super()._client()
         made.memory, made.used_by = self.memory, self
+        self.made.append(made)
         if not self.may_begin():
             made._tell("begins, though another one was given up a moment ago, or too many hang")
         made._mover = VirtualMover(made)
@@ -922,7 +932,7 @@ class StoreConnector(VllmConnector):
             for described, executor in zip(site.workers, site.executors, strict=True):
                 worker = VirtualStoreWorker(self._store_config, self._cache, settings, facts)
                 worker.memory, worker.groups, worker.num_late = executor.port.memory, site.groups, Counter()
-                worker.gave_up_s, worker.given_up = {}, []
+                worker.gave_up_s, worker.given_up, worker.made = {}, [], []
                 worker.backend, worker.described = backend, described
                 worker.register(label_worker(described, tuple(site.groups)))
                 self._store_workers.append(worker)
@@ -1088,6 +1098,8 @@ class StoreConnector(VllmConnector):
         ended = list[str]()
         reports = []
         for worker in self._store_workers:
+            for each in worker.made:
+                each.check_patience()
             worker.start_step(metadata)
             results = worker.results()
             self._failed |= results.failed_recving

@@ -405,6 +405,12 @@ def test_all_ranks_hear_of_a_restart_at_once() -> None:
             assert fleets.run(scenario).rule == RESTART_FAULT.rule
 
 
+def test_a_stage_publishes_nothing_of_a_request_that_has_failed() -> None:
+    """Its lease has ended for want of a reader, when a later stage has still to send most of it."""
+    outcome = sglang_fleets(RESEND_S).run(Scenario.of(214, MODELS["states"], TWO_STAGES, features=Feature.SHORT_WAITS))
+    assert outcome.rule == "", str(outcome)
+
+
 def test_a_refused_read_waits_for_a_handshake_that_has_begun_before() -> None:
     """The handshake began in a network that was cut, and goes on in vain when that is whole again."""
     some = Feature.BURSTS | Feature.NEAR_PROMPTS | Feature.RESTARTS

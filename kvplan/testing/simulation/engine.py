@@ -311,7 +311,8 @@ class Connector(Protocol):
     a true attribute ``renames_adapters`` its prefix cache tells the contents of an adapter apart.
 
     One with a method ``abort_lent`` hears that a request is aborted that has ended, and whose
-    blocks are kept for readers.
+    blocks are kept for readers. One with a method ``has_sent`` says whether all pipeline stages
+    have sent a request that is computed.
     """
 
     def add(self, request: EngineRequest) -> None:
@@ -665,6 +666,11 @@ class Engine:
     def is_lent(self, name: str) -> bool:
         """Return whether the blocks of a request are kept for a reader."""
         return name in self._lent
+
+    def has_sent(self, name: str) -> bool:
+        """Return whether all pipeline stages have sent a request that is computed."""
+        has_sent: Callable[[str], bool] | None = getattr(self.connector, "has_sent", None)
+        return has_sent is None or has_sent(name)
 
     def may_land(self, name: str) -> bool:
         """Return whether a request has not ended, or its blocks are kept for its last bytes."""

@@ -72,7 +72,7 @@ from kvplan.protocol.peer_engines import HANDSHAKE_S
 from kvplan.protocol.read_jobs import ASK_S, SILENCE_S
 from kvplan.protocol.room_contents import WAIT_S
 from kvplan.protocol.system import ANSWER_S, RETRY_S
-from kvplan.testing.simulation.catalog import NO_STAGES, Catalog
+from kvplan.testing.simulation.catalog import Catalog
 from kvplan.testing.simulation.engine import (
     LOST_S,
     STEP_S,
@@ -875,7 +875,11 @@ class Fleet:
         A pipeline stage may be many steps behind the first one.
         """
         member = self._members[arrival.prefill]
-        if params is None or member.shape.stages != NO_STAGES or arrival.name in self._shared:
+        if params is None or arrival.name in self._shared:
+            return
+        if not (prefill.host.is_dead or prefill.has_sent(arrival.name)):
+            again = partial(self._expect_news, arrival, prefill, params)
+            self.loop.at(self.loop.now + STEP_S, again)
             return
         wait_s = NEWS_S / self._slowest + 4 * self._step_s_of(member)
         check = partial(self._check_news, arrival.name, prefill, params, self.loop.now)
