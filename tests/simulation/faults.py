@@ -161,6 +161,7 @@ FAULTS = [
     Fault("a transfer that has failed is done", fabric.VirtualExecutor, "poll", "transfer.status = Status.FAILED\n            transfer.error = flight.error", "transfer.status = Status.DONE", seed=90, rule="OWN"),
     Fault("a transfer fails without an error", fabric.VirtualExecutor, "poll", "Status.FAILED\n            transfer.error = flight.error", "Status.FAILED"),
     Fault("a transfer writes in another order than it reads", fabric.VirtualExecutor, "_post", "self.port.memory.cells_of(local)", "self.port.memory.cells_of(local[::-1])", seed=0, rule="OWN"),
+    Fault("a new connection counts as one of before", reads.Reads, "poll", "was_connected=False", "was_connected=True", seed=90, rule="END"),
 ]  # fmt: skip
 
 Scheduler = SCHEDULER.Scheduler
@@ -450,6 +451,7 @@ FEATURE_VLLM_FAULTS = [
     Fault("an adapter's content is that of its folder now", ENGINE_STATE.EngineState, "adapter_of", "loaded is None", "True", seed=2, rule="OWN", features=Feature.ADAPTERS),
     Fault("an adapter that was dropped counts as loaded", ENGINE_STATE.EngineState, "adapters_changed", "self._adapters.pop(adapter_id, None)", "pass", seed=24, rule="OWN", features=Feature.ADAPTERS),
     Fault("an adapter that is loaded again keeps its content", ENGINE_STATE.EngineState, "_load", "self._adapters[adapter.adapter_id] = adapter", "self._adapters.setdefault(adapter.adapter_id, adapter)", seed=132, rule="OWN", features=Feature.ADAPTERS),
+    Fault("an adapter is compared with one of its id", ENGINE_STATE.EngineState, "_load", "self._contents.get(adapter.name, adapter.content)", "self._adapters.get(adapter.adapter_id, adapter).content", seed=8, rule="OWN", features=Feature.ADAPTERS | Feature.NAMED_AGAIN),
     Fault("blocks of an adapter's old content count as new ones", ENGINE_STATE.EngineState, "_load", "self._old_names.add(adapter.name)", "pass", seed=5, rule="OWN", features=Feature.ADAPTERS),
     Fault("a call that failed has changed no weights", ENGINE_HOOKS, "_with_calls", "finally:", "except TimeoutError:\n        raise\n    else:", seed=1, rule="OWN", features=Feature.LIVE_UPDATES),
     Fault("a reset of vLLM's cache that was refused counts as done", ENGINE_HOOKS, "_with_resets", "if results[0]:", "if results:", seed=5, rule="OWN", features=Feature.LIVE_UPDATES),
@@ -492,7 +494,8 @@ FEATURE_ROOM_FAULTS = [
     Fault("a request waits though its claim was refused", Importer, "_check", "if refusal is not None:", "if False:", seed=5, rule="END", features=BURSTS | PREEMPTION),
     Fault("a child takes the room of another one", Exporter, "open", "if room in self._rooms:", "if False:", seed=2, rule="LINGER", features=Feature.CHILDREN),
     Fault("what another request computes is published of one that is resumed", SCHEDULER, "_begun", "resumed.union(request.req_id for request in scheduled.scheduled_new_reqs)", "{request.req_id for request in scheduled.scheduled_new_reqs}", seed=9, rule="OWN", features=BURSTS | PREEMPTION | ASYNC_STEPS),
-    Fault("the lease of a preempted request stays valid", Scheduler, "publish", "self._exporter.revoke(name)", "pass", seed=4, rule="OWN", features=BURSTS | PREEMPTION),
+    Fault("the lease of a preempted request stays valid", Scheduler, "publish", "self._exporter.revoke(name)", "pass", seed=4, rule="CLAIM", features=BURSTS | PREEMPTION),
+    Fault("a lease is revoked when its request comes back", Scheduler, "publish", "self._rooms.keys() & (scheduled.preempted_req_ids or ())", "self._rooms.keys() & scheduled.scheduled_cached_reqs.resumed_req_ids", seed=0, rule="CLAIM", features=BURSTS | PREEMPTION),
     Fault("a revoked lease stays valid", Exporter, "revoke", "is_claimed = self.leases.revoke(export.lease)", "is_claimed = True", seed=0, rule="GROW", features=BURSTS | PREEMPTION),
     Fault("the entry of a preempted request stays", Exporter, "revoke", "self._withdraw(export.room, export.lease)", "pass", seed=0, rule="GROW", features=BURSTS | PREEMPTION),
     Fault("the blocks of a preempted request are counted", Exporter, "revoke", "self._keep(export, 0, {})", "pass", seed=0, rule="REPORT", features=BURSTS | PREEMPTION),
@@ -530,9 +533,10 @@ STORE_FAULTS = [
     Fault("the last blocks of a window alone are loaded", STORE_SCHEDULER.StoreScheduler, "begin_load", "self._attended[group](stop)", "self._attended[group](stop) + self._tables.block_sizes[group]", seed=0, rule="OWN", model="windows", features=STORE),
     Fault("a state inside a page has the key of its end", STORE_SCHEDULER.StoreScheduler, "begin_save", "if request.num_computed_tokens == chain.num_tokens == num_tokens:", "num_tokens = chain.num_tokens\n    if True:", seed=0, rule="STORE", model="states", features=STORE),
     # loads and saves
-    Fault("a page that was evicted after the search is left out", StoreClient, "_runs", "if page_plan is None:\n", "if page_plan is None:\n            start += 1\n            continue\n", seed=2, rule="OWN", features=STORE),
+    Fault("a page that was evicted after the search is left out", StoreClient, "_runs", "if page_plan is None:\n", "if page_plan is None:\n            start += 1\n            continue\n", seed=3, rule="OWN", features=STORE),
     Fault("a file that was evicted before the read is left out", StoreClient, "_read_file", "self.backend.delete(file.name)\n        raise", "self.backend.delete(file.name)\n        return", seed=16, rule="OWN", features=STORE),
     Fault("a file's digest is not compared", page_files, "read_page", "if digest.hexdigest() != header.digest:", "if False:", seed=16, rule="OWN", features=STORE),
+    Fault("a load that has failed by an error of its own is told as done", STORE_WORKER.StoreWorker, "_load", 'failed", job.request)\n        has_failed = True', 'failed", job.request)', seed=2, rule="OWN", features=STORE),
     Fault("a load that has failed is told as done", STORE_WORKER.StoreWorker, "_load", "self._results.failed_recving.add(job.request)", "pass", seed=1, rule="OWN", features=STORE),
     Fault("a store saves what was not read", STORE_SCHEDULER.StoreScheduler, "begin_save", "max(first, read_from.get(group, 0))", "first", seed=228, rule="OWN", model="windows", features=STORE),
     Fault("a store is not told what was not read", Scheduler, "take_step", "store.leave_out(partial_read.request, group, whole.start)", "pass", seed=228, rule="OWN", model="windows", features=STORE),
@@ -540,7 +544,7 @@ STORE_FAULTS = [
     Fault("a save is told before its bytes are read", STORE_SCHEDULER.StoreScheduler, "begin_save", "    return True", "    return False", seed=0, rule="STORE", features=STORE),
     Fault("a client that was given up moves its bytes", stalls.StallGuard, "call", "client.abandon()", "pass", seed=1, rule="STORE", features=STORE),
     Fault("the last token of a prompt is loaded", STORE_SCHEDULER.StoreScheduler, "count_tokens_to_load", "min(stop, num_tokens - 1)", "min(stop, num_tokens)", seed=0, rule="CRASH", features=STORE),
-    Fault("a load ends with its first run of pages", StoreClient, "load", "for page_plan, pages, shard_span in self._runs(chain, group, span):", "for page_plan, pages, shard_span in [*self._runs(chain, group, span)][:1]:", seed=12, rule="OWN", features=STORE),
+    Fault("a load ends with its first run of pages", StoreClient, "load", "for page_plan, pages, shard_span in self._runs(chain, group, span):", "for page_plan, pages, shard_span in [*self._runs(chain, group, span)][:1]:", seed=14, rule="OWN", features=STORE),
     Fault("all files of a run get its first page", StoreClient, "_files", "offset + slot * shard.num_bytes", "offset", seed=0, rule="OWN", features=STORE),
     Fault("a request that was loaded is remembered", STORE_SCHEDULER.StoreScheduler, "begin_save", "self._begun.discard(request.request_id)", "pass", seed=0, rule="GROW", features=STORE),
     Fault("nothing is saved", STORE_SCHEDULER.StoreScheduler, "begin_save", "if chain is None or not chain.keys:", "if chain is not None:", seed=0, rule="STORE", features=STORE),
@@ -567,7 +571,7 @@ STORE_FAULTS = [
     Fault("a page counts as saved of which a file was not written", StoreClient, "_save", "True in written and None not in written", "True in written", seed=4, rule="STORE", features=STORE),
     Fault("a file that was not written counts as written", StoreClient, "_write_file", "return None", "return True", seed=4, rule="STORE", features=STORE),
     Fault("what a call has raised is forgotten", stalls.StallGuard, "call", "if call.error is not None:", "if False:", seed=1, rule="OWN", features=STORE),
-    Fault("a file whose header cannot be read now is deleted", StoreReader, "_shard", 'if error.code == "BACKEND":', "if False:", seed=6, rule="STORE", features=STORE),
+    Fault("a file whose header cannot be read now is deleted", StoreReader, "_shard", 'if error.code == "BACKEND":', "if False:", seed=68, rule="STORE", features=STORE),
     Fault("a client is used again that was given up", stalls.StallGuard, "call", "self._client = None", "pass", seed=0, rule="STORE", features=STORE),
     Fault("a call that has made a step is never given up", stalls.StallGuard, "call", "is_going_on = client.num_steps != num_steps", "is_going_on = client.num_steps > 0", seed=1, rule="STORE", features=STORE),
     Fault("a store that hangs is called again at once", stalls.StallGuard, "call", "self._paused_until_s = time.monotonic() + self._pause_s", "pass", seed=13, rule="STORE", features=STORE),
@@ -575,7 +579,7 @@ STORE_FAULTS = [
     # which pages stay
     Fault("pages that were used last leave first", eviction, "_oldest_first", "key=lambda page: page.used_s)", "key=lambda page: -page.used_s)", seed=4, rule="STORE", features=STORE),
     Fault("an answer is pinned with its prompt", STORE_SCHEDULER.StoreScheduler, "begin_save", "min(request.num_prompt_tokens, chain.num_tokens)", "chain.num_tokens", seed=2, rule="STORE", features=STORE),
-    Fault("an unpin takes away the pins of others", StoreClient, "unpin", 'self.backend.delete(f"{page}/{pin}")', '[self.backend.delete(f"{page}/{file}") for file in self.backend.files(page) if is_pin(file)]', seed=3, rule="STORE", features=STORE),
+    Fault("an unpin takes away the pins of others", StoreClient, "unpin", 'self.backend.delete(f"{page}/{pin}")', '[self.backend.delete(f"{page}/{file}") for file in self.backend.files(page) if is_pin(file)]', seed=0, rule="STORE", features=STORE),
     # windows, of which pages have a part
     Fault("a window is saved where its blocks are free", STORE_SCHEDULER.StoreScheduler, "begin_save", "max(first, read_from.get(group, 0))", "read_from.get(group, 0)", seed=0, rule="STORE", model="windows", features=STORE),
     Fault("a page is saved of which a window has the end alone", StoreClient, "_whole_pages", "-(-(start + num_last) // size) - 1", "(start + num_last) // size - 1", seed=0, rule="CRASH", model="windows", features=STORE),
@@ -593,9 +597,9 @@ STORE_FAULTS = [
     Fault("all pages of a model that is too large leave", eviction, "evict", "            of_model[page.space] -= page.num_bytes\n", "", seed=3, rule="STORE", features=STORE | SHARED),
     # lists that hold few, and files that have lost their bytes
     Fault("each batch of pages counts as the first one of its prompt", StoreClient, "use", "used_s, first_page)", "used_s)", seed=0, rule="STORE", features=STORE | ROUGH),
-    Fault("a page has owners without end", StoreClient, "pin", "if sum(map(is_pin, self.backend.files(page))) < MAX_PINS:", "if True:", seed=2, rule="STORE", features=STORE | ROUGH),
-    Fault("any number of calls may hang", stalls.StallGuard, "call", "if len(self._hanging) >= MAX_HANGING:", "if False:", seed=18, rule="STORE", features=STORE | ROUGH),
-    Fault("a shard is of no use whose first file was damaged", StoreReader, "_shard", "return None\n", "self._shards[name] = None\n            return None\n", seed=9, rule="STORE", features=STORE | ROUGH),
+    Fault("a page has owners without end", StoreClient, "pin", "if sum(map(is_pin, self.backend.files(page))) < MAX_PINS:", "if True:", seed=0, rule="STORE", features=STORE | ROUGH),
+    Fault("any number of calls may hang", stalls.StallGuard, "call", "if len(self._hanging) >= MAX_HANGING:", "if False:", seed=50, rule="STORE", features=STORE | ROUGH),
+    Fault("a shard is of no use whose first file was damaged", StoreReader, "_shard", "return None\n", "self._shards[name] = None\n            return None\n", seed=17, rule="STORE", features=STORE | ROUGH),
     Fault("an owner takes away pins of the operator alone", StoreClient, "unpin", "pin_name(owner)", 'pin_name("")', seed=1, rule="STORE", features=STORE | POPULAR),
     Fault("calls that have hung count for ever", stalls.StallGuard, "call", "[call for call in self._hanging if call.thread.is_alive()]", "[*self._hanging]", seed=0, rule="STORE", features=STORE | ROUGH),
 ]  # fmt: skip

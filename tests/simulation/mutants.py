@@ -19,6 +19,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import logging
 import os
 import pickle
@@ -366,10 +367,11 @@ def outcome_of(fleets: Mapping[str, Simulation], name: str, seed: int) -> FleetO
     is_live = name.startswith(("vllm", "store", "sglang")) and Feature.ADAPTERS not in features
     if is_live and random.Random(f"{seed} live").random() < 1 / 3:
         features |= Feature.LIVE_UPDATES
-    is_named = name.startswith("sglang") and random.Random(f"{seed} names").random() < 1 / 2
+    has_names = name.startswith("sglang") or (name.startswith("vllm") and Feature.ADAPTERS in features)
+    is_named = has_names and random.Random(f"{seed} names").random() < 1 / 2
     features |= Feature.NAMED_AGAIN if is_named else Feature(0)
     # as where the threads of a connector run beside the engine's
-    is_threaded = name.startswith(("vllm", "leases")) and seed % 6 == 2
+    is_threaded = name.startswith(("vllm", "leases")) and seed % 6 in (2, 5)
     features |= Feature.INTERLEAVED if is_threaded else Feature(0)
     # answers that give way, meanwhile
     gives_way = is_threaded and random.Random(f"{seed} turns").random() < 1 / 2
@@ -441,13 +443,14 @@ def fleets_of(modules: Iterable[str], num_seeds: int) -> list[Fleet]:
 def reached(modules: Sequence[str]) -> dict[Statement, list[Fleet]]:
     """The fleets that run each statement, without those that break a rule without any change.
 
-    By turns they are those that run it most often in a second, and others as they come: what is slow, or waits, may
-    show more. So are all simulations and models.
+    By turns they are those that run it most often in a second, those that do so with its blocks, and others as they
+    come: what is slow, or waits, may show more. So are all simulations and models.
     """
     sys.meta_path.insert(0, Planter({module: marked_source(module) for module in modules}))
     logging.disable(logging.CRITICAL)
     fleets = make_fleets()
     reached: dict[Statement, list[tuple[float, Fleet]]] = {}
+    blocks = reduce(or_, map(blocks_of, modules))
     for name, seed in fleets_of(modules, NUM_REACHED_SEEDS):
         RUN.clear()
         began = time.process_time()
@@ -460,9 +463,22 @@ def reached(modules: Sequence[str]) -> dict[Statement, list[Fleet]]:
             reached.setdefault(statement, []).append((number / taken_s, (name, seed)))
     chosen = {}
     for statement, found in reached.items():
-        pairs = zip(sorted(found, key=lambda each: -each[0]), found, strict=True)
-        chosen[statement] = in_turn([*dict.fromkeys(fleet for pair in pairs for _, fleet in pair)])
+        # those that go into a block show more of what decides that
+        inner = [reached.get((statement[0], line), []) for line in blocks.get(statement, ())]
+        orders = [*(sorted(each, key=lambda each: -each[0]) for each in (found, *inner)), found]
+        turns = (each for turn in itertools.zip_longest(*orders) for each in turn if each is not None)
+        chosen[statement] = in_turn([*dict.fromkeys(fleet for _, fleet in turns)])
     return chosen
+
+
+def blocks_of(module: str) -> dict[Statement, list[int]]:
+    """The lines at which the blocks of each statement begin, by statement."""
+    blocks: dict[Statement, list[int]] = {}
+    for node in ast.walk(ast.parse(source_of(module))):
+        if isinstance(node, ast.If | ast.For | ast.While | ast.With | ast.Try):
+            starts = [getattr(node, field, None) for field in ("body", "orelse", "finalbody")]
+            blocks[module, node.lineno] = [block[0].lineno for block in starts if block]
+    return blocks
 
 
 def in_turn(fleets: Sequence[Fleet]) -> list[Fleet]:

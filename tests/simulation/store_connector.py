@@ -142,6 +142,8 @@ FEW: dict[Any, dict[str, int]] = {
 }
 """Limits of batches and lists that prompts of a fleet reach, as long ones do those of the product."""
 
+NO_MEMORY = "no memory for bytes that move"
+
 NO_OWNERS: tuple[Any, ...] = ("", 7, True, ["client 0"], {})
 """What clients send as owners of pins that names none."""
 
@@ -171,6 +173,8 @@ class VirtualBackend(MemoryBackend):
         # of the files, those of a host that has lost its power
         self._headless = rough
         self._headless_share = rough.choice((0.0, 0.1, 0.3)) * self.is_rough
+        self._no_memory = random.Random(f"{scenario.seed} no memory")
+        self._no_memory_share = self._no_memory.choice((0.0, 0.0, 0.05))
         is_small = self._draw.random() < 0.3
         super().__init__(max_bytes=scale * 100_000 if is_small else None)
         self.at_once = random.Random(f"{scenario.seed} store calls").choice((1, 1, 4))
@@ -195,6 +199,8 @@ class VirtualBackend(MemoryBackend):
         self._deleted: set[str] = set()
         # when each file of a pin was put
         self._pinned_at: dict[str, float] = {}
+        # and when each page has lost one last
+        self._unpinned_at: dict[str, float] = {}
         self.num_evicted = 0
         # by thread that evicts: the pages that pins keep
         self.kept: dict[Any, frozenset[str]] = {}
@@ -380,11 +386,14 @@ class VirtualBackend(MemoryBackend):
         return [trouble for trouble in self._troubles if trouble.begins_at <= now < trouble.ends_at]
 
     def move(self) -> None:
-        """Let a move take its time, mostly little, or fail."""
+        """Let a move take its time, mostly little, or fail, also by an error that is none of kvplan."""
         slow_s = max((each.move_s for each in self._present()), default=0.0)
         WORLD.pause(CALL_S * self._draw.random() + (slow_s and slow_s * self._draw.random() ** 6))
         if self._fails():
             raise KVPlanError("TRANSFER", "move pages", expected="bytes", got="an error")
+        if self._no_memory.random() < self._no_memory_share:
+            self.num_failures += 1
+            raise MemoryError(NO_MEMORY)
 
     def _fails(self) -> bool:
         """Draw whether a call or a move fails now."""
@@ -435,10 +444,13 @@ class VirtualBackend(MemoryBackend):
 
     def check_pinned(self, files: Sequence[str], since: float) -> None:
         """Refuse that pins are not there which a request wanted that was saved, where nothing was evicted."""
+        assert WORLD.host is not None
+        now = WORLD.host.loop.now
         for file in files:
             page = file.rpartition("/")[0]
             num_owners = sum(map(backends.is_pin, self._files.get(page, ())))
-            is_full = num_owners >= client.MAX_PINS
+            # now, or when it was to be pinned
+            is_full = num_owners >= client.MAX_PINS or self._unpinned_at.get(page, -math.inf) > now - since
             if page in self._files and not (self.holds(file) or is_full or file in self.wanted[1]):
                 raise BrokenRuleError("STORE", f"{file} is not there, which a request wanted {since:.1f} s ago")
 
@@ -480,7 +492,9 @@ class VirtualBackend(MemoryBackend):
             self.broken.append(f"an eviction deletes {name}, which a pin keeps")
         if self.is_held(name):
             raise backends.failed("delete", name, "a file that can be deleted", "Operation not permitted")
-        self._pinned_at.pop(name, None)
+        if self._pinned_at.pop(name, None) is not None:
+            assert WORLD.host is not None
+            self._unpinned_at[page] = WORLD.host.loop.now
         return super().delete(name)
 
     def _check_deleted(self, name: str) -> None:
@@ -1105,8 +1119,10 @@ class StoreConnector(VllmConnector):
             self._failed |= results.failed_recving
             is_healthy = self._backend.is_healthy(self._host.loop.now)
             for name in sorted(results.failed_recving & self._looked.keys()):
+                look = self._looked[name][0]
+                has_failed = look.num_failures < self._backend.num_failures
                 # what is evicted may have been found before
-                if is_healthy and not self._loses_pages(self._looked[name][0]):
+                if is_healthy and not (has_failed or self._loses_pages(look)):
                     raise BrokenRuleError("STORE", f"{name} cannot be loaded, though nothing is wrong with the store")
             self._num_saved.update(sorted(results.finished_sending))
             for name in sorted(results.finished_recving):
@@ -1166,7 +1182,7 @@ class StoreConnector(VllmConnector):
         self._chosen.pop(request.name, None)
         self._looked.pop(request.name, None)
         with WORLD.on(self._host):
-            seen = SeenRequest(request, {**(self._params(request) or {}), **self._pin_of(request)}, self._folder)
+            seen = SeenRequest(request, {**(self._params(request) or {}), **self._pin_of(request)}, self._adapter)
             request.is_saved = self._store.begin_save(seen, self._ids(request))
             self._note_save(request)
         self._partly_read.pop(request.name, None)
@@ -1292,7 +1308,9 @@ def check_warning(message: str, *values: object) -> None:
 
 def crash(*_: object) -> None:
     """Stop a fleet at an error that the store's code logs as a fault of its own, and goes on."""
-    raise BrokenRuleError("CRASH", repr(sys.exception()))
+    error = sys.exception()
+    if not (isinstance(error, MemoryError) and error.args == (NO_MEMORY,)):
+        raise BrokenRuleError("CRASH", repr(error))
 
 
 @cache

@@ -218,7 +218,9 @@ class SeenRequest:
     prompt_token_ids = None
     prompt_embeds = None
 
-    def __init__(self, request: EngineRequest, params: Mapping[str, Any] | None, folder: Callable[[str], str]) -> None:
+    def __init__(
+        self, request: EngineRequest, params: Mapping[str, Any] | None, find_adapter: Callable[[str], LoRARequest]
+    ) -> None:
         self._request = request
         self.request_id = request.name
         self.kv_transfer_params = params
@@ -226,7 +228,7 @@ class SeenRequest:
         facts = {text.partition(" ")[0]: text for _, text in request.facts}
         self.cache_salt = facts.get("salt")
         self._adapter = facts.get("adapter")
-        self._folder = folder
+        self._find_adapter = find_adapter
         # an image of one position
         self.mm_features = [
             MultiModalFeatureSpec(text, PlaceholderRange(position))
@@ -237,7 +239,7 @@ class SeenRequest:
     @property
     def lora_request(self) -> Any:
         """The adapter, whose path is the content of its folder now."""
-        return None if self._adapter is None else adapter_request(self._adapter, self._folder(self._adapter))
+        return None if self._adapter is None else self._find_adapter(self._adapter)
 
     @property
     def num_output_tokens(self) -> int:
@@ -287,11 +289,6 @@ class SeenRequest:
             return RequestStatus.FINISHED_ABORTED
         is_stopped = request.ends_unforeseen
         return RequestStatus.FINISHED_STOPPED if is_stopped else RequestStatus.FINISHED_LENGTH_CAPPED
-
-
-def adapter_request(name: str, content: str) -> Any:
-    """A request for an adapter, whose id is of its name, and whose path says its content."""
-    return LoRARequest(name, crc32(name.encode()), content)
 
 
 def make_params(host: str, draw: random.Random) -> dict[str, Any]:
@@ -387,6 +384,7 @@ class VllmConnector:
         # as if none were free, so that enough answers give way
         pool = BlockPool(0)
         self._loaded: dict[str, str] = {}
+        self._adapter_ids: dict[str, int] = {}
         self._manager = AdapterManager()
         self._managers = [SingleTypeKVCacheManager(self._block_size, pool) for _ in kinds]
         self._scheduler.set_managers(self._managers)
@@ -430,16 +428,25 @@ class VllmConnector:
 
     def _seen(self, request: EngineRequest) -> Any:
         """Return a request as vLLM shows it."""
-        return SeenRequest(request, self._params(request), self._folder)
+        return SeenRequest(request, self._params(request), self._adapter)
+
+    def _adapter(self, name: str) -> LoRARequest:
+        """Return an adapter, whose path says the content of its folder, with an id of its name or a later one."""
+        return LoRARequest(name, self._adapter_ids.get(name, crc32(name.encode())), self._folder(name))
 
     def load_adapters(self, loaded: Mapping[str, str], dropped: Collection[str]) -> set[str]:
         """Let the workers load and drop adapters in a step, and return the requests that fail for it."""
-        self._loaded = {name: content for name, content in self._loaded.items() if name not in dropped} | dict(loaded)
-        held = {crc32(name.encode()) for name in self._loaded}
+        before = self._loaded
+        self._loaded = {name: content for name, content in before.items() if name not in dropped} | dict(loaded)
+        for name, content in loaded.items():
+            used = any(request.adapter == name for request in self._requests.values())
+            if before.get(name, content) != content and not used and crc32(content.encode()) % 2:
+                self._unload(name, content)
+        held = {self._adapter(name).lora_int_id for name in self._loaded}
         reports = []
         for worker in self._workers:
             for name, content in loaded.items():
-                adapter = ENGINE_STATE.LoadedAdapter(crc32(name.encode()), name, content)
+                adapter = ENGINE_STATE.LoadedAdapter(self._adapter(name).lora_int_id, name, content)
                 worker.adapters.load(self._manager, adapter)
             self._manager.held = held
             reports.append(worker.take_report())
@@ -454,6 +461,16 @@ class VllmConnector:
             results.append({})
         return failed
 
+    def _unload(self, name: str, content: str) -> None:
+        """Let an operator unload an adapter that no request uses: it is loaded again under another id."""
+        with ENGINE_HOOKS._with_removed_adapters(self._core(), self._adapter(name).lora_int_id):
+            self._adapter_ids[name] = crc32(content.encode())
+
+    def _core(self) -> Any:
+        """vLLM's engine core, as the hooks see it."""
+        connectors = [SimpleNamespace(state=state) for state in self._states()]
+        return SimpleNamespace(scheduler=SimpleNamespace(connector=SimpleNamespace(sub_connectors=connectors)))
+
     def _name_weights(self) -> None:
         """Tell the scheduler of other weights, with which an operator resets vLLM's prefix cache."""
         if self._weights() != self._version:
@@ -463,8 +480,7 @@ class VllmConnector:
 
     def hear(self, call: Call, is_done: bool) -> None:
         """Let the hooks of the engine core hear a call of an operator, and whether it has succeeded."""
-        connectors = [SimpleNamespace(state=state) for state in self._states()]
-        core = SimpleNamespace(scheduler=SimpleNamespace(connector=SimpleNamespace(sub_connectors=connectors)))
+        core = self._core()
         if call.kind in (CallKind.CHANGE, CallKind.FAILED_CHANGE):
             watch = ENGINE_HOOKS._with_calls(core, "update_weights")
             # nobody has named them
@@ -594,6 +610,8 @@ class VllmConnector:
         exports = self._scheduler._exporter._requests
         for name, export in exports.items():
             if export.state is ExportState.PUBLISHED:
+                if name in preempted:
+                    raise BrokenRuleError("CLAIM", f"{name} is preempted, and its lease stands")
                 if self._leases.get(name) != export.lease:
                     self._leases[name] = export.lease
                     # as long as it is computed

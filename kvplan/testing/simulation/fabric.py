@@ -9,6 +9,7 @@ that fails has the status RUNNING until no byte of it can land, as rule executor
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Final
@@ -34,6 +35,7 @@ from kvplan.testing.simulation.catalog import Catalog
 from kvplan.testing.simulation.features import NO_FEATURES, Feature
 from kvplan.testing.simulation.memory import LabelledMemory
 from kvplan.testing.simulation.network import Host
+from kvplan.testing.simulation.tasks import BrokenRuleError
 
 TOKEN_CHARACTERS: Final = 16
 """The length of the token that an offer begins with: of one start of an engine."""
@@ -46,6 +48,9 @@ OTHER_BYTE: Final = np.uint64(1 << 56)
 
 GONE_S: Final = 4.0
 """Seconds after which a transfer notices that its source is gone, or cannot be reached."""
+
+MAX_ROUNDS: Final = 3
+"""How often a request may be read again, one time after another, when a transfer has failed."""
 
 
 @attrs.frozen
@@ -193,6 +198,9 @@ class VirtualExecutor:
         self.unreleased: set[Transfer] = set()
         # by request: when bytes of it have last landed
         self.landed_at: dict[str, float] = {}
+        # and how often it was read again since a transfer has failed, if none has ended well
+        self._failed: set[str] = set()
+        self._num_rounds = Counter[str]()
 
     def connect(self, offer: bytes) -> None:
         """Make the worker of an offer known, or change nothing where it is connected."""
@@ -238,6 +246,11 @@ class VirtualExecutor:
 
     def start(self, spec: ReadSpec, request: str) -> Transfer:
         """Start to move the bytes of a spec, part by part."""
+        if request in self._failed:
+            self._failed.remove(request)
+            self._num_rounds[request] += 1
+            if self._num_rounds[request] > MAX_ROUNDS:
+                raise BrokenRuleError("END", f"{request} is read again and again, and fails")
         transfer = self._post(spec, request)
         self.unreleased.add(transfer)
         return transfer
@@ -293,10 +306,13 @@ class VirtualExecutor:
                 transfer.status = Status.CANCELLED
             else:
                 transfer.status = Status.DONE
+                self._num_rounds.pop(transfer.request, None)
             del self._flights[transfer]
         elif flight is not None and flight.error is not None and self.fabric.shows_held:
             # as rule executor.E4 says: it has failed, and holds its blocks
             transfer.error = flight.error
+        if transfer.error is not None:
+            self._failed.add(transfer.request)
         return transfer.status
 
     def held(self) -> list[str]:
