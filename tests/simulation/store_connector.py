@@ -1068,9 +1068,7 @@ class StoreConnector(VllmConnector):
         found: int | None = self._store.count_tokens_to_load(self._seen(request), num_cached)
         if found and not self._loads:
             raise BrokenRuleError("STORE", f"{request.name} is found by an engine that saves alone")
-        searches = self._store._searches
-        is_paused = searches is not None and TIME.monotonic() < searches._paused_until_s
-        is_sure = self._loads and self._is_calm(look) and not (is_loaded or is_paused)
+        is_sure = self._loads and self._is_calm(look) and not is_loaded
         if found is not None and found < number - num_cached and is_sure:
             number = min(number, self._num_there(request), request.num_prompt - 1)
             if found < number - num_cached:

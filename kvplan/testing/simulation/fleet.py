@@ -365,7 +365,7 @@ class Fleet:
             while self._open:
                 self._advance(self.loop.now + 1.0)
             for name, error in probes.items():
-                if error is not None and not self._is_taken_back(name, error):
+                if error is not None:
                     raise BrokenRuleError("AGAIN", f"{name} fails after all faults: {error}")
             kept_s = KEPT_S / self._slowest if Feature.TURNS in self.scenario.features else 0.0
             self._advance(self.loop.now + QUIET_S + kept_s)
@@ -703,7 +703,9 @@ class Fleet:
             return True
         if is_repeated or self._is_slow(arrival) or self._has_short_wait(error):
             return True
-        if self._is_taken_back(arrival.name, error):
+        # a claim was on its way when what was published of a preempted request was overwritten
+        is_preempted = any(arrival.name in engine.preempted for engine in self._engines.values())
+        if error.code == "LEASE" and is_preempted and self._make_params is not None:
             return True
         # weights of which the prefix cache has old blocks are no other engine's
         settled_at = self._reset_at + SETTLE_S / self._slowest
@@ -712,14 +714,6 @@ class Fleet:
         # what a next turn reads may have been computed long ago
         since = 0.0 if arrival.name in self._turns else arrival.at
         return self.scenario.may_fail(error.code, since, self.loop.now)
-
-    def _is_taken_back(self, name: str, error: KVPlanError) -> bool:
-        """Return whether a request fails since prefill has preempted it when it was published.
-
-        A claim was on its way when that was overwritten.
-        """
-        is_preempted = any(name in engine.preempted for engine in self._engines.values())
-        return error.code == "LEASE" and is_preempted and self._make_params is not None
 
     def _is_unstorable(self, error: KVPlanError) -> bool:
         """Return whether a request fails since a block of it would be stored that lacks bytes.
