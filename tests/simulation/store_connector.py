@@ -143,6 +143,7 @@ FEW: dict[Any, dict[str, int]] = {
 """Limits of batches and lists that prompts of a fleet reach, as long ones do those of the product."""
 
 NO_MEMORY = "no memory for bytes that move"
+"""What an error says that is none of the store."""
 
 NO_OWNERS: tuple[Any, ...] = ("", 7, True, ["client 0"], {})
 """What clients send as owners of pins that names none."""

@@ -10,8 +10,9 @@ These rules hold in every step, or the simulation ends with an error that names 
   is valid whose request is gone.
 - END: each request ends, right or with an error of kvplan, within :data:`END_S` and a lease for
   each request of the fleet: so long may blocks stay that others wait for. One of which a transfer
-  has failed ends in the step that sees it, also if bytes may still land. One that is read from
-  an engine that dies ends within :data:`LOST_S` of its own engine's clock. One that is read when
+  has failed ends in the step that sees it, also if bytes may still land, or is read again, three
+  times in a row at most (``MAX_ROUNDS`` in ``fabric.py``). One that is read from an engine that
+  dies ends within :data:`LOST_S` of its own engine's clock. One that is read when
   its engine hears that it holds no lease ends within :data:`REFUSED_S`, where all else is quiet,
   and was for as long as a handshake may take. One that waits in a room waits for
   :data:`LOST_ROOM_S` at most when its engine has heard that the server of rooms has restarted; of
@@ -25,7 +26,7 @@ These rules hold in every step, or the simulation ends with an error that names 
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right. Where
   nothing has gone wrong for a lease, a request is read within :data:`QUICK_S`, also if transfers
   from other engines are slow, and one that waits in a room hears within :data:`NEWS_S` that its
-  prompt is computed.
+  prompt is computed, and that all pipeline stages have sent it.
 - LINGER: a request that was read, and whose readers have all ended, keeps no block for more than
   :data:`LINGER_S` if nothing goes wrong meanwhile. Nor does one that has failed or was aborted, for
   more than :data:`LOST_S` after the last byte has landed. The step after a reset of the cache frees
