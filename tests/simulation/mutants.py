@@ -472,12 +472,11 @@ def reached(modules: Sequence[str]) -> dict[Statement, list[Fleet]]:
 
 
 def blocks_of(module: str) -> dict[Statement, list[int]]:
-    """The lines at which the blocks of each statement begin, by statement."""
+    """The lines at which the blocks of each condition and loop begin, by statement."""
     blocks: dict[Statement, list[int]] = {}
     for node in ast.walk(ast.parse(source_of(module))):
-        if isinstance(node, ast.If | ast.For | ast.While | ast.With | ast.Try):
-            starts = [getattr(node, field, None) for field in ("body", "orelse", "finalbody")]
-            blocks[module, node.lineno] = [block[0].lineno for block in starts if block]
+        if isinstance(node, ast.If | ast.For | ast.While):
+            blocks[module, node.lineno] = [block[0].lineno for block in (node.body, node.orelse) if block]
     return blocks
 
 

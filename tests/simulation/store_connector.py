@@ -174,6 +174,7 @@ class VirtualBackend(MemoryBackend):
         # of the files, those of a host that has lost its power
         self._headless = rough
         self._headless_share = rough.choice((0.0, 0.1, 0.3)) * self.is_rough
+        # of the moves, those that fail by an error that is none of the store
         self._no_memory = random.Random(f"{scenario.seed} no memory")
         self._no_memory_share = self._no_memory.choice((0.0, 0.0, 0.05))
         is_small = self._draw.random() < 0.3
@@ -651,7 +652,7 @@ class VirtualClient(StoreClient, _Placed):
     groups_of: Mapping[str, GroupShape]
     used_by: VirtualStoreWorker
     _cells: Sequence[int] = ()
-    _is_given_up = False
+    given_up_by: Any = None
     _has_failed = False
     _num_steps = 0
     _stepped_s: float | None = None
@@ -670,7 +671,7 @@ class VirtualClient(StoreClient, _Placed):
 
     def check_patience(self) -> None:
         """Refuse that a call makes no step for a while, and is not given up."""
-        if self._stepped_s is None or self._is_given_up:
+        if self._stepped_s is None or self.given_up_by:
             return
         waited_s = TIME.monotonic() - self._stepped_s
         backend: Any = self.backend
@@ -688,7 +689,7 @@ class VirtualClient(StoreClient, _Placed):
         """Note that a call is under way, and refuse it if nothing may begin any more."""
         self._has_failed = False
         self._stepped_s = TIME.monotonic()
-        if self._is_given_up:
+        if self.given_up_by:
             self._tell("is called, and was given up")
         # the job that was under way
         self.used_by.num_late[kind] += self.used_by.is_closing
@@ -762,16 +763,15 @@ class VirtualClient(StoreClient, _Placed):
 
     def abandon(self) -> None:
         super().abandon()
-        self._is_given_up = True
+        self.given_up_by = WORLD.running
         self.used_by.gave_up_s[WORLD.running] = TIME.monotonic()
-        self.used_by.given_up.append((WORLD.running, self))
         self._let_go()
 
     def check_move(self) -> None:
         """Refuse to move bytes when the client was given up, since others may have the blocks, or a file has failed."""
         if self._has_failed:
             self._tell("goes on, of which a file has failed")
-        if self._is_given_up:
+        if self.given_up_by:
             self._tell("moves bytes, and was given up")
         if self.used_by.is_closed:
             self._tell("moves bytes when it is closed")
@@ -810,8 +810,7 @@ class VirtualStoreWorker(STORE_WORKER.StoreWorker):  # type: ignore[misc, name-d
     num_late: Counter[str]
     # by thread: when it has given up a client
     gave_up_s: dict[Any, float]
-    # and those clients
-    given_up: list[tuple[Any, VirtualClient]]
+    # all of its clients
     made: list[VirtualClient]
     is_closing = is_closed = False
 
@@ -823,7 +822,7 @@ class VirtualStoreWorker(STORE_WORKER.StoreWorker):  # type: ignore[misc, name-d
     def may_begin(self) -> bool:
         """Whether a call may begin in the thread that runs: none was given up a moment ago, nor hang as many as may."""
         is_paused = TIME.monotonic() < self.gave_up_s.get(WORLD.running, -math.inf) + stalls.PAUSE_S
-        num_hanging = sum(thread is WORLD.running and each.is_called for thread, each in self.given_up)
+        num_hanging = sum(each.given_up_by is WORLD.running and each.is_called for each in self.made)
         return not is_paused and num_hanging < stalls.MAX_HANGING
 
     def _client(self) -> StoreClient:
@@ -947,7 +946,7 @@ class StoreConnector(VllmConnector):
             for described, executor in zip(site.workers, site.executors, strict=True):
                 worker = VirtualStoreWorker(self._store_config, self._cache, settings, facts)
                 worker.memory, worker.groups, worker.num_late = executor.port.memory, site.groups, Counter()
-                worker.gave_up_s, worker.given_up, worker.made = {}, [], []
+                worker.gave_up_s, worker.made = {}, []
                 worker.backend, worker.described = backend, described
                 worker.register(label_worker(described, tuple(site.groups)))
                 self._store_workers.append(worker)
@@ -1057,8 +1056,8 @@ class StoreConnector(VllmConnector):
         """Whether a call of a worker hangs, or was given up a moment ago, so that others do not begin."""
         late_s = self._host.monotonic() - stalls.PAUSE_S - SAVED_S
         is_late = any(at > late_s for worker in self._store_workers for at in worker.gave_up_s.values())
-        hanging = (each for worker in self._store_workers for _, each in worker.given_up)
-        return is_late or any(each.is_called for each in hanging)
+        clients = (each for worker in self._store_workers for each in worker.made)
+        return is_late or any(each.given_up_by and each.is_called for each in clients)
 
     def _count_found(self, request: EngineRequest, num_cached: int) -> int | None:
         """Search the store, and refuse to find less than what it had before."""

@@ -603,6 +603,7 @@ class Engine:
             for memory in self._memories:
                 memory.read_into_copies()
         self._abort_lent = getattr(self.connector, "abort_lent", None)
+        self._has_sent: Callable[[str], bool] | None = getattr(self.connector, "has_sent", None)
         self.resets_when_idle = getattr(self.connector, "resets_when_idle", False)
         self._loads_when_unused = getattr(self.connector, "loads_when_unused", False)
         if self._has_adapters and getattr(self.connector, "renames_adapters", False):
@@ -669,8 +670,7 @@ class Engine:
 
     def has_sent(self, name: str) -> bool:
         """Return whether all pipeline stages have sent a request that is computed."""
-        has_sent: Callable[[str], bool] | None = getattr(self.connector, "has_sent", None)
-        return has_sent is None or has_sent(name)
+        return self._has_sent is None or self._has_sent(name)
 
     def may_land(self, name: str) -> bool:
         """Return whether a request has not ended, or its blocks are kept for its last bytes."""

@@ -198,7 +198,8 @@ class VirtualExecutor:
         self.unreleased: set[Transfer] = set()
         # by request: when bytes of it have last landed
         self.landed_at: dict[str, float] = {}
-        # and how often it was read again since a transfer has failed, if none has ended well
+        # the requests of which a transfer has failed since one was started, and how often each was
+        # read again after that, if none has ended well
         self._failed: set[str] = set()
         self._num_rounds = Counter[str]()
 

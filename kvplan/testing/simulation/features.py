@@ -151,8 +151,8 @@ class Feature(enum.Flag):
     """Beside :attr:`LIVE_UPDATES` operators load other weights under a name that was there before.
 
     Beside :attr:`ADAPTERS` prompts come again with an adapter that is loaded again. It is of
-    connectors that take no such weights for those that have had the name, as SGLang's: no swarm
-    draws it."""
+    connectors that take no such weights for those that have had the name, as SGLang's, and vLLM's
+    of such adapters: no swarm draws it."""
 
     LATE_MESSAGES = enum.auto()
     """Hosts are so busy that messages are late by seconds, and transfers are slow.
